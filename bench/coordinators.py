@@ -78,7 +78,7 @@ def run(coordinators: int, clients: int, seconds: float) -> tuple[float, float, 
             one.send("go")
         cycles = sum(one.recv() for one in workers)
         spent = [_cpu_s(one.pid) - first for one, first in zip(servers, before, strict=True)]
-        rows = [one["rows_done"] for one in queue.audit()["tables"].values()]
+        rows = [one.rows_done for one in queue.audit().tables.values()]
     if sum(rows) != cycles * ROWS:
         raise RuntimeError(f"rows were lost or done twice: {rows} of {cycles} cycles of {ROWS}")
     return cycles / seconds, max(spent) / seconds, sum(spent) / cycles

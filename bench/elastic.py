@@ -32,6 +32,7 @@ from bench.harness import ROOT
 from bench.run_record import RECORDS, save_record
 from transferqueue.adapters.protocols import Completions, Generator, Prompt, Sampling
 from transferqueue.observe.measurement_record import Measurement
+from transferqueue.wire.answers.stats import TableAudit
 from transferqueue.workflows.elastic.scaler import ELASTIC
 from transferqueue.workflows.flow.events import Event, Figures
 from transferqueue.workflows.flow.flow import Flow
@@ -149,7 +150,7 @@ def paced_jobs(job: Job, folder: Path) -> list[StageJob]:
     ]
 
 
-def run_on(where: str, job: Job, folder: Path, hear: Callable[[str, Event], None]) -> dict[str, Any]:
+def run_on(where: str, job: Job, folder: Path, hear: Callable[[str, Event], None]) -> TableAudit:
     """Run the job and return the audit of its table."""
     with ExitStack() as stack:
         address = "embedded"
@@ -177,7 +178,7 @@ def run_on(where: str, job: Job, folder: Path, hear: Callable[[str, Event], None
             )
         with scaler.running(flow, table, names.ROLLOUT):
             flow.run()
-        return dict(table.audit())
+        return table.audit()
 
 
 @contextmanager
@@ -220,10 +221,7 @@ def main() -> None:
     found = phases(events, chosen.steps)
     for name, seconds in found.items():
         print(f"{name}: {seconds:.2f} s a step")
-    print(
-        f"rows put {audit['rows_put']}, done {audit['rows_done']}, dropped {dict(audit['dropped'])}; failures "
-        f"{len(failures)}"
-    )
+    print(f"rows put {audit.rows_put}, done {audit.rows_done}, dropped {audit.dropped}; failures {len(failures)}")
     details = {
         "on": chosen.on,
         "changes": [each for each in events if each["by"]],

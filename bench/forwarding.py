@@ -42,6 +42,7 @@ from bench.run_record import RECORDS, save_record
 from bench.server import Server
 from bench.two_sites import SlowLink
 from transferqueue.observe.measurement_record import Measurement, summarize
+from transferqueue.wire.answers.stats import ChannelStats
 
 MODULE: Final = "bench.forwarding"
 MIB: Final = 1 << 20
@@ -86,7 +87,7 @@ class Link:
         self, server: Server, far: Far, opened: ExitStack, options: argparse.Namespace, *, is_far: bool
     ) -> None:
         with tq.connect(server.address) as queue:
-            ports = [int(server.tcp_address.rpartition(":")[2]), int(queue.stats()["server"]["bulk_port"])]
+            ports = [int(server.tcp_address.rpartition(":")[2]), int(queue.stats().server.bulk_port)]
         self.address = f"tcp://{FAR if is_far else NEAR}:{ports[0]}"
         words = ["--link", *map(str, ports), "--mbit", str(options.mbit), "--ms", str(options.ms)]
         words += ["--at", FAR if is_far else NEAR]
@@ -152,16 +153,15 @@ class Site:
         until = time.monotonic() + WAIT_S
         while time.monotonic() < until:
             channel = self.channel
-            if channel["bytes"] > before or version in channel["kept"]:
+            if channel.bytes > before or version in channel.kept:
                 found.append(time.monotonic())
                 return
             time.sleep(LOOK_S)
 
     @property
-    def channel(self) -> dict[str, Any]:
+    def channel(self) -> ChannelStats | dict[str, object]:
         """What the server says of the channel."""
-        found: dict[str, Any] = self._looking.stats()["channels"].get("policy", {"bytes": 0, "kept": []})
-        return found
+        return self._looking.stats().channels.get("policy", ChannelStats(newest=-1))
 
 
 def run(way: str, far: Far, options: argparse.Namespace) -> list[dict[str, float]]:
@@ -186,7 +186,7 @@ def _published(
     tensors, size = model(version, options.tensors), options.tensors * TENSOR_BYTES
     crossed, parts = [site.link.crossed() for site in sites], [list[float]() for _ in sites]
     lookers = [
-        threading.Thread(target=site.look, args=(version, site.channel["bytes"], part))
+        threading.Thread(target=site.look, args=(version, site.channel.bytes, part))
         for site, part in zip(sites, parts, strict=True)
     ]
     for looker in lookers:

@@ -19,7 +19,6 @@ import argparse
 import time
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
-from typing import Any
 
 import numpy as np
 
@@ -30,6 +29,7 @@ from bench.run_record import ByHand, by_hand_options
 from bench.server import Server
 from bench.shards import shard
 from transferqueue.limits import KIB, MIB
+from transferqueue.wire.answers.stats import BytesStats
 
 SCENARIO = "healing"
 CONTENDER = "transferqueue"
@@ -67,9 +67,9 @@ def _fill(table: tq.Table, nbytes: int) -> int:
     return rows
 
 
-def _state(queue: tq.Queue) -> tuple[int, dict[str, Any]]:
+def _state(queue: tq.Queue) -> tuple[int, BytesStats]:
     stats = queue.stats()
-    return sum(table["rows_one_copy"] for table in stats["tables"].values()), stats["bytes"]
+    return sum(table.rows_one_copy for table in stats.tables.values()), stats.bytes
 
 
 def _check(table: tq.Table, rows: int) -> None:
@@ -97,7 +97,7 @@ def run(mib: int, shards: int, size: str) -> list[Result]:
         most_rows = most_bytes = 0
         while True:
             left, nbytes = _state(queue)
-            most_rows, most_bytes = max(most_rows, left), max(most_bytes, nbytes["to_copy"] + nbytes["being_copied"])
+            most_rows, most_bytes = max(most_rows, left), max(most_bytes, nbytes.to_copy + nbytes.being_copied)
             if most_rows and not left:
                 break
             if time.monotonic() > killed + PATIENCE_S:
@@ -106,7 +106,7 @@ def run(mib: int, shards: int, size: str) -> list[Result]:
         healed = time.monotonic()
         worker.send(True)
         done = np.array(worker.recv())
-        lost = sum(audit["rows_lost"] for audit in queue.audit()["tables"].values())
+        lost = sum(audit.rows_lost for audit in queue.audit().tables.values())
         _check(table, rows)
     if lost:
         raise RuntimeError(f"{lost} rows were lost")

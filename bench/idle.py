@@ -93,7 +93,7 @@ def asked(address: str) -> float:
     """Seconds that the server keeps everyone waiting for an answer about all sessions: its longest turn so far."""
     with tq.connect(address) as queue:
         queue.sessions()
-        return float(queue.stats()["server"]["turns"]["request"]["longest_s"])
+        return float(queue.stats().server.turns["request"].longest_s)
 
 
 def run(clients: int, rows: int, *, bare: bool) -> list[Result]:
@@ -108,7 +108,7 @@ def run(clients: int, rows: int, *, bare: bool) -> list[Result]:
         beside = measure("transferqueue", server.address, 1, rows, RATE)
         longest = asked(server.address)
         with tq.connect(server.address) as queue:
-            if (left := queue.stats()["sessions"]) != clients + 1:
+            if (left := queue.stats().sessions) != clients + 1:
                 raise RuntimeError(f"of {clients} sessions and this one {left} are open")
         for pipe in pipes:
             pipe.send("go")

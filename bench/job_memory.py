@@ -109,7 +109,7 @@ def walk(
             _do(table, task, batch_rows(job), rng, step)
         if step % CHECKPOINT == CHECKPOINT - 1:
             table.checkpointed(step, task=names.TRAIN)
-        held.append(table.stats()["bytes"])
+        held.append(table.stats().bytes)
     return held
 
 
@@ -178,7 +178,7 @@ def vision() -> list[MeasuredResult]:
         try:
             with tq.connect(server.tcp_address, data="remote") as queue:
                 held = walk(queue, a_job("drop"), tq.Acked(), DATA["image"], way, CHECKPOINT)
-                sent = sum(queue.stats()["server"]["bulk_received_bytes"].values())
+                sent = sum(queue.stats().server.bulk_received_bytes.values())
         finally:
             server.stop()
         results += [

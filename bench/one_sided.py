@@ -114,8 +114,8 @@ def _processor_s(pid: int) -> float:
 
 def _one_sided(queue: tq.Queue) -> dict[str, int]:
     """Bytes that were read out of the server's memory so far, and those that it read out of its clients'."""
-    server = queue.stats()["server"]
-    return {way: int(server[f"bulk_{way}_bytes"]["one_sided"]) for way in ("sent", "received")}
+    server = queue.stats().server
+    return {"sent": server.bulk_sent_bytes["one_sided"], "received": server.bulk_received_bytes["one_sided"]}
 
 
 def _arrow(flat: Flat) -> Any:

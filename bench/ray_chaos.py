@@ -35,6 +35,7 @@ from bench.harness import Result
 from bench.run_record import ByHand, by_hand_options
 from transferqueue.errors import ShardLost
 from transferqueue.testing.chaos.payload import Payload
+from transferqueue.wire.answers.stats import TableAudit
 
 SCENARIO: Final = "ray_chaos"
 CONTENDER: Final = "transferqueue"
@@ -153,7 +154,7 @@ class Chaos:
     def _drain(self) -> None:
         """Until every number is done."""
         deadline = time.monotonic() + PATIENCE_S
-        while self._put_again() or self.counts()["rows_done"] < self.put:
+        while self._put_again() or self.counts().rows_done < self.put:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{self.put} rows were put, and these are their fates: {self.counts()}")
             self._check_workers()
@@ -167,20 +168,20 @@ class Chaos:
         ended, _ = ray.wait(self._workers, timeout=0)
         ray.get(ended)
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> TableAudit:
         """The queue's own account of the rows."""
         return self._table.audit()
 
     # ------------------------------------------------------------ faults
 
     def _kill_server(self) -> None:
-        os.kill(self._queue.stats()["server"]["pid"], signal.SIGKILL)
+        os.kill(self._queue.stats().server.pid, signal.SIGKILL)
 
     def _kill_shard(self) -> None:
         """The fullest: Ray starts its actor again, which is another shard then."""
-        labels = {one["label"]: one["used_bytes"] for one in self._queue.stats()["server"]["shards"]}
+        labels = {one.label: one.used_bytes for one in self._queue.stats().server.shards}
         fullest = max(labels, key=lambda label: labels[label])
-        os.kill(next(one["pid"] for one in self._queue.sessions().values() if one["label"] == fullest), signal.SIGKILL)
+        os.kill(next(one.pid for one in self._queue.sessions().values() if one.label == fullest), signal.SIGKILL)
 
     def _remove_node(self) -> None:
         self._cluster.remove_node(self._random.choice(sorted(self._cluster.worker_nodes, key=lambda one: one.node_id)))
@@ -197,19 +198,19 @@ class Chaos:
 
     # ------------------------------------------------------------ judgement
 
-    def judge(self, done: Path) -> dict[str, Any]:
+    def judge(self, done: Path) -> TableAudit:
         """The account, if it is in order; `RuntimeError` with what is not."""
         counts = self.counts()
         told = Counter(int(line) for path in done.iterdir() for line in path.read_text().split())
         rows = self._table.read(fields=["number", "echo"])
         numbers = rows["number"].list()
         checks: dict[str, bool] = {
-            "each number has one row, which is done": counts["rows_done"] == self.put
+            "each number has one row, which is done": counts.rows_done == self.put
             and sorted(numbers) == list(range(self.put)),
             "each row was answered with its number": numbers == rows["echo"].list(),
             "none was acknowledged twice": max(told.values()) == 1,
-            "put is done and lost": counts["balanced"] and counts["rows_put"] == self.put + counts["rows_lost"],
-            "lost is put again": counts["rows_lost"] == counts["rows_dropped"] == self.again,
+            "put is done and lost": counts.balanced and counts.rows_put == self.put + counts.rows_lost,
+            "lost is put again": counts.rows_lost == counts.rows_dropped == self.again,
         }
         if wrong := [name for name, holds in checks.items() if not holds]:
             raise RuntimeError(f"not true: {', '.join(wrong)}; put {self.put}, again {self.again}, {counts}")
@@ -286,9 +287,9 @@ def run(cluster: Any, seconds: float, *, seed: int = 0, replicas: int = 1) -> li
             counts = chaos.judge(Path(folder))
         finally:
             chaos.close()
-    if replicas > 1 and counts["rows_lost"]:
+    if replicas > 1 and counts.rows_lost:
         raise RuntimeError(f"with replicas={replicas} rows were lost: {counts}")
-    told = {"seconds": time.monotonic() - began, "rows_done": counts["rows_done"], "rows_lost": counts["rows_lost"]}
+    told = {"seconds": time.monotonic() - began, "rows_done": counts.rows_done, "rows_lost": counts.rows_lost}
     return [
         Result(SCENARIO, CONTENDER, name, metric, "s" if metric == "seconds" else "count", [float(value)], checked=True)
         for metric, value in (told | {f"faults_{kind}": count for kind, count in chaos.faults.items()}).items()

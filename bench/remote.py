@@ -128,7 +128,7 @@ def wire(server: Server, name: str) -> list[Result]:
     values = sum(flat.values.nbytes for flat in expected.values())
     prepared = {field: tensor(flat) for field, flat in expected.items()}
     with tq.connect(server.tcp_address) as local:
-        bulk_port = local.stats()["server"]["bulk_port"]
+        bulk_port = local.stats().server.bulk_port
     relays = (
         Relay(server.tcp_address, ("127.0.0.2", 0)),
         Relay(f"tcp://127.0.0.1:{bulk_port}", ("127.0.0.2", bulk_port)),

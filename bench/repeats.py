@@ -51,7 +51,7 @@ def group() -> list[MeasuredResult]:
                 before, began = _crossed(queue), time.perf_counter()
                 for column in puts:
                     table.put(image=column)
-                put_s, stored = time.perf_counter() - began, table.stats()["bytes"]
+                put_s, stored = time.perf_counter() - began, table.stats().bytes
                 for _ in range(GROUP):
                     with table.lease("train", rows=1, timeout_s=30) as batch:
                         if not torch.equal(batch["image"].torch()[0], image):
@@ -71,8 +71,8 @@ def group() -> list[MeasuredResult]:
 
 def _crossed(queue: tq.Queue) -> dict[str, int]:
     """Bytes that the shard has sent and received."""
-    server = queue.stats()["server"]
-    return {way: sum(server[f"bulk_{way}_bytes"].values()) for way in ("sent", "received")}
+    server = queue.stats().server
+    return {way: sum(getattr(server, f"bulk_{way}_bytes").values()) for way in ("sent", "received")}
 
 
 def main() -> None:

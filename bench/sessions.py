@@ -110,12 +110,12 @@ def _measure(server: Server, clients: int, rate: int, seconds: float, window_s: 
             put = offer(
                 lambda due: table.put(sent=np.full(due, time.monotonic())), rate, seconds, [windows.tick, used.tick]
             )
-            share, turns = used.share(), queue.stats()["server"]["turns"]
+            share, turns = used.share(), queue.stats().server.turns
             table.seal()
-            rows, counts = crowd.rows(), queue.audit()["tables"]["rows"]
+            rows, counts = crowd.rows(), queue.audit().tables["rows"]
         finally:
             crowd.stop()
-        if not counts["balanced"] or not put == sum(rows) == counts["rows_put"] == counts["rows_done"]:
+        if not counts.balanced or not put == sum(rows) == counts.rows_put == counts.rows_done:
             raise RuntimeError(f"rows were lost or done twice: {counts}, put {put}, delivered {sum(rows)}")
         return {
             "rows": rows,
@@ -152,8 +152,8 @@ def run(
     result("most_over_mean", "ratio", [max(rows) * len(rows) / sum(rows)])
     result("server_core_share", "ratio", [found["share"]])
     for kind, turns in found["turns"].items():
-        result(f"server_{kind}_longest", "s", [turns["longest_s"]])
-        result(f"server_{kind}_busiest", "s", [turns["busiest_s"]])
+        result(f"server_{kind}_longest", "s", [turns.longest_s])
+        result(f"server_{kind}_busiest", "s", [turns.busiest_s])
     result("server_bytes", "bytes", memory)
     result("server_bytes_growth", "ratio", [steady[-1] / steady[0]])
     result("server_bytes_per_client", "bytes", [found["each"]])

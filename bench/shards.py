@@ -90,9 +90,9 @@ def _consume(control: Connection, address: str, data: str, batch: int) -> None:
 def _until_empty(queue: tq.Queue) -> None:
     """Views are returned soon after the last of them is gone."""
     deadline = time.monotonic() + PATIENCE_S
-    while any(one["used_bytes"] for one in queue.stats()["server"]["shards"]):
+    while any(one.used_bytes for one in queue.stats().server.shards):
         if time.monotonic() > deadline:
-            raise RuntimeError(f"bytes are lent, though every row is done: {queue.stats()['server']}")
+            raise RuntimeError(f"bytes are lent, though every row is done: {queue.stats().server}")
         time.sleep(0.05)
 
 
@@ -107,9 +107,9 @@ class Watch:
 
     def until_done(self) -> None:
         """Returns when every row is done."""
-        while (done := self.queue.audit()["tables"]["rows"]["rows_done"]) < self.rows:
-            for one in self.queue.stats()["server"]["shards"]:
-                self.lent[one["shard"]] = self.lent.get(one["shard"], 0) + one["used_bytes"]
+        while (done := self.queue.audit().tables["rows"].rows_done) < self.rows:
+            for one in self.queue.stats().server.shards:
+                self.lent[one.shard] = self.lent.get(one.shard, 0) + one.used_bytes
             if done >= (len(self.own) + 1) * self.rows / SAMPLES:
                 self.sample()
             time.sleep(0.02)
@@ -137,9 +137,9 @@ def run(rows: int, shards: int, batch: int, size: str, data: str) -> list[Result
         watch.until_done()
         took = time.monotonic() - began
         delivered = consumer.recv() if consumer.poll(PATIENCE_S) else 0
-        counts = queue.audit()["tables"]["rows"]
+        counts = queue.audit().tables["rows"]
         _until_empty(queue)
-    if not counts["balanced"] or counts["rows_done"] != rows or delivered != rows:
+    if not counts.balanced or counts.rows_done != rows or delivered != rows:
         raise RuntimeError(f"rows were lost or done twice: {counts}, delivered {delivered}")
     name = f"rows_{rows}_shards_{shards}_{data}"
     steady = watch.own[len(watch.own) // 4 :]

@@ -23,6 +23,7 @@ from transferqueue.server.process.assembly import ServerProcess
 from transferqueue.server.runtime_directory import private_arena
 from transferqueue.server.spill.spill_file import SpillPolicy
 from transferqueue.transport import parse_address
+from transferqueue.wire.answers.stats import SpillStats
 
 ROW_BYTES = 64 * 1024
 ROWS_PER_PUT = 16
@@ -67,15 +68,15 @@ def _filled_and_drained(queue: tq.Queue, server: ServerProcess, puts: int) -> di
         most = max(most, memory.used)
     drained = time.perf_counter()
     megabytes = puts * ROWS_PER_PUT * ROW_BYTES / 1e6
-    spill = queue.stats()["server"]["spill"] or {}
+    spill = queue.stats().server.spill or SpillStats()
     return {
         "put_mb_s": megabytes / (filled - began),
         "lease_mb_s": megabytes / (drained - filled),
         "both_mb_s": megabytes / (drained - began),
         "arena_used_most_mib": most / MIB,
-        "spilled_mib": spill.get("spilled_bytes", 0) / MIB,
-        "loaded_mib": spill.get("loaded_bytes", 0) / MIB,
-        "load_waits_s": spill.get("load_waits_s", 0.0),
+        "spilled_mib": spill.spilled_bytes / MIB,
+        "loaded_mib": spill.loaded_bytes / MIB,
+        "load_waits_s": spill.load_waits_s,
     }
 
 

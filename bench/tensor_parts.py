@@ -93,7 +93,7 @@ def publish(queue: tq.Queue, version: int) -> None:
 
 def sent(queue: tq.Queue) -> int:
     """Bytes that the server has sent."""
-    return sum(queue.stats()["server"]["bulk_sent_bytes"].values())
+    return sum(queue.stats().server.bulk_sent_bytes.values())
 
 
 def measured(versions: int) -> dict[str, list[float]]:

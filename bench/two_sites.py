@@ -167,7 +167,7 @@ class FarEngines:
 
     def __init__(self, far: Far, server: Server, job: Path, seed: int, options: argparse.Namespace) -> None:
         with tq.connect(server.address) as queue:
-            ports = [int(server.tcp_address.rpartition(":")[2]), int(queue.stats()["server"]["bulk_port"])]
+            ports = [int(server.tcp_address.rpartition(":")[2]), int(queue.stats().server.bulk_port)]
         self.links = [SlowLink(port, options.mbit, options.ms / 2000) for port in ports]
         self._log = job.parent / f"far-{seed}.log"
         words = command(job, f"tcp://{NEAR}:{ports[0]}", job.parent / f"far-{seed}", seed, "--site", "far")

@@ -96,7 +96,7 @@ def crossing(replicas: int) -> list[Result]:
         origin = Server("1GiB", tcp=True)
         opened.callback(origin.stop)
         trainer = opened.enter_context(tq.connect(origin.address))
-        bulk = trainer.stats()["server"]["bulk_port"]
+        bulk = trainer.stats().server.bulk_port
         links = [Counter(origin.tcp_address, ("127.0.0.2", 0)), Counter(f"tcp://127.0.0.1:{bulk}", ("127.0.0.2", bulk))]
         for link in links:
             opened.callback(link.close)

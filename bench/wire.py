@@ -71,7 +71,7 @@ def run(name: str) -> list[Result]:
             table = queue.create_table("wire", tasks=[tq.Task("train", needs=workload.names)])
             before = relay.up
             table.put(**{field: tensor(flat) for field, flat in expected.items()})
-            up, block, before = relay.up - before, table.stats()["bytes"], relay.down
+            up, block, before = relay.up - before, table.stats().bytes, relay.down
             with table.lease("train", rows=workload.rows) as batch:
                 down = relay.down - before
                 if not all(same(flat, *flat_bytes(batch[field].nested())) for field, flat in expected.items()):

@@ -31,7 +31,7 @@ def main() -> None:
         put = [produce.options(scheduling_strategy=place).remote(number) for number, place in enumerate(there)]
         with table.lease("train", rows=ROWS * len(nodes), timeout_s=300) as batch:
             total = float(batch["x"].numpy().sum())
-        print(f"{sum(ray.get(put))} rows from {len(nodes)} nodes, sum {total:g}, {queue.audit()['tables']['rows']}")
+        print(f"{sum(ray.get(put))} rows from {len(nodes)} nodes, sum {total:g}, {queue.audit().tables['rows']}")
 
 
 if __name__ == "__main__":

@@ -73,10 +73,7 @@ async def run(rows: int, in_flight: int) -> None:
         right = sorted(read["length"].list()) == list(range(rows))
         counts = await table.audit()
     print(f"requests in flight at most {service.most}, failed {service.failed}; {dict(finished)}")
-    print(
-        f"rows put {counts['rows_put']}, done {counts['rows_done']}, dropped {counts['rows_dropped']}, all right: "
-        f"{right}"
-    )
+    print(f"rows put {counts.rows_put}, done {counts.rows_done}, dropped {counts.rows_dropped}, all right: {right}")
 
 
 def main() -> None:

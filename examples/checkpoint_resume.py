@@ -37,7 +37,7 @@ def samples(first: int, last: int) -> dict[str, np.ndarray]:
 
 def produce(table: tq.Table, rows: int) -> None:
     """Put the samples that were not put yet; a put waits while the table is full."""
-    for first in range(table.audit()["rows_put"], rows, BATCH):
+    for first in range(table.audit().rows_put, rows, BATCH):
         table.put(**samples(first, first + BATCH))
     with contextlib.suppress(tq.Sealed):  # it was, if the snapshot is that late
         table.seal()
@@ -71,7 +71,7 @@ def train(folder: Path, steps: int, dies_at: int | None) -> None:
         counts = table.audit()
     np.save(folder / "final.npy", weights)
     print(
-        f"{folder.name}: rows put {counts['rows_put']}, done {counts['rows_done']}, live {counts['rows_live']}",
+        f"{folder.name}: rows put {counts.rows_put}, done {counts.rows_done}, live {counts.rows_live}",
         flush=True,
     )
 

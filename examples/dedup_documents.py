@@ -129,8 +129,8 @@ def main() -> None:
         for process in processes:
             process.join()
         counts = table.audit()
-    print(f"documents put {counts['rows_put']}, written {len(written)}, dropped {counts['dropped']}")
-    print(f"rows done {counts['rows_done']}, live {counts['rows_live']}, balanced {counts['balanced']}")
+    print(f"documents put {counts.rows_put}, written {len(written)}, dropped {counts.dropped}")
+    print(f"rows done {counts.rows_done}, live {counts.rows_live}, balanced {counts.balanced}")
 
 
 if __name__ == "__main__":

@@ -191,10 +191,7 @@ def main() -> None:
             process.join()
         counts = table.audit()
     print(f"mean reward {np.mean(history[:10]):.2f} -> {np.mean(history[-10:]):.2f}")
-    print(
-        f"rows put {counts['rows_put']}, done {counts['rows_done']}, live {counts['rows_live']}, dropped "
-        f"{counts['dropped']}"
-    )
+    print(f"rows put {counts.rows_put}, done {counts.rows_done}, live {counts.rows_live}, dropped {counts.dropped}")
 
 
 if __name__ == "__main__":

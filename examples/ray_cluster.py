@@ -49,7 +49,7 @@ def main() -> None:
         workers = [work.remote(f"worker-{number}") for number in range(options.workers)]
         half = options.rows // 2
         table.put(number=np.arange(half))
-        os.kill(queue.stats()["server"]["pid"], signal.SIGKILL)  # its actor is on the driver's node
+        os.kill(queue.stats().server.pid, signal.SIGKILL)  # its actor is on the driver's node
         table.put(number=np.arange(half, options.rows))  # waits for the server's next life, as the workers do
         table.seal()
         done = ray.get(workers)
@@ -57,7 +57,7 @@ def main() -> None:
         right = np.array_equal(rows["doubled"].numpy(), rows["number"].numpy() * 2)
         counts = table.audit()
     ray.shutdown()
-    print(f"rows put {counts['rows_put']}, done {counts['rows_done']} by {len(done)} workers, all right: {right}")
+    print(f"rows put {counts.rows_put}, done {counts.rows_done} by {len(done)} workers, all right: {right}")
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ def main() -> None:
             actor.join()
         counts = table.audit()
     print(f"mean return {np.mean(history[:10]):.1f} -> {np.mean(history[-10:]):.1f}")
-    print(f"episodes put {counts['rows_put']}, learned from {counts['rows_done']}, left over {counts['rows_live']}")
+    print(f"episodes put {counts.rows_put}, learned from {counts.rows_done}, left over {counts.rows_live}")
 
 
 if __name__ == "__main__":

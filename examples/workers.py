@@ -64,10 +64,7 @@ def main() -> None:
         counts = table.audit()
     print(f"exit codes {[worker.exitcode for worker in workers]}")
     print("rows done by " + ", ".join(f"{name}: {count}" for name, count in done_by.items()))
-    print(
-        f"rows put {counts['rows_put']}, done {counts['rows_done']}, dropped {counts['rows_dropped']}, all right: "
-        f"{right}"
-    )
+    print(f"rows put {counts.rows_put}, done {counts.rows_done}, dropped {counts.rows_dropped}, all right: {right}")
 
 
 if __name__ == "__main__":

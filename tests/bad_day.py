@@ -28,8 +28,6 @@ from typing import Any
 import numpy as np
 
 import transferqueue as tq
-from transferqueue.observe.answers.stats import Stats, parse
-from transferqueue.observe.diagnosis import DoctorAnswer
 from transferqueue.observe.verdict import report
 from transferqueue.workflows.flow.flow import Flow
 from transferqueue.workflows.flow.processes.stage_process import StageJob
@@ -179,8 +177,8 @@ class Diary:
 
     def look(self) -> None:
         """Write what `doctor` and the title of the page say now."""
-        stats = parse("stats", self._queue.stats(), Stats)
-        verdict = report(stats, parse("doctor", self._queue.doctor(), DoctorAnswer)).verdict
+        stats = self._queue.stats()
+        verdict = report(stats, self._queue.doctor()).verdict
         doctor = subprocess.run(
             [sys.executable, "-m", "transferqueue.cli", "doctor", "--address", self._queue.address],
             capture_output=True,
@@ -270,7 +268,7 @@ def live_through(day: Day, out: Path) -> bool:
         diary.happened(f"the end: {audit}")
         judge.go()
         print(f"rows {day.rows}; {audit}; what was seen: {out / 'seen.txt'}")
-        return bool(audit["rows_done"] == day.rows and not audit["rows_dropped"] and audit["balanced"])
+        return bool(audit.rows_done == day.rows and not audit.rows_dropped and audit.balanced)
 
 
 def main() -> int:

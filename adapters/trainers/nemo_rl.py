@@ -28,6 +28,7 @@ from transferqueue.adapters.transfer_queue.samples.partitions import Partitions
 from transferqueue.adapters.transfer_queue.samples.tags import given_tags, name_of
 from transferqueue.errors import AlreadyExists, DeadlineExceeded, Impossible, NotFound, UsageError
 from transferqueue.storage.elements.dtypes import imported_module
+from transferqueue.wire.answers.stats import TaskStats
 
 PLACE: Final = "nemo_rl.data_plane.adapters.transfer_queue"
 """The module from which NeMo-RL's factory takes ``TQDataPlaneClient``."""
@@ -141,8 +142,8 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
         """Whether there are samples, and each task has claimed all of them."""
         table = self._partition(partition_id)
         stats = table.stats()
-        claims = [stats["tasks"].get(_claims(task)) for task in task_names]
-        return stats["rows_resident"] > 0 and all(each is not None and not _before(each) for each in claims)
+        claims = [stats.tasks.get(_claims(task)) for task in task_names]
+        return stats.rows_resident > 0 and all(each is not None and not _before(each) for each in claims)
 
     # ------------------------------------------------------------ by key
 
@@ -288,9 +289,9 @@ def _claims(task: str) -> str:
     return f"claims.{name_of(task)}"
 
 
-def _before(task: Mapping[str, Any]) -> int:
+def _before(task: TaskStats) -> int:
     """Number of samples that a task has not claimed."""
-    return sum(task[state] for state in ("pending", "held", "ready", "leased", "stepped", "kept"))
+    return task.pending + task.held + task.ready + task.leased + task.stepped + task.kept
 
 
 def _lengths(tags: Sequence[Mapping[str, Any]]) -> list[int] | None:

@@ -180,7 +180,7 @@ class QueueLoader(Generic[T]):
         with tq.connect(self._dataset.address, label=f"{self._dataset.task} loader") as queue:
             table = queue.table(self._dataset.table)
             if self._step is None:
-                saved = int(table.stats()["tasks"][self._dataset.task]["checkpoint"])
+                saved = table.stats().tasks[self._dataset.task].checkpoint
                 self._step = saved if saved >= 0 else None
             last = -1 if self._step is None else self._step
             if self._dataset.lease.get("rank", 0) == 0:

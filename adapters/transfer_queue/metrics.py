@@ -23,8 +23,8 @@ from typing import Any, Final
 import transferqueue as tq
 from transferqueue.adapters.transfer_queue.samples.tags import partition_of
 from transferqueue.errors import TransferQueueError, UsageError
-from transferqueue.observe.answers.stats import Stats, parse
 from transferqueue.observe.prometheus import CONTENT_TYPE, Family, Sample, exposition
+from transferqueue.wire.answers.stats import Stats
 
 HOST: Final = "127.0.0.1"
 PATIENCE_S: Final = 10.0
@@ -159,7 +159,7 @@ class _Answer(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"there is /metrics\n")
             return
         try:
-            stats = parse("stats", self.shown.stats(), Stats)
+            stats = self.shown.stats()
             theirs = original_names(stats, type(self).consumption())
             self._answer(HTTPStatus.OK, CONTENT_TYPE, exposition(stats, theirs))
         except TransferQueueError as error:

@@ -72,4 +72,4 @@ def test_over_a_task_on_the_cpu_nothing_is_copied() -> None:
 
         found = [batch["ids"].tolist() for batch in on_device(leased(), "cpu")]
         assert found == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]]
-        assert queue.audit()["balanced"]
+        assert queue.audit().balanced

@@ -24,7 +24,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         table.update(rows[1:2], notes=[{"a": 1}])
         with table.lease("train", rows=1):
             pass
-        return Path(queue.snapshot("run"))
+        return Path(queue.snapshot("run")[0])
 
 
 def test_what_is_not_there_is_named(path: Path, tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_another_model_is_pulled_whole_again(queue: tq.Queue, name: str) -> None
     loader.load(worker.load_weights, version=1, timeout_s=20)
     assert torch.equal(worker.its["embed"], larger["embed"][6:12])
     assert torch.equal(worker.its["added"], torch.ones(3))
-    until(lambda: not any(each["pins"] for each in queue.sessions().values()))  # nothing of a version is held
+    until(lambda: not any(each.pins for each in queue.sessions().values()))  # nothing of a version is held
 
 
 def test_tensors_that_are_used_after_the_load_are_those_of_its_version(queue: tq.Queue, name: str) -> None:

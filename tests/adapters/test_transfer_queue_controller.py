@@ -226,7 +226,7 @@ def test_metadata_by_key_tells_shapes(client: Any) -> None:
 def leases(server: service.DropInServer) -> int:
     """How often the controller has leased samples of partition p."""
     with tq.connect(server.hello()[0]) as queue:
-        return sum(event["what"] == "leased" for event in queue.events("p.p", after=0)["events"])
+        return sum(event.what == "leased" for event in queue.events("p.p", after=0).events)
 
 
 def test_a_batch_reads_a_few_samples_of_a_backlog(server: service.DropInServer, client: Any) -> None:
@@ -367,7 +367,7 @@ def leased_by_a_waiting_reader(server: service.DropInServer, pool: ThreadPoolExe
     reader, writer = attach(server).client, attach(server).client
     waiting = pool.submit(reader.get_meta, ["x"], 1, "p", "fetch", "t")
     with tq.connect(server.hello()[0]) as queue:
-        while not queue.doctor()["waiting"]:
+        while not queue.doctor().waiting:
             assert not waiting.done()
         server.controller._guard.acquire()
         made = put(writer, "x", rows=1).global_indexes

@@ -124,7 +124,7 @@ def trainer(deployment: Served, stalled: tq.Batch) -> Iterator[None]:
     with tq.connect(deployment.address, label="trainer") as queue:
         waiting = threading.Thread(target=_wait_for_groups, args=(queue.table("rollouts"),))
         waiting.start()
-        while not queue.stats()["waiting"]:  # each look is a round trip: by the second the lease has arrived
+        while not queue.stats().waiting:  # each look is a round trip: by the second the lease has arrived
             pass
         yield
         queue.close()

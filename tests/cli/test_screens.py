@@ -13,17 +13,17 @@ from transferqueue.cli.screens.machine import machine_lines
 from transferqueue.cli.screens.row import row_lines
 from transferqueue.cli.screens.top import top_lines
 from transferqueue.limits import Limits
-from transferqueue.observe.answers.row import RowEvent, RowField, RowLife, RowTask
-from transferqueue.observe.answers.stats import ChannelStats, ShardStats, SpillStats, Stats, Waiting
-from transferqueue.observe.answers.tables import policy_text, table_terms
 from transferqueue.observe.diagnosis import Diagnosis, Finding
 from transferqueue.observe.frame import frame
 from transferqueue.observe.machine.check import Section
 from transferqueue.observe.machine.result import fail, ok, warn
 from transferqueue.observe.stages import TableStage, Worker
+from transferqueue.observe.table_terms import policy_text, table_terms
 from transferqueue.observe.verdict import QueueReport, QueueVerdict
 from transferqueue.policies import Acked, Complete, DeliverPartial, Fifo, Pacing, Task, TokenBalanced
 from transferqueue.schema import Field
+from transferqueue.wire.answers.row import RowEvent, RowField, RowLife, RowTask
+from transferqueue.wire.answers.stats import ChannelStats, ShardStats, SpillStats, Stats, Waiting
 
 ADDRESS = "ipc:///tmp/transferqueue-0/control.sock"
 NEEDS = "needs 3 complete groups: 2 are leased by rollout-5, silent 74 s; 1 lacks rewards"

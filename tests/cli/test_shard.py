@@ -15,7 +15,7 @@ def test_draining_what_has_not_joined_is_refused_by_name(tmp_path, capsys):
 def test_a_host_that_is_none_of_this_machine_is_refused(tmp_path, capsys):
     with tq.connect(runtime=tmp_path / "run") as queue:
         assert main(["shard", "--join", queue.address, "--arena-bytes", "1MiB", "--host", "192.0.2.1"]) == 2
-        assert queue.stats()["server"]["shards"] == []
+        assert queue.stats().server.shards == []
     assert "192.0.2.1 cannot be listened at" in capsys.readouterr().err
 
 

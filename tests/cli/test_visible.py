@@ -18,7 +18,6 @@ from transferqueue import cli
 from transferqueue.cli.app import app
 from transferqueue.cli.screens.terminal import Screen, console, show
 from transferqueue.errors import from_wire
-from transferqueue.observe.answers.stats import Stats, parse
 from transferqueue.observe.prometheus import exposition
 from transferqueue.text import visible, visible_json, visible_lines
 
@@ -96,8 +95,8 @@ def test_an_error_of_a_wait_names_its_holders_visibly(queue: tq.Queue) -> None:
 
 def test_metrics_have_no_control_character(queue: tq.Queue) -> None:
     stats = queue.stats()
-    stats["tables"]["rows"]["dropped"] = {HOSTILE: 1}
-    text = exposition(parse("stats", stats, Stats)).decode()
+    stats.tables["rows"].dropped[HOSTILE] = 1
+    text = exposition(stats).decode()
     assert [one for one in text if not one.isprintable() and one != "\n"] == []
     assert "evil" in text
 

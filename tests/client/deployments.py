@@ -175,7 +175,7 @@ class LoopThread(AbstractContextManager["LoopThread"]):
 
 def until_someone_waits(queue: tq.Queue, table: str, requests: int = 1) -> None:
     """Return once that many requests wait at the server for this table."""
-    while sum(one["table"] == table for one in queue.stats()["waiting"]) < requests:
+    while sum(one.table == table for one in queue.stats().waiting) < requests:
         pass
 
 

@@ -30,7 +30,7 @@ def leased(table: tq.Table, *rows: int) -> list[tq.Batch]:
 
 
 def held(table: tq.Table) -> int:
-    return int(table.stats()["tasks"]["train"]["leased"])
+    return int(table.stats().tasks["train"].leased)
 
 
 def test_batches_of_two_tasks_are_refused(table: tq.Table) -> None:
@@ -95,7 +95,7 @@ def test_rows_dropped_meanwhile_are_left_out(table: tq.Table) -> None:
     table.drop(batches[1].rows[:1], "bad")
     assert table.ack(batches, step=1) == 2
     assert all(batch.ended for batch in batches)
-    assert table.audit()["balanced"]
+    assert table.audit().balanced
 
 
 def test_rows_come_again_after_a_rollback(table: tq.Table) -> None:

@@ -52,7 +52,7 @@ def state(table: tq.Table) -> tuple[Any, ...]:
     with table.read() as found:
         facts = [found.rows.tolist(), found.policy_version.tolist(), found.keys, found.tags, found["text"].list()]
     stats = table.stats()
-    return table.audit(), facts, stats["bytes"], table.fields
+    return table.audit(), facts, stats.bytes, table.fields
 
 
 def freed(tensor: torch.Tensor) -> torch.Tensor:
@@ -421,7 +421,7 @@ def test_ack_of_an_expired_lease(opened: tq.Queue, name: str) -> None:
             with pytest.raises(tq.LeaseExpired):
                 verb()
         assert len(again) == 1
-    assert table.audit()["rows_done"] == 1
+    assert table.audit().rows_done == 1
 
 
 def test_leaving_a_block_whose_lease_expired_is_an_error(opened: tq.Queue, name: str) -> None:
@@ -544,7 +544,7 @@ def test_a_put_larger_than_the_arena(tmp_path: Path) -> None:
         table = queue.create_table("t", tasks=[tq.Task("a", needs=["x"])])
         with pytest.raises(tq.Impossible, match="arena"):
             table.put(x=np.zeros((1, 2 << 20), np.uint8))
-        assert table.audit()["rows_put"] == 0
+        assert table.audit().rows_put == 0
 
 
 def test_names_of_facts_are_no_columns() -> None:

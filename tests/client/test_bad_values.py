@@ -45,7 +45,7 @@ def table() -> Iterator[tq.Table]:
 
 def state(table: tq.Table) -> Any:
     with table.read() as rows:
-        return table.audit(), table.stats()["bytes"], rows.fields, rows.keys, rows.tags, rows.policy_version.tolist()
+        return table.audit(), table.stats().bytes, rows.fields, rows.keys, rows.tags, rows.policy_version.tolist()
 
 
 @pytest.mark.filterwarnings("ignore")

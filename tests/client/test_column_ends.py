@@ -18,7 +18,7 @@ TASKS = (
 
 
 def used(queue: tq.Queue) -> int:
-    return int(queue.stats()["server"]["used_bytes"])
+    return int(queue.stats().server.used_bytes)
 
 
 def score(table: tq.Table, rows: int) -> None:
@@ -39,10 +39,10 @@ def test_memory_of_a_large_column_returns_with_its_last_task() -> None:
         score(table, 8)
         assert full - used(queue) == 8 * MIB
         stats = table.stats()
-        assert (stats["columns_freed"], stats["column_bytes_freed"], stats["rows_live"]) == (8, 8 * MIB, 8)
+        assert (stats.columns_freed, stats.column_bytes_freed, stats.rows_live) == (8, 8 * MIB, 8)
         with table.lease("train", rows=8) as batch:
             assert batch["ids"].lengths.tolist() == [600] * 8
-        assert table.stats()["bytes"] == 0
+        assert table.stats().bytes == 0
 
 
 def test_small_columns_that_end_early_share_extents_of_their_own() -> None:
@@ -55,7 +55,7 @@ def test_small_columns_that_end_early_share_extents_of_their_own() -> None:
         score(table, puts)
         freed = full - used(queue)
         assert puts * 20 * KIB - 3 * MIB < freed  # all but the extents that are still open
-        assert table.stats()["column_bytes_freed"] == puts * 20 * KIB
+        assert table.stats().column_bytes_freed == puts * 20 * KIB
 
 
 def test_a_put_that_finds_no_room_for_two_extents_writes_one() -> None:
@@ -66,11 +66,11 @@ def test_a_put_that_finds_no_room_for_two_extents_writes_one() -> None:
         keeper.put(blob=np.zeros((1, kept), np.uint8))  # a byte in eight is kept for results: 1.25 MiB are free
         with pytest.raises(tq.Full):
             table.put(image=images(2), ids=[[1], [2]], timeout_s=0)
-        assert (used(queue), table.stats()["rows_put"]) == (kept, 0)
+        assert (used(queue), table.stats().rows_put) == (kept, 0)
         table.put(image=images(2, 400 * KIB), ids=[[1], [2]])  # no room for an extent that small puts share
         assert used(queue) < kept + MIB
         score(table, 2)
-        assert (table.stats()["columns_freed"], table.stats()["bytes"]) == (2, 128)
+        assert (table.stats().columns_freed, table.stats().bytes) == (2, 128)
 
 
 def test_free_columns_returns_the_memory_of_a_large_column_at_once() -> None:
@@ -103,7 +103,7 @@ def test_free_columns_refuses_what_it_cannot_do() -> None:
         ):
             with pytest.raises(error, match=match):
                 table.free_columns(rows, fields)
-        assert table.stats()["columns_freed"] == 0
+        assert table.stats().columns_freed == 0
 
 
 def test_columns_are_freed_from_asyncio_too() -> None:
@@ -127,8 +127,8 @@ def test_a_snapshot_remembers_what_was_freed(tmp_path: Path, monkeypatch: pytest
     with tq.connect("embedded", arena_bytes="64MiB") as queue:
         queue.restore("kept")
         table = queue.table("t")
-        assert (table.stats()["columns_freed"], table.retention) == (1, tq.AckedColumns())
+        assert (table.stats().columns_freed, table.retention) == (1, tq.AckedColumns())
         with pytest.raises(tq.ColumnFreed):
             table.read([0, 1], fields=["image"])
         score(table, 1)
-        assert table.stats()["columns_freed"] == 2
+        assert table.stats().columns_freed == 2

@@ -76,7 +76,7 @@ def test_other_lengths_are_refused_with_the_row(table: tq.Table, columns: dict[s
     rows = table.put(key=["a", "b"])
     with pytest.raises(tq.SchemaError, match=text):
         table.update(rows, response_ids=ids(3, 1), **columns)
-    assert table.audit()["rows_put"] == 2
+    assert table.audit().rows_put == 2
     assert table.read(rows).fields == ()
 
 
@@ -119,11 +119,11 @@ def test_values_that_are_not_finite_are_refused_with_the_row(
     table: tq.Table, columns: dict[str, Any], text: str
 ) -> None:
     rows = table.put(response_ids=ids(3, 1))
-    before = table.stats()["bytes"]
+    before = table.stats().bytes
     for call in (lambda: table.put(response_ids=ids(3, 1), **columns), lambda: table.update(rows, **columns)):
         with pytest.raises(tq.SchemaError, match=text):
             call()
-    assert (table.stats()["bytes"], table.audit()["rows_put"]) == (before, 2)
+    assert (table.stats().bytes, table.audit().rows_put) == (before, 2)
     table.put(response_ids=ids(1), ref_logprobs=[[NAN]])  # finite=False
     table.put(response_ids=ids(1, 1), rollout_logprobs=[[1e30], [1e38]])  # whose squares are not finite
 
@@ -143,7 +143,7 @@ def test_each_floating_dtype_and_layout_is_looked_at(name: str, dtype: str, shap
             wrong[1][(-1,) * len(shape)] = bad
             with pytest.raises(tq.SchemaError, match=r'field "x": row 1 has .*(nan|inf).*, and values'):
                 table.put(x=wrong)
-        assert table.audit()["rows_put"] == 3
+        assert table.audit().rows_put == 3
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_rules_are_in_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("TRANSFERQUEUE_SNAPSHOTS", str(tmp_path))
     with tq.connect("embedded", arena_bytes="64MiB") as queue:
         queue.create_table("t", fields=FIELDS).put(response_ids=ids(1))
-        written = queue.snapshot("s")
+        (written,) = queue.snapshot("s")
     with tq.connect("embedded", arena_bytes="64MiB") as queue:
         queue.restore(written)
         table = queue.table("t")

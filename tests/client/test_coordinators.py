@@ -124,7 +124,7 @@ def test_tables_lie_where_their_names_say_and_work_as_ever(queue: Any, three: De
             assert batch["x"].list() == [[number], [number, number]]
         with tq.connect(three.all[number].ipc) as alone:
             assert alone.tables() == [name]
-            assert alone.audit()["tables"][name]["rows_done"] == 2
+            assert alone.audit().tables[name].rows_done == 2
 
 
 def test_the_order_and_kind_of_the_addresses_do_not_matter(three: Deployed) -> None:
@@ -135,7 +135,7 @@ def test_the_order_and_kind_of_the_addresses_do_not_matter(three: Deployed) -> N
             [three.all[1].tcp, f"{three.all[2].ipc}, {three.all[0].ipc}"],
         ):
             with tq.connect(ways) as other:
-                assert other.table("orders").audit()["rows_live"] == 1
+                assert other.table("orders").audit().rows_live == 1
                 assert [one.split("/")[-1] for one in other.coordinators] != []
         queue.drop_table("orders")
 
@@ -143,7 +143,7 @@ def test_the_order_and_kind_of_the_addresses_do_not_matter(three: Deployed) -> N
 def test_another_process_joins_by_the_queues_own_address(three: Deployed) -> None:
     with tq.connect(three.address) as queue:
         queue.create_table("joined", tasks=[TASK]).put(x=[[4]])
-        with Worker(queue.address, "print(queue.table('joined').audit()['rows_live'])") as worker:
+        with Worker(queue.address, "print(queue.table('joined').audit().rows_live)") as worker:
             assert worker.line() == "1"
         queue.drop_table("joined")
 
@@ -154,9 +154,9 @@ def test_a_channel_is_at_one_too_and_drives_the_clock_of_a_table_beside_it(queue
     pacing = tq.Pacing("train", batch_rows=2, channel=policy)
     table = queue.create_table(f"{job}/rows", tasks=[TASK], pacing=pacing)
     queue.weights(policy).publish(3, {"w": np.ones(2)})
-    assert table.stats()["version"] == 3
+    assert table.stats().version == 3
     assert queue.weights(policy).pull(timeout_s=PATIENCE_S).version == 3
-    assert queue.stats()["channels"][policy]["newest"] == 3
+    assert queue.stats().channels[policy].newest == 3
 
 
 def test_a_clock_that_is_elsewhere_is_refused(queue: Any) -> None:
@@ -173,18 +173,13 @@ def test_all_are_observed_together_and_one_by_one(queue: Any, three: Deployed) -
     for name in names:
         queue.create_table(name, tasks=[TASK]).put(x=[[1]])
     stats, audit, doctor = queue.stats(), queue.audit(), queue.doctor()
-    assert stats["tables"].keys() == audit["tables"].keys() == doctor["tables"].keys() == set(names)
-    assert audit["balanced"]
+    assert stats.tables.keys() == audit.tables.keys() == doctor.tables.keys() == set(names)
+    assert audit.balanced
     addresses = [one.ipc for one in three.all]
-    assert (
-        list(stats["coordinators"])
-        == list(doctor["coordinators"])
-        == list(queue.sessions()["coordinators"])
-        == addresses
-    )
-    assert [one["server"]["coordinator"] for one in stats["coordinators"].values()] == ["rl:1/3", "rl:2/3", "rl:3/3"]
-    assert list(queue.doctor(names[1])["tables"]) == [names[1]]
-    assert queue.inspect(names[2], 0)["row"] == 0
+    assert list(stats.coordinators) == list(doctor.coordinators) == list(queue.sessions().coordinators) == addresses
+    assert [one.server.coordinator for one in stats.coordinators.values()] == ["rl:1/3", "rl:2/3", "rl:3/3"]
+    assert list(queue.doctor(names[1]).tables) == [names[1]]
+    assert queue.inspect(names[2], 0).row == 0
 
 
 def test_a_client_that_lacks_one_is_refused_before_it_does_anything(three: Deployed) -> None:
@@ -247,9 +242,9 @@ def test_a_snapshot_is_restored_at_its_seat_only(tmp_path: Path, monkeypatch: py
                 second.restore("s")
             assert second.tables() == []
             first.drop_table(name)
-            assert list(first.restore("s")) == [where]
+            assert first.restore("s") == where
             first.drop_table(name)
-            assert list(first.restore("all/1-of-2")) == of_all.split(",")[:1]
+            assert first.restore("all/1-of-2") == of_all[:1]
         with tq.connect(two.address) as queue:
             assert queue.table(name).read()["x"].list() == [[7]]
 
@@ -266,8 +261,8 @@ def test_one_that_is_killed_takes_only_its_own_tables(tmp_path: Path) -> None:
             assert batch["x"].list() == [[1], [2]]
         assert kept.put(x=[[3]]).tolist() == [2]
         stats = queue.stats()
-        assert "is gone" in stats["coordinators"][two.all[0].ipc]["unreachable"]
-        assert list(stats["tables"]) == [kept.name]
+        assert "is gone" in stats.coordinators[two.all[0].ipc].unreachable
+        assert list(stats.tables) == [kept.name]
         with pytest.raises(tq.Disconnected, match="is gone"):
             queue.audit()
         with pytest.raises(tq.Unreachable, match=f"nothing answered at {two.all[0].ipc} within 0.5 s"):
@@ -285,7 +280,7 @@ def test_one_that_is_durable_comes_back_and_all_goes_on(tmp_path: Path) -> None:
         two.all[1].stop()
         two.all[1] = Coordinator(two.all[1].directory, "2/2", durable=True)
         assert tables[1].put(x=[[2]]).tolist() == [1]
-        assert queue.audit()["balanced"]
+        assert queue.audit().balanced
         two.all[1].stop()
         with pytest.raises(AssertionError):
             Coordinator(two.all[1].directory, f"{home_coordinator(names[1], 3) % 3 + 1}/3", durable=True).stop()

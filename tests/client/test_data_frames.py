@@ -182,7 +182,7 @@ def test_encodings_are_decoded(queue: tq.Queue, name: str, column: Any, wanted: 
 def test_what_does_not_fit_is_refused(table: tq.Table, frame: Any, columns: dict[str, Any], error: str) -> None:
     with pytest.raises(tq.UsageError, match=error):
         table.put(Stream(frame), **columns)
-    assert table.audit()["rows_put"] == 0
+    assert table.audit().rows_put == 0
 
 
 def test_a_library_that_fails_is_named(table: tq.Table) -> None:

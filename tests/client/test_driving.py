@@ -110,7 +110,7 @@ def test_pins_of_small_rows_travel_with_calls(queue: tq.Queue) -> None:
     for _ in range(CALLS):
         turn()
     assert sleeps.count < OTHER_WAKES
-    assert until(lambda: queue.stats()["bytes"]["blocks_pinned"] == 0)
+    assert until(lambda: queue.stats().bytes.blocks_pinned == 0)
 
 
 def test_pins_of_small_rows_return_while_a_caller_waits(queue: tq.Queue) -> None:
@@ -120,7 +120,7 @@ def test_pins_of_small_rows_return_while_a_caller_waits(queue: tq.Queue) -> None
     waiting = threading.Thread(target=lambda: table.lease("train", rows=1, timeout_s=20))
     waiting.start()
     with tq.connect(queue.address) as watching:
-        assert until(lambda: watching.stats()["bytes"]["blocks_pinned"] == 0)
+        assert until(lambda: watching.stats().bytes.blocks_pinned == 0)
     table.put(x=["text"])
     waiting.join()
     batch.ack()
@@ -155,7 +155,7 @@ def test_pins_that_cannot_be_sent_do_not_end_the_call_beside_them(
         assert [found["x"].list() for found in leased] == [["more"]]
         leased[0].ack()
         batch.ack()
-        assert until(lambda: other.stats()["bytes"]["blocks_pinned"] == 0)
+        assert until(lambda: other.stats().bytes.blocks_pinned == 0)
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_an_interrupt_at_any_step_returns_each_pin_once(queue: tq.Queue, caplog:
         return interrupts.steps
 
     assert every_step(once) > 20
-    assert until(lambda: queue.stats()["bytes"]["blocks_pinned"] == 0)
+    assert until(lambda: queue.stats().bytes.blocks_pinned == 0)
     assert not caplog.records, "a pin was returned twice"
 
 
@@ -217,7 +217,7 @@ def test_an_interrupt_at_any_step_of_a_call_leaves_the_connection_usable(queue: 
         else:
             assert isinstance(reply, m.Leased)
             connection.call(m.ReleaseRequest("t", reply.lease, reply.token))
-        assert until(lambda: table.stats()["tasks"]["train"]["ready"] == 1), f"the row is away after step {at}"
+        assert until(lambda: table.stats().tasks["train"].ready == 1), f"the row is away after step {at}"
         return interrupts.steps
 
     assert every_step(once) > 20

@@ -70,4 +70,4 @@ def test_waits_end_with_the_reason_and_what_can_be_done_at_once_is():
         queue.allow_waits()
         with pytest.raises(tq.DeadlineExceeded):
             table.lease("b", rows=1, timeout_s=0.01)
-        assert queue.audit()["balanced"]
+        assert queue.audit().balanced

@@ -56,7 +56,7 @@ def full_table(queue: tq.Queue) -> tq.Table:
 def begin_all(queue: tq.Queue, table: tq.Table, pool: ThreadPoolExecutor) -> dict[str, Future[Any]]:
     running = {name: pool.submit(wait, queue, table) for name, wait in WAITS.items()}
     deadline = time.monotonic() + GENEROUS_S
-    while len(queue.stats()["waiting"]) < len(WAITS) and time.monotonic() < deadline:
+    while len(queue.stats().waiting) < len(WAITS) and time.monotonic() < deadline:
         pass
     return running
 

@@ -40,4 +40,4 @@ def test_the_example_of_the_design() -> None:
             assert len(batch) == 64
         with pytest.raises(tq.EndOfTable):
             rollouts.lease("reward", rows=1, timeout_s=5)
-        assert rollouts.audit()["rows_done"] == 64
+        assert rollouts.audit().rows_done == 64

@@ -202,11 +202,11 @@ CALLS: dict[str, tuple[Callable[[tq.Queue, tq.Table, tq.Batch], object], str]] =
 @pytest.mark.parametrize("case", CALLS)
 def test_a_call_at_its_extremes_is_a_usage_error(queue: tq.Queue, things: dict[str, Any], case: str) -> None:
     call, text = CALLS[case]
-    before = queue.stats()["tables"]["there"]["rows_put"] if "there" in queue.tables() else 0
+    before = queue.stats().tables["there"].rows_put if "there" in queue.tables() else 0
     with pytest.raises(tq.UsageError, match=text) as raised:
         call(queue, things["table"], things["batch"])
     assert len(str(raised.value)) < 600
-    assert before == (queue.stats()["tables"]["there"]["rows_put"] if "there" in queue.tables() else 0)
+    assert before == (queue.stats().tables["there"].rows_put if "there" in queue.tables() else 0)
 
 
 @pytest.mark.parametrize("values", [None, 5, object(), [], {}, "x", np.zeros(()), [1], tq.Field("x", "int64")])
@@ -226,7 +226,7 @@ def test_a_field_may_be_called_as_the_first_argument_of_a_method(queue: tq.Queue
     with table.lease("work", rows=2) as batch:
         assert batch["self"].list() == [1, 2]
         batch.ack(table=["a", "b"])
-    assert table.audit()["rows_done"] == 2
+    assert table.audit().rows_done == 2
 
 
 THINGS = ["queue", "table", "batch", "inline column", "column", "rows", "channel", "weights", "loader", "reservation"]

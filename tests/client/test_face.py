@@ -37,7 +37,7 @@ def test_put_lease_ack(queue: Queue, name: str) -> None:
         assert batch.policy_version.tolist() == [3, 4]
         assert (batch.group_id.tolist(), batch.group_size.tolist(), batch.tokens.tolist()) == ([7, 7], [2, 2], [3, 5])
     audit = table.audit()
-    assert (audit["rows_put"], audit["rows_done"], audit["rows_live"]) == (2, 2, 0)
+    assert (audit.rows_put, audit.rows_done, audit.rows_live) == (2, 2, 0)
 
 
 def test_facts_come_back_as_given(queue: Queue, name: str) -> None:
@@ -106,7 +106,7 @@ def test_rows_that_share_values_store_them_once(queue: Queue, name: str) -> None
         prompt_ids=tq.Repeat(prompts, 4), response_ids=[[i] for i in range(8)], score=tq.Repeat([1.0, 2.0], 4)
     )
     assert len(rows) == 8
-    assert table.stats()["bytes"] < 2 * 3000 * 8
+    assert table.stats().bytes < 2 * 3000 * 8
     with table.read(rows) as found:
         assert [len(row) for row in found["prompt_ids"]] == [1000] * 4 + [2000] * 4
         assert found["score"].list() == [1.0] * 4 + [2.0] * 4
@@ -145,7 +145,7 @@ def test_parts_of_a_batch_end_on_their_own(table: Any) -> None:
             batch.ack(rows[:1])
     assert batch.ended
     audit = table.audit()
-    assert (audit["rows_done"], audit["dropped"], audit["rows_live"]) == (2, {"unparsable": 1}, 1)
+    assert (audit.rows_done, audit.dropped, audit.rows_live) == (2, {"unparsable": 1}, 1)
 
 
 def test_a_batch_that_is_collected_is_released(table: Any) -> None:
@@ -312,7 +312,7 @@ def test_an_unfinished_row_is_given_back_with_what_was_made_of_it(queue: Queue, 
     assert second.policy_version_max.tolist() == [5, -1]
     assert second.tokens.tolist() == [2, 0]
     second.ack(text=["a", "b"])
-    assert table.audit()["rows_done"] == 2
+    assert table.audit().rows_done == 2
 
 
 def test_a_nested_tensor_alone_is_a_column(name: str) -> None:

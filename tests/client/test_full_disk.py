@@ -152,7 +152,7 @@ def test_new_rows_are_refused_with_the_name_of_the_disk_and_work_that_is_begun_e
         disk.empty()
         put_again(table)
         assert drain(table) == 1
-        assert table.audit()["balanced"]
+        assert table.audit().balanced
         assert "has room again" in server.words.read_text()
 
 
@@ -193,8 +193,8 @@ def test_a_server_without_reserve_ends_and_one_under_a_supervisor_waits(
         assert drain(table) == 1
         assert len(set(acked)) == len(acked)
         audit = table.audit()
-        assert audit["balanced"]
-        assert audit["rows_put"] == audit["rows_done"] == 50 + number + 1
+        assert audit.balanced
+        assert audit.rows_put == audit.rows_done == 50 + number + 1
         assert "accept-loss" not in server.words.read_text()
 
 

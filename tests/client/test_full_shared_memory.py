@@ -45,7 +45,7 @@ with tq.connect(address) as queue:
             break
     assert refused and "No space left on device" in refused and "enlarge the file system" in refused, refused
     assert (table.read(rows)["x"][1] == row).all()
-    assert queue.audit()["balanced"]
+    assert queue.audit().balanced
     hog.truncate(0)
     table.put(x=[row], timeout_s=10)
     assert (view == 7).all()

@@ -92,7 +92,7 @@ def interrupted(at: int, let_go: list[Any]) -> int:
 
 
 def used(queue: tq.Queue) -> int:
-    return int(queue.stats()["server"]["used_bytes"])
+    return int(queue.stats().server.used_bytes)
 
 
 def test_a_pin_returns(queue: tq.Queue) -> None:

@@ -18,6 +18,7 @@ import pytest
 import transferqueue as tq
 from tests.client.test_interrupted_finalizers import Interrupts, every_step, until
 from transferqueue.client.session.deferred_interrupts import DeferredInterrupts
+from transferqueue.wire.answers.sessions import SessionStats
 
 LARGE = 1 << 13
 """Values of a row that is mapped, not copied."""
@@ -86,12 +87,12 @@ CALLS: dict[str, Callable[[tq.Table, Any], Any]] = {
 def test_an_interrupt_at_any_step_leaves_nothing_at_the_server(queue: tq.Queue, name: str) -> None:
     with tq.connect(queue.address, label="observer") as observer:
 
-        def seen() -> dict[str, Any]:
-            return next(each for each in observer.sessions().values() if each["label"] == "interrupted")
+        def seen() -> SessionStats:
+            return next(each for each in observer.sessions().values() if each.label == "interrupted")
 
         def held() -> tuple[int, int, int]:
             session = seen()
-            return session["pins"], len(session["leases"]), session["reserved"]
+            return session.pins, len(session.leases), session.reserved
 
         def once(at: int) -> int:
             table = queue.create_table(f"t{at}", tasks=[tq.Task("train", needs=["x"])])
@@ -104,7 +105,7 @@ def test_an_interrupt_at_any_step_leaves_nothing_at_the_server(queue: tq.Queue, 
             return interrupts.steps
 
         assert every_step(once) > 20
-        assert until(lambda: seen()["grants"] <= GRANTS_KEPT), f"{seen()['grants']} grants stay"
+        assert until(lambda: seen().grants <= GRANTS_KEPT), f"{seen().grants} grants stay"
 
 
 @pytest.mark.slow
@@ -117,7 +118,7 @@ def test_an_interrupt_at_any_step_of_a_pull_leaves_no_pin(queue: tq.Queue) -> No
             interrupts = Interrupts(at)
             with suppress(KeyboardInterrupt), interrupts:
                 pull_and_release(channel)
-            assert until(lambda: observer.stats()["bytes"]["blocks_pinned"] == 0), f"a pin stays after step {at}"
+            assert until(lambda: observer.stats().bytes.blocks_pinned == 0), f"a pin stays after step {at}"
             return interrupts.steps
 
         assert every_step(once) > 20
@@ -178,8 +179,8 @@ def test_a_storm_of_interrupts_leaves_nothing_at_the_server(queue: tq.Queue) -> 
         assert storm.interrupts == STORM
 
         def left() -> tuple[int, int, int, bool]:
-            session = next(each for each in observer.sessions().values() if each["label"] == "interrupted")
-            return session["pins"], len(session["leases"]), session["reserved"], session["grants"] <= GRANTS_KEPT
+            session = next(each for each in observer.sessions().values() if each.label == "interrupted")
+            return session.pins, len(session.leases), session.reserved, session.grants <= GRANTS_KEPT
 
         assert until(lambda: left() == (0, 0, 0, True)), f"pins, leases, rows reserved, few grants: {left()}"
 

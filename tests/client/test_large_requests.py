@@ -41,4 +41,4 @@ def test_a_put_that_takes_the_server_too_long_says_how_many_rows_do_not() -> Non
             tq.UsageError, match=r"a put of 16,384 rows .* takes the server about .* send at most [\d,]+ rows"
         ):
             table.put(x=np.zeros(ROWS, np.float32), group_id=np.arange(ROWS), group_size=1)
-        assert table.audit()["rows_put"] == 0
+        assert table.audit().rows_put == 0

@@ -30,7 +30,7 @@ def fill(table: Any, rows: int = ROWS) -> None:
 
 
 def count(table: Any, state: str) -> int:
-    return int(table.stats()["tasks"]["train"][state])
+    return int(getattr(table.stats().tasks["train"], state))
 
 
 def test_batches_come_in_order_and_end(table: Any) -> None:
@@ -41,7 +41,7 @@ def test_batches_come_in_order_and_end(table: Any) -> None:
         with batch:
             seen += batch["x"].numpy()[:, 0].tolist()
     assert seen == list(range(ROWS))
-    assert table.audit()["rows_done"] == ROWS
+    assert table.audit().rows_done == ROWS
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])
@@ -62,7 +62,7 @@ def test_what_was_not_taken_is_no_failed_attempt(table: Any) -> None:
         pass
     with table.lease("train", rows=ROWS - BATCH, timeout_s=10) as batch:
         assert sorted(batch["x"].numpy()[:, 0].tolist()) == list(range(BATCH, ROWS))
-    assert table.audit()["rows_dropped"] == 0
+    assert table.audit().rows_dropped == 0
 
 
 LEASED = pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_batches_that_wait_are_renewed(table: Any) -> None:
         for _ in range(2):
             with next(batches):
                 pass
-    assert table.audit()["rows_done"] == 4 * BATCH
-    assert table.stats()["tasks"]["train"]["worker_deaths"] == BATCH, "only those of the lease that nobody renewed"
+    assert table.audit().rows_done == 4 * BATCH
+    assert table.stats().tasks["train"].worker_deaths == BATCH, "only those of the lease that nobody renewed"
 
 
 @LEASED
@@ -111,14 +111,14 @@ def test_what_waits_for_a_consumer_that_hangs_goes_back_and_the_loader_goes_on(t
     with table.loader("train", rows=BATCH, lease_s=0.2, time_limit_s=0.4, timeout_s=10) as loader:
         for batch in loader:
             with batch:
-                if not table.audit()["rows_done"]:
+                if not table.audit().rows_done:
                     while count(table, "leased") < 3 * BATCH:
                         pass
                     with table.lease("train", rows=3 * BATCH, timeout_s=10):  # all that it held, and had ahead
                         pass
                     table.put(x=np.zeros((BATCH, 1), np.int64), timeout_s=10)
                     table.seal()
-    assert table.audit()["rows_done"] == 4 * BATCH
+    assert table.audit().rows_done == 4 * BATCH
 
 
 def test_the_wait_begins_when_it_is_asked(table: Any) -> None:
@@ -213,7 +213,7 @@ def test_a_batch_that_its_holder_forgets_is_given_back_without_the_collector(tab
         held.ack()
     finally:
         gc.enable()
-    assert table.audit()["rows_done"] == BATCH
+    assert table.audit().rows_done == BATCH
 
 
 def test_a_queue_that_closes_ends_its_loaders(name: str) -> None:

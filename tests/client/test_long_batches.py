@@ -40,8 +40,8 @@ def test_a_batch_that_takes_longer_than_its_lease_is_acked_in_time() -> None:
                 pass_time(table, 6)
             table.seal()
             table.drop([0], "over")
-        tasks = table.stats()["tasks"]
-    assert (tasks["work"]["done"], tasks["work"]["failed"]) == (2, 0)
+        tasks = table.stats().tasks
+    assert (tasks["work"].done, tasks["work"].failed) == (2, 0)
 
 
 @pytest.mark.parametrize("acks", ["in the block", "by leaving it"])
@@ -64,9 +64,9 @@ def test_a_batch_held_past_its_time_limit_goes_to_others_and_the_loop_goes_on(
                 assert batch.ended
                 if len(seen) == 3:
                     table.drop([0], "over")
-        tasks = table.stats()["tasks"]
+        tasks = table.stats().tasks
     assert sorted(seen) == [[rows[0]], [rows[0]], [rows[1]]]
-    assert (tasks["work"]["done"], tasks["work"]["worker_deaths"]) == (2, 1)
+    assert (tasks["work"].done, tasks["work"].worker_deaths) == (2, 1)
     assert [record.message for record in caplog.records if "is not counted" in record.message]
 
 
@@ -88,7 +88,7 @@ def test_what_the_worker_does_with_its_batch_moves_the_limit() -> None:
                 batch.ack([row])
             batch.renew()
             pass_time(table)
-        assert table.stats()["tasks"]["work"]["failed"] == 0
+        assert table.stats().tasks["work"].failed == 0
 
 
 def test_the_limit_of_a_task_that_another_client_declared_is_asked_for() -> None:
@@ -121,7 +121,7 @@ def test_the_same_in_an_event_loop() -> None:
                 if held == 2:
                     await table.seal()
                     await table.drop([0], "over")
-            return held, (await table.stats())["tasks"]["work"]["done"]
+            return held, (await table.stats()).tasks["work"].done
 
     assert asyncio.run(work()) == (2, 1)
 
@@ -178,8 +178,8 @@ def test_a_cancelled_ack_of_a_block_ends_its_batch(caplog: pytest.LogCaptureFixt
                 await asyncio.wait([task])
                 assert kept.pop().ended
                 await table.put(x=[0])
-            counts = (await table.stats())["tasks"]["a"]
-            return counts["leases"], counts["failed"], counts["done"] + counts["ready"]
+            counts = (await table.stats()).tasks["a"]
+            return counts.leases, counts.failed, counts.done + counts.ready
 
     with caplog.at_level(logging.WARNING, "transferqueue.client"):
         assert asyncio.run(work()) == (0, 0, 7)

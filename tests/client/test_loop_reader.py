@@ -95,7 +95,7 @@ def test_a_blocked_loop_keeps_its_lease(address: str) -> None:
             batch = await table.lease("train", rows=1, timeout_s=20)
             time.sleep(1.5)  # noqa: ASYNC251  (longer than the lease, in the loop's thread)
             await batch.ack()
-            return int((await table.stats())["rows_done"])
+            return int((await table.stats()).rows_done)
 
     assert asyncio.run(work()) == 1
 
@@ -144,7 +144,7 @@ def test_two_loops_may_use_one_session(address: str) -> None:
             for number in range(20):
                 await table.put(x=[number])
             thread.join(20)  # blocks this loop
-            assert (await table.stats())["rows_put"] == 40
+            assert (await table.stats()).rows_put == 40
 
     asyncio.run(work())
 
@@ -461,7 +461,7 @@ def _interrupted(address: str) -> int:
             assert pending.exception() is None, f"interrupted at {at}"
             tries = tries + 1 if now.steps < at else 0  # the I/O thread may have read, or it was the last instruction
             at += not tries
-        assert until(lambda: run(queue.stats())["bytes"]["blocks_pinned"] == 0)
+        assert until(lambda: run(queue.stats()).bytes.blocks_pinned == 0)
         return at
     finally:
         run(queue.close())

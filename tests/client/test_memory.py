@@ -82,7 +82,7 @@ def test_a_producer_that_fills_all_memory_leaves_room_for_what_is_made_of_its_ro
             with table.lease("score", rows=1, timeout_s=20) as batch:
                 batch.ack(y=result)
         waiting.result()
-    assert table.audit()["rows_done"] >= put
+    assert table.audit().rows_done >= put
 
 
 def test_a_view_holds_its_memory_and_a_waiting_put_gets_it_when_it_goes(queue: tq.Queue, table: tq.Table) -> None:
@@ -123,13 +123,13 @@ def test_reading_without_a_lease_holds_memory_until_it_is_released(queue: tq.Que
     rows = table.put(x=image(1))
     found = table.read(rows)
     table.drop(rows, "done")
-    assert queue.stats()["server"]["used_bytes"] >= 2 * MIB
+    assert queue.stats().server.used_bytes >= 2 * MIB
     assert np.unique(found["x"].numpy()).tolist() == [1]
     found.release()
     with pytest.raises(tq.BatchEnded, match="was released"):
         found["x"].numpy()
     queue.tables()  # a call later than the unpin
-    assert queue.stats()["server"]["used_bytes"] < MIB
+    assert queue.stats().server.used_bytes < MIB
 
 
 def test_no_rows_have_facts_of_no_rows(table: tq.Table) -> None:

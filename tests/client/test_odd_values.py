@@ -100,7 +100,7 @@ def refused(queue: tq.Queue, act: Callable[[tq.Queue, tq.Table, Any], object], v
     with pytest.raises(tq.TransferQueueError) as raised:
         act(queue, queue.table("t"), value)
     assert len(str(raised.value)) <= SHORT_MAX
-    assert queue.table("t").audit()["rows_put"] == 2
+    assert queue.table("t").audit().rows_put == 2
 
 
 @pytest.mark.parametrize("value", [10**400, 10**5000, -(10**5000)], ids=["10**400", "10**5000", "-10**5000"])

@@ -15,8 +15,6 @@ import pytest
 
 import transferqueue as tq
 from tests.ledger.driver import World
-from transferqueue.observe.answers.stats import Stats, parse
-from transferqueue.observe.diagnosis import DoctorAnswer
 from transferqueue.observe.verdict import report
 from transferqueue.policies import Retry, Task
 
@@ -81,9 +79,9 @@ def test_a_judge_that_is_two_seconds_late_loses_no_row(retry: tq.Retry) -> None:
         for worker in workers:
             worker.join()
         audit = table.audit()
-        assert (audit["rows_done"], audit["dropped"], audit["balanced"]) == (ROWS, {}, True)
-        assert audit["errors"]["reward"][0]["type"] == "HTTPError"
-        assert table.stats()["tasks"]["reward"]["paused_s"] is None
+        assert (audit.rows_done, audit.dropped, audit.balanced) == (ROWS, {}, True)
+        assert audit.errors["reward"][0].type == "HTTPError"
+        assert table.stats().tasks["reward"].paused_s is None
 
 
 @pytest.mark.parametrize("attempts", [None, 3])
@@ -93,7 +91,7 @@ def test_an_outage_of_two_minutes_loses_no_row_and_is_over_when_it_is_over(attem
     client.create(tasks=[Task("reward", ["answer"], retry=Retry(attempts=attempts))])
     client.put(ROWS // 5, ["answer"])
     client.seal()
-    while world.stats()["rows_live"]:
+    while world.stats().rows_live:
         try:
             batch = client.lease("reward", rows=8, at_least=1)
         except tq.DeadlineExceeded:
@@ -119,18 +117,18 @@ def test_the_reason_is_in_every_place_where_one_looks() -> None:
         for _ in range(3):
             with suppress(KeyError), table.lease("reward", rows=1):
                 raise KeyError("answer")
-        (error,) = table.stats()["tasks"]["reward"]["errors"]
-        assert (error["type"], error["text"], error["worker"], error["count"]) == (
+        (error,) = table.stats().tasks["reward"].errors
+        assert (error.type, error.text, error.worker, error.count) == (
             "KeyError",
             "'answer'",
             "reward-0",
             3,
         )
-        assert table.audit()["errors"]["reward"][0]["count"] == 3
+        assert table.audit().errors["reward"][0].count == 3
         with pytest.raises(
             tq.DeadlineExceeded, match=r"which fails: KeyError 'answer', 3 times, the last 0 s ago, by reward-0"
         ):
             table.lease("train", rows=4, timeout_s=0)
-        said = report(parse("stats", queue.stats(), Stats), parse("doctor", queue.doctor(), DoctorAnswer))
+        said = report(queue.stats(), queue.doctor())
         assert (said.verdict.state, said.verdict.task, said.verdict.trouble) == ("failing", "reward", True)  # at once
         assert "KeyError 'answer', 3 times" in said.verdict.text

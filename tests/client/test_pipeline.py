@@ -73,7 +73,7 @@ def test_updates_and_acks_follow_puts(table: tq.Table) -> None:
         pipeline.ack(batch, rows=rows[1:], score=[2.0])
         pipeline.drain()
         assert batch.ended
-    assert table.audit()["rows_done"] == 2
+    assert table.audit().rows_done == 2
 
 
 def test_a_table_of_columns_and_a_reservation_are_taken(queue: tq.Queue) -> None:
@@ -108,13 +108,13 @@ def test_an_error_that_nobody_saw_is_raised_by_the_next_call_or_at_the_end(table
         with pytest.raises(tq.NotFound, match="row 99"):
             pipeline.put(x=[2])
         pipeline.put(x=[3])
-    assert table.stats()["rows_live"] == 2
+    assert table.stats().rows_live == 2
     with pytest.raises(tq.NotFound, match="row 98") as raised, table.pipeline() as pipeline:  # noqa: PT012  (also the end of the block may raise)
         pipeline.update([98], x=[1])
         pipeline.update([97], x=[1])
         pipeline.put(x=[4])
     assert ["row 97" in note for note in raised.value.__notes__] == [True]
-    assert table.stats()["rows_live"] == 3, "those after the refused ones are carried out"
+    assert table.stats().rows_live == 3, "those after the refused ones are carried out"
 
 
 def test_what_is_wrong_before_it_is_sent_is_raised_at_once(table: tq.Table) -> None:
@@ -214,6 +214,6 @@ def test_a_cancelled_task_waits_for_nothing() -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert (await table.stats())["rows_live"] == 1
+            assert (await table.stats()).rows_live == 1
 
     asyncio.run(work())

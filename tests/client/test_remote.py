@@ -100,7 +100,7 @@ class Between(AbstractContextManager["Between"]):
 
     def __init__(self, server: Served) -> None:
         with tq.connect(server.ipc) as queue:
-            port = queue.stats()["server"]["bulk_port"]
+            port = queue.stats().server.bulk_port
         control = int(server.tcp.rpartition(":")[2])
         self.control, self.bulk = Relay(control, (HOST, 0)), Relay(port, (HOST, port))
 
@@ -143,7 +143,7 @@ class Flip:
 def test_a_read_without_values_moves_no_bytes_and_pins_nothing(queue: tq.Queue, table: tq.Table) -> None:
     rows = table.put(x=image(4), key=list("abcd"), tags=[{"n": n} for n in range(4)])
     table.update(rows[:2], late=[1.0, 2.0])
-    sent = queue.stats()["server"]["bulk_sent_bytes"]
+    sent = queue.stats().server.bulk_sent_bytes
     read = table.read(rows, values=False)
     assert (read.fields, list(read.keys), read.left_out) == (("x",), list("abcd"), ("late",))
     assert [tags["n"] for tags in read.tags] == list(range(4))
@@ -151,11 +151,11 @@ def test_a_read_without_values_moves_no_bytes_and_pins_nothing(queue: tq.Queue, 
     with pytest.raises(tq.BatchEnded, match="was read without values"):
         read["x"].numpy()
     table.update(rows, x=image(4, seed=1), overwrite=True, if_unchanged=read)
-    assert queue.stats()["server"]["bulk_sent_bytes"] == sent
+    assert queue.stats().server.bulk_sent_bytes == sent
     with pytest.raises(tq.RowsChanged):
         table.update(rows, x=image(4), overwrite=True, if_unchanged=read)
     table.delete(rows)
-    assert [each["pins"] for each in queue.sessions().values() if each["label"] == LABEL] == [0]
+    assert [each.pins for each in queue.sessions().values() if each.label == LABEL] == [0]
 
 
 @pytest.mark.parametrize("place", [300_000, 5 * MIB + 77])
@@ -270,15 +270,15 @@ def test_what_failed_to_be_put_is_not_there_and_its_memory_returns(
 ) -> None:
     monkeypatch.setattr(remote, "BULK_SILENCE_S", 0.1)
     monkeypatch.setattr(remote, "ASK_S", 0.1)
-    used = queue.stats()["server"]["used_bytes"]
+    used = queue.stats().server.used_bytes
     between.bulk.meddle = lambda _passed, data, up: data if up else b""
     for columns in ({"x": image()}, {"x": image(1)[:, :100]}):
         with pytest.raises(tq.Unreachable):
             table.put(**columns)
     between.bulk.meddle = lambda _passed, data, _up: data
     queue.tables()  # a call later than what was returned
-    assert queue.stats()["server"]["used_bytes"] == used
-    assert table.audit()["rows_put"] == 0
+    assert queue.stats().server.used_bytes == used
+    assert table.audit().rows_put == 0
     table.put(x=image())
     with table.lease("a", rows=8) as batch:
         assert np.array_equal(batch["x"].numpy(), image())

@@ -192,9 +192,9 @@ def _die_again_and_again(server: Supervised, queue: tq.Queue, kills: int) -> Non
         recoveries.append(time.monotonic() - died)
     load.finish()
     assert sorted(load.done) == list(range(load.put))
-    audit = queue.audit()["tables"]["t"]
-    assert audit["balanced"]
-    assert (audit["rows_put"], audit["rows_done"], audit["rows_live"], audit["rows_dropped"]) == (
+    audit = queue.audit().tables["t"]
+    assert audit.balanced
+    assert (audit.rows_put, audit.rows_done, audit.rows_live, audit.rows_dropped) == (
         load.put,
         load.put,
         0,
@@ -217,7 +217,7 @@ def test_leases_and_views_outlive_the_server(server: Supervised, queue: tq.Queue
         assert [int(np.asarray(view)[0]) for view in views] == list(range(8))
     with table.lease("later", rows=16) as batch:
         assert [int(np.asarray(view)[0]) for view in batch["x"].list()] == [*range(8), *range(100, 108)]
-    assert queue.audit()["tables"]["t"]["rows_done"] == 8
+    assert queue.audit().tables["t"].rows_done == 8
 
 
 @pytest.mark.slow
@@ -254,7 +254,7 @@ def test_memory_of_collected_views_returns_though_the_server_died_meanwhile(
         server.kill()
     table.put(x=[row(1)])  # a call that is answered: what was said before it was heard
     (session,) = queue.sessions().values()
-    assert session["pins"] == 0
+    assert session.pins == 0
 
 
 @pytest.mark.slow

@@ -50,9 +50,9 @@ def test_a_clean_exit_without_results_is_refused_and_gives_the_rows_back_as_fail
             "the block of this batch has ended, so its rows go back as failed; ack them inside the block"
         ]
         assert batch.ended
-        assert queue.inspect("t", 3)["tasks"]["reward"]["attempts"] == 1
+        assert queue.inspect("t", 3).tasks["reward"].attempts == 1
         assert table.lease("reward", rows=1, timeout_s=5).rows.tolist() == [3]
-        assert table.audit()["dropped"] == {"no_result": 1}
+        assert table.audit().dropped == {"no_result": 1}
 
 
 def test_the_same_in_an_event_loop() -> None:

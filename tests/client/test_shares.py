@@ -32,7 +32,7 @@ def test_ranks_share_one_agreed_batch_by_tokens(ranks: list[tq.Table]) -> None:
     assert max(batch.tokens.sum() for batch in batches) <= 1.34 * tokens.sum() / 4
     for batch in batches:
         batch.ack()
-    assert ranks[0].audit()["rows_done"] == 16
+    assert ranks[0].audit().rows_done == 16
 
 
 def test_replicas_get_the_identical_batch_and_it_is_done_when_all_have_acked(ranks: list[tq.Table]) -> None:
@@ -41,9 +41,9 @@ def test_replicas_get_the_identical_batch_and_it_is_done_when_all_have_acked(ran
     assert [batch.rows.tolist() for batch in batches] == [rows.tolist()] * 2
     assert batches[0]["x"].numpy().tolist() == batches[1]["x"].numpy().tolist()
     batches[0].ack(loss=np.zeros(8))
-    assert ranks[0].audit()["rows_done"] == 0
+    assert ranks[0].audit().rows_done == 0
     batches[1].ack()
-    assert ranks[0].audit()["rows_done"] == 8
+    assert ranks[0].audit().rows_done == 8
 
 
 def test_a_replica_that_gives_up_gives_up_for_all(ranks: list[tq.Table]) -> None:

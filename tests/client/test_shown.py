@@ -140,7 +140,7 @@ def test_what_is_no_table_is_refused(queue: tq.Queue, name: str) -> None:
         table.put({"x": [1], "key": ["k"]}, key="k")
     with pytest.raises(tq.UsageError, match="two columns of one name"):
         table.put(pa.table([[1], [2]], names=["x", "x"]))
-    assert table.audit()["rows_put"] == 0
+    assert table.audit().rows_put == 0
 
 
 def test_tables_and_queues_show_what_is_known_and_whether_they_are_closed(name: str) -> None:

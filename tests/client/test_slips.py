@@ -295,7 +295,7 @@ def test_it_stays_so_in_a_snapshot(tmp_path: Any, monkeypatch: pytest.MonkeyPatc
         queue.create_table("closed", fields=[tq.Field("uid", "int64")]).put(uid=[1])
         queue.create_table("open", fields=[tq.Field("uid", "int64")], extra_fields=True).put(uid=[1])
         queue.create_table("plain").put(uid=[1])
-        path = queue.snapshot("s")
+        (path,) = queue.snapshot("s")
     with tq.connect() as queue:
         queue.restore(path)
         with pytest.raises(tq.SchemaError, match="takes only"):

@@ -51,8 +51,8 @@ def test_a_suspended_server_keeps_the_leases_of_live_workers(server: Supervised,
             assert alive.line() == "acked"
             with table.lease("work", rows=2, timeout_s=20) as batch:
                 assert batch["x"].numpy().tolist() == [3, 4]
-        assert queue.stats()["server"]["leases_ended"] == 1
-        assert queue.audit()["balanced"]
+        assert queue.stats().server.leases_ended == 1
+        assert queue.audit().balanced
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def test_eight_threads_share_a_queue(sync_queue: tq.Queue, name: str) -> None:
             consumer.result(timeout=60)
     assert sorted(done) == sorted(put)
     audit = table.audit()
-    assert (audit["rows_done"], audit["rows_live"]) == (len(put), 0)
+    assert (audit.rows_done, audit.rows_live) == (len(put), 0)
 
 
 def test_closing_ends_every_wait_at_once(sync_queue: tq.Queue, name: str) -> None:
@@ -175,7 +175,7 @@ def test_who_went_away_holds_up_nobody(address: str | None, name: str) -> None:
             assert len(await table.put(x=np.zeros((1, 1000)), timeout_s=10)) == 1
             async with table.lease("train", rows=1, timeout_s=10) as batch:
                 assert batch.rows.tolist() == [0]
-            assert (await table.audit())["rows_put"] == 4
+            assert (await table.audit()).rows_put == 4
 
     asyncio.run(run())
 

@@ -64,8 +64,8 @@ def test_damaged_rows_are_named_and_never_handed_out(disk):
                 table.lease("train", rows=3, timeout_s=20)
         with table.lease("train", rows=2, timeout_s=20) as batch:
             assert batch.rows.tolist() == [0, 2]
-        found = queue.audit()["tables"]["t"]
-        assert (found["rows_done"], found["rows_dropped"]) == (2, 1)
+        found = queue.audit().tables["t"]
+        assert (found.rows_done, found.rows_dropped) == (2, 1)
 
 
 def test_who_does_not_ask_gets_them(disk):

@@ -35,7 +35,7 @@ def test_the_rows_of_a_killed_consumer_are_done_by_another(place: str, name: str
             worker.send(signal.SIGKILL)
             with table.lease("train", rows=8, timeout_s=20) as batch:  # long before the lease's 60 s
                 assert batch.rows.tolist() == rows.tolist()
-        assert table.audit()["rows_done"] == 8
+        assert table.audit().rows_done == 8
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_a_forked_worker_is_told_and_its_parent_goes_on(place: str, name: str) -
             sys.exit(0)
         os.waitpid(child, 0)
         batch.ack()
-        print(table.audit()['rows_done'], os.path.exists(queue._client.memory._lock_file.path))
+        print(table.audit().rows_done, os.path.exists(queue._client.memory._lock_file.path))
     """
     with Worker(place, program, name) as worker:
         assert [worker.line() for _ in range(4)] == ["told True"] * 3 + ["2 True"]

@@ -6,9 +6,9 @@ import subprocess
 import sys
 import time
 from contextlib import AbstractContextManager
-from typing import Any
 
 import transferqueue as tq
+from transferqueue.wire.answers.stats import ShardStats
 
 PATIENCE_S = 30.0
 
@@ -50,15 +50,14 @@ class ShardProcess(AbstractContextManager["ShardProcess"]):
         self.process.communicate()
 
 
-def shards(queue: tq.Queue) -> list[dict[str, Any]]:
+def shards(queue: tq.Queue) -> list[ShardStats]:
     """What the server says of its remote shards."""
-    found: list[dict[str, Any]] = queue.stats()["server"]["shards"]
-    return found
+    return queue.stats().server.shards
 
 
-def await_shards(queue: tq.Queue, count: int) -> list[dict[str, Any]]:
+def await_shards(queue: tq.Queue, count: int) -> list[ShardStats]:
     """All of them, once there are `count`, each with pages to lend."""
     deadline = time.monotonic() + PATIENCE_S
-    while not (len(found := shards(queue)) == count and all(one["backed_bytes"] for one in found)):
+    while not (len(found := shards(queue)) == count and all(one.backed_bytes for one in found)):
         assert time.monotonic() < deadline, found
     return found

@@ -90,7 +90,7 @@ class RowsInAStore:
             for number in range(6):
                 table.put(x=values(number), ordinal=np.arange(ROWS) + ROWS * number)
             (found,) = shards(queue)
-            assert found["used_bytes"] >= 2 * ROWS * WIDTH * 8
+            assert found.used_bytes >= 2 * ROWS * WIDTH * 8
             assert self.used_bytes(store) >= 2 * ROWS * WIDTH * 8, "about half of the rows, in the store"
             for _ in range(3):
                 with table.lease("a", rows=2 * ROWS, timeout_s=PATIENCE_S) as batch:
@@ -103,10 +103,10 @@ class RowsInAStore:
                 half = batch["x"][::-3].list()
                 assert [row[0] for row in half] == [10**6 * n for n in batch.ordinal.tolist()[::-3]]
             del batch
-            audit = queue.audit()["tables"]["t"]
-            assert (audit["rows_done"], audit["rows_dropped"]) == (6 * ROWS, 0)
+            audit = queue.audit().tables["t"]
+            assert (audit.rows_done, audit.rows_dropped) == (6 * ROWS, 0)
             self.await_used(store, 0)
-            queue.drain_shard(found["shard"])
+            queue.drain_shard(found.shard)
             assert shard.ended() == 0
             assert not list((tmp_path / "runtime").glob("*.store.lock"))
 
@@ -163,13 +163,13 @@ class RowsInAStore:
                 table.put(x=values(number))
             first.kill()
             await_shards(queue, 0)
-            audit = queue.audit()["tables"]["t"]
-            assert 0 < audit["rows_lost"] == audit["rows_dropped"] < 6 * ROWS
+            audit = queue.audit().tables["t"]
+            assert 0 < audit.rows_lost == audit.rows_dropped < 6 * ROWS
             assert self.used_bytes(store) >= ROWS * WIDTH * 8, "nobody removed them"
             with ShardProcess(server.tcp, "--store", store):
                 assert self.used_bytes(store) == 0
                 await_shards(queue, 1)
-                with table.lease("a", rows=6 * ROWS - audit["rows_lost"], timeout_s=PATIENCE_S) as batch:
+                with table.lease("a", rows=6 * ROWS - audit.rows_lost, timeout_s=PATIENCE_S) as batch:
                     assert sum(len(row) > 0 for row in batch["x"]) == len(batch)
 
     @pytest.mark.parametrize("data", [*only_long("auto"), "remote"])
@@ -194,6 +194,6 @@ class RowsInAStore:
                 with table.lease("a", rows=1, timeout_s=PATIENCE_S) as batch:
                     assert len(batch["x"][0])
             assert shard.ended() != 0
-            audit = queue.audit()["tables"]["t"]
-            assert 0 < audit["rows_lost"] == audit["rows_dropped"] < 6 * ROWS
-            assert audit["rows_put"] == audit["rows_live"] + audit["rows_done"] + audit["rows_dropped"]
+            audit = queue.audit().tables["t"]
+            assert 0 < audit.rows_lost == audit.rows_dropped < 6 * ROWS
+            assert audit.rows_put == audit.rows_live + audit.rows_done + audit.rows_dropped

@@ -22,6 +22,7 @@ from tests.cluster.test_snapshots import counts
 from tests.scale import only_long
 from transferqueue.errors import NotFound, TransferQueueError, UsageError
 from transferqueue.server.durability.snapshots import SNAPSHOTS_VARIABLE
+from transferqueue.wire.answers.stats import ServerStats
 from transferqueue.wire.home_coordinator import home_coordinator
 
 pytestmark = pytest.mark.slow
@@ -122,9 +123,9 @@ def contents(queue: tq.Queue, name: str) -> dict[str, object]:
         found["x"] = dict(zip(rows.rows.tolist(), [row.tolist() for row in rows["x"]], strict=True))
         for row in rows.rows.tolist():
             life = queue.inspect(name, row)
-            found[f"row {row}"] = {fact: life[fact] for fact in life.keys() - NOT_KEPT}
-            found[f"fields of {row}"] = {field: (at["set"], at["value"]) for field, at in life["fields"].items()}
-            found[f"tasks of {row}"] = {task: (at["state"], at["attempts"]) for task, at in life["tasks"].items()}
+            found[f"row {row}"] = {fact: value for fact, value in life.plain().items() if fact not in NOT_KEPT}
+            found[f"fields of {row}"] = {field: (at.set, at.value) for field, at in life.fields.items()}
+            found[f"tasks of {row}"] = {task: (at.state, at.attempts) for task, at in life.tasks.items()}
     with table.read(where=[tq.Compare("score", ">=", 0)]) as scored:
         found["score"] = dict(zip(scored.rows.tolist(), scored["score"].numpy().tolist(), strict=True))
     return found
@@ -171,9 +172,9 @@ def test_each_coordinator_restores_its_newest_snapshot(deployed: Deployed, empty
         assert sorted(path.name for path in (root / "s").iterdir()) == ["1-of-2", "2-of-2"]
         shutil.rmtree(root / "s/1-of-2/000002")
         restored = other.restore("s")
-        assert [Path(directory).name for directory in restored] == ["000001", "000002"]
-        assert {directory: when and when.timestamp() for directory, when in restored.items()} == pytest.approx(
-            {directory: made_at(directory) for directory in restored}, abs=1e-5
+        assert [Path(each).name for each in restored] == ["000001", "000002"]
+        assert [each.made_at and each.made_at.timestamp() for each in restored] == pytest.approx(
+            [made_at(each.path) for each in restored], abs=1e-5
         )
         assert [len(other.table(name).read()) for name in (FIRST, SECOND)] == [ROWS, 2 * ROWS]
 
@@ -192,8 +193,8 @@ def test_a_snapshot_of_another_coordinator_is_refused(deployed: Deployed, empty:
         assert other.tables() == [FIRST]
 
 
-def servers(queue: tq.Queue) -> list[dict[str, int]]:
-    return [answer["server"] for answer in queue.stats()["coordinators"].values()]
+def servers(queue: tq.Queue) -> list[ServerStats]:
+    return [answer.server for answer in queue.stats().coordinators.values()]
 
 
 # ---------------------------------------------------------------- there and elsewhere
@@ -210,7 +211,7 @@ def test_all_is_the_same_elsewhere_and_each_table_is_whole(
         for coordinator in deployed.all:
             await_shards(stack.enter_context(tq.connect(coordinator.ipc)), shards // 2)
         fill(queue)
-        assert all(shard["used_bytes"] for server in servers(queue) for shard in server["shards"])
+        assert all(shard.used_bytes for server in servers(queue) for shard in server.shards)
         for number in (1, 2):
             queue.create_table(name_at(number, "chain"), tasks=[tq.Task("t", needs=["n"])])
         chain = Chain(deployed.address)
@@ -218,7 +219,7 @@ def test_all_is_the_same_elsewhere_and_each_table_is_whole(
             parts: list[str] = []
             for _ in range(3):
                 before = chain.puts
-                parts = queue.snapshot("s", timeout_s=PATIENCE_S).split(",")
+                parts = [each.path for each in queue.snapshot("s", timeout_s=PATIENCE_S)]
                 first, second = (
                     sorted(rows_in(part, name_at(number, "chain"))["ordinal"].to_pylist())
                     for number, part in enumerate(parts, 1)
@@ -230,7 +231,7 @@ def test_all_is_the_same_elsewhere_and_each_table_is_whole(
         finally:
             chain.stop()
         other = stack.enter_context(tq.connect(empty.address))
-        assert list(other.restore("s", timeout_s=PATIENCE_S)) == parts
+        assert [each.path for each in other.restore("s", timeout_s=PATIENCE_S)] == parts
         assert other.tables() == queue.tables()
         for name in (FIRST, SECOND):
             assert contents(other, name) == contents(queue, name)
@@ -241,7 +242,7 @@ def test_all_is_the_same_elsewhere_and_each_table_is_whole(
         for number, count in ((1, len(first)), (2, len(second))):
             with other.table(name_at(number, "chain")).read() as rows:
                 assert sorted(row[0] for row in rows["n"]) == list(range(count))
-        assert other.audit()["balanced"]
+        assert other.audit().balanced
 
 
 @pytest.mark.long

@@ -28,17 +28,17 @@ def test_rows_outlive_every_shard_and_the_server_and_are_copied_again(tmp_path: 
             for number in range(6):
                 put(table, number)
                 put(alone, number)
-            assert all(shard["used_bytes"] for shard in shards(queue))
+            assert all(shard.used_bytes for shard in shards(queue))
             one.kill()
             await_shards(queue, 1)
             await_copies(queue)
-            assert queue.audit()["tables"]["alone"]["rows_lost"] == 0
+            assert queue.audit().tables["alone"].rows_lost == 0
             server.process.kill()
             server.process.communicate()
             two.kill()
             server.start()
-            assert balanced(queue)["rows_live"] == 6 * ROWS
-            assert queue.stats()["tables"]["t"]["rows_one_copy"] == 6 * ROWS
+            assert balanced(queue).rows_live == 6 * ROWS
+            assert queue.stats().tables["t"].rows_one_copy == 6 * ROWS
         with ShardProcess(server.address), tq.connect(server.address) as queue:
             await_shards(queue, 1)
             await_copies(queue)
@@ -46,4 +46,4 @@ def test_rows_outlive_every_shard_and_the_server_and_are_copied_again(tmp_path: 
                 with queue.table(name).lease("train", rows=6 * ROWS, timeout_s=PATIENCE_S) as batch:
                     check_all(batch)
                 del batch
-            assert balanced(queue)["rows_lost"] == 0
+            assert balanced(queue).rows_lost == 0

@@ -75,8 +75,8 @@ def jobs(factory, marks=""):
 def test_all_rows_are_done_and_what_stages_tell_is_heard(queue, address):
     told = []
     run_on_ray(address, jobs("double"), observe=lambda label, event: told.append((label, event)), options=OPTIONS)
-    assert queue.audit()["tables"]["t"]["rows_put"] == 32
-    assert queue.stats()["tables"]["t"]["tasks"]["double"]["done"] == 32
+    assert queue.audit().tables["t"].rows_put == 32
+    assert queue.stats().tables["t"].tasks["double"].done == 32
     assert {label for label, _ in told} == {"numbers-0", "double-0"}
     assert any(isinstance(event, Figures) and event.kind == "finished" for _, event in told)
 
@@ -85,10 +85,10 @@ def test_a_killed_process_is_started_again(queue, address, tmp_path):
     def observe(_label, event):
         if isinstance(event, Figures) and event.kind == "holding":
             sessions = queue.sessions().values()
-            os.kill(next(one["pid"] for one in sessions if one["label"] == "double-0"), signal.SIGKILL)
+            os.kill(next(one.pid for one in sessions if one.label == "double-0"), signal.SIGKILL)
 
     run_on_ray(address, jobs("hangs_in_its_first_life", tmp_path), observe=observe, options=OPTIONS)
-    assert queue.stats()["tables"]["t"]["tasks"]["double"]["done"] == 32
+    assert queue.stats().tables["t"].tasks["double"].done == 32
 
 
 def test_a_broken_stage_ends_the_flow_and_leaves_no_session(queue, address):
@@ -138,8 +138,8 @@ def test_a_job_is_added_and_one_that_drains_ends_the_rows_that_it_has(queue, add
     assert ("double-1", ADDED) in kinds
     assert ("double-0", "finished") in kinds
     assert ("double-0", REMOVED) in kinds
-    stats = queue.stats()["tables"]["t"]["tasks"]["double"]
-    assert (stats["done"], queue.audit()["tables"]["t"]["rows_put"]) == (32, 32)
+    stats = queue.stats().tables["t"].tasks["double"]
+    assert (stats.done, queue.audit().tables["t"].rows_put) == (32, 32)
 
 
 def test_after_the_deadline_a_job_is_killed_and_its_rows_are_done_by_others(queue, address, tmp_path):
@@ -153,7 +153,7 @@ def test_after_the_deadline_a_job_is_killed_and_its_rows_are_done_by_others(queu
     told = run_changing(address, "hangs_in_its_first_life", tmp_path, change)
     assert removed[0].result(0).how == "killed"
     assert [event.values["how"] for _, event in told if getattr(event, "kind", "") == REMOVED] == ["killed"]
-    assert queue.stats()["tables"]["t"]["tasks"]["double"]["done"] == 32
+    assert queue.stats().tables["t"].tasks["double"].done == 32
 
 
 def test_jobs_that_work_only_together_are_started_again_together(queue, address, tmp_path):

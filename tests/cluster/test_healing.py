@@ -39,7 +39,7 @@ def put(table: tq.Table, number: int, rows: int = ROWS) -> None:
 def await_copies(queue: tq.Queue) -> None:
     """Wait until no row has only one copy."""
     deadline = time.monotonic() + HEAL_S
-    while left := [rows for each in queue.stats()["tables"].values() if (rows := each["rows_one_copy"])]:
+    while left := [rows for each in queue.stats().tables.values() if (rows := each.rows_one_copy)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
 
@@ -96,7 +96,7 @@ def test_no_row_has_one_copy_left_after_a_death_and_none_is_lost_with_the_next(s
                 dying.kill()
                 await_shards(queue, left)
                 await_copies(queue)
-                assert balanced(queue)["rows_lost"] == 0
+                assert balanced(queue).rows_lost == 0
                 deadline = time.monotonic() + PATIENCE_S
                 while work.done <= before:
                     assert time.monotonic() < deadline
@@ -119,8 +119,8 @@ def test_copies_wait_for_a_shard_that_comes_and_are_made_then(server: Served) ->
             put(table, 0)
             one.kill()
             await_shards(queue, 0)
-        assert queue.stats()["tables"]["t"]["rows_one_copy"] == ROWS
-        texts = [finding["text"] for finding in queue.doctor()["tables"]["t"]]
+        assert queue.stats().tables["t"].rows_one_copy == ROWS
+        texts = [finding.text for finding in queue.doctor().tables["t"]]
         assert any("8 rows have one copy left of 2: no shard has room for a copy" in text for text in texts)
         with ShardProcess(server.tcp):
             await_copies(queue)

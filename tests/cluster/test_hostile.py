@@ -107,8 +107,8 @@ def test_clients_that_die_at_any_moment_lose_and_double_nothing(cluster: None) -
                 assert [len(row) for row in batch["x"].list()] == batch["length"].numpy().tolist()
                 trained += len(batch)
         audit = queue.audit()
-        assert audit["balanced"]
-        assert audit["tables"]["rows"]["rows_put"] == audit["tables"]["rows"]["rows_done"] == trained
+        assert audit.balanced
+        assert audit.tables["rows"].rows_put == audit.tables["rows"].rows_done == trained
 
 
 @ray.remote(max_retries=0)  # type: ignore[misc,unused-ignore]

@@ -60,7 +60,7 @@ def table_of(queue, name="rows"):
 
 def kill_server(queue):
     """SIGKILL to the process of the actor; returns its number."""
-    pid = queue.stats()["server"]["pid"]
+    pid = queue.stats().server.pid
     os.kill(pid, signal.SIGKILL)
     return pid
 
@@ -90,8 +90,8 @@ def test_an_actor_that_is_killed_comes_back_and_nothing_is_lost(deployed):
             rest.ack(y=[2.0])
         with table.lease("train", rows=2, timeout_s=GENEROUS_S) as both:
             assert [list(row) for row in both["x"].list()] == [[1.0, 2.0], [3.0]]
-        assert near.stats()["server"]["pid"] != before
-        assert near.audit()["tables"]["rows"]["rows_done"] == 2
+        assert near.stats().server.pid != before
+        assert near.audit().tables["rows"].rows_done == 2
 
 
 def test_guests_come_and_go_and_crash(deployed):
@@ -170,12 +170,12 @@ def test_several_coordinators_are_one_queue_and_one_that_dies_comes_back(cluster
             assert near.coordinators == seats
             for name in names:
                 table_of(near, name).put(x=[1.0])
-                assert far.table(name).audit()["rows_live"] == 1
-            said = near.stats()["coordinators"][seats[1]]["server"]
-            os.kill(said["pid"], signal.SIGKILL)
+                assert far.table(name).audit().rows_live == 1
+            said = near.stats().coordinators[seats[1]].server
+            os.kill(said.pid, signal.SIGKILL)
             assert near.table(names[0]).put(x=[2.0]).tolist() == [1]
             assert near.table(names[1]).put(x=[2.0]).tolist() == [1]
-            assert near.audit()["balanced"]
+            assert near.audit().balanced
         with tq.connect(near.address) as again, tq.connect(seats[1]) as alone:
             assert sorted(again.tables()) == names
             assert alone.tables() == names[1:]
@@ -221,7 +221,7 @@ def test_a_driver_that_dies_takes_along_what_is_not_detached(cluster, lifetime):
     )
     assert driver.stdout.readline() == "deployed\n"
     queue = tq.connect("ray://transferqueue/driven")
-    pid = queue.stats()["server"]["pid"]
+    pid = queue.stats().server.pid
     death = os.pidfd_open(pid)
     driver.kill()
     driver.communicate()
@@ -271,8 +271,8 @@ def test_a_job_over_four_nodes_outlives_a_node_and_the_server(cluster, deployed)
             with table.lease("train", rows=ROWS - len(seen), timeout_s=GENEROUS_S) as batch:
                 seen += batch["x"].list()
         assert sorted(seen) == [float(one) for one in range(ROWS)]
-        counts = queue.audit()["tables"]["rows"]
-        assert (counts["rows_done"], counts["rows_dropped"], counts["balanced"]) == (ROWS, 0, True)
+        counts = queue.audit().tables["rows"]
+        assert (counts.rows_done, counts.rows_dropped, counts.balanced) == (ROWS, 0, True)
 
 
 def test_nothing_is_left_of_deployments_that_were_not_closed(cluster):
@@ -289,19 +289,19 @@ def test_shards_on_every_node_and_a_node_is_removed(cluster):
         tq.connect(deployment.address) as queue,
     ):
         there = await_shards(queue, len(cluster.list_all_nodes()) - 1)
-        assert sorted(one["label"] for one in there) == [f"spread.shard-{at}" for at in range(len(there))]
+        assert sorted(one.label for one in there) == [f"spread.shard-{at}" for at in range(len(there))]
         table = table_of(queue)
         for number in range(12):
             table.put(x=[np.full(50_000, number) for _ in range(8)])
-        assert all(one["used_bytes"] for one in shards(queue))
+        assert all(one.used_bytes for one in shards(queue))
         cluster.remove_node(node)
         left = await_shards(queue, len(there) - 1)
         assert len(left) == len(there) - 1
-        audit = queue.audit()["tables"]["rows"]
-        assert audit["balanced"]
-        assert 0 < audit["rows_lost"] == audit["rows_dropped"] < 96
+        audit = queue.audit().tables["rows"]
+        assert audit.balanced
+        assert 0 < audit.rows_lost == audit.rows_dropped < 96
         table.put(x=[np.full(50_000, 12)])
-        rows = 97 - audit["rows_lost"]
+        rows = 97 - audit.rows_lost
         kill_server(queue)
         with table.lease("double", rows=rows, timeout_s=GENEROUS_S) as batch:
             assert all((row == row[0]).all() for row in batch["x"])

@@ -52,7 +52,7 @@ def test_a_killed_shard_costs_no_row(server: Served, data: str, rows: int) -> No
         with table.lease("train", rows=2 * PUTS * rows, timeout_s=PATIENCE_S) as batch:
             check_all(batch)
         audit = balanced(queue)
-        assert (audit["rows_done"], audit["rows_lost"]) == (2 * PUTS * rows, 0)
+        assert (audit.rows_done, audit.rows_lost) == (2 * PUTS * rows, 0)
 
 
 @pytest.mark.parametrize("data", [*only_long("auto"), "remote"])
@@ -75,7 +75,7 @@ def test_who_has_rows_of_it_on_lease_goes_on(server: Served) -> None:
         with table.lease("train", rows=PUTS * ROWS, timeout_s=PATIENCE_S) as batch:
             await_loss(queue, one, 1)
             check_all(batch)
-        assert balanced(queue)["rows_done"] == PUTS * ROWS
+        assert balanced(queue).rows_done == PUTS * ROWS
 
 
 def test_with_too_few_shards_a_table_and_a_put_are_refused(server: Served) -> None:

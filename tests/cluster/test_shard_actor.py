@@ -49,8 +49,8 @@ def test_it_lends_until_it_is_stopped_or_drained(ways, near):
     assert actor.joined().startswith("tcp://127.0.0.1:")
     with tq.connect(ways("admin").token) as queue:
         (shard,) = await_shards(queue, 1)
-        assert (shard["label"], shard["capacity_bytes"]) == ("one", 1 << 27)
-        queue.drain_shard(shard["shard"])
+        assert (shard.label, shard.capacity_bytes) == ("one", 1 << 27)
+        queue.drain_shard(shard.shard)
         actor._thread.join()
         assert shards(queue) == []
     actor.stop()
@@ -62,7 +62,7 @@ def test_bytes_are_encrypted_on_their_way_from_a_host_that_is_not_loopback(ways)
         await_shards(queue, 1)
         table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
         table.put(x=[list(range(100_000))])
-        assert shards(queue)[0]["used_bytes"]
+        assert shards(queue)[0].used_bytes
         with table.lease("train", rows=1) as batch:
             assert batch["x"].list() == [list(range(100_000))]
     actor.stop()

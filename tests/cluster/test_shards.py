@@ -19,6 +19,7 @@ from tests.cluster.shards import PATIENCE_S, ShardProcess, await_shards, shards
 from tests.scale import only_long
 from transferqueue.limits import MIB, SMALL_EXTENT_BYTES
 from transferqueue.wire import messages as m
+from transferqueue.wire.answers.stats import TableAudit
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +45,7 @@ def make(queue: tq.Queue, **terms: object) -> tq.Table:
 def put_into_all(queue: tq.Queue, table: tq.Table, puts: int = 6) -> None:
     for number in range(puts):
         table.put(x=values(number), ordinal=np.arange(ROWS) + ROWS * number)
-    assert all(one["used_bytes"] for one in shards(queue))
+    assert all(one.used_bytes for one in shards(queue))
 
 
 def check_all(batch: tq.Batch) -> None:
@@ -54,9 +55,9 @@ def check_all(batch: tq.Batch) -> None:
         assert (row == 1000 * number + at).all()
 
 
-def balanced(queue: tq.Queue) -> dict[str, int]:
-    found = queue.audit()["tables"]["t"]
-    assert found["rows_put"] == found["rows_live"] + found["rows_done"] + found["rows_dropped"], found
+def balanced(queue: tq.Queue) -> TableAudit:
+    found = queue.audit().tables["t"]
+    assert found.rows_put == found.rows_live + found.rows_done + found.rows_dropped, found
     return found
 
 
@@ -74,7 +75,7 @@ def test_a_lease_spans_shards_mapped_or_over_the_network(server: Served, data: s
             check_all(batch)
             half = batch["x"][::2].list()
             assert [row[0] for row in half] == [row[0] for row in batch["x"].list()[::2]]
-        assert balanced(queue)["rows_done"] == 6 * ROWS
+        assert balanced(queue).rows_done == 6 * ROWS
 
 
 def test_what_one_writes_over_the_network_another_maps(server: Served) -> None:
@@ -104,10 +105,10 @@ def test_memory_comes_back_from_a_shard_in_either_way(server: Served) -> None:
                 check_all(batch)
             del batch
         deadline = time.monotonic() + PATIENCE_S
-        while shards(near)[0]["used_bytes"] > 2 * MIB:
+        while shards(near)[0].used_bytes > 2 * MIB:
             assert time.monotonic() < deadline
-        assert shards(near)[0]["backed_bytes"] <= 64 * MIB
-        assert shards(near)[0]["bulk_sent_bytes"]["stream"] > 0, (
+        assert shards(near)[0].backed_bytes <= 64 * MIB
+        assert shards(near)[0].bulk_sent_bytes["stream"] > 0, (
             "as of the poll that confirmed that nothing is read there any more"
         )
 
@@ -124,12 +125,12 @@ def test_a_shard_is_killed_and_work_goes_on(server: Served) -> None:
         first.kill()
         await_shards(queue, 1)
         found = balanced(queue)
-        assert 0 < found["rows_lost"] == found["rows_dropped"] < 6 * ROWS
+        assert 0 < found.rows_lost == found.rows_dropped < 6 * ROWS
         table.put(x=values(6), ordinal=np.arange(ROWS) + ROWS * 6)
-        left = 7 * ROWS - found["rows_lost"]
+        left = 7 * ROWS - found.rows_lost
         with table.lease("train", rows=left, timeout_s=PATIENCE_S) as batch:
             check_all(batch)
-        assert balanced(queue)["rows_done"] == left
+        assert balanced(queue).rows_done == left
 
 
 def test_small_puts_of_a_producer_go_elsewhere_when_their_shard_is_gone(server: Served) -> None:
@@ -137,14 +138,14 @@ def test_small_puts_of_a_producer_go_elsewhere_when_their_shard_is_gone(server: 
         await_shards(queue, 1)
         table = make(queue)
         table.put(x=[np.arange(3)])
-        assert shards(queue)[0]["used_bytes"]
+        assert shards(queue)[0].used_bytes
         first.kill()
         await_shards(queue, 0)
         table.put(x=[np.arange(4)])
         assert sorted(queue._client.memory._paths) == [0], "memory that nobody owns is not held"  # type: ignore[union-attr]
         with table.lease("train", rows=1, timeout_s=PATIENCE_S) as batch:
             assert batch["x"].list()[0] == [0, 1, 2, 3]
-        assert (balanced(queue)["rows_lost"], balanced(queue)["rows_done"]) == (1, 1)
+        assert (balanced(queue).rows_lost, balanced(queue).rows_done) == (1, 1)
 
 
 def test_who_reads_over_the_network_gets_other_rows_when_a_shard_is_killed(server: Served) -> None:
@@ -168,15 +169,15 @@ def test_a_drained_shard_ends_when_its_last_row_is_done(server: Served) -> None:
         (joined,) = await_shards(queue, 1)
         table = make(queue)
         put_into_all(queue, table, 2)
-        queue.drain_shard(joined["shard"])
+        queue.drain_shard(joined.shard)
         table.put(x=values(2), ordinal=np.arange(ROWS) + 2 * ROWS)
-        assert shards(queue)[0]["drains"]
+        assert shards(queue)[0].drains
         with table.lease("train", rows=3 * ROWS, timeout_s=PATIENCE_S) as batch:
             check_all(batch)
         del batch
         assert shard.ended() == 0
         assert shards(queue) == []
-        assert balanced(queue)["rows_done"] == 3 * ROWS
+        assert balanced(queue).rows_done == 3 * ROWS
         with pytest.raises(tq.errors.NotFound, match="shard 1 is none that joined"):
             queue.drain_shard(1)
 
@@ -190,7 +191,7 @@ def test_a_shard_that_is_told_to_stop_ends_in_order_and_leaves_no_file(server: S
         shard.process.terminate()
         assert shard.ended() == 0
         assert not Path(at.path).exists()
-        assert (shards(queue), balanced(queue)["rows_lost"]) == ([], ROWS)
+        assert (shards(queue), balanced(queue).rows_lost) == ([], ROWS)
 
 
 def test_a_shard_goes_on_with_the_next_life_of_its_coordinator(tmp_path: Path) -> None:
@@ -209,7 +210,7 @@ def test_a_shard_goes_on_with_the_next_life_of_its_coordinator(tmp_path: Path) -
             check_all(batch)
         del batch
         found = balanced(queue)
-        assert (found["rows_done"], found["rows_lost"]) == (7 * ROWS, 0)
+        assert (found.rows_done, found.rows_lost) == (7 * ROWS, 0)
         queue.drain_shard(1)
         assert shard.ended() == 0
 
@@ -226,7 +227,7 @@ def test_a_shard_that_died_while_no_coordinator_ran_is_lost(tmp_path: Path) -> N
             shard.kill()
             server.start()
             assert shards(queue) == []
-            assert balanced(queue)["rows_lost"] > 0
+            assert balanced(queue).rows_lost > 0
 
 
 @pytest.mark.parametrize("data", ["auto", *only_long("remote")])
@@ -249,7 +250,7 @@ def test_columns_of_one_row_may_lie_in_several_shards_and_rows_of_one_column_too
             for x, y in zip(batch["x"], batch["y"], strict=True):
                 np.testing.assert_array_equal(y, 2 * x)
             assert (batch["z"].numpy() == 7).all()
-        assert balanced(queue)["rows_done"] == 4 * ROWS
+        assert balanced(queue).rows_done == 4 * ROWS
 
 
 @pytest.mark.parametrize("elements", [*only_long(9), 1 << 18])
@@ -278,7 +279,7 @@ def test_weights_that_the_coordinator_has_no_room_for_lie_in_further_shards_and_
         await_shards(trainer, 1)
         tensors = {name: np.full((40, MIB // 4), at, np.float32) for at, name in enumerate(["w", "b"])}
         trainer.weights("policy").publish(1, tensors)
-        assert shards(trainer)[0]["used_bytes"] >= 80 * MIB
+        assert shards(trainer)[0].used_bytes >= 80 * MIB
         with generator.weights("policy").pull() as pulled:
             for name, tensor in tensors.items():
                 np.testing.assert_array_equal(np.asarray(pulled[name]), tensor)

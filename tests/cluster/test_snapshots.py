@@ -22,6 +22,7 @@ from tests.cluster.test_shards import ROWS, make, put_into_all, values
 from tests.scale import only_long
 from transferqueue.errors import ShardLost, TransferQueueError
 from transferqueue.server.durability.snapshots import SNAPSHOTS_VARIABLE
+from transferqueue.wire.answers.stats import TableStats
 
 pytestmark = pytest.mark.slow
 
@@ -44,13 +45,13 @@ def same(before: tq.Queue, after: tq.Queue, name: str = "t", fields: tuple[str, 
     assert counts(new.stats()) == counts(old.stats())
 
 
-def counts(stats: dict[str, Any]) -> dict[str, Any]:
+def counts(stats: TableStats) -> dict[str, Any]:
     """What a snapshot keeps of the statistics of a table."""
     tasks = {
-        name: {count: task[count] for count in ("pending", "held", "ready", "leased", "done", "dropped")}
-        for name, task in stats["tasks"].items()
+        name: {count: getattr(task, count) for count in ("pending", "held", "ready", "leased", "done", "dropped")}
+        for name, task in stats.tasks.items()
     }
-    return {count: stats[count] for count in ("rows_put", "rows_live", "rows_done", "rows_dropped")} | tasks
+    return {count: getattr(stats, count) for count in ("rows_put", "rows_live", "rows_done", "rows_dropped")} | tasks
 
 
 class Snapshot:
@@ -82,7 +83,7 @@ def await_fetch(queue: tq.Queue, used: int) -> None:
 
 
 def own_bytes(queue: tq.Queue) -> int:
-    return int(queue.stats()["server"]["used_bytes"])
+    return int(queue.stats().server.used_bytes)
 
 
 @pytest.mark.parametrize("way", only_long("tcp", "ipc"))
@@ -162,7 +163,7 @@ def test_with_replicas_a_snapshot_outlives_a_shard(server: Served, tmp_path: Pat
                 with again.table("t").read(fields=["x"]) as rows:
                     assert [row[0] for row in rows["x"]] == [row[0] for number in range(8) for row in values(number)]
                 deadline = time.monotonic() + PATIENCE_S
-                while again.stats()["tables"]["t"]["rows_one_copy"]:
+                while again.stats().tables["t"].rows_one_copy:
                     assert time.monotonic() < deadline
 
 
@@ -187,7 +188,7 @@ def test_shards_and_snapshots_outlive_a_kill_of_the_coordinator(
         assert taken.ended() is not None
         shard.process.send_signal(signal.SIGCONT)
         await_shards(queue, 1)
-        made = Path(queue.snapshot("s", timeout_s=PATIENCE_S))
+        made = Path(queue.snapshot("s", timeout_s=PATIENCE_S)[0])
         assert [path.name for path in made.parent.iterdir()] == ["000001"]
         deadline = time.monotonic() + PATIENCE_S
         while own_bytes(queue) > used:

@@ -159,7 +159,7 @@ class Restorer:
                 reply = self._ask(request, call)
                 if isinstance(reply, m.Leased):
                     self._ask(m.Ack(name, reply.lease, reply.token), call := call + 1)
-                assert self.ledger.observe(m.Observe("audit"), NOW)["balanced"], f"after {request}"
+                assert self.ledger.observe(m.Observe("audit"), NOW).balanced, f"after {request}"
         self.ledger.close_session(1, NOW)
         for effect in self.ledger.take_effects():
             if hasattr(effect, "offset"):

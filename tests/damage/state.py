@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
 
-import msgspec
 import numpy as np
 
 from tests.server.lives import BIG, Life, write
@@ -37,6 +36,7 @@ from transferqueue.server.runtime_directory import SHARED_MEMORY
 from transferqueue.storage.memory.checksum import checksum
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
+from transferqueue.wire.answers.stats import AuditAnswer
 
 ARENA_BYTES = 128 << 10
 KINDS = ("bit", "bit", "bit", "removed", "cut", "empty", "doubled", "older", "turn")
@@ -295,9 +295,9 @@ def _told(life: Life) -> list[object]:
         client.ask(m.ReadRequest("big", rows, ["x"])),
         client.ask(m.ReadRequest("big", rows[:16], ["r"])),
     ]
-    audit = msgspec.msgpack.decode(client.ask(m.Observe("audit")).value)
+    audit = codec.decode_observed(client.ask(m.Observe("audit")), AuditAnswer)
     return [
-        audit["tables"],
+        audit.tables,
         *(re.sub(rb"(?s)\xc4\x10.{16}", b"a ticket", codec.encode_answer(m.AnswerFrame(0, 0, one))) for one in read),
     ]
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import transferqueue as tq
-from transferqueue.observe.answers.stats import Stats, parse
 from transferqueue.observe.prometheus import exposition
 
 ROOT = Path(__file__).resolve().parents[2] / "deploy" / "grafana"
@@ -34,7 +33,7 @@ def told():
             pass
         table.drop(rows[5:], "too_long")
         with table.lease("train", rows=1):
-            text = exposition(parse("stats", queue.stats(), Stats)).decode()
+            text = exposition(queue.stats()).decode()
     names = set(re.findall(r"# TYPE (\w+)", text))
     labels = {name: set(re.findall(r'(\w+)="', found)) for name, found in SAMPLE.findall(text)}
     return names, labels

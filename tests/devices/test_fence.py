@@ -129,12 +129,12 @@ def test_a_pin_lasts_until_the_late_event_and_no_longer() -> None:
         del batch
         for _ in range(3):  # whoever lets go, and whenever
             gc.collect()
-            assert queue.stats()["bytes"]["blocks_pinned"] == 1
+            assert queue.stats().bytes.blocks_pinned == 1
         assert in_flight(device).held == 1
         device.finish()
         assert in_flight(device).drain(60)
-        assert queue.stats()["bytes"]["blocks_pinned"] == 0
-        assert queue.stats()["server"]["used_bytes"] == 0
+        assert queue.stats().bytes.blocks_pinned == 0
+        assert queue.stats().server.used_bytes == 0
     assert torch.equal(tensor, torch.arange(1 << 18).reshape(64, -1))
 
 
@@ -145,11 +145,11 @@ def test_a_lease_that_fails_half_way_keeps_what_its_copies_read_and_gives_the_ro
         table.put(a=np.zeros((8, 1 << 13)), b=np.zeros((8, 1 << 15)))
         with pytest.raises(tq.OutOfMemory, match="late:0 has no room for a column of 2097152 bytes"):
             table.lease("train", rows=8, device=device)
-        assert queue.stats()["bytes"]["blocks_pinned"] == 1, "the copy of a is under way"
+        assert queue.stats().bytes.blocks_pinned == 1, "the copy of a is under way"
         device.finish()
         assert in_flight(device).drain(60)
         gc.collect()
-        assert queue.stats()["bytes"]["blocks_pinned"] == 0
+        assert queue.stats().bytes.blocks_pinned == 0
         assert len(table.lease("train", rows=8, timeout_s=10)) == 8
 
 
@@ -165,7 +165,7 @@ def test_a_device_that_cannot_record_an_event_fails_the_lease_and_nothing_stays(
         with pytest.raises(RuntimeError, match="device lost"):
             table.lease("train", rows=64, device=device)
         gc.collect()
-        assert queue.stats()["bytes"]["blocks_pinned"] == 0
+        assert queue.stats().bytes.blocks_pinned == 0
         give_up_idle(0)
         assert not device.regions
         assert len(table.lease("train", rows=64, timeout_s=10)) == 64

@@ -277,7 +277,7 @@ def test_a_read_refuses_devices_that_do_not_fit(queue: tq.Queue) -> None:
             table.read(device=full)
     with table.read() as read:
         table.drop(read.rows, "read")
-    assert table.stats()["rows_live"] == 0
+    assert table.stats().rows_live == 0
 
 
 @pytest.mark.parametrize("registers", [True, False], ids=["registered", "staged"])

@@ -66,7 +66,7 @@ def rows(value: int) -> np.ndarray:
 def test_memory_under_a_copy_is_not_used_again_before_its_reader_is_dead(tmp_path: Path, fate: str) -> None:
     with served(tmp_path, "512MiB") as server, tq.connect(server.ipc) as queue:
         table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
-        used = lambda: queue.stats()["server"]["used_bytes"]  # noqa: E731
+        used = lambda: queue.stats().server.used_bytes  # noqa: E731
         table.put(x=rows(1))
         with reader(server.ipc, "never") as process:
             assert used() >= 32 * MIB, "acked, and the device has not copied"

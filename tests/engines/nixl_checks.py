@@ -83,12 +83,12 @@ def rows(count: int, mean: int, seed: int = 0) -> list[np.ndarray]:
 
 
 def sent(queue: tq.Queue) -> dict[str, int]:
-    found: dict[str, int] = queue.stats()["server"]["bulk_sent_bytes"]
+    found: dict[str, int] = queue.stats().server.bulk_sent_bytes
     return found
 
 
 def received(queue: tq.Queue) -> dict[str, int]:
-    found: dict[str, int] = queue.stats()["server"]["bulk_received_bytes"]
+    found: dict[str, int] = queue.stats().server.bulk_received_bytes
     return found
 
 
@@ -240,8 +240,8 @@ def reader_killed() -> None:
                 assert np.array_equal(found["x"].numpy().reshape(-1), content(64 * MIB))
             table.drop(ids, "done")
             deadline = time.monotonic() + 30
-            while local.stats()["server"]["used_bytes"]:
-                assert time.monotonic() < deadline, local.stats()["server"]
+            while local.stats().server.used_bytes:
+                assert time.monotonic() < deadline, local.stats().server
 
     deployment(work)
 
@@ -312,8 +312,8 @@ def scattered() -> None:
             is_staged()
             table.drop(ids, "done")
             deadline = time.monotonic() + 30
-            while local.stats()["server"]["used_bytes"]:
-                assert time.monotonic() < deadline, local.stats()["server"]
+            while local.stats().server.used_bytes:
+                assert time.monotonic() < deadline, local.stats().server
 
     deployment(work)
 
@@ -403,8 +403,8 @@ def _holds(queue: tq.Queue, there: list[int], perhaps: list[int]) -> None:
                 assert np.array_equal(read["x"].numpy().reshape(-1), content(32 << 20, seed)), seed
             table.drop(known, "done")
     deadline = time.monotonic() + 60
-    while queue.stats()["server"]["used_bytes"]:
-        assert time.monotonic() < deadline, queue.stats()["server"]
+    while queue.stats().server.used_bytes:
+        assert time.monotonic() < deadline, queue.stats().server
 
 
 def _pulled(queue: tq.Queue, nbytes: int) -> None:

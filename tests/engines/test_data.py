@@ -62,9 +62,9 @@ def test_batches_come_once_and_a_state_says_where(workers: int, queue: tq.Queue)
         seen += xs(batch)
     assert sorted(seen) == list(range(ROWS))
     assert loader.state_dict()["step"] >= ROWS // STEP - 1  # workers do not end together
-    assert table.audit()["rows_done"] == 0
+    assert table.audit().rows_done == 0
     assert loader.checkpointed() == ROWS
-    assert table.audit()["rows_done"] == ROWS
+    assert table.audit().rows_done == ROWS
 
 
 @pytest.mark.parametrize("workers", [0, *only_long(2)])
@@ -83,7 +83,7 @@ def test_a_job_that_died_goes_on_where_its_model_was_saved(workers: int, queue: 
     assert sorted(learned) == list(range(ROWS))
     assert set(lost) <= set(learned)
     again.checkpointed()
-    assert table.audit()["rows_done"] == ROWS
+    assert table.audit().rows_done == ROWS
 
 
 def test_a_loader_without_a_state_begins_at_the_last_checkpoint(queue: tq.Queue) -> None:

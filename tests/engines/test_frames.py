@@ -19,7 +19,7 @@ def test_polars_and_duckdb_read_a_snapshot(tmp_path: Path, monkeypatch: pytest.M
         table = queue.create_table("rollouts", tasks=[tq.Task("train")])
         rows = table.put(prompt_ids=tq.Repeat([[1, 2], [3]], 2), text=["a", "b", "c", "d"])
         table.update(rows[:3], rewards=[0.5, 1.0, 1.5])
-        path = queue.snapshot("run")
+        (path,) = queue.snapshot("run")
     found = read_table(path, "rollouts")
     frame = polars.from_arrow(found)
     assert frame["rewards"].sum() == 3.0

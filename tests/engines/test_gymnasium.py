@@ -40,7 +40,7 @@ def test_frozen_lake() -> None:
         table.seal()
         run_stage(table, Stage(task=task, rows=ROWS, stall_s=60, failures_max=1), stage, emit=print)
         rows = table.read()
-        assert table.audit()["rows_done"] == ROWS
+        assert table.audit().rows_done == ROWS
         assert set(rows.policy_version.tolist()) == {2}
         turns = rows["turns"].list()
         for ids, drawn, reward, n in zip(

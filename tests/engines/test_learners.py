@@ -77,7 +77,7 @@ def ranks(queue: tq.Queue, kind: str, tmp_path: Path, world: int = 2) -> Any:
 def test_two_ranks_learn_what_one_process_learns(kind: str, queue: tq.Queue, tmp_path: Path) -> None:
     fill(queue)
     found = ranks(queue, kind, tmp_path)
-    assert queue.table("samples").audit()["rows_done"] == ROWS
+    assert queue.table("samples").audit().rows_done == ROWS
     with tq.connect() as alone:
         fill(alone)
         figures, weights = program().train(alone.address, "plain")

@@ -194,15 +194,15 @@ def test_rows_whose_host_died_are_lost_and_counted_once_the_store_has_given_it_u
         alone.memory.wait()
         with pytest.raises(Unreachable, match=r"the store mooncake://.* does not answer"):
             table.read(rows)
-        assert queue.audit()["tables"]["t"]["rows_live"] == ROWS
+        assert queue.audit().tables["t"].rows_live == ROWS
         deadline = time.monotonic() + PATIENCE_S
         while shards(queue) != []:
             assert time.monotonic() < deadline
             with suppress(PeerError, NotFound):  # not found: they are lost by now
                 table.read(rows)
         assert shard.ended() != 0
-        audit = queue.audit()["tables"]["t"]
-        assert (audit["rows_lost"], audit["rows_live"]) == (ROWS, 0)
+        audit = queue.audit().tables["t"]
+        assert (audit.rows_lost, audit.rows_live) == (ROWS, 0)
 
 
 class TestRowsInMooncake(RowsInAStore):

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 if importlib.util.find_spec("nemo_rl") is None:
@@ -32,6 +33,7 @@ import transferqueue as tq
 from transferqueue.adapters.registry import load
 from transferqueue.adapters.trainers import nemo_rl
 from transferqueue.errors import DeadlineExceeded, Impossible, SchemaError, UsageError
+from transferqueue.wire.answers.stats import TableStats
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 DEADLINE_S = 60.0
@@ -168,7 +170,7 @@ def columns(**values: Any) -> TensorDict:
 
 def test_bad_calls_are_refused_and_change_nothing(client: nemo_rl.QueueDataPlaneClient, queue: tq.Queue) -> None:
     client.put_samples(IDS, "train", columns(x=torch.arange(4)), [{"input_lengths": 3}] * 4)
-    before = queue.stats()["tables"]
+    before = queue.stats().tables
     for call, error, text in [
         (lambda: client.register_partition("val", [], 1025, []), Impossible, "storage_capacity is 1024; raise it"),
         (
@@ -194,9 +196,11 @@ def test_bad_calls_are_refused_and_change_nothing(client: nemo_rl.QueueDataPlane
     ]:
         with pytest.raises(error, match=text):
             call()
-    assert {name: {**table, "age_s": None} for name, table in queue.stats()["tables"].items()} == {
-        name: {**table, "age_s": None} for name, table in before.items()
-    }
+    assert _timeless(queue.stats().tables) == _timeless(before)
+
+
+def _timeless(tables: dict[str, TableStats]) -> dict[str, TableStats]:
+    return {name: msgspec.structs.replace(table, age_s=None) for name, table in tables.items()}
 
 
 def objects(*values: Any) -> Any:

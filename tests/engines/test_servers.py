@@ -211,7 +211,7 @@ def test_what_agents_said_is_recorded_as_it_was_drawn(stream: bool, plain: Plain
         run_stage(table, Stage(task=task, rows=3, stall_s=60, failures_max=1), stage, emit=print)
         rows = table.read()
         assert rows["rewards"].list() == [10.0] * 3
-        assert table.audit()["rows_done"] == 3
+        assert table.audit().rows_done == 3
         for ids, drawn, logprobs in zip(rows["input_ids"], rows["loss_mask"], rows["rollout_logprobs"], strict=True):
             assert drawn.sum() == 10
             assert ids[~drawn].tolist().count(40) == ids[~drawn].tolist().count(41) == 1

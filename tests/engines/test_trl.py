@@ -147,9 +147,9 @@ def test_the_trainer_trains_from_the_queue(ahead: int, tmp_path: Path) -> None:
         trainer.add_callback(Live(table, live))
         trained(queue, table, trainer)
         audit = table.audit()
-        assert (audit["rows_put"], audit["rows_done"]) == (STEPS * ROWS,) * 2
+        assert (audit.rows_put, audit.rows_done) == (STEPS * ROWS,) * 2
         assert live == [ROWS * (1 + min(ahead, STEPS - step)) for step in range(1, STEPS + 1)]
-        assert max(map(int, table.stats()["staleness"])) <= ahead
+        assert max(map(int, table.stats().staleness)) <= ahead
         with queue.weights("policy").pull() as weights:
             assert weights.version == STEPS
             after = dict(learning.state_dict())
@@ -173,8 +173,8 @@ def test_prompts_ahead_follow_the_sampler_over_epochs_and_iterations(tmp_path: P
         trainer.train_dataset = trainer.train_dataset.select(range(5))  # two requests an epoch
         trained(queue, table, trainer)
         audit = table.audit()
-        assert (audit["rows_put"], audit["rows_done"]) == (STEPS // 2 * ROWS,) * 2
-        assert max(map(int, table.stats()["staleness"])) <= 2
+        assert (audit.rows_put, audit.rows_done) == (STEPS // 2 * ROWS,) * 2
+        assert max(map(int, table.stats().staleness)) <= 2
 
 
 @pytest.mark.slow
@@ -195,8 +195,8 @@ def test_rows_ahead_that_nobody_asks_for_are_dropped(tmp_path: Path) -> None:
         trainer = trainer_of(rollouts, model(0).train(), tmp_path)
         trainer.add_callback(Stop())
         trained(queue, table, trainer)
-        assert table.stats()["dropped"] == {"restarted": 4, "not_requested": ROWS}
-        assert table.audit()["rows_done"] == 2 * ROWS
+        assert table.stats().dropped == {"restarted": 4, "not_requested": ROWS}
+        assert table.audit().rows_done == 2 * ROWS
 
 
 @pytest.mark.slow

@@ -254,7 +254,7 @@ def run(honest: tq.Queue, hostile: tq.Queue, keys: ClientKeys | None, pid: int, 
     table = honest.create_table("t", tasks=[tq.Task("train", needs=["x"])])
     for number in range(4):
         table.put(x=[list(range(number, 1000))])
-    port = honest.stats()["server"]["bulk_port"]
+    port = honest.stats().server.bulk_port
     attacker, before = Attacker(hostile, keys, port, seed, report), 0
     try:
         for number in range(attacks):

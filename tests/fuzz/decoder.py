@@ -16,6 +16,7 @@ from transferqueue.errors import ProtocolError
 from transferqueue.transport.bulk import protocol as bulk
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
+from transferqueue.wire.answers.stats import Stats
 
 WARM_UP: Final = 20_000
 """Frames after which the allocator has what it needs; memory is compared from there on."""
@@ -50,7 +51,7 @@ def decode(frame: bytes) -> str:
     if not (isinstance(session, int) and isinstance(call, int)):
         raise TypeError(f"call_of gave {session!r}, {call!r}")
     with suppress(ProtocolError):
-        codec.decode_plain(msgspec.Raw(frame))
+        codec.decode_observed(m.Observed(msgspec.Raw(frame)), Stats)
     return name
 
 

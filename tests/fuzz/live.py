@@ -55,7 +55,7 @@ def run(queue: tq.Queue, addresses: list[str], pid: int, *, frames: int, connect
     started = time.perf_counter()
     session = queue._client.connection._io.calls.session
     streams = [Stream(address, Fuzzer(seed + at, session), session) for at, address in enumerate(addresses)]
-    bulk_port = queue.stats()["server"]["bulk_port"]
+    bulk_port = queue.stats().server.bulk_port
     streams.append(BulkStream(f"tcp://127.0.0.1:{bulk_port}", Fuzzer(seed - 1, session), session))
     noise = random.Random(seed)
     for stream in streams:  # the server takes the memory it needs once
@@ -66,7 +66,7 @@ def run(queue: tq.Queue, addresses: list[str], pid: int, *, frames: int, connect
         stream.send(frames // len(addresses))
         below(stream.address, noise, connections // len(addresses))
     after = state(queue)
-    if queue.stats()["server"]["internal_errors"]:
+    if queue.stats().server.internal_errors:
         raise RuntimeError("a frame met a defect; the server's log has it")
     for stream in streams:
         stream.close()
@@ -75,15 +75,15 @@ def run(queue: tq.Queue, addresses: list[str], pid: int, *, frames: int, connect
 
 def state(queue: tq.Queue) -> Any:
     """Everything that a request could have changed; no times, no counts of messages."""
-    told = queue.stats()
+    told = queue.stats().plain()
     sessions = {
         name: {key: one[key] for key in ("label", "state", "leases", "reserved", "pins", "grants", "waits")}
-        for name, one in queue.sessions().items()
+        for name, one in queue.sessions().plain().items()
     }
     counted = [told[name] for name in ("tables", "channels", "bytes", "waiting")] + [
         told["server"][name] for name in ("extents", "internal_errors", "leases_ended", "sessions_dropped")
     ]
-    return _timeless([queue.audit(), queue.tables(), queue.doctor()["tables"], sessions, counted])
+    return _timeless([queue.audit().plain(), queue.tables(), queue.doctor().plain()["tables"], sessions, counted])
 
 
 def _timeless(told: Any) -> Any:

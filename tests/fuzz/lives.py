@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -36,8 +36,10 @@ from transferqueue.server.process.serve import serve
 from transferqueue.transport import FileLock, this_host
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
+from transferqueue.wire.answers.stats import AuditAnswer, Stats
 from transferqueue.wire.versions import PROTOCOL
 
+T = TypeVar("T")
 MESSAGES_PER_LIFE: Final = 700
 LIVES_PER_STATE: Final = 40
 """After so many lives the state directory begins anew: tables that were sealed, filled or dropped leave less and less
@@ -388,22 +390,22 @@ def _live(talkers: list[Talker], auditor: Talker, report: Report, per_life: int)
 
 def _check(auditor: Talker, report: Report) -> None:
     """`Broken` unless the books balance and nothing failed inside the server. Notes its longest turns in the report."""
-    audit = _observed(auditor, "audit")
-    if not audit["balanced"]:
+    audit = _observed(auditor, "audit", AuditAnswer)
+    if not audit.balanced:
         raise Broken(f"the books do not balance: {audit}")
-    server = _observed(auditor, "stats")["server"]
-    if server["internal_errors"]:
-        raise Broken(f"the server counts {server['internal_errors']} internal errors")
-    turns = server["turns"]["request"]
-    report.longest_turn = max(report.longest_turn, (turns["longest_s"], turns["longest_of"]))
-    report.busiest_turn = max(report.busiest_turn, (turns["busiest_s"], turns["busiest_of"]))
+    server = _observed(auditor, "stats", Stats).server
+    if server.internal_errors:
+        raise Broken(f"the server counts {server.internal_errors} internal errors")
+    turns = server.turns["request"]
+    report.longest_turn = max(report.longest_turn, (turns.longest_s, turns.longest_of))
+    report.busiest_turn = max(report.busiest_turn, (turns.busiest_s, turns.busiest_of))
 
 
-def _observed(auditor: Talker, what: str) -> Any:
+def _observed(auditor: Talker, what: str, kind: type[T]) -> T:
     reply = auditor.ask(m.Observe(what))
     if not isinstance(reply, m.Observed):
         raise Broken(f"Observe({what!r}) was answered with {reply}")
-    return codec.decode_plain(reply.value)
+    return codec.decode_observed(reply, kind)
 
 
 def _furnish(auditor: Talker) -> None:

@@ -100,7 +100,7 @@ def test_large_frames_of_an_observer_keep_a_server_neither_busy_nor_full(tmp_pat
                 with table.lease("train", rows=1, timeout_s=20):
                     assert resident_bytes(server.process.pid) - before < 64 * MIB
                 hostile.close()
-            assert admin.stats()["server"]["turns"]["request"]["busiest_s"] <= bounds.LATE_S
+            assert admin.stats().server.turns["request"].busiest_s <= bounds.LATE_S
     finally:
         server.stop()
 

@@ -78,7 +78,7 @@ class Deaf:
 
 
 def labels(queue):
-    return [one["label"] for one in queue.sessions().values()]
+    return [one.label for one in queue.sessions().values()]
 
 
 @pytest.mark.slow

@@ -220,7 +220,7 @@ def test_g7_a_pin_lasts_until_a_late_event_and_5_ms(device: Any, dry: bool, run_
             batch["x"].torch()
         del batch
         gc.collect()
-        pinned = lambda: queue.stats()["bytes"]["blocks_pinned"]  # noqa: E731
+        pinned = lambda: queue.stats().bytes.blocks_pinned  # noqa: E731
         assert dry or pinned() == 1
         event = device.record()
         event.wait()

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
-import msgspec
 import numpy as np
 
 from transferqueue.ledger import Effect, FreeExtent, LeaseEnded, Ledger, MustWait, WakeWaiters
@@ -18,7 +17,20 @@ from transferqueue.ledger.table import TableState
 from transferqueue.limits import PAGE_BYTES, Limits
 from transferqueue.policies import Pacing, Predicate, Retention, Task
 from transferqueue.schema import Field, align, layout
+from transferqueue.wire import codec
 from transferqueue.wire import messages as m
+from transferqueue.wire.answers.doctor import DoctorAnswer
+from transferqueue.wire.answers.row import RowLife
+from transferqueue.wire.answers.sessions import SessionStats
+from transferqueue.wire.answers.stats import AuditAnswer, Stats, TableStats
+
+KINDS: Final[dict[str, Any]] = {
+    "stats": Stats,
+    "audit": AuditAnswer,
+    "doctor": DoctorAnswer,
+    "row": RowLife,
+    "sessions": dict[str, SessionStats],
+}
 
 
 def i64(values: Any) -> bytes:
@@ -91,11 +103,11 @@ class World:
         """The state itself, for what no request shows."""
         return self.ledger.state.tables[name]
 
-    def audit(self) -> dict[str, Any]:
+    def audit(self) -> AuditAnswer:
         return self.ledger.observe(m.Observe("audit"), self.now)
 
-    def stats(self, table: str = "t") -> dict[str, Any]:
-        return self.ledger.observe(m.Observe("stats"), self.now)["tables"][table]
+    def stats(self, table: str = "t") -> TableStats:
+        return self.ledger.observe(m.Observe("stats"), self.now).tables[table]
 
 
 @dataclass
@@ -324,7 +336,7 @@ class Driver:
         return self.apply(m.Unpin(i64(blocks), i64(counts if counts is not None else [1] * len(blocks))))
 
     def observe(self, what: str, table: str = "", row: int = -1) -> Any:
-        return msgspec.msgpack.decode(self.apply(m.Observe(what, table, row)).value)
+        return codec.decode_observed(self.apply(m.Observe(what, table, row)), KINDS[what])
 
     def close(self, *, pins: bool = True) -> None:
         self.world.ledger.close_session(self.session, self.world.now, pins=pins)

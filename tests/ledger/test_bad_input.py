@@ -632,6 +632,13 @@ def test_tables_that_can_never_work(world: World, client: Driver) -> None:
     create("needs 1025 and gives 0 fields", tasks=[Task("w", [f"f{number}" for number in range(1025)])])
 
 
+def test_a_rule_for_stale_rows_needs_a_bound(world: World, client: Driver) -> None:
+    tasks = [Task("train", ["r"]), Task("rollout", ["p"], ["r"])]
+    unbounded = Pacing("train", 1, on_stale=Requeue("rollout"))
+    text = 'pacing of table "new" has on_stale=Requeue("rollout") and no max_staleness, so no row is ever stale; set'
+    refused(world, UsageError, text, lambda: client.create("new", tasks=tasks, pacing=unbounded))
+
+
 def test_tables_that_are_declared_wrongly(world: World, client: Driver) -> None:
     twice = [Task("a"), Task("a")]
     refused(world, AlreadyExists, 'task "a" is declared twice', lambda: client.create("new", tasks=twice))

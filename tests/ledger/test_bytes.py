@@ -153,9 +153,9 @@ def test_shared_rows_are_stored_once(world: World, client: Driver) -> None:
     assert places(given.reply.content)["a"] == [(1, 0)] * 3 + [(1, 1)] * 3
     client.release(given)
     client.delete([0, 1, 2, 3, 4])
-    assert world.stats()["bytes"] == block.nbytes
+    assert world.stats().bytes == block.nbytes
     client.delete([5])
-    assert world.stats()["bytes"] == 0
+    assert world.stats().bytes == 0
 
 
 def test_more_sets_of_fields_than_parts_are_stored_field_by_field(world: World, client: Driver) -> None:
@@ -324,7 +324,7 @@ def test_publication_moves_the_clock_and_application_is_another_fact(world: Worl
     client.create("r", tasks=[Task("train")], pacing=Pacing("train", 4, 1, 1, channel="policy"))
     client.put(1, table="r", policy_version=0)
     publish(client, 1)
-    assert world.stats("r")["version"] == 1
+    assert world.stats("r").version == 1
     publish(client, 2)
     assert world.table("r").rows_dropped == {"stale": 1}
     client.apply(m.ReportApplied("policy", 1))

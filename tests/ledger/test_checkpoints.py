@@ -60,7 +60,7 @@ def test_a_rollback_does_not_move_the_clock_forward(world: World, client: Driver
         UsageError, match=r"clock of table \"t\" is 2; a rollback does not move it forward to 3: use advance"
     ):
         client.rollback(0, version=3)
-    assert world.stats()["version"] == 2
+    assert world.stats().version == 2
 
 
 @pytest.mark.parametrize("verb", ["checkpointed", "rollback"])
@@ -77,7 +77,7 @@ def test_without_a_name_the_pacing_task_is_meant(world: World, client: Driver) -
     client.put(1)
     train(client, 1, step=0)
     assert client.checkpointed(0).rows == 1
-    assert world.stats()["tasks"]["train"]["done"] == 1
+    assert world.stats().tasks["train"].done == 1
 
 
 # ---------------------------------------------------------------- steps
@@ -87,15 +87,15 @@ def test_rows_are_kept_until_a_checkpoint_covers_their_step(world: World, client
     table(client)
     client.put(3, ["a"])
     first, second = train(client, 1, step=1), train(client, 2, step=2)
-    assert (world.stats()["rows_live"], world.stats()["tasks"]["train"]["stepped"]) == (3, 3)
+    assert (world.stats().rows_live, world.stats().tasks["train"].stepped) == (3, 3)
     assert client.checkpointed(1).rows == 1
     assert world.table().rows.pages.resident_rows().tolist() == second
     assert first == [0]
     assert client.checkpointed(5).rows == 2
     assert client.checkpointed(3).rows == 0  # covered before
-    assert world.audit()["balanced"]
-    assert world.stats()["rows_done"] == 3
-    assert world.stats()["tasks"]["train"]["checkpoint"] == 5
+    assert world.audit().balanced
+    assert world.stats().rows_done == 3
+    assert world.stats().tasks["train"].checkpoint == 5
     assert len(world.freed) == 1
 
 
@@ -105,7 +105,7 @@ def test_an_ack_that_a_checkpoint_covers_or_without_step_is_final(world: World, 
     client.checkpointed(7)
     train(client, 1, step=7)
     train(client, 1, step=-1)
-    assert world.stats()["rows_done"] == 2
+    assert world.stats().rows_done == 2
 
 
 def test_rows_rolled_back_come_again_at_their_old_place_and_count_once(world: World, client: Driver) -> None:
@@ -120,8 +120,8 @@ def test_rows_rolled_back_come_again_at_their_old_place_and_count_once(world: Wo
     client.ack(lease, step=1)
     client.checkpointed(1)
     stats = world.stats()
-    assert (stats["rows_put"], stats["rows_done"], stats["rows_live"], stats["balanced"]) == (6, 6, 0, True)
-    assert stats["tasks"]["train"]["done"] == 6
+    assert (stats.rows_put, stats.rows_done, stats.rows_live, stats.balanced) == (6, 6, 0, True)
+    assert stats.tasks["train"].done == 6
 
 
 def test_a_rollback_ends_the_leases_of_the_task_and_no_others(world: World, client: Driver) -> None:
@@ -134,7 +134,7 @@ def test_a_rollback_ends_the_leases_of_the_task_and_no_others(world: World, clie
     assert [one.lease for one in world.ended] == [held.lease]
     client.ack(other)
     assert client.lease("train", 2).rows == [0, 1]  # no attempt was counted
-    assert world.stats()["tasks"]["train"]["failed"] == 0
+    assert world.stats().tasks["train"].failed == 0
 
 
 def test_groups_come_back_whole(client: Driver, world: World) -> None:
@@ -145,7 +145,7 @@ def test_groups_come_back_whole(client: Driver, world: World) -> None:
     assert client.rollback(0).rows == 2
     assert client.lease("train", groups=1).rows == [2, 3]
     client.checkpointed(0)
-    assert world.stats()["rows_done"] == 2
+    assert world.stats().rows_done == 2
 
 
 def test_several_tasks_each_for_itself(world: World, client: Driver) -> None:
@@ -154,11 +154,11 @@ def test_several_tasks_each_for_itself(world: World, client: Driver) -> None:
     for task in ("critic", "train"):
         client.ack(client.lease(task, 1), step=3)
     client.checkpointed(3, "critic")
-    assert world.stats()["rows_done"] == 0
+    assert world.stats().rows_done == 0
     client.rollback(2, "train")
     client.ack(client.lease("train", 1), step=3)
     client.checkpointed(3, "train")
-    assert world.stats()["rows_done"] == 1
+    assert world.stats().rows_done == 1
 
 
 def test_replicas_step_together(world: World, client: Driver) -> None:
@@ -167,7 +167,7 @@ def test_replicas_step_together(world: World, client: Driver) -> None:
     peers = [client.lease("train", 2, replica=peer, replicas=2) for peer in range(2)]
     for lease in peers:
         client.ack(lease, step=1)
-    assert world.stats()["tasks"]["train"]["stepped"] == 2
+    assert world.stats().tasks["train"].stepped == 2
     assert client.rollback(0).rows == 2
 
 
@@ -177,8 +177,8 @@ def test_a_dropped_row_stays_dropped(world: World, client: Driver) -> None:
     train(client, 2, step=1)
     client.drop([0])
     assert client.rollback(0).rows == 1
-    assert world.audit()["tables"]["t"]["dropped"] == {"test": 1}
-    assert world.audit()["balanced"]
+    assert world.audit().tables["t"].dropped == {"test": 1}
+    assert world.audit().balanced
 
 
 def test_stepped_rows_are_not_outstanding_but_take_room(client: Driver, world: World) -> None:
@@ -186,7 +186,7 @@ def test_stepped_rows_are_not_outstanding_but_take_room(client: Driver, world: W
     for step in range(2):
         client.put(2)
         train(client, 2, step)
-    assert world.stats()["outstanding"] == 0
+    assert world.stats().outstanding == 0
     with pytest.raises(
         Full, match=r'4 rows are kept until a checkpoint covers step 1: call checkpointed\(1, task="train"\)'
     ):
@@ -219,7 +219,7 @@ def test_with_the_version_the_clock_goes_back_and_rows_stay_in_bound(client: Dri
     train(client, 1, step=1)
     client.advance(3)
     assert client.rollback(-1, version=0).rows == 2
-    assert world.stats()["version"] == 0
+    assert world.stats().version == 0
     assert client.lease("train", 2).rows == [0, 1]
 
 
@@ -230,7 +230,7 @@ def test_rows_rolled_back_are_judged_again_as_the_clock_comes_back(client: Drive
     client.advance(5)
     client.rollback(-1, version=0)
     client.advance(5)
-    assert world.stats()["dropped"] == {"stale": 1}
+    assert world.stats().dropped == {"stale": 1}
 
 
 def test_without_the_version_rows_over_the_bound_are_stale(client: Driver, world: World) -> None:
@@ -239,7 +239,7 @@ def test_without_the_version_rows_over_the_bound_are_stale(client: Driver, world
     train(client, 1, step=0)
     client.advance(5)
     assert client.rollback(-1).rows == 1
-    assert world.stats()["dropped"] == {"stale": 1}
+    assert world.stats().dropped == {"stale": 1}
 
 
 def test_what_is_filed_stays_in_proportion_to_the_rows(client: Driver, world: World) -> None:
@@ -276,7 +276,7 @@ def test_the_cursor_is_the_lowest_ordinal_that_is_not_final(client: Driver, worl
     assert client.cursor() == 3  # stepped: not final
     client.checkpointed(5)
     assert (client.cursor(), client.cursor(9)) == (4, 9)
-    assert world.stats()["cursor"] == 4
+    assert world.stats().cursor == 4
 
 
 def test_members_of_one_prompt_share_its_ordinal(client: Driver) -> None:
@@ -379,7 +379,7 @@ def test_a_missing_result_refuses_all_leases(world: World, client: Driver) -> No
     client.update(leases[0].rows, inline={"score": [1.0]})
     with pytest.raises(UsageError, match=r'ack of row 1 by task "grade".*has no "score"'):
         client.ack_leases(leases)
-    assert world.stats()["tasks"]["grade"]["leased"] == 2
+    assert world.stats().tasks["grade"].leased == 2
 
 
 def test_replicas_ack_their_shares_of_several_leases(world: World, client: Driver) -> None:
@@ -389,7 +389,7 @@ def test_replicas_ack_their_shares_of_several_leases(world: World, client: Drive
     mine = [client.lease("train", 2, replica=0, replicas=2) for _ in range(2)]
     theirs = [other.lease("train", 2, replica=1, replicas=2) for _ in range(2)]
     assert client.ack_leases(mine, step=0).rows == 4
-    assert world.stats()["tasks"]["train"]["leased"] == 4
+    assert world.stats().tasks["train"].leased == 4
     with pytest.raises(LeaseExpired, match="was acked by this replica before"):
         client.ack_leases(mine, step=0)
     assert other.ack_leases(theirs, step=0).rows == 4
@@ -403,4 +403,4 @@ def test_a_row_that_the_ack_of_one_lease_drops_is_done_with_the_other(world: Wor
     leases = [client.lease("train", 2) for _ in range(2)]
     client.advance(5)
     assert client.ack_leases(leases).rows == 4
-    assert (world.stats()["rows_done"], world.stats()["rows_live"]) == (4, 0)
+    assert (world.stats().rows_done, world.stats().rows_live) == (4, 0)

@@ -13,6 +13,7 @@ from transferqueue.ledger import Ledger, MustWait
 from transferqueue.policies import Acked, AckedColumns, Complete, Manual, ManualColumns, Pacing, Requeue, Task
 from transferqueue.schema import Field
 from transferqueue.wire import messages as m
+from transferqueue.wire.answers.row import RowField
 
 TASKS = (Task("look", ["image"]), Task("score", ["image", "text"], ["score"]), Task("train", ["text", "score"]))
 
@@ -51,17 +52,17 @@ def test_a_column_ends_with_the_last_task_that_needs_it() -> None:
     put_apart(client, 4, "image", "text")
     image = world.ledger.state.core.blocks.blocks[1].nbytes
     do(client, "look", 4)
-    assert world.stats()["columns_freed"] == 0  # score needs the image, too
+    assert world.stats().columns_freed == 0  # score needs the image, too
     do(client, "score", 3)
-    assert (world.stats()["columns_freed"], world.stats()["column_bytes_freed"]) == (3, 0)  # a row still has the block
+    assert (world.stats().columns_freed, world.stats().column_bytes_freed) == (3, 0)  # a row still has the block
     before = bytes_of(world)
     do(client, "score", 1)
-    assert (world.stats()["columns_freed"], world.stats()["column_bytes_freed"]) == (4, image)
+    assert (world.stats().columns_freed, world.stats().column_bytes_freed) == (4, image)
     assert (bytes_of(world), world.freed) == (before - image, [1])
-    assert world.stats()["rows_live"] == 4
+    assert world.stats().rows_live == 4
     do(client, "train", 4)
-    assert (world.freed, bytes_of(world), world.stats()["columns_freed"]) == ([1, 2], 0, 4)
-    assert world.audit()["tables"]["t"]["rows_done"] == 4
+    assert (world.freed, bytes_of(world), world.stats().columns_freed) == ([1, 2], 0, 4)
+    assert world.audit().tables["t"].rows_done == 4
 
 
 def test_columns_stay_with_their_rows_unless_the_table_says_otherwise() -> None:
@@ -70,7 +71,7 @@ def test_columns_stay_with_their_rows_unless_the_table_says_otherwise() -> None:
         put_apart(client, 1, "image", "text")
         do(client, "look", 1)
         do(client, "score", 1)
-        assert (world.stats()["columns_freed"], world.freed) == (0, [])
+        assert (world.stats().columns_freed, world.freed) == (0, [])
         assert client.read([0], fields=["image"]).rows
 
 
@@ -90,7 +91,7 @@ def test_columns_of_one_block_end_one_by_one_and_its_bytes_with_the_last() -> No
     client.put(2, ["image", "text"])
     do(client, "look", 2)
     do(client, "score", 2)
-    assert (world.stats()["columns_freed"], world.stats()["column_bytes_freed"], world.freed) == (2, 0, [])
+    assert (world.stats().columns_freed, world.stats().column_bytes_freed, world.freed) == (2, 0, [])
     do(client, "train", 2)
     assert world.freed == [1]
 
@@ -102,7 +103,7 @@ def test_a_view_keeps_the_bytes_of_a_column_that_ended() -> None:
     seen = reader.read([0], fields=["image"])
     do(client, "look", 1)
     do(client, "score", 1)
-    assert (world.freed, world.stats()["column_bytes_freed"] > 0) == ([], True)
+    assert (world.freed, world.stats().column_bytes_freed > 0) == ([], True)
     reader.unpin([at.block for part in seen.parts for at in part.blocks])
     assert world.freed == [1]
 
@@ -112,11 +113,11 @@ def test_a_row_acked_with_a_step_keeps_its_columns_until_a_checkpoint_covers_it(
     put_apart(client, 1, "image", "text")
     do(client, "look", 1, step=3)
     do(client, "score", 1)
-    assert world.stats()["columns_freed"] == 0
+    assert world.stats().columns_freed == 0
     assert client.rollback(2, "look").rows == 1
     do(client, "look", 1, step=3)
     client.checkpointed(3, "look")
-    assert (world.stats()["columns_freed"], world.freed) == (1, [1])
+    assert (world.stats().columns_freed, world.freed) == (1, [1])
 
 
 def test_a_column_stays_while_a_stale_row_may_be_requeued_to_a_task_that_needs_it() -> None:
@@ -126,13 +127,13 @@ def test_a_column_stays_while_a_stale_row_may_be_requeued_to_a_task_that_needs_i
     put_apart(client, 2, "image", policy_version=0)
     given = client.lease("answer", 2)
     client.ack(given, columns=client.columns(2, ["text"]))
-    assert world.stats()["columns_freed"] == 0
+    assert world.stats().columns_freed == 0
     client.advance(1)  # both rows are stale, and go back to "answer", which still has the image
     given = client.lease("answer", 2)
     assert given.rows == [0, 1]
     client.ack(given, columns=client.columns(2, ["text"], policy_version=1))
     do(client, "train", 1)
-    assert world.stats()["rows_done"] == 1
+    assert world.stats().rows_done == 1
 
 
 def test_members_that_come_too_late_for_a_group_do_not_keep_their_columns() -> None:
@@ -142,8 +143,8 @@ def test_members_that_come_too_late_for_a_group_do_not_keep_their_columns() -> N
     given = client.lease("train", groups=1)
     client.unpin(given.blocks())
     client.ack(given)
-    assert world.stats()["columns_freed"] == 2
-    assert world.stats()["tasks"]["log"]["ready"] == 2
+    assert world.stats().columns_freed == 2
+    assert world.stats().tasks["log"].ready == 2
 
 
 def test_a_result_that_was_used_and_freed_is_not_asked_for_again() -> None:
@@ -152,9 +153,9 @@ def test_a_result_that_was_used_and_freed_is_not_asked_for_again() -> None:
     put_apart(client, 1, "x")
     client.ack(client.lease("a", 1), columns=client.columns(1, ["y"]))
     client.ack(client.lease("c", 1))
-    assert world.stats()["columns_freed"] == 1
+    assert world.stats().columns_freed == 1
     client.ack(client.lease("b", 1))
-    assert world.stats()["tasks"]["b"]["done"] == 1
+    assert world.stats().tasks["b"].done == 1
 
 
 # ---------------------------------------------------------------- readers
@@ -175,11 +176,8 @@ def test_reading_a_column_that_ended_says_when_and_why() -> None:
     content = client.read([0, 1])
     assert [part.fields for part in content.parts] == [["text"]]
     life = client.observe("row", "t", 0)
-    assert life["fields"]["image"] == {
-        "set": False, "freed": True, "inline": False, "value": None, "block": None, "slot": None, "shard": None,
-        "bytes": None
-    }  # fmt: skip
-    assert [event["detail"] for event in life["events"] if event["what"] == "columns freed"] == ["image"]
+    assert life.fields["image"] == RowField(set=False, freed=True)
+    assert [event.detail for event in life.events if event.what == "columns freed"] == ["image"]
 
 
 def test_a_task_may_not_lease_a_column_that_ends_without_it() -> None:
@@ -219,7 +217,7 @@ def test_a_column_that_was_freed_may_be_written_again() -> None:
     assert client.read([0], fields=["image"]).rows
     with pytest.raises(AlreadyExists):
         client.update([0], ["image"])
-    assert client.observe("row", "t", 0)["fields"]["image"]["freed"] is False
+    assert client.observe("row", "t", 0).fields["image"].freed is False
 
 
 # ---------------------------------------------------------------- by hand
@@ -230,7 +228,7 @@ def test_a_caller_frees_columns_of_rows_that_live_on() -> None:
     put_apart(client, 3, "image", "text")
     assert client.free([0, 2], ["image"]).rows == 2
     assert client.free([0, 1, 2], ["image"]).rows == 1  # what is gone does not count
-    assert (world.freed, world.stats()["columns_freed"]) == ([1], 3)
+    assert (world.freed, world.stats().columns_freed) == ([1], 3)
     world.pass_time(3.0)
     with pytest.raises(ColumnFreed, match=r"freed 3.0 s ago by free_columns, which author called"):
         client.read([1], fields=["image"])
@@ -272,14 +270,14 @@ def test_a_column_freed_again_is_waited_for_by_tasks_that_had_it() -> None:
     assert client.free([0, 1, 2], ["image"], again=True).rows == 3
     with pytest.raises(LeaseExpired):
         client.ack(held)
-    assert (world.stats()["tasks"]["use"]["pending"], world.stats()["tasks"]["log"]["ready"]) == (3, 3)
+    assert (world.stats().tasks["use"].pending, world.stats().tasks["log"].ready) == (3, 3)
     with pytest.raises(NotFound, match='does not have "image" yet') as unread:
         client.read([0], fields=["image"])
     assert not isinstance(unread.value, ColumnFreed)
     client.add_task(Task("late", ["image"]))  # as one for a column that is not written yet
     client.update([0, 1, 2], ["image"])
     assert client.lease("use", 3).rows == client.lease("late", 3).rows == [0, 1, 2]
-    assert world.audit()["balanced"]
+    assert world.audit().balanced
 
 
 def test_free_columns_refuses_what_it_cannot_do_and_changes_nothing() -> None:
@@ -315,7 +313,7 @@ def test_an_image_and_a_snapshot_remember_what_was_freed() -> None:
     with pytest.raises(ColumnFreed, match=r"was freed \(when, is no longer recorded\)"):
         reader.read([0], fields=["image"])
     assert ids(reader.read([1], fields=["image"]).rows) == [1]
-    assert other.stats()["columns_freed"] == stats["columns_freed"] == 1
+    assert other.stats().columns_freed == stats.columns_freed == 1
 
 
 def test_a_lost_value_whose_giver_lacks_its_freed_input_ends_its_row() -> None:
@@ -325,5 +323,5 @@ def test_a_lost_value_whose_giver_lacks_its_freed_input_ends_its_row() -> None:
     client.ack(client.lease("answer", 1), columns=client.columns(1, ["text"]))
     blocks = np.array(list(world.ledger.state.core.blocks.blocks), np.int64)
     assert world.ledger.blocks_lost(blocks.tolist(), world.now) == {"t": [0]}
-    assert world.audit()["balanced"]
+    assert world.audit().balanced
     assert isinstance(client.lease("answer", 1, wait_s=1.0), MustWait)

@@ -44,9 +44,7 @@ def lose(world: World, rows: list[int], field: str) -> dict[str, list[int]]:
 
 
 def states(world: World, row: int) -> dict[str, str]:
-    return {
-        name: one["state"] for name, one in world.ledger.observe(m.Observe("row", "t", row), world.now)["tasks"].items()
-    }
+    return {name: one.state for name, one in world.ledger.observe(m.Observe("row", "t", row), world.now).tasks.items()}
 
 
 def test_what_no_task_gives_is_lost_with_its_row(world: World, client: Driver) -> None:
@@ -54,8 +52,8 @@ def test_what_no_task_gives_is_lost_with_its_row(world: World, client: Driver) -
     client.put(2, ["prompt"])
     client.put(1, ["prompt"])
     assert lose(world, [0], "prompt") == {"t": [0, 1]}
-    assert world.audit()["tables"]["t"]["dropped"] == {"lost": 2}
-    assert world.audit()["balanced"]
+    assert world.audit().tables["t"].dropped == {"lost": 2}
+    assert world.audit().balanced
     assert client.lease("generate", 1).rows == [2]
 
 
@@ -71,8 +69,8 @@ def test_what_a_task_gave_it_gives_again_and_what_came_of_it_too(world: World, c
     lease = client.lease("train", 2)
     assert (lease.rows, lease.column("score")) == ([0, 1], [2.0, 2.0])
     client.ack(lease)
-    audit = world.audit()["tables"]["t"]
-    assert (audit["rows_done"], audit["rows_dropped"], audit["balanced"]) == (2, 0, True)
+    audit = world.audit().tables["t"]
+    assert (audit.rows_done, audit.rows_dropped, audit.balanced) == (2, 0, True)
 
 
 def trainable(client: Driver, rows: int = 1) -> None:
@@ -88,7 +86,7 @@ def test_a_row_on_lease_stays_with_its_holder_who_may_have_read_it(world: World,
     held = client.lease("train", 1)
     assert lose(world, [0], "text") == {}
     assert client.ack(held).rows == 1
-    assert world.audit()["tables"]["t"]["rows_done"] == 1
+    assert world.audit().tables["t"].rows_done == 1
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -107,7 +105,7 @@ def test_a_row_that_comes_back_without_what_nobody_gives_ends(world: World, clie
     assert lose(world, [0, 1], "text") == {"t": [1]}
     world.pass_time(1000)
     assert world.ended[-1].lease == held.lease
-    assert world.audit()["tables"]["t"]["dropped"] == {"lost": 2}
+    assert world.audit().tables["t"].dropped == {"lost": 2}
     with pytest.raises(LeaseExpired):
         client.ack(held)
 
@@ -128,9 +126,7 @@ def test_what_no_task_waits_for_is_only_missing(world: World, client: Driver) ->
     client.put(1, ["prompt"])
     give(client, "generate", 2, big=["text"])
     assert lose(world, [0], "prompt") == {}
-    assert [one["detail"] for one in client.observe("row", "t", 0)["events"] if one["what"] == "damaged bytes"] == [
-        "prompt"
-    ]
+    assert [one.detail for one in client.observe("row", "t", 0).events if one.what == "damaged bytes"] == ["prompt"]
     give(client, "reward", 2, inline={"score": 1.0})
     with pytest.raises(NotFound, match='row 0 of table "t" does not have "prompt"'):
         client.read([0, 1], fields=["prompt"])
@@ -142,7 +138,7 @@ def test_what_is_made_again_needs_what_it_was_made_of(world: World, client: Driv
     trainable(client, 2)
     assert lose(world, [0], "prompt") == {}
     assert lose(world, [0], "text") == {"t": [0, 1]}
-    assert world.audit()["tables"]["t"]["rows_lost"] == 2
+    assert world.audit().tables["t"].rows_lost == 2
 
 
 def test_a_stale_row_cannot_go_back_to_a_task_whose_input_is_gone(world: World, client: Driver) -> None:
@@ -151,7 +147,7 @@ def test_a_stale_row_cannot_go_back_to_a_task_whose_input_is_gone(world: World, 
     give(client, "generate", 2, big=["text"])
     assert lose(world, [0], "prompt") == {}
     client.advance(2)
-    assert world.audit()["tables"]["t"]["dropped"] == {"lost": 2}
+    assert world.audit().tables["t"].dropped == {"lost": 2}
 
 
 def test_a_row_that_was_trained_is_not_trained_again(world: World, client: Driver) -> None:
@@ -161,7 +157,7 @@ def test_a_row_that_was_trained_is_not_trained_again(world: World, client: Drive
     give(client, "reward", 1, inline={"score": 1.0})
     client.ack(client.lease("train", 1))
     assert lose(world, [0], "text") == {"t": [0]}
-    assert world.audit()["balanced"]
+    assert world.audit().balanced
 
 
 @pytest.mark.parametrize("covered", [True, False])
@@ -172,10 +168,10 @@ def test_a_row_acked_with_a_step_is_missed_only_by_a_rollback(world: World, clie
     assert lose(world, [0], "text") == {}
     if covered:
         client.checkpointed(3)
-        assert world.audit()["tables"]["t"]["rows_done"] == 1
+        assert world.audit().tables["t"].rows_done == 1
     else:
         client.rollback(2)
-        assert world.audit()["tables"]["t"]["dropped"] == {"lost": 1}
+        assert world.audit().tables["t"].dropped == {"lost": 1}
 
 
 def test_of_a_group_that_waits_a_member_is_made_again(world: World, client: Driver) -> None:
@@ -200,7 +196,7 @@ def test_a_group_that_was_handed_over_stays_whole_with_its_holder(world: World, 
     lease = client.lease("train", groups=1)
     assert lose(world, [0], "text") == {}
     assert client.ack(lease).rows == 2
-    assert world.audit()["balanced"]
+    assert world.audit().balanced
 
 
 def test_a_field_that_was_put_by_hand_is_given_by_the_task_that_still_has_the_row(world: World, client: Driver) -> None:

@@ -272,7 +272,7 @@ class Fuzz:
     def check(self) -> None:
         """What must hold in any state."""
         table = self.ledger.state.tables["t"]
-        assert self.ledger.observe(m.Observe("audit"), self.now)["balanced"]
+        assert self.ledger.observe(m.Observe("audit"), self.now).balanced
         blocks = self.ledger.state.core.blocks
         refs: dict[int, int] = {}
         rows = table.rows.pages.resident_rows()

@@ -61,7 +61,7 @@ def test_rows_in_work_were_handed_over_in_bound_and_are_judged_when_they_return(
     client.advance(5)
     client.ack(batch, [0])
     client.release(batch)
-    assert (world.stats()["rows_live"], world.table().rows_dropped) == (1, {"stale": 1})
+    assert (world.stats().rows_live, world.table().rows_dropped) == (1, {"stale": 1})
 
 
 def test_a_row_stamped_old_is_stale_on_arrival_and_by_update() -> None:
@@ -78,7 +78,7 @@ def test_a_new_stamp_makes_a_row_fresh() -> None:
     rows = graded(client, 1, 0)
     client.update(rows, policy_version=4)
     client.advance(5)
-    assert world.stats()["rows_live"] == 1
+    assert world.stats().rows_live == 1
     client.advance(6)
     assert world.table().rows_dropped == {"stale": 1}
 
@@ -91,7 +91,7 @@ def test_a_result_of_a_row_dropped_meanwhile_is_left_out() -> None:
     client.advance(5)
     assert client.ack(batch, columns=client.columns(3, ["long"], {"score": [1.0, 2.0, 3.0]})).rows == 2
     assert client.lease("train", 2).column("score") == [2.0, 3.0]
-    assert world.audit()["balanced"]
+    assert world.audit().balanced
 
 
 def test_an_ack_of_nothing_but_dropped_rows_is_refused() -> None:
@@ -110,7 +110,7 @@ def test_kept_rows_stay_readable_until_deleted() -> None:
     client.ack(client.lease("grade", 2))
     client.advance(2)
     assert client.read(rows, fields=["score"]).inline
-    assert world.stats()["outstanding"] == 0
+    assert world.stats().outstanding == 0
     client.seal()
     with pytest.raises(EndOfTable):
         client.lease("train", 1)
@@ -130,7 +130,7 @@ def test_a_requeued_row_is_given_anew() -> None:
     client.ack(again, columns=client.columns(1, inline={"score": 2.0}, policy_version=1))
     assert client.lease("train", 1).column("score") == [2.0]
     client.ack(other)
-    assert world.audit()["balanced"]
+    assert world.audit().balanced
 
 
 def test_a_task_to_which_rows_may_be_requeued_ends_with_the_pacing_task() -> None:
@@ -161,8 +161,8 @@ def test_requeue_ends_leases_of_what_follows() -> None:
     held = client.lease("log", 2)
     client.advance(1)
     assert [one.lease for one in world.ended] == [held.lease]
-    stats = world.stats()["tasks"]
-    assert (stats["roll"]["ready"], stats["grade"]["pending"], stats["log"]["pending"]) == (2, 2, 2)
+    stats = world.stats().tasks
+    assert (stats["roll"].ready, stats["grade"].pending, stats["log"].pending) == (2, 2, 2)
     with pytest.raises(LeaseExpired, match="went back to an earlier task"):
         client.ack(held)
 
@@ -250,7 +250,7 @@ def test_what_is_reserved_finds_room_and_others_do_not_take_it() -> None:
         client.put(3)
     client.put(2)
     client.put(8, reservation=promise.reservation)
-    assert world.stats()["rows_live"] == 10
+    assert world.stats().rows_live == 10
 
 
 def test_bytes_are_bounded_for_who_did_not_reserve() -> None:
@@ -263,7 +263,7 @@ def test_bytes_are_bounded_for_who_did_not_reserve() -> None:
     waits = client.put(4, ["a"], wait_s=9)
     assert isinstance(waits, MustWait)
     client.put(4, ["a"], reservation=promise.reservation)  # work that was admitted is never refused
-    assert world.stats()["bytes"] == 384
+    assert world.stats().bytes == 384
     world.woken.clear()
     client.ack(client.lease("x", 12, at_least=8))
     assert set(waits.keys) & set(world.woken)
@@ -368,7 +368,7 @@ def test_a_dropped_table_leaves_nothing_behind() -> None:
     assert [one.lease for one in world.ended] == [held.lease]
     assert not world.taken
     assert world.ledger.next_deadline() is None
-    totals = world.audit()["dropped_tables"]
+    totals = world.audit().dropped_tables
     assert totals["put"] == totals["done"] + totals["dropped"] == 6
     client.create()
     assert client.put(1) == [0]
@@ -384,23 +384,23 @@ def test_acked_frees_and_manual_keeps_until_deleted() -> None:
         client.create(tasks=[Task("x"), Task("y")], retention=retention, limits=Limits(rows=4))
         client.put(4, ["a"], keys=["k0", "k1", "", ""])
         client.ack(client.lease("x", 4))
-        assert world.stats()["rows_done"] == 0
+        assert world.stats().rows_done == 0
         client.ack(client.lease("y", 3))
         client.ack(client.lease("y", 1), drop="bad")
         stats = world.stats()
-        assert (stats["rows_done"], stats["rows_live"], world.table().rows_dropped) == (3, 0, {"bad": 1})
+        assert (stats.rows_done, stats.rows_live, world.table().rows_dropped) == (3, 0, {"bad": 1})
         if isinstance(retention, Acked):
-            assert stats["rows_resident"] == stats["bytes"] == 0
+            assert stats.rows_resident == stats.bytes == 0
             assert client.put(4, keys=["k0", "", "", ""])
             continue
-        assert stats["rows_resident"] == 4
+        assert stats.rows_resident == 4
         with pytest.raises(Full):
             client.put(1)
         assert client.read([0, 1, 2, 3]).keys == ["k0", "k1", "", ""]
         assert client.read().rows == client.read([0, 1, 2]).rows
         client.delete([0, 1, 3])
         assert client.put(3) == [4, 5, 6]
-        assert world.audit()["balanced"]
+        assert world.audit().balanced
 
 
 def test_a_task_declared_late_sees_what_it_asked_for() -> None:
@@ -415,7 +415,7 @@ def test_a_task_declared_late_sees_what_it_asked_for() -> None:
     client.put(1, inline={"a": 1.0})
     assert client.lease("all", 3, at_least=1).rows == [1, 3]
     assert client.lease("new", 3, at_least=1).rows == [3]
-    assert (world.stats()["rows_live"], world.stats()["rows_done"]) == (3, 1)
+    assert (world.stats().rows_live, world.stats().rows_done) == (3, 1)
     client.update([2], inline={"a": 1.0})
     assert client.lease("all", 1).rows == [2]
 
@@ -428,7 +428,7 @@ def test_rows_put_before_any_task_wait_for_tasks() -> None:
     client.apply(m.AddTask("t", Task("now", from_="now")))
     client.apply(m.AddTask("t", Task("x", selector=OldestVersionFirst())))
     client.ack(client.lease("x", 3))
-    assert world.stats()["rows_done"] == 3
+    assert world.stats().rows_done == 3
 
 
 # ---------------------------------------------------------------- leases and time
@@ -451,10 +451,10 @@ def test_a_lease_expires_is_renewed_and_counts_as_a_death() -> None:
     assert second.token > batch.token
     client.release(second, failed=False)
     client.release(client.lease("x", 1), failed=True, reason="ValueError: no")
-    assert world.stats()["tasks"]["x"]["worker_deaths"] == 1
+    assert world.stats().tasks["x"].worker_deaths == 1
     assert world.table().rows_dropped == {"attempts": 1}
     life = client.observe("row", "t", 0)
-    assert [event["what"] for event in life["events"]][-2:] == ["failed", "dropped"]
+    assert [event.what for event in life.events][-2:] == ["failed", "dropped"]
 
 
 def test_tokens_ascend_over_all_tables() -> None:
@@ -480,4 +480,4 @@ def test_a_row_is_not_dropped_for_failing_unless_its_task_says_so() -> None:
     for _ in range(300):
         client.release(client.lease("x", 1), failed=True)
         world.pass_time(60)
-    assert world.stats()["rows_live"] == 1
+    assert world.stats().rows_live == 1

@@ -64,7 +64,7 @@ def test_drop_group_drops_the_rest_at_once_when_a_member_is_dropped() -> None:
     rows = group(client, 3, 4)
     client.drop(rows[:1], "bad")
     assert world.table().rows_dropped == {"bad": 1, "group_incomplete": 2}
-    assert world.audit()["balanced"]
+    assert world.audit().balanced
 
 
 def test_drop_group_drops_at_the_deadline() -> None:
@@ -74,7 +74,7 @@ def test_drop_group_drops_at_the_deadline() -> None:
     give(client, rows[:1])
     assert world.ledger.next_deadline() == 130
     world.pass_time(29)
-    assert world.stats()["rows_live"] == 4
+    assert world.stats().rows_live == 4
     world.pass_time(1)
     assert world.table().rows_dropped == {"group_incomplete": 4}
     assert world.ledger.next_deadline() is None
@@ -105,7 +105,7 @@ def test_release_waits_for_members_that_can_still_become_ready() -> None:
     rows = group(client, 4, 4)
     give(client, rows[:1])
     client.drop(rows[3:], "bad")
-    assert world.stats()["rows_live"] == 3
+    assert world.stats().rows_live == 3
     give(client, rows[1:3])
     assert client.lease("train", groups=1).rows == rows[:3]
 
@@ -127,12 +127,12 @@ def test_members_that_come_after_the_release_are_not_for_the_task() -> None:
     client.ack(batch)
     assert world.table().rows_dropped == {}
     later = group(client, 1, 3)
-    states = client.observe("row", "t", later[0])["tasks"]
-    assert states["train"]["state"] == "absent"
+    states = client.observe("row", "t", later[0]).tasks
+    assert states["train"].state == "absent"
     grade = client.lease("grade", 3)
     give(client, later)
     client.ack(grade)
-    assert (world.stats()["rows_done"], world.stats()["rows_live"]) == (3, 0)
+    assert (world.stats().rows_done, world.stats().rows_live) == (3, 0)
 
 
 def test_late_members_that_no_task_wants_are_dropped() -> None:
@@ -151,7 +151,7 @@ def test_refill_asks_for_dropped_members_again() -> None:
     world, client = table(Complete(incomplete=Refill()))
     rows = group(client, 4, 4)
     client.drop(rows[1:3], "bad")
-    assert world.stats()["refills"] == 2
+    assert world.stats().refills == 2
     promise = client.reserve(3)
     assert promise.refills == [(1, 2)]
     more = group(client, 2, 4, reservation=promise.reservation)
@@ -166,16 +166,16 @@ def test_refill_asks_for_what_was_never_put_at_the_deadline_and_takes_slow_membe
     held = slow.lease("grade", 2)
     give(client, rows[2:])
     world.pass_time(10)
-    assert world.stats()["refills"] == 2
+    assert world.stats().refills == 2
     assert [one.why for one in world.ended] == ["its group waited past the deadline"]
     with pytest.raises(Exception, match="its group waited past the deadline"):
         slow.ack(held)
-    assert world.stats()["tasks"]["grade"]["ready"] == 3
+    assert world.stats().tasks["grade"].ready == 3
     assert world.ledger.next_deadline() == 20  # the deadline begins anew
     slow.lease("grade", 2)
     world.pass_time(10)  # a second time: a slow worker is no failure
     assert world.table().rows_dropped == {}
-    assert world.stats()["tasks"]["grade"]["ready"] == 3
+    assert world.stats().tasks["grade"].ready == 3
 
 
 def test_a_refill_that_is_not_produced_is_asked_of_the_next() -> None:
@@ -185,7 +185,7 @@ def test_a_refill_that_is_not_produced_is_asked_of_the_next() -> None:
     assert other.reserve(2).refills == [(1, 2)]
     assert client.reserve(5).refills == [(1, 1)]
     other.close()
-    assert world.stats()["refills"] == 2
+    assert world.stats().refills == 2
     client.apply(m.DropTable("t"))
 
 
@@ -195,11 +195,11 @@ def test_refills_are_admitted_past_the_bound_they_were_part_of() -> None:
     world, client = table(Complete(incomplete=Refill()), pacing=pacing, limits=Limits(rows=16))
     rows = group(client, 4, 4)
     client.drop(rows[:1], "bad")
-    assert world.stats()["outstanding"] == 4  # three there, one asked for
+    assert world.stats().outstanding == 4  # three there, one asked for
     with pytest.raises(Exception, match=r"4 rows are outstanding, and 4 \+ 1 > \(0 \+ 1\) \* 4 = 4"):
         client.reserve(2)
     assert client.reserve(1).refills == [(1, 1)]
-    assert world.stats()["outstanding"] == 4
+    assert world.stats().outstanding == 4
 
 
 def test_a_group_whose_members_are_all_gone_asks_for_nothing() -> None:
@@ -208,9 +208,9 @@ def test_a_group_whose_members_are_all_gone_asks_for_nothing() -> None:
     client.drop(rows[:2], "bad")
     promise = client.reserve(1)
     client.drop(rows[2:], "bad")
-    assert world.stats()["refills"] == 0
+    assert world.stats().refills == 0
     client.apply(m.Unreserve("t", promise.reservation))
-    assert world.stats()["refills"] == 0
+    assert world.stats().refills == 0
     assert len(world.table().groups) == 0
 
 
@@ -230,7 +230,7 @@ def test_a_member_dropped_while_its_group_is_leased_leaves_the_rest_with_the_hol
     give(client, rows)
     batch = client.lease("train", groups=1)
     client.drop(rows[:1], "bad")
-    assert world.stats()["tasks"]["train"]["leased"] == 2
+    assert world.stats().tasks["train"].leased == 2
     assert client.ack(batch).rows == 2
 
 
@@ -245,7 +245,7 @@ def test_the_end_arrives_past_groups_that_will_never_be_whole(rule: Any) -> None
     grade = client.lease("grade", 5)
     client.ack(grade, whole + part[:2])
     client.seal()
-    assert world.stats()["rows_live"] == 5  # the third member may still become ready
+    assert world.stats().rows_live == 5  # the third member may still become ready
     client.ack(client.lease("train", groups=1))
     give(client, part[2:])
     if isinstance(rule, DeliverPartial):
@@ -254,7 +254,7 @@ def test_the_end_arrives_past_groups_that_will_never_be_whole(rule: Any) -> None
         assert world.table().rows_dropped == {"group_incomplete": 3}
     with pytest.raises(EndOfTable):
         client.lease("train", groups=1)
-    assert world.audit()["balanced"]
+    assert world.audit().balanced
 
 
 def test_a_group_returned_after_the_seal_is_handed_out_again() -> None:
@@ -292,8 +292,8 @@ def test_a_group_is_kept_as_a_whole() -> None:
     world, client = table(Complete(), pacing=pacing)
     give(client, group(client, 4, 4, policy_version=[0, 3, 3, 3]))
     client.advance(2)
-    assert world.stats()["tasks"]["train"]["kept"] == 4
-    assert world.stats()["outstanding"] == 0
+    assert world.stats().tasks["train"].kept == 4
+    assert world.stats().outstanding == 0
 
 
 def test_a_group_is_requeued_as_a_whole() -> None:
@@ -307,4 +307,4 @@ def test_a_group_is_requeued_as_a_whole() -> None:
     assert again.rows == rows
     client.ack(again, columns=client.columns(2, inline={"score": 2.0}, policy_version=2))
     assert client.lease("train", groups=1).column("score") == [2.0, 2.0]
-    assert world.audit()["balanced"]
+    assert world.audit().balanced

@@ -110,7 +110,7 @@ def test_contents_are_of_blocks_of_one_value_of_a_table() -> None:
         client.apply(m.PutRequest("t", 1, m.Columns([], [two])))
     with pytest.raises(UsageError, match="only blocks of one value of a table have contents"):
         client.apply(m.Publish("policy", 0, [IMAGE], [named(block, slots=None)]))
-    assert world.stats()["rows_live"] == 1
+    assert world.stats().rows_live == 1
 
 
 # ---------------------------------------------------------------- how long it lives
@@ -179,7 +179,7 @@ def test_a_column_that_ends_with_its_task_ends_when_the_last_row_needs_it_no_mor
         client.unpin(lease.blocks())
         client.ack(lease)
         assert len(world.table().usage.contents) == left
-    assert (world.stats()["rows_live"], world.freed) == (2, [block.extent])
+    assert (world.stats().rows_live, world.freed) == (2, [block.extent])
 
 
 # ---------------------------------------------------------------- rows that exist already
@@ -337,7 +337,7 @@ def test_a_block_of_some_rows_is_of_one_value(changed: Any, match: str) -> None:
     blocks = [members_of(value(client, 1), [0]), replace(members_of(value(client, 2), [1]), **changed)]
     with pytest.raises(UsageError, match=match):
         client.apply(m.PutRequest("t", 2, m.Columns([], blocks)))
-    assert world.stats()["rows_live"] == 0
+    assert world.stats().rows_live == 0
 
 
 def test_a_block_without_fields_has_no_members() -> None:

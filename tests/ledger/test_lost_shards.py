@@ -41,25 +41,25 @@ def test_rows_of_the_shard_end_and_the_others_go_on(world: World, near: Driver, 
     near.put(2, ["text"])
     far.put(3, ["text"])
     assert world.lose_shard(1) == {"t": [0, 1]}
-    audit = world.audit()["tables"]["t"]
-    assert (audit["rows_live"], audit["rows_lost"], audit["balanced"]) == (3, 2, True)
+    audit = world.audit().tables["t"]
+    assert (audit.rows_live, audit.rows_lost, audit.balanced) == (3, 2, True)
     assert far.lease("train", 3).rows == [2, 3, 4]
-    assert world.stats()["bytes"] == sum(one.at.nbytes for one in world.ledger.state.core.blocks.blocks.values())
+    assert world.stats().bytes == sum(one.at.nbytes for one in world.ledger.state.core.blocks.blocks.values())
 
 
 def test_people_are_told(world: World, near: Driver) -> None:
     near.create(tasks=[Task("train", ["text"])])
     near.put(2, ["text"])
     world.lose_shard(1)
-    told = [one["text"] for one in near.observe("doctor")["tables"]["t"]]
+    told = [one.text for one in near.observe("doctor").tables["t"]]
     assert "2 rows ended: lost with shard 1" in told
     with pytest.raises(
         DeadlineExceeded, match="no row that it has not done is in the table; 2 rows ended: lost with shard 1"
     ):
         near.lease("train", 1)
     life = near.observe("row", "t", 0)
-    assert (life["state"], life["reason"]) == ("dropped", "lost")
-    assert [(one["what"], one["detail"]) for one in life["events"]][-2:] == [
+    assert (life.state, life.reason) == ("dropped", "lost")
+    assert [(one.what, one.detail) for one in life.events][-2:] == [
         ("lost with shard 1", "text"), ("dropped", "lost")
     ]  # fmt: skip
 
@@ -87,7 +87,7 @@ def test_what_is_returned_later_is_no_error_and_a_session_may_end(world: World, 
     near.close()
     assert not world.ledger.state.core.blocks.extents
     assert not world.freed
-    assert world.audit()["tables"]["t"]["dropped"] == {"lost": 1}
+    assert world.audit().tables["t"].dropped == {"lost": 1}
     assert held.rows == [0]
 
 
@@ -156,7 +156,7 @@ def test_an_image_goes_on_alike(world: World, near: Driver, far: Driver) -> None
     near.release(held)
     near.close()
     assert not world.ledger.state.core.blocks.extents
-    assert world.audit()["tables"]["t"]["dropped"] == {"lost": 1}
+    assert world.audit().tables["t"].dropped == {"lost": 1}
     assert not [one for one in world.ledger.take_effects() if isinstance(one, FreeExtent)]
 
 
@@ -188,8 +188,8 @@ def test_the_newest_whole_version_is_pulled(world: World, near: Driver, far: Dri
         pull(far, above=1)
     publish(far, 3)
     assert pull(far, above=1).version == 3
-    stats = far.observe("stats")["channels"]["policy"]
-    assert (stats["kept"], stats["lost"], stats["newest"]) == ([1, 3], {"2": "lost with shard 1"}, 3)
+    stats = far.observe("stats").channels["policy"]
+    assert (stats.kept, stats.lost, stats.newest) == ([1, 3], {"2": "lost with shard 1"}, 3)
 
 
 def test_a_version_goes_with_any_of_its_blocks_and_frees_the_others(world: World, near: Driver, far: Driver) -> None:

@@ -83,7 +83,7 @@ def missing(world: World) -> MissingCopies:
 
 
 def one_copy(world: World) -> int:
-    return world.stats()["rows_one_copy"]
+    return world.stats().rows_one_copy
 
 
 def given(order: m.CopyOrder | None) -> m.CopyOrder:
@@ -208,7 +208,7 @@ def test_the_death_of_the_last_source_loses_the_rows_and_a_late_report_changes_n
     assert world.lose_shard(2) == {"t": [0]}
     assert third.report(order) == 0
     assert order.target.extent in world.freed
-    assert (world.audit()["tables"]["t"]["rows_lost"], world.ledger.lacks_copies) == (1, False)
+    assert (world.audit().tables["t"].rows_lost, world.ledger.lacks_copies) == (1, False)
 
 
 def test_a_copy_of_three_that_is_lost_during_an_order_is_made_after_it(world: World) -> None:
@@ -406,9 +406,9 @@ def test_doctor_tells_that_copies_fail(world: World, client: Driver, third: Shar
     client.put(1, ["text"])
     world.lose_shard(1)
     third.report(given(third.order()), [])
-    (text,) = [line["text"] for line in client.observe("doctor")["tables"]["t"] if not line["task"]]
+    (text,) = [line.text for line in client.observe("doctor").tables["t"] if not line.task]
     assert text.startswith("1 row has one copy left of 2: copies of 1 block failed from each place")
-    assert client.observe("stats")["bytes"]["to_copy"] == only(world).nbytes
+    assert client.observe("stats").bytes.to_copy == only(world).nbytes
 
 
 @pytest.mark.parametrize("end", ["drop", "lose"])
@@ -531,13 +531,13 @@ def test_the_bytes_of_a_lost_copy_stay_counted_so_that_there_is_room_for_the_nex
     client.shard, client.copies = 1, [2]
     client.create(tasks=TASKS, replicas=2, limits=Limits(bytes=256))
     client.put(1, ["text"])
-    assert world.stats()["bytes"] == 256
+    assert world.stats().bytes == 256
     world.lose_shard(1)
-    assert world.stats()["bytes"] == 256
+    assert world.stats().bytes == 256
     third.report(given(third.order()))
-    assert world.stats()["bytes"] == 256
+    assert world.stats().bytes == 256
     client.drop([0])
-    assert world.stats()["bytes"] == 0
+    assert world.stats().bytes == 0
 
 
 def test_doctor_tells_how_many_rows_are_at_risk_and_what_is_done(world: World, client: Driver, third: Shard) -> None:
@@ -545,7 +545,7 @@ def test_doctor_tells_how_many_rows_are_at_risk_and_what_is_done(world: World, c
     world.lose_shard(1)
 
     def texts() -> list[str]:
-        return [line["text"] for line in client.observe("doctor")["tables"]["t"] if not line["task"]]
+        return [line.text for line in client.observe("doctor").tables["t"] if not line.task]
 
     assert texts() == [
         (
@@ -556,7 +556,7 @@ def test_doctor_tells_how_many_rows_are_at_risk_and_what_is_done(world: World, c
     ]
     order = given(third.order())
     assert texts() == [f"3 rows have one copy left of 2: shards copy {PAGE_BYTES:,} bytes now"]
-    assert client.observe("stats")["bytes"]["being_copied"] == PAGE_BYTES
+    assert client.observe("stats").bytes.being_copied == PAGE_BYTES
     third.report(order)
     assert texts() == []
 
@@ -594,9 +594,9 @@ def test_restored_rows_of_a_table_with_replicas_lack_their_copies(world: World, 
         )
     other = World()
     other.ledger.restore_snapshot(contents, 0.0)
-    assert other.stats()["rows_one_copy"] == 2
-    assert other.stats()["bytes"] == world.stats()["bytes"]
+    assert other.stats().rows_one_copy == 2
+    assert other.stats().bytes == world.stats().bytes
     shard = Shard(other, 1)
     order = given(shard.order({1: MIB}))
     assert shard.report(order) == 1
-    assert other.stats()["rows_one_copy"] == 0
+    assert other.stats().rows_one_copy == 0

@@ -207,5 +207,5 @@ def test_an_image_goes_on_with_an_open_version(world: World, relay: Driver, read
 
 def test_doctor_says_that_it_is_on_its_way(world: World, relay: Driver) -> None:
     publish(relay, begin(relay), 1, "a")
-    lines = world.ledger.observe(m.Observe("doctor"), world.now)["channels"]["policy"]
+    lines = world.ledger.observe(m.Observe("doctor"), world.now).channels["policy"]
     assert any("parts that have come: 1" in line for line in lines)

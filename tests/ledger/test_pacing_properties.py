@@ -113,13 +113,13 @@ def test_nothing_over_its_bound_is_handed_over_and_what_was_reserved_returns(
     schedule = Schedule(depth, bound, on_stale)
     for name, who in moves:
         schedule.move(name, who)
-        assert schedule.world.stats()["outstanding"] <= schedule.room
+        assert schedule.world.stats().outstanding <= schedule.room
     for client in schedule.clients:
         client.close()
     last = schedule.world.client()
     if left := ids(last.read().rows):
         last.drop(left, "over")
-    assert schedule.world.stats()["outstanding"] == 0
+    assert schedule.world.stats().outstanding == 0
     assert granted(last, 1) == (min(depth, bound) + 1) * BATCH
 
 

@@ -239,7 +239,7 @@ def test_lost_bytes_of_a_part_end_the_version(world: World, client: Driver) -> N
 
 def test_doctor_names_the_parts_that_a_version_lacks(world: World, client: Driver) -> None:
     part(world.client(), [a_slice("w", 4, 4, 8)], pending=begin(client, parts=4), part=2)
-    lines = world.ledger.observe(m.Observe("doctor"), world.now)["channels"]["policy"]
+    lines = world.ledger.observe(m.Observe("doctor"), world.now).channels["policy"]
     assert any("version 1 of channel" in line and "lacks parts 1, 3 of 4" in line for line in lines)
 
 

@@ -25,7 +25,7 @@ def client(world: World) -> Driver:
 
 
 def versions(client: Driver, rows: list[int]) -> list[int]:
-    return [client.observe("row", "t", row)["policy_version"] for row in rows]
+    return [client.observe("row", "t", row).policy_version for row in rows]
 
 
 # ---------------------------------------------------------------- bad input
@@ -84,7 +84,7 @@ def test_whoever_leases_next_has_what_the_one_before_made(world: World, client: 
     assert set(again.blocks()).isdisjoint(first.blocks())
     assert len(world.freed) == 1, "what it replaced is freed"
     assert versions(client, again.rows) == [3]
-    assert client.observe("row", "t", 0)["tasks"]["rollout"]["attempts"] == 0
+    assert client.observe("row", "t", 0).tasks["rollout"].attempts == 0
 
 
 def test_progress_too_old_to_be_trained_is_requeued_and_its_version_forgotten(client: Driver) -> None:

@@ -36,7 +36,7 @@ def only(world: World) -> m.BlockLocation:
 
 def test_terms_say_how_many(world: World, client: Driver) -> None:
     assert client.apply(m.OpenTable("t")).replicas == 2
-    assert world.stats()["replicas"] == 2
+    assert world.stats().replicas == 2
     with pytest.raises(AlreadyExists, match="with other terms"):
         client.create(tasks=TASKS, exist_ok=True)
     with pytest.raises(Impossible, match=f'"u" would have replicas={COPIES_MAX + 1}; at most {COPIES_MAX} shards'):
@@ -102,7 +102,7 @@ def test_the_loss_of_both_ends_the_row(world: World, client: Driver) -> None:
     client.put(1, ["text"])
     world.lose_shard(2)
     assert world.lose_shard(1) == {"t": [0]}
-    assert world.audit()["tables"]["t"]["rows_lost"] == 1
+    assert world.audit().tables["t"].rows_lost == 1
     assert not world.ledger.state.core.blocks.extents
 
 
@@ -112,18 +112,18 @@ def test_bytes_are_counted_as_often_as_the_table_keeps_them(world: World) -> Non
     client.create(tasks=TASKS, replicas=2, limits=Limits(bytes=256))
     client.put(1, ["text"])
     nbytes = only(world).nbytes
-    assert world.stats()["bytes"] == 2 * nbytes == 256
+    assert world.stats().bytes == 2 * nbytes == 256
     with pytest.raises(Impossible, match="do not fit"):
         client.put(20, ["text"])
     world.lose_shard(1)
-    assert world.stats()["bytes"] == 2 * nbytes, "the copy that is made next has its room"
+    assert world.stats().bytes == 2 * nbytes, "the copy that is made next has its room"
 
 
 def test_results_and_updates_are_written_as_often(world: World, client: Driver) -> None:
     client.put(1, ["text"])
     client.update([0], ["more"])
     client.ack(client.lease("train", 1), columns=client.columns(1, ["result"]))
-    assert world.audit()["tables"]["t"]["rows_done"] == 1
+    assert world.audit().tables["t"].rows_done == 1
 
 
 def test_an_image_knows_the_copies(world: World, client: Driver) -> None:

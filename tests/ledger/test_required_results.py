@@ -40,11 +40,11 @@ def test_an_ack_without_what_another_task_needs_is_refused_and_the_lease_stays(c
         '"train" '
         r"needs\. Nothing was changed.*ack them with rewards=\.\.\., or end rows that have no result by batch\.drop"
     )
-    before = client.observe("stats")["tables"]["t"]["tasks"]["reward"]
+    before = client.observe("stats").tables["t"].tasks["reward"]
     with pytest.raises(UsageError, match=text):
         client.ack(lease)
-    after = client.observe("stats")["tables"]["t"]["tasks"]["reward"]
-    assert (before["leased"], before["done"]) == (after["leased"], after["done"]) == (2, 0)
+    after = client.observe("stats").tables["t"].tasks["reward"]
+    assert (before.leased, before.done) == (after.leased, after.done) == (2, 0)
     assert client.ack(lease, **scores(client, 2)).rows == 2
     assert client.lease("train", 2).rows == [0, 1]
 

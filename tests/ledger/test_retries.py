@@ -57,7 +57,7 @@ def test_a_put_is_known_by_its_rows_long_after_its_reply_is_forgotten(world: Wor
     world.ledger.seen(again.session, call)
     again.seal()
     assert again.apply(put, call=call) == reply
-    assert world.stats()["rows_put"] == 3
+    assert world.stats().rows_put == 3
     with pytest.raises(ProtocolError, match='this call put 3 rows into table "t" before, and now 4'):
         again.apply(m.PutRequest("t", 4, m.Columns()), call=call)
 
@@ -78,7 +78,7 @@ def test_a_duplicate_that_arrives_after_its_reply_was_seen_is_refused(world: Wor
     world.ledger.seen(client.session, client.call)
     with pytest.raises(ProtocolError, match="was answered before, and its reply is not kept any more"):
         client.apply(lease, call=client.call)
-    assert world.stats()["tasks"]["x"]["leased"] == 1
+    assert world.stats().tasks["x"].leased == 1
     assert client.apply(m.Observe("audit"), call=1)  # what changes nothing is answered anew
 
 
@@ -130,7 +130,7 @@ def test_goodbye_returns_everything(world: World, client: Driver) -> None:
     with pytest.raises(Disconnected):
         client.put(1)
     stats = world.stats()
-    assert (stats["reserved"], stats["tasks"]["x"]["ready"]) == (0, 2)
+    assert (stats.reserved, stats.tasks["x"].ready) == (0, 2)
     assert len(world.taken) == 1
     client.close()  # twice is no error
 

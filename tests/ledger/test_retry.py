@@ -14,6 +14,7 @@ from transferqueue.ledger import Ledger
 from transferqueue.limits import Limits
 from transferqueue.policies import Acked, Complete, DropGroup, Manual, Retry, Task, TokenBalanced
 from transferqueue.wire import messages as m
+from transferqueue.wire.answers.stats import TaskError, TaskStats
 
 
 def failing(rows: int = 1, **terms: Any) -> tuple[World, Driver]:
@@ -28,9 +29,8 @@ def fail(client: Driver, batch: Given, reason: str = "KeyError: 'answer'") -> No
     client.release(batch, failed=True, reason=reason)
 
 
-def stats(world: World) -> dict[str, Any]:
-    found: dict[str, Any] = world.stats()["tasks"]["x"]
-    return found
+def stats(world: World) -> TaskStats:
+    return world.stats().tasks["x"]
 
 
 # ---------------------------------------------------------------- waits
@@ -40,12 +40,12 @@ def test_a_failed_row_waits_longer_each_time_up_to_the_most() -> None:
     world, client = failing(retry=Retry(first_s=1, factor=3, max_s=20))
     for wait_s in (1, 3, 9, 20, 20):
         fail(client, client.lease("x", 1))
-        assert (stats(world)["retrying"], stats(world)["retry_s"], stats(world)["ready"]) == (1, wait_s, 0)
+        assert (stats(world).retrying, stats(world).retry_s, stats(world).ready) == (1, wait_s, 0)
         world.pass_time(wait_s - 0.5)
         with pytest.raises(DeadlineExceeded):
             client.lease("x", 1)
         world.pass_time(0.5)
-        assert stats(world)["retry_s"] is None
+        assert stats(world).retry_s is None
 
 
 def test_the_end_of_a_wait_wakes_the_waiting_leases() -> None:
@@ -73,7 +73,7 @@ def test_a_release_without_failure_returns_rows_at_once() -> None:
     world, client = failing(retry=Retry(attempts=1))
     for _ in range(5):
         client.release(client.lease("x", 1))
-    assert stats(world)["failed"] == 0
+    assert stats(world).failed == 0
 
 
 def test_a_death_is_no_failure_and_its_rows_return_at_once() -> None:
@@ -85,8 +85,8 @@ def test_a_death_is_no_failure_and_its_rows_return_at_once() -> None:
     client.lease("x", 2)
     world.pass_time(100)
     found = stats(world)
-    assert (found["ready"], found["failed"], found["worker_deaths"]) == (2, 0, 12)
-    assert client.observe("row", "t", 0)["tasks"]["x"]["attempts"] == 0
+    assert (found.ready, found.failed, found.worker_deaths) == (2, 0, 12)
+    assert client.observe("row", "t", 0).tasks["x"].attempts == 0
 
 
 @pytest.mark.parametrize("attempts", [1, 2, 5])
@@ -129,7 +129,7 @@ def test_a_group_waits_as_a_whole() -> None:
     world, client = failing(0, groups=Complete())
     client.put(2, group_id=[1, 1], group_size=[2, 2])
     fail(client, client.lease("x", groups=1))
-    assert stats(world)["retrying"] == 2
+    assert stats(world).retrying == 2
     world.pass_time(1)
     assert client.lease("x", groups=1).rows == [0, 1]
 
@@ -149,9 +149,9 @@ def test_a_share_of_a_batch_waits() -> None:
     second = other.lease("x", 4, world=2, rank=1)
     fail(client, first)
     other.ack(second)
-    assert stats(world)["retrying"] == 2
+    assert stats(world).retrying == 2
     world.pass_time(1)
-    assert stats(world)["ready"] == 2
+    assert stats(world).ready == 2
 
 
 # ---------------------------------------------------------------- the policy
@@ -195,7 +195,7 @@ def test_a_paused_task_gives_one_lease_at_a_time_each_later_than_the_one_before(
     world, client = outage()
     tried = []
     for wait_s in (1, 2, 4, 8):
-        assert stats(world)["paused_s"] == wait_s
+        assert stats(world).paused_s == wait_s
         world.pass_time(wait_s - 0.5)
         with pytest.raises(DeadlineExceeded, match="all its leases fail, so it is paused"):
             client.lease("x", 1)
@@ -211,7 +211,7 @@ def test_a_paused_task_gives_one_lease_at_a_time_each_later_than_the_one_before(
 def test_an_outage_of_minutes_drops_nothing_and_its_end_releases_all() -> None:
     world, client = outage(attempts=2)
     for _ in range(30):
-        paused_s = stats(world)["paused_s"]
+        paused_s = stats(world).paused_s
         world.pass_time(paused_s)
         fail(client, client.lease("x", 1))
     assert world.now > 1000
@@ -219,7 +219,7 @@ def test_an_outage_of_minutes_drops_nothing_and_its_end_releases_all() -> None:
     world.pass_time(60)
     client.ack(client.lease("x", 1))  # the judge is back
     found = stats(world)
-    assert (found["ready"], found["retrying"], found["paused_s"]) == (19, 0, None)
+    assert (found.ready, found.retrying, found.paused_s) == (19, 0, None)
     client.ack(client.lease("x", 19))
 
 
@@ -229,7 +229,7 @@ def test_rows_that_fail_alone_are_no_outage(rows: int) -> None:
     world, client = failing(rows, retry=Retry(attempts=5))
     for _ in range(5):
         fail(client, client.lease("x", rows))
-        assert stats(world)["paused_s"] is None
+        assert stats(world).paused_s is None
         world.pass_time(60)
     assert world.table().rows_dropped == {"attempts": rows}
 
@@ -247,7 +247,7 @@ def test_two_poison_rows_among_good_ones_are_dropped_after_exactly_their_attempt
         else:
             client.ack(batch)
     assert (world.table().rows_done, world.table().rows_dropped) == (18, {"attempts": 2})
-    assert stats(world)["failed"] == 8
+    assert stats(world).failed == 8
 
 
 def test_an_outage_that_does_not_end_counts_failures_again() -> None:
@@ -266,7 +266,7 @@ def test_the_death_of_a_trials_worker_lets_the_next_one_begin() -> None:
     worker = world.client()
     worker.lease("x", 1)
     worker.close()
-    assert stats(world)["paused_s"] == 0
+    assert stats(world).paused_s == 0
     assert client.lease("x", 1).rows
 
 
@@ -286,7 +286,7 @@ def test_a_paused_group_task_tries_one_group() -> None:
         client.put(2, group_id=[group] * 2, group_size=[2] * 2)
     for batch in [client.lease("x", groups=1) for _ in range(3)]:
         fail(client, batch)
-    assert stats(world)["paused_s"] == 1
+    assert stats(world).paused_s == 1
     world.pass_time(1)
     client.ack(client.lease("x", groups=1))
     client.ack(client.lease("x", groups=3))
@@ -309,7 +309,7 @@ def test_a_restart_keeps_waits_the_pause_and_the_errors() -> None:
     assert world.stats() == before
     world.pass_time(1)
     client.ack(client.lease("x", 1))
-    assert stats(world)["ready"] == 19
+    assert stats(world).ready == 19
 
 
 def test_a_snapshot_ends_waits() -> None:
@@ -317,8 +317,8 @@ def test_a_snapshot_ends_waits() -> None:
     snapshot = world.ledger.take_snapshot(world.now)
     other = World()
     other.ledger.restore_snapshot(snapshot, 0.0)
-    found = other.stats()["tasks"]["x"]
-    assert (found["ready"], found["retrying"], found["paused_s"]) == (20, 0, None)
+    found = other.stats().tasks["x"]
+    assert (found.ready, found.retrying, found.paused_s) == (20, 0, None)
 
 
 # ---------------------------------------------------------------- why
@@ -327,16 +327,14 @@ def test_a_snapshot_ends_waits() -> None:
 def test_the_errors_of_a_task_are_counted_by_kind_with_the_latest_first() -> None:
     world, client = failing(30)
     for at in range(30):
-        batch = client.lease("x", 1) if stats(world)["paused_s"] is None else None
+        batch = client.lease("x", 1) if stats(world).paused_s is None else None
         if batch is None:
             break
         fail(client, batch, "KeyError: 'answer'" if at % 2 == 0 else "no type at all")
     world.pass_time(2)
-    one, other = stats(world)["errors"]
-    assert one == {
-        "type": "KeyError", "text": "'answer'", "worker": "reward-0", "count": 2, "first_s": 2.0, "last_s": 2.0,
-    }  # fmt: skip
-    assert (other["type"], other["text"]) == ("", "no type at all")
+    one, other = stats(world).errors
+    assert one == TaskError(type="KeyError", text="'answer'", worker="reward-0", count=2, first_s=2.0, last_s=2.0)
+    assert (other.type, other.text) == ("", "no type at all")
 
 
 def test_few_kinds_of_errors_are_kept_and_each_is_cut() -> None:
@@ -344,9 +342,9 @@ def test_few_kinds_of_errors_are_kept_and_each_is_cut() -> None:
     for at in range(20):
         world.pass_time(0)
         fail(client, client.lease("x", 1), f"E{at}: " + 4000 * "x")
-    errors = stats(world)["errors"]
-    assert [error["type"] for error in errors] == [f"E{at}" for at in range(19, 11, -1)]
-    assert {len(error["text"]) for error in errors} == {300}
+    errors = stats(world).errors
+    assert [error.type for error in errors] == [f"E{at}" for at in range(19, 11, -1)]
+    assert {len(error.text) for error in errors} == {300}
 
 
 def test_a_wait_for_a_column_says_why_nobody_gives_it() -> None:
@@ -361,11 +359,11 @@ def test_a_wait_for_a_column_says_why_nobody_gives_it() -> None:
         client.lease("train", 4)
     with pytest.raises(DeadlineExceeded, match=r"it fails: KeyError 'answer'.*; 4 rows wait to be tried again"):
         client.lease("reward", 4)
-    audit = world.audit()["tables"]["t"]
-    assert audit["errors"]["reward"][0]["text"] == "'answer'"
-    reward, train = client.observe("doctor")["tables"]["t"][:2]
-    assert (reward["failing"], reward["errors"][0]["type"], train["failing"]) == (True, "KeyError", False)
-    assert "task \"reward\" fails: KeyError 'answer'" in reward["text"]
+    audit = world.audit().tables["t"]
+    assert audit.errors["reward"][0].text == "'answer'"
+    reward, train = client.observe("doctor").tables["t"][:2]
+    assert (reward.failing, reward.errors[0].type, train.failing) == (True, "KeyError", False)
+    assert "task \"reward\" fails: KeyError 'answer'" in reward.text
 
 
 # ---------------------------------------------------------------- what was dropped
@@ -399,22 +397,22 @@ def test_what_was_dropped_for_failing_is_listed_with_its_reason_and_values() -> 
     world.pass_time(3)
     assert listed(client, 1) == [m.DroppedRow(1, "row 1", "x", "attempts", "KeyError: 'answer'", "reward-0", 3.0)]
     assert [row.row for row in listed(client)] == [1, 0]
-    assert world.audit()["balanced"]
+    assert world.audit().balanced
     assert client.read([0], fields=["a"])
-    assert world.stats()["rows_resident"] == 1  # it takes no room
+    assert world.stats().rows_resident == 1  # it takes no room
 
 
 @pytest.mark.parametrize("retention", [Acked(), Manual()])
 def test_a_row_that_is_taken_again_is_live_for_the_tasks_that_were_not_done_with_it(retention: Any) -> None:
     world, client = spent(2, retention=retention)
     assert again(client, 0) == 1
-    assert (world.table().rows_dropped["attempts"], world.stats()["rows_live"], world.audit()["balanced"]) == (
+    assert (world.table().rows_dropped["attempts"], world.stats().rows_live, world.audit().balanced) == (
         1,
         2,
         True,
     )
-    assert client.observe("row", "t", 0)["tasks"]["x"]["attempts"] == 0
-    assert [client.observe("row", "t", 0)["tasks"][task]["state"] for task in ("prepare", "x", "train")] == [
+    assert client.observe("row", "t", 0).tasks["x"].attempts == 0
+    assert [client.observe("row", "t", 0).tasks[task].state for task in ("prepare", "x", "train")] == [
         "done", "ready", "ready",
     ]  # fmt: skip
     assert [row.row for row in listed(client)] == [1]
@@ -429,8 +427,8 @@ def test_dropped_rows_survive_a_restart_and_end_in_a_snapshot() -> None:
     world, client = spent()
     restored = World()
     restored.ledger.restore_snapshot(world.ledger.take_snapshot(world.now), 0.0)
-    assert restored.audit()["balanced"]
-    assert restored.stats()["rows_resident"] == 1
+    assert restored.audit().balanced
+    assert restored.stats().rows_resident == 1
     world.ledger = Ledger.from_image(world.ledger.image())
     assert len(listed(client)) == 1
     assert again(client, 0) == 1
@@ -440,7 +438,7 @@ def test_kept_rows_are_bounded_and_the_oldest_are_freed_first(monkeypatch: pytes
     monkeypatch.setattr("transferqueue.ledger.rows.dropped.DROPPED_ROWS_MAX", 3)
     world, client = spent(5)
     assert [row.row for row in listed(client)] == [4, 3, 2]
-    assert (world.audit()["balanced"], world.table().rows.pages.resident) == (True, 4)
+    assert (world.audit().balanced, world.table().rows.pages.resident) == (True, 4)
 
 
 def test_kept_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

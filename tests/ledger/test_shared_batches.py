@@ -134,7 +134,7 @@ def test_a_share_that_nobody_claims_goes_back_without_an_attempt() -> None:
     mine = ask(clients, 0, 4)
     clients[0].renew(mine, 60)
     place.pass_time(10)
-    assert place.stats()["tasks"]["x"]["leased"] == 2
+    assert place.stats().tasks["x"].leased == 2
     assert place.table().tasks["x"].attempts.a[:8].sum() == 0
     again = ask(clients, 1, 4).rows  # the first batch is gone: this is the second
     assert sorted(again + ask(clients, 0, 4).rows) == [1, 3, 4, 5] or sorted(again) != sorted(mine.rows)
@@ -146,8 +146,8 @@ def test_a_rank_that_dies_breaks_up_the_step() -> None:
     clients[0].put(12)
     first = [ask(clients, rank, 6) for rank in (0, 1)]
     clients[1].close()
-    stats = place.stats()["tasks"]["x"]
-    assert (stats["leased"], stats["ready"]) == (2, 10)
+    stats = place.stats().tasks["x"]
+    assert (stats.leased, stats.ready) == (2, 10)
     clients[1] = place.client("rank-1 again")
     second = [ask(clients, rank, 6).rows for rank in (2, 1, 0)]
     assert all(not set(rows) & set(first[0].rows) for rows in second)
@@ -204,7 +204,7 @@ def test_a_share_whose_rows_were_all_dropped_is_empty_and_keeps_the_step() -> No
     assert (mine.rows, empty.rows) == ([0, 2], [])
     clients[1].ack(empty)
     clients[0].ack(mine)
-    assert place.audit()["balanced"]
+    assert place.audit().balanced
 
 
 @pytest.mark.parametrize("policy", [DropStale(), HoldClock()])
@@ -241,11 +241,11 @@ def test_replicas_get_the_identical_batch_and_all_must_ack() -> None:
     assert (first.lease, first.token) == (second.lease, second.token)
     assert second.reply.lease_s == 6.0
     clients[0].ack(first)
-    assert place.stats()["rows_done"] == 0
+    assert place.stats().rows_done == 0
     with pytest.raises(LeaseExpired, match="was acked by this replica before"):
         clients[0].ack(first)
     clients[1].ack(second)
-    assert place.stats()["rows_done"] == 4
+    assert place.stats().rows_done == 4
     for client in clients:
         client.unpin(first.blocks())
     assert not place.taken
@@ -314,7 +314,7 @@ def test_the_last_ack_outranks_what_the_rows_got_since_the_first(
         (part,) = one.read(rows, fields=fields).parts
         assert [(at.extent, part.fields) for at in part.blocks] == [(extent, fields)]
         one.unpin([at.block for at in part.blocks])
-    assert place.audit()["balanced"]
+    assert place.audit().balanced
     one.update(rows, ["b", "c"], overwrite=True)
     one.update(rows, ["a", "n"], overwrite=True)
     assert {results.blocks[0].extent, newer.blocks[0].extent} <= set(place.freed)
@@ -333,7 +333,7 @@ def test_a_key_that_waits_for_the_last_ack_is_looked_at_again() -> None:
     for ack in (lambda: other.ack(second), lambda: other.ack_leases([second])):
         with pytest.raises(AlreadyExists, match="key 'p' of table \"t\" names row 2"):
             ack()
-        assert place.stats()["tasks"]["x"]["leased"] == 2
+        assert place.stats().tasks["x"].leased == 2
     one.drop([0])  # the row that would get it
     other.ack(second)
     assert place.table().rows.row_of_key == {"p": 2, "q": 1}
@@ -371,12 +371,12 @@ def test_one_replica_that_fails_fails_for_all(how: str) -> None:
         clients[1] = place.client()
     with pytest.raises(LeaseExpired):
         clients[1].ack(second)
-    assert place.stats()["tasks"]["x"]["ready"] == 4
+    assert place.stats().tasks["x"].ready == 4
     assert not place.taken  # the results of the first were given up
     again = [replica(clients, number) for number in range(2)]
     for client, one in zip(clients, again, strict=True):
         client.ack(one, columns=client.columns(4, ["out"]))
-    assert place.stats()["rows_done"] == 4
+    assert place.stats().rows_done == 4
 
 
 def test_a_replica_that_acked_may_die() -> None:
@@ -386,7 +386,7 @@ def test_a_replica_that_acked_may_die() -> None:
     clients[0].ack(first)
     clients[0].close()
     clients[1].ack(second)
-    assert place.stats()["rows_done"] == 4
+    assert place.stats().rows_done == 4
 
 
 def test_a_drop_by_one_replica_drops() -> None:
@@ -409,7 +409,7 @@ def test_a_lease_that_ended_before_a_replica_asked_is_not_waited_for() -> None:
     assert replica(clients, 0).rows == [0, 1, 2, 3]
     clients[0].drop([0, 1, 2, 3])
     assert replica(clients, 0).rows == replica(clients, 1).rows == [4, 5, 6, 7]
-    assert place.audit()["balanced"]
+    assert place.audit().balanced
 
 
 def test_replicas_end_the_lease_as_a_whole_and_ask_for_the_same_fields() -> None:
@@ -439,7 +439,7 @@ def test_ranks_times_replicas() -> None:
     assert sorted(given[0, 0].rows + given[1, 0].rows) == list(range(8))
     for (rank, peer), one in given.items():
         clients[2 * rank + peer].ack(one)
-    assert place.stats()["rows_done"] == 8
+    assert place.stats().rows_done == 8
     assert not place.ledger.state.core.leases.by_id
 
 
@@ -449,7 +449,7 @@ def test_one_process_may_be_several_replicas() -> None:
     pair = [clients[0].lease("x", 4, replica=number, replicas=2) for number in range(2)]
     for one in pair:
         clients[0].ack(one)
-    assert place.stats()["rows_done"] == 4
+    assert place.stats().rows_done == 4
 
 
 def test_fewer_rows_than_ranks() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tests.observe.snapshots import stats, table, task
-from transferqueue.observe.answers.sessions import HeldLease, SessionStats
-from transferqueue.observe.answers.stats import Stats, TableStats, TaskStats, Waiting
-from transferqueue.observe.diagnosis import DoctorAnswer, PipelineStage, TablePipeline, TaskDiagnosis
+from transferqueue.wire.answers.doctor import DoctorAnswer, PipelineStage, TablePipeline, TaskDiagnosis
+from transferqueue.wire.answers.sessions import HeldLease, SessionStats
+from transferqueue.wire.answers.stats import Stats, TableStats, TaskStats, Waiting
 
 TABLE = "rollouts"
 ROWS = 4

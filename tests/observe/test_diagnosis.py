@@ -2,32 +2,30 @@
 
 from typing import Any
 
-import pytest
-
-from transferqueue.errors import ProtocolError
 from transferqueue.observe.diagnosis import diagnose
+from transferqueue.wire.answers.doctor import DoctorAnswer, TaskDiagnosis
+from transferqueue.wire.answers.sessions import HeldLease, SessionStats
+from transferqueue.wire.answers.stats import Waiting
 
 WHY = 'task "train" waits for 3 complete groups'
 
 
-def wait(label: str, waited_s: float, **changed: Any) -> dict[str, Any]:
+def wait(label: str, waited_s: float, **changed: Any) -> Waiting:
     about = {"session": 7, "label": label, "request": "Lease", "table": "t", "task": "train"}
-    return about | {"waited_s": waited_s, "left_s": 5.0, "why": WHY} | changed
+    return Waiting(**about | {"waited_s": waited_s, "left_s": 5.0, "why": WHY} | changed)
 
 
-def session(label: str, silent_s: float, *leases: tuple[str, str, int]) -> dict[str, Any]:
-    held = [{"lease": n, "table": table, "task": task, "rows": rows} for n, (table, task, rows) in enumerate(leases)]
-    who = {"session": 7, "label": label, "pid": 1, "host": "h", "opened_s": 99.0, "silent_s": silent_s, "state": "open"}
-    counts = {"rows_leased": 0, "reserved": 0, "grants": 0, "pins": 0, "waits": 0}
-    return who | counts | {"leases": held}
+def session(label: str, silent_s: float, *leases: tuple[str, str, int]) -> SessionStats:
+    held = [HeldLease(lease=n, table=table, task=task, rows=rows) for n, (table, task, rows) in enumerate(leases)]
+    return SessionStats(session=7, label=label, silent_s=silent_s, leases=held)
 
 
-def answer(**changed: Any) -> dict[str, Any]:
+def answer(**changed: Any) -> DoctorAnswer:
     told = [
-        {"task": "reward", "text": "reward has nothing to do"},
-        {"task": "train", "text": "train waits for 1 group"},
+        TaskDiagnosis(task="reward", text="reward has nothing to do"),
+        TaskDiagnosis(task="train", text="train waits for 1 group"),
     ]
-    return {"now_s": 1.0, "tables": {"t": told}, "waiting": [], "sessions": {}} | changed
+    return DoctorAnswer(now_s=1.0, tables={"t": told}, **changed)
 
 
 def test_a_table_in_which_nobody_waits_is_told_as_it_stands() -> None:
@@ -59,8 +57,3 @@ def test_a_silent_holder_is_told_in_the_tables_whose_rows_it_holds() -> None:
 def test_a_wait_for_memory_is_told_elsewhere() -> None:
     found = diagnose(answer(waiting=[wait("maker", 30.0, request="Grant", table="", task="", why="the arena is full")]))
     assert found.elsewhere[0].text == "the arena is full (maker has waited 30 s)"
-
-
-def test_an_answer_that_is_not_one() -> None:
-    with pytest.raises(ProtocolError, match=r"the server's answer to doctor cannot be read: .*tables"):
-        diagnose({"now_s": 1.0, "waiting": [], "sessions": {}})

@@ -8,9 +8,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import transferqueue as tq
-from transferqueue.observe.answers.stats import SpillStats, Stats, parse
 from transferqueue.observe.prometheus import exposition
 from transferqueue.text import visible
+from transferqueue.wire.answers.stats import SpillStats, Stats
 
 
 def read(stats: Stats) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -31,7 +31,7 @@ def stats() -> Stats:
             pass
         table.drop(rows[5:], "too_long")
         with table.lease("train", rows=1):
-            found = parse("stats", queue.stats(), Stats)
+            found = queue.stats()
     return found
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from tests.observe.snapshots import stats, table, task
 from transferqueue.observe.frame import frame, rates
+from transferqueue.wire.answers.stats import Stats
 
 BEFORE = stats(
     now_s=10.0,
@@ -25,7 +26,7 @@ def test_rates_are_differences_over_the_servers_time() -> None:
 @pytest.mark.parametrize(
     "later", [stats(now_s=12.0, epoch=2, tables=AFTER.tables), stats(now_s=10.0, tables=AFTER.tables)]
 )
-def test_no_rate_over_a_restart_or_over_no_time(later: object) -> None:
+def test_no_rate_over_a_restart_or_over_no_time(later: Stats) -> None:
     assert rates(BEFORE, later) == {}
 
 

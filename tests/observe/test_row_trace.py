@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from transferqueue.observe.answers.events import RowsEvent
 from transferqueue.observe.tracing.row_trace import MARKS_MAX, SPANS_MAX, TAKEN, Mark, RowTrace, TableTraces
+from transferqueue.wire.answers.events import RowsEvent
 
 
 def event(what: str, *rows: int, task: str = "", session: int = 0, detail: str = "") -> RowsEvent:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from tests.observe.answers import ROWS, TABLE, answer, chain, one_table, session, wait
 from tests.observe.snapshots import server, stats, table, task
-from transferqueue.observe.answers.stats import Stats, TaskError
-from transferqueue.observe.diagnosis import Departed, DoctorAnswer, PipelineStage, TaskDiagnosis
 from transferqueue.observe.stages import all_stages, in_order
 from transferqueue.observe.verdict import TROUBLES, QueueVerdict, ended, report
+from transferqueue.wire.answers.doctor import Departed, DoctorAnswer, PipelineStage, TaskDiagnosis
+from transferqueue.wire.answers.stats import Stats, TaskError
 
 KEY_ERROR = TaskError(type="KeyError", text="'answer'", worker="reward-0", count=28, first_s=20.0, last_s=0.5)
 

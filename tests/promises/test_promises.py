@@ -14,13 +14,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import transferqueue as tq
 from tests.scale import sizes
+from transferqueue.wire.answers.stats import TableAudit
 
 
 @pytest.fixture
@@ -57,17 +57,11 @@ class Worker(AbstractContextManager["Worker"]):
         self.process.communicate()
 
 
-def audited(table: tq.Table) -> dict[str, Any]:
+def audited(table: tq.Table) -> TableAudit:
     """The audit of a table, which must balance."""
-    found: dict[str, Any] = table.audit()
-    assert found["balanced"], found
+    found = table.audit()
+    assert found.balanced, found
     return found
-
-
-def fates(table: tq.Table) -> dict[str, int]:
-    """What the audit says of a table: put, live, done, dropped."""
-    found = audited(table)
-    return {name: found[name] for name in ("rows_put", "rows_live", "rows_done", "rows_dropped")}
 
 
 def test_1_readiness_a_row_is_seen_when_every_field_is_complete(queue: tq.Queue) -> None:
@@ -84,7 +78,7 @@ def test_2_atomic_put_all_or_nothing(queue: tq.Queue) -> None:
     table = queue.create_table("t", fields=[tq.Field("score", "float32")], tasks=[tq.Task("a", needs=["text"])])
     with pytest.raises(tq.SchemaError, match="score"):
         table.put(text=["one", "two"], score=["not", "numbers"])
-    assert fates(table)["rows_put"] == 0
+    assert audited(table).rows_put == 0
     rows = table.put(text=["one", "two"], score=[0.5, 1])
     assert [str(text) for text in table.read(rows, fields=["text"])["text"].list()] == ["one", "two"]
 
@@ -98,7 +92,8 @@ def test_3_leased_rows_of_a_killed_worker_are_done_by_another_exactly_once(queue
         with table.lease("reward", rows=8, timeout_s=10) as batch:  # well before the lease's 60 s
             assert batch.rows.tolist() == rows.tolist()
             batch.ack(rewards=np.ones(8, np.float32))
-    assert fates(table) == {"rows_put": 8, "rows_live": 0, "rows_done": 8, "rows_dropped": 0}
+    found = audited(table)
+    assert (found.rows_put, found.rows_live, found.rows_done, found.rows_dropped) == (8, 0, 8, 0)
 
 
 def test_3_a_worker_frozen_past_its_deadline_is_refused_and_never_sees_foreign_bytes(queue: tq.Queue) -> None:
@@ -128,7 +123,7 @@ def test_3_a_worker_frozen_past_its_deadline_is_refused_and_never_sees_foreign_b
         worker.tell("go on")
         assert worker.line() == "bytes 7 7"
         assert worker.line() == "refused"
-    assert fates(table)["rows_done"] == 36
+    assert audited(table).rows_done == 36
 
 
 @pytest.mark.slow
@@ -152,8 +147,8 @@ def test_3_a_worker_that_hangs_past_its_time_limit_gives_its_rows_back_and_is_re
         with table.lease("work", rows=2, timeout_s=10):
             worker.tell("go on")
             assert worker.line() == "refused"
-    assert fates(table)["rows_done"] == 2
-    assert table.stats()["tasks"]["work"]["worker_deaths"] == 2
+    assert audited(table).rows_done == 2
+    assert table.stats().tasks["work"].worker_deaths == 2
 
 
 def test_3_results_and_ack_commit_together(queue: tq.Queue) -> None:
@@ -182,8 +177,8 @@ def test_4_nothing_is_lost_silently(queue: tq.Queue) -> None:
     with table.lease("a", rows=2):
         pass
     found = audited(table)
-    assert (found["rows_put"], found["rows_live"], found["rows_done"], found["rows_dropped"]) == (6, 1, 2, 3)
-    assert found["dropped"] == {"attempts": 2, "filtered": 1}
+    assert (found.rows_put, found.rows_live, found.rows_done, found.rows_dropped) == (6, 1, 2, 3)
+    assert found.dropped == {"attempts": 2, "filtered": 1}
 
 
 def test_5_groups_are_whole(queue: tq.Queue) -> None:
@@ -208,7 +203,7 @@ def test_6_staleness_is_a_hard_bound_at_hand_over(queue: tq.Queue) -> None:
     table.advance(3)  # time passes while the rows are in the queue
     with table.lease("train", rows=2, timeout_s=5) as batch:
         assert batch.policy_version.tolist() == [2, 3]
-    assert audited(table)["dropped"] == {"stale": 2}
+    assert audited(table).dropped == {"stale": 2}
 
 
 def test_7_memory_is_bounded_and_full_means_wait(queue: tq.Queue) -> None:
@@ -228,7 +223,7 @@ def test_7_memory_is_bounded_and_full_means_wait(queue: tq.Queue) -> None:
         assert not done.is_set()
     assert done.wait(10)
     producer.join()
-    assert fates(table)["rows_live"] == 4
+    assert audited(table).rows_live == 4
 
 
 def test_8_every_wait_ends_with_what_is_missing_and_who_holds_it(queue: tq.Queue) -> None:
@@ -308,7 +303,8 @@ def test_9_workers_may_be_killed_at_any_moment(queue: tq.Queue, rounds: int) -> 
     for batch in table.leases("work", rows=64, timeout_s=20):
         with batch:
             pass
-    assert fates(table) == {"rows_put": len(rows), "rows_live": 0, "rows_done": len(rows), "rows_dropped": 0}
+    found = audited(table)
+    assert (found.rows_put, found.rows_live, found.rows_done, found.rows_dropped) == (len(rows), 0, len(rows), 0)
 
 
 def test_10_nothing_received_is_executed(queue: tq.Queue, tmp_path: Path) -> None:
@@ -319,7 +315,7 @@ def test_10_nothing_received_is_executed(queue: tq.Queue, tmp_path: Path) -> Non
     table = queue.create_table("t", tasks=[tq.Task("a", needs=["x"])])
     with pytest.raises(tq.UsageError, match="Bomb"):
         table.put(x=[Bomb()])
-    assert fates(table)["rows_put"] == 0
+    assert audited(table).rows_put == 0
     assert not list(tmp_path.iterdir())
 
 

@@ -138,15 +138,15 @@ def judge(server: LimitedServer, out: Outcome) -> list[str]:
                     values.update(zip(updated, np.asarray(read["m"]).tolist(), strict=True))
                 batch.ack()
         stats = table.stats()
-    done = set(range(stats["rows_put"])) - set(left)
+    done = set(range(stats.rows_put)) - set(left)
     found = {
         "done that no worker acked": done - out.asked,
         "confirmed acks that came again": out.acked & set(left),
-        "confirmed puts that are gone": {row for row in out.put if row >= stats["rows_put"]},
+        "confirmed puts that are gone": {row for row in out.put if row >= stats.rows_put},
         "rows with numbers of others": {row for row, number in left.items() if out.put.get(row, number) != number},
         "rows without a confirmed update": {row for row in left.keys() & out.updated if values[row] != -row},
     }
     wrong = [f"{len(rows)} {what}: {sorted(rows)[:5]}" for what, rows in found.items() if rows]
     if len(set(left.values())) < len(left):
         wrong.append("a number is in two rows")
-    return wrong if audit["balanced"] else [*wrong, "the books do not balance"]
+    return wrong if audit.balanced else [*wrong, "the books do not balance"]

@@ -83,11 +83,12 @@ def told(queue: tq.Queue) -> Any:
     table = queue.table("rollouts")
     rows = table.read(fields=["ids", "note"])
     audit = queue.audit()
+    counts = audit.tables["rollouts"]
     return {
         "ids": [list(map(int, one)) for one in rows["ids"].list()],
         "note": rows["note"].list(),
-        "balanced": audit["balanced"],
-        "rows": {name: audit["tables"]["rollouts"][name] for name in ("rows_put", "rows_live", "rows_done", "dropped")},
+        "balanced": audit.balanced,
+        "rows": {name: getattr(counts, name) for name in ("rows_put", "rows_live", "rows_done", "dropped")},
     }
 
 

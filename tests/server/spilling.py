@@ -151,4 +151,4 @@ class SpillBench(Bench):
         self.worker.ask(m.Ack("t", reply.lease, reply.token))
 
     def stats(self):
-        return self.spiller.plain()
+        return self.spiller.stats()

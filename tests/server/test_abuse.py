@@ -11,6 +11,7 @@ from transferqueue.policies import Compare, TagIs, VersionBetween
 from transferqueue.schema import Field
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
+from transferqueue.wire.answers.stats import AuditAnswer
 from transferqueue.wire.versions import PROTOCOL
 
 names = st.sampled_from(["t", "u", "train", "x", "big", "no such", ""])
@@ -102,8 +103,8 @@ def check(bench, witness):
     bench.pass_time(3)
     assert bench.coordinator.counters.internal_errors == 0
     assert len(bench.coordinator.waiting) == 0
-    audit = codec.decode_plain(witness.ask(m.Observe("audit")).value)
-    assert audit["balanced"], audit
+    audit = codec.decode_observed(witness.ask(m.Observe("audit")), AuditAnswer)
+    assert audit.balanced, audit
 
 
 @pytest.mark.slow

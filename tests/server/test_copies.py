@@ -14,6 +14,8 @@ from transferqueue.server.shards.tickets import LiveExtents, TicketIssuer
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
+from transferqueue.wire.answers.doctor import DoctorAnswer
+from transferqueue.wire.answers.stats import Stats
 
 SECRET = b"s" * 32
 
@@ -49,8 +51,8 @@ class Deployment:
         self.bench.deliver()
 
     def rows_with_one_copy(self):
-        stats = codec.decode_plain(self.client.ask(m.Observe("stats")).value)
-        return stats["tables"]["t"]["rows_one_copy"]
+        stats = codec.decode_observed(self.client.ask(m.Observe("stats")), Stats)
+        return stats.tables["t"].rows_one_copy
 
 
 def reported(order):
@@ -210,8 +212,8 @@ def test_what_shards_wait_for_is_no_request_that_waits(bench):
     shard = Joined(bench)
     shard.work()
     shard.client.post(m.TakeCopies(wait_s=60.0))
-    for what in ("stats", "doctor"):
-        assert codec.decode_plain(local(bench).ask(m.Observe(what)).value)["waiting"] == []
+    for what, kind in (("stats", Stats), ("doctor", DoctorAnswer)):
+        assert codec.decode_observed(local(bench).ask(m.Observe(what)), kind).waiting == []
 
 
 def test_an_order_outlives_the_coordinator(tmp_path):
@@ -234,6 +236,6 @@ def test_an_order_outlives_the_coordinator(tmp_path):
     life = Life(tmp_path / "state", Level.PROCESS, shared)
     client = again(life, client)
     again(life, shard.client)
-    stats = codec.decode_plain(client.ask(m.Observe("stats")).value)
-    assert stats["tables"]["t"]["rows_one_copy"] == 0
+    stats = codec.decode_observed(client.ask(m.Observe("stats")), Stats)
+    assert stats.tables["t"].rows_one_copy == 0
     life.crash()

@@ -14,6 +14,7 @@ from transferqueue.limits import DEFECT_PAUSE_S
 from transferqueue.transport import this_host
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
+from transferqueue.wire.answers.stats import AuditAnswer, Stats
 
 
 class Defect(Exception):
@@ -32,7 +33,7 @@ def bench():
 
 
 def stats(client):
-    return codec.decode_plain(client.ask(m.Observe("stats")).value)["server"]
+    return codec.decode_observed(client.ask(m.Observe("stats")), Stats).server
 
 
 @pytest.mark.parametrize(
@@ -66,9 +67,9 @@ def test_a_defect_ends_the_session_that_met_it_and_no_other(bench, monkeypatch, 
     logged = [record for record in caplog.records if number in record.getMessage()]
     assert len(logged) == 1
     assert logged[0].exc_info
-    assert stats(other)["internal_errors"] == 1
+    assert stats(other).internal_errors == 1
     assert rows_of(other.ask(lease(2))) == rows_of(leased), "what the session held came back"
-    assert codec.decode_plain(other.ask(m.Observe("audit")).value)["balanced"]
+    assert codec.decode_observed(other.ask(m.Observe("audit")), AuditAnswer).balanced
 
 
 def test_a_request_that_waits_meets_its_defect_for_its_own_session(bench, monkeypatch):
@@ -97,7 +98,7 @@ def test_a_hello_that_meets_a_defect_leaves_no_half_of_a_session(bench, monkeypa
             assert bench.client(**local()).welcome.error == "InternalError"
         assert len(bench.coordinator.sessions) == len(bench.coordinator.ledger.state.sessions) == 1
         assert set(os.listdir("/proc/self/fd")) == before
-    assert stats(other)["internal_errors"] == 3
+    assert stats(other).internal_errors == 3
 
 
 def test_a_kernel_that_watches_no_more_processes_refuses_the_session(bench, monkeypatch):

@@ -14,6 +14,7 @@ from transferqueue.server.durability.journal import Level
 from transferqueue.storage.memory.checksum import checksum
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
+from transferqueue.wire.answers.stats import Stats
 
 SIZE = layout([BIG], 2, [2])[1]
 
@@ -107,8 +108,8 @@ def test_rows_outlive_a_reboot_and_are_copied_to_a_shard_that_comes(lives, monke
     life = lives()
     assert life.lost == {}
     client = local(life)
-    stats = codec.decode_plain(client.ask(m.Observe("stats")).value)["tables"]["t"]
-    assert (stats["rows_live"], stats["rows_one_copy"]) == (2, 2)
+    stats = codec.decode_observed(client.ask(m.Observe("stats")), Stats).tables["t"]
+    assert (stats.rows_live, stats.rows_one_copy) == (2, 2)
     (part,) = client.ask(m.LeaseRequest("t", "train", rows=2)).content.parts
     assert [(at.shard, at.copies) for at in part.blocks] == [(0, [])]
     shard = Joined(life)
@@ -116,5 +117,5 @@ def test_rows_outlive_a_reboot_and_are_copied_to_a_shard_that_comes(lives, monke
     order = shard.client.ask(m.TakeCopies())
     assert (order.target.shard, [at.shard for at in order.blocks]) == (2, [0])
     shard.client.post(m.TakeCopies(order.target.extent, [at.block for at in order.blocks], 60.0))
-    stats = codec.decode_plain(client.ask(m.Observe("stats")).value)["tables"]["t"]
-    assert stats["rows_one_copy"] == 0
+    stats = codec.decode_observed(client.ask(m.Observe("stats")), Stats).tables["t"]
+    assert stats.rows_one_copy == 0

@@ -20,6 +20,7 @@ from transferqueue.server.durability.snapshots import SnapshotJobs
 from transferqueue.transport import FileLock, this_host
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
+from transferqueue.wire.answers.stats import AuditAnswer
 from transferqueue.wire.versions import PROTOCOL
 
 BIG = Field("big", "uint8", (None,))
@@ -146,8 +147,8 @@ def judge(world):
     bench.pass_time(3)
     witness = bench.client(**local())
     assert bench.coordinator.counters.internal_errors == 0
-    audit = codec.decode_plain(witness.ask(m.Observe("audit")).value)
-    assert audit["balanced"], audit
+    audit = codec.decode_observed(witness.ask(m.Observe("audit")), AuditAnswer)
+    assert audit.balanced, audit
     world.close()
 
 

@@ -71,7 +71,7 @@ def test_a_ledger_is_made_from_recorded_records():
     paper.records = recorded()
     ledger, tail = replay_journal(paper)
     assert (ledger.epoch, tail.records) == (7, len(paper.records))
-    assert ledger.observe(m.Observe("audit"), 14.0)["tables"]["t"]["dropped"] == {"lost": 4}
+    assert ledger.observe(m.Observe("audit"), 14.0).tables["t"].dropped == {"lost": 4}
 
 
 if __name__ == "__main__":

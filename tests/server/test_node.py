@@ -20,6 +20,8 @@ from transferqueue.schema import Field
 from transferqueue.transport import FileLock
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
+from transferqueue.wire.answers.sessions import SessionStats
+from transferqueue.wire.answers.stats import AuditAnswer, Stats
 from transferqueue.wire.versions import PROTOCOL
 
 
@@ -37,11 +39,11 @@ def failed(reply, error, said=""):
 
 
 def audit(client):
-    return codec.decode_plain(client.ask(m.Observe("audit")).value)
+    return codec.decode_observed(client.ask(m.Observe("audit")), AuditAnswer)
 
 
 def stats(client):
-    return codec.decode_plain(client.ask(m.Observe("stats")).value)
+    return codec.decode_observed(client.ask(m.Observe("stats")), Stats)
 
 
 # ---------------------------------------------------------------- garbage and strangers
@@ -58,7 +60,7 @@ def test_garbage_is_answered_counted_and_changes_nothing(bench, frame):
     assert answer[0] == 0
     failed(answer[1], "ProtocolError", "not a message")
     assert audit(client) == before
-    assert stats(client)["server"]["garbage"] == 1
+    assert stats(client).server.garbage == 1
 
 
 def test_a_bad_request_is_answered_under_its_id(bench):
@@ -128,14 +130,14 @@ def test_silence_ends_a_session_that_only_silence_can_judge(bench):
 def test_heartbeats_keep_a_session_and_change_nothing_else(bench):
     far = bench.client()
     far.create_table()
-    before = stats(far)["tables"]["t"]
+    before = stats(far).tables["t"]
     bench.pass_time(0)
     for _ in range(5):
         bench.pass_time(HEARTBEAT_S)
         far.seen = far.ids
         assert far.take(far.post(m.Heartbeat())) is None
     assert bench.coordinator.sessions.get(far.session).seen == far.seen
-    assert stats(far)["tables"]["t"] == before
+    assert stats(far).tables["t"] == before
 
 
 def test_two_heartbeats_may_be_lost(bench):
@@ -198,10 +200,8 @@ def test_memory_of_a_dead_session_stays_while_its_lock_is_held(bench, tmp_path):
     bench.coordinator.process_exited(client.session, bench.now)
     bench.pass_time(3 * LOCK_CHECK_S)
     assert other.take(waiting) is None
-    assert [one["state"] for one in codec.decode_plain(other.ask(m.Observe("sessions")).value).values()] == [
-        "open",
-        "ended",
-    ]
+    sessions = codec.decode_observed(other.ask(m.Observe("sessions")), dict[str, SessionStats])
+    assert [one.state for one in sessions.values()] == ["open", "ended"]
     lock.release(unlink=False)
     other.post(m.Heartbeat())
     bench.pass_time(LOCK_CHECK_S)
@@ -218,7 +218,7 @@ def test_a_peer_that_does_not_read_is_dropped(bench):
     bench.coordinator.peer_lost(client.peer, bench.now)
     bench.deliver()
     assert rows_of(other.take(waiting)) == [0]
-    assert stats(other)["server"]["sessions_dropped"] == 1
+    assert stats(other).server.sessions_dropped == 1
 
 
 def test_stopping_tells_every_session_and_every_waiter(bench):
@@ -241,7 +241,7 @@ def test_a_call_answered_before_is_answered_the_same_and_not_carried_out_again(b
     put = client.put(2)
     first = client.ask(put)
     assert client.ask(put, call=client.ids) == first
-    assert audit(client)["tables"]["t"]["rows_put"] == 2
+    assert audit(client).tables["t"].rows_put == 2
 
 
 def test_a_call_refused_before_is_refused_the_same_and_not_carried_out_later(bench):
@@ -256,7 +256,7 @@ def test_a_call_refused_before_is_refused_the_same_and_not_carried_out_later(ben
     leased = client.ask(lease(1))
     client.ask(m.Ack("t", leased.lease, leased.token))
     assert client.ask(put, call=call) == refused
-    assert audit(client)["tables"]["t"]["rows_put"] == 1
+    assert audit(client).tables["t"].rows_put == 1
     assert client.ask(put) == m.PutRows(1, 1), "as a new call"
 
 
@@ -272,7 +272,7 @@ def test_a_wait_that_ended_without_room_is_not_carried_out_later(bench):
     leased = client.ask(lease(1))
     client.ask(m.Ack("t", leased.lease, leased.token))
     assert client.ask(put, call=call) == refused
-    assert audit(client)["tables"]["t"]["rows_put"] == 1
+    assert audit(client).tables["t"].rows_put == 1
 
 
 def test_a_call_answered_before_does_not_wait_behind_others(bench):
@@ -305,7 +305,7 @@ def test_a_put_answered_before_does_not_wait_behind_others(bench):
     assert answered == m.PutRows(0, 1)
     assert second.take(waits) is None
     assert first.ask(first.put(1, wait_s=9.0), put) == answered
-    assert audit(first)["tables"]["t"]["rows_put"] == 1
+    assert audit(first).tables["t"].rows_put == 1
 
 
 def test_a_call_sent_again_while_it_waits_is_answered_once(bench):
@@ -317,7 +317,7 @@ def test_a_call_sent_again_while_it_waits_is_answered_once(bench):
     other.ask(client.put(2))
     assert rows_of(client.take(waiting)) == [0]
     assert client.take(waiting) is None
-    assert stats(other)["tables"]["t"]["tasks"]["train"]["leased"] == 1
+    assert stats(other).tables["t"].tasks["train"].leased == 1
 
 
 def test_what_overtakes_the_greeting_on_a_new_way_is_not_heard(bench):
@@ -360,7 +360,7 @@ def test_a_late_copy_of_a_call_whose_answer_was_seen_is_ignored(bench):
     client.seen = put = client.ids
     client.post(m.Heartbeat())
     assert client.take(client.post(client.put(2), call=put)) is None
-    assert audit(client)["tables"]["t"]["rows_put"] == 2
+    assert audit(client).tables["t"].rows_put == 2
 
 
 # ---------------------------------------------------------------- waiting
@@ -391,7 +391,7 @@ def test_a_few_waiters_are_served_at_once_and_the_rest_by_going_on(bench):
         bench.deliver()
     served.append([rows_of(reply) for each in zip(others, waiting, strict=True) if (reply := each[0].take(each[1]))])
     assert served == [[[0], [1]], [[2], [3]], [[4]]]
-    assert audit(client)["balanced"]
+    assert audit(client).balanced
 
 
 def test_waiters_that_are_due_are_served_before_any_of_them_expires(bench):
@@ -514,10 +514,10 @@ def test_who_waits_is_seen_with_the_reason(bench):
     client.create_table()
     client.post(lease(2, wait_s=60.0))
     bench.pass_time(2)
-    (found,) = stats(other)["waiting"]
-    assert (found["label"], found["request"], found["table"], found["task"]) == ("trainer", "Lease", "t", "train")
-    assert (found["waited_s"], found["left_s"]) == (2.0, 58.0)
-    assert found["why"]
+    (found,) = stats(other).waiting
+    assert (found.label, found.request, found.table, found.task) == ("trainer", "Lease", "t", "train")
+    assert (found.waited_s, found.left_s) == (2.0, 58.0)
+    assert found.why
 
 
 # ---------------------------------------------------------------- memory

@@ -131,7 +131,7 @@ def test_time_stands_still_between_two_lives(world, paper):
     assert world.ledger.state.now == 100.0
     assert world.ledger.next_deadline() == 110.0
     client.ack(held)
-    assert world.audit()["tables"]["t"]["rows_done"] == 1
+    assert world.audit().tables["t"].rows_done == 1
 
 
 def test_what_expired_had_expired_at_that_very_time(world, paper):
@@ -158,7 +158,7 @@ def test_a_call_sent_again_to_the_next_life_gets_its_reply(world, paper):
     world.ledger.commit()
     world.ledger = reborn(paper)
     assert client.apply(request, call=50) == reply
-    assert world.audit()["tables"]["t"]["rows_live"] == 2
+    assert world.audit().tables["t"].rows_live == 2
 
 
 def test_sessions_keep_what_the_server_knew_of_them(world, paper):

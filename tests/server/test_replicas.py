@@ -12,6 +12,7 @@ from transferqueue.policies import Task
 from transferqueue.transport import this_host
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
+from transferqueue.wire.answers.stats import AuditAnswer
 
 REPLICATED = m.CreateTable("t", fields=[BIG], tasks=[Task("train", ["x"])], replicas=2)
 
@@ -100,5 +101,5 @@ def test_rows_outlive_a_shard_and_are_read_from_the_other(bench, far):
     bench.coordinator.process_exited(shard.client.session, bench.now)
     block = told(reader)
     assert (block.shard, block.copies, bool(block.ticket)) == (0, [], far)
-    audit = codec.decode_plain(client.ask(m.Observe("audit")).value)["tables"]["t"]
-    assert (audit["rows_live"], audit["rows_lost"]) == (2, 0)
+    audit = codec.decode_observed(client.ask(m.Observe("audit")), AuditAnswer).tables["t"]
+    assert (audit.rows_live, audit.rows_lost) == (2, 0)

@@ -13,6 +13,7 @@ from transferqueue.transport.security import keyring
 from transferqueue.transport.security.keyring import Keyring
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
+from transferqueue.wire.answers.stats import AuditAnswer
 from transferqueue.wire.messages.declarations import DECLARED
 from transferqueue.wire.roles import ROLES
 
@@ -69,7 +70,7 @@ def ring(tmp_path):
 
 
 def books(bench, client):
-    return codec.decode_plain(client.ask(m.Observe("audit")).value)
+    return codec.decode_observed(client.ask(m.Observe("audit")), AuditAnswer)
 
 
 @pytest.mark.parametrize("role", [role for role in ROLES if role != "admin"])

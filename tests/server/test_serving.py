@@ -22,6 +22,7 @@ from transferqueue.transport import FileLock, IpcAddress, Wakeup, dial, parse_ad
 from transferqueue.transport.system import threads
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
+from transferqueue.wire.answers.stats import Stats
 
 ONE_ROW = m.Columns(fields=[Field("x", "int64")], inline=[m.Inline("x", b"\x07" + bytes(7))])
 AT_ONCE_S = 5.0
@@ -330,9 +331,9 @@ def test_a_peer_that_spews_garbage_changes_nothing(running, clients, kind):
         while (frame := stranger.recv_nowait()) is None:
             stranger.wait(wakeup, 10)
         assert codec.decode_answer(frame).reply.error == "ProtocolError"
-    stats = codec.decode_plain(client.ask(m.Observe("stats")).value)
-    assert stats["server"]["garbage"] == len(frames) * 20
-    assert stats["sessions"] == 1
+    stats = codec.decode_observed(client.ask(m.Observe("stats")), Stats)
+    assert stats.server.garbage == len(frames) * 20
+    assert stats.sessions == 1
     assert client.ask(m.ListTables()) == m.Tables(["t"])
     stranger.close()
     wakeup.close()

@@ -18,6 +18,7 @@ from transferqueue.transport.control.zeromq import KeyedPeer
 from transferqueue.transport.security.keyring import Keyring, add, load
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
+from transferqueue.wire.answers.stats import AuditAnswer, Stats
 
 CAPACITY = 4 * ARENA_STEP_BYTES
 BIG = Field("x", "int64", (None,))
@@ -80,7 +81,7 @@ def local(bench):
 
 
 def shards(bench):
-    return codec.decode_plain(local(bench).ask(m.Observe("stats")).value)["server"]["shards"]
+    return codec.decode_observed(local(bench).ask(m.Observe("stats")), Stats).server.shards
 
 
 def write(client, rows=2, nbytes=PAGE_BYTES):
@@ -107,7 +108,7 @@ def test_one_that_joins_is_told_to_take_pages_and_is_lent_from_then_on(bench):
     assert client.ask(m.Grant(PAGE_BYTES)).shard == 0, "no pages yet"
     assert shard.work() == [m.AllocatePages(0, ARENA_STEP_BYTES)]
     assert client.ask(m.Grant(PAGE_BYTES)).shard == 1, "the least full one"
-    assert [(one["shard"], one["used_bytes"]) for one in shards(bench)] == [(1, PAGE_BYTES)]
+    assert [(one.shard, one.used_bytes) for one in shards(bench)] == [(1, PAGE_BYTES)]
 
 
 def test_pages_are_asked_for_ahead_and_when_an_extent_needs_more(bench):
@@ -126,7 +127,7 @@ def test_a_shard_that_gets_no_pages_is_not_asked_again_and_again(bench):
     assert shard.work(fail=m.AllocatePages) == [m.AllocatePages(0, ARENA_STEP_BYTES)]
     assert client.ask(m.Grant(PAGE_BYTES)).shard == 0
     assert shard.work() == []
-    assert shards(bench)[0]["backed_bytes"] == 0
+    assert shards(bench)[0].backed_bytes == 0
 
 
 def test_near_comes_before_far_and_far_before_nothing(bench):
@@ -162,9 +163,9 @@ def test_a_ticket_holds_in_the_shard_and_what_it_was_for_is_lent_again_only_when
     there.check_write(write_it)
     there.check_live(client.session, frozenset([granted.extent]))
     client.ask(m.ReturnGrant(granted.extent))
-    assert shards(bench)[0]["used_bytes"] == PAGE_BYTES
+    assert shards(bench)[0].used_bytes == PAGE_BYTES
     assert shard.work() == [m.Revoke(granted.extent)]
-    assert shards(bench)[0]["used_bytes"] == 0
+    assert shards(bench)[0].used_bytes == 0
     client.ask(m.Goodbye())
     assert shard.work() == [m.CloseTransfers(client.session)]
 
@@ -199,7 +200,7 @@ def test_one_that_drains_is_lent_no_more_and_leaves_when_it_is_empty(bench):
     assert shard.work()[-1:] == [m.ShutDownShard()]
     shard.client.ask(m.Goodbye())
     assert shards(bench) == []
-    assert codec.decode_plain(client.ask(m.Observe("audit")).value)["tables"]["t"]["rows_done"] == 2
+    assert codec.decode_observed(client.ask(m.Observe("audit")), AuditAnswer).tables["t"].rows_done == 2
 
 
 def test_with_a_shard_its_rows_are_lost_and_work_goes_on(bench):
@@ -210,9 +211,9 @@ def test_with_a_shard_its_rows_are_lost_and_work_goes_on(bench):
     assert granted.shard == 1
     bench.coordinator.process_exited(shard.client.session, bench.now)
     assert client.ask(put_into(granted, at=1024)).error == "ShardLost"
-    audit = codec.decode_plain(client.ask(m.Observe("audit")).value)["tables"]["t"]
-    assert audit["rows_put"] == 2
-    assert (audit["rows_dropped"], audit["rows_lost"]) == (2, 2)
+    audit = codec.decode_observed(client.ask(m.Observe("audit")), AuditAnswer).tables["t"]
+    assert audit.rows_put == 2
+    assert (audit.rows_dropped, audit.rows_lost) == (2, 2)
     assert write(client).shard == 0
     assert len(client.ask(m.LeaseRequest("t", "train", rows=2)).content.rows) == 16
 
@@ -227,7 +228,7 @@ def test_numbers_are_not_given_twice(bench):
     first = Joined(bench)
     first.client.ask(m.Goodbye())
     Joined(bench)
-    assert [one["shard"] for one in shards(bench)] == [2]
+    assert [one.shard for one in shards(bench)] == [2]
 
 
 @pytest.mark.parametrize(
@@ -308,7 +309,7 @@ def test_a_shard_that_confirms_what_it_was_not_told_is_refused(bench):
     assert (refused.error, refused.text) == (
         "ProtocolError", f"shard 1 says that it has carried out order {(1 << 62) - 1}, and was told 0 so far",
     )  # fmt: skip
-    assert shards(bench)[0]["backed_bytes"] == 0
+    assert shards(bench)[0].backed_bytes == 0
     assert shard.work() == [m.AllocatePages(0, ARENA_STEP_BYTES)]
 
 
@@ -340,10 +341,10 @@ def test_orders_are_for_shards_only_and_only_those_that_joined_drain(bench):
 
 def test_stats_tell_what_a_shard_says_that_it_has_sent_and_received(bench):
     shard = Joined(bench)
-    assert shards(bench)[0]["bulk_sent_bytes"] == {"stream": 0, "one_sided": 0}
+    assert shards(bench)[0].bulk_sent_bytes == {"stream": 0, "one_sided": 0}
     shard.client.ask(m.PollCommands(shard.epoch, 0, sent=(7, 1 << 40), received=(8, 9)))
-    assert shards(bench)[0]["bulk_sent_bytes"] == {"stream": 7, "one_sided": 1 << 40}
-    assert shards(bench)[0]["bulk_received_bytes"] == {"stream": 8, "one_sided": 9}
+    assert shards(bench)[0].bulk_sent_bytes == {"stream": 7, "one_sided": 1 << 40}
+    assert shards(bench)[0].bulk_received_bytes == {"stream": 8, "one_sided": 9}
 
 
 def test_orders_that_were_not_confirmed_come_again(bench):

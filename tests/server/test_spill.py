@@ -31,14 +31,14 @@ def test_four_times_the_memory_goes_in_and_comes_out_equal(bench):
     for number in range(64):
         bench.put(number)
         assert bench.used <= ARENA
-    assert bench.stats()["blocks"] >= 64 - 14
+    assert bench.stats().blocks >= 64 - 14
     for number in range(0, 64, 4):
         reply = bench.lease(4)
         assert bench.bytes_of(reply) == [number, number + 1, number + 2, number + 3]
         bench.finish(reply)
     stats = bench.stats()
-    assert stats["spilled_blocks"] == stats["loaded_blocks"] >= 64 - 14
-    assert (stats["blocks"], stats["bytes"], bench.space.files) == (0, 0, {})
+    assert stats.spilled_blocks == stats.loaded_blocks >= 64 - 14
+    assert (stats.blocks, stats.bytes, bench.space.files) == (0, 0, {})
     bench.settle()
     assert bench.used == 0
 
@@ -47,7 +47,7 @@ def test_nothing_is_written_while_there_is_room(bench):
     for number in range(10):  # five eighths
         bench.put(number)
     assert not bench.jobs
-    assert bench.stats()["spilled_blocks"] == 0
+    assert bench.stats().spilled_blocks == 0
 
 
 def test_pinned_blocks_stay_and_the_latest_leave_first(bench):
@@ -59,7 +59,7 @@ def test_pinned_blocks_stay_and_the_latest_leave_first(bench):
     assert bench.bytes_of(held) == [0, 1, 2, 3]
     reply = bench.lease(2)
     assert bench.bytes_of(reply) == [4, 5]
-    assert bench.stats()["loaded_blocks"] == 0, "the rows that are leased next were in memory"
+    assert bench.stats().loaded_blocks == 0, "the rows that are leased next were in memory"
 
 
 def test_a_block_that_is_pinned_while_it_is_written_stays(bench):
@@ -70,7 +70,7 @@ def test_a_block_that_is_pinned_while_it_is_written_stays(bench):
     reply = bench.worker.ask(lease(10, 1.0))
     bench.settle()
     assert bench.bytes_of(reply) == list(range(10))
-    assert bench.stats()["blocks"] == 0
+    assert bench.stats().blocks == 0
     assert not bench.space.files
     assert isinstance(bench.producer.take(call), m.Granted)
 
@@ -85,7 +85,7 @@ def test_whoever_waits_for_memory_goes_on_waiting_for_it_though_blocks_were_writ
     if why == "pinned":
         held = bench.worker.ask(lease(10, 1.0))
         bench.settle()
-        assert bench.stats()["blocks"] == 0
+        assert bench.stats().blocks == 0
         blocks = np.array([at.block for part in held.content.parts for at in part.blocks], "<i8")
         bench.worker.post(m.Unpin(blocks.tobytes(), np.ones(blocks.size, "<i8").tobytes()))
     else:
@@ -159,14 +159,14 @@ def test_a_full_disk_pauses_and_nothing_is_lost(bench):
     call = bench.producer.post(m.Grant(PAGE_BYTES, wait_s=60.0, use="rows"))
     bench.settle()
     assert bench.producer.take(call) is None
-    assert bench.stats()["paused"] == "No space left on device"
-    assert bench.stats()["blocks"] == 0
+    assert bench.stats().paused == "No space left on device"
+    assert bench.stats().blocks == 0
     assert not bench.jobs, "it tries again at once"
     bench.space.fails_writes = ""
     bench.pass_time(SPILL_PAUSE_S)
     bench.settle()
     assert isinstance(bench.producer.take(call), m.Granted)
-    assert bench.stats()["paused"] == ""
+    assert bench.stats().paused == ""
     assert bench.bytes_of(bench.lease(4)) == [0, 1, 2, 3]
 
 
@@ -178,7 +178,7 @@ def spill_all_that_may(bench, monkeypatch):
         wanted = bench.producer.post(m.Grant(PAGE_BYTES, wait_s=50.0, use="rows"))
         bench.settle()
         if (granted := bench.producer.take(wanted)) is None:
-            assert "--spill-bytes" in bench.stats()["paused"]
+            assert "--spill-bytes" in bench.stats().paused
             return wanted
         bench.write(granted, number)
         number += 1
@@ -246,7 +246,7 @@ def test_a_block_that_is_read_at_last_is_served(bench):
     bench.finish(bench.lease(10))
     bench.space.fails_loads = LOAD_TRIES - 1
     assert bench.bytes_of(bench.lease(1)) == [10]
-    assert bench.stats()["lost_blocks"] == 0
+    assert bench.stats().lost_blocks == 0
 
 
 @pytest.mark.parametrize("fault", ["damaged", "unreadable"])
@@ -258,14 +258,14 @@ def test_lost_bytes_end_their_rows_and_are_never_served(bench, fault):
     call = bench.worker.post(lease(1, 20.0))
     for _ in range(LOAD_TRIES):
         bench.work()
-        if bench.stats()["lost_blocks"]:
+        if bench.stats().lost_blocks:
             break
     bench.space.damages, bench.space.fails_loads = False, 0
     bench.settle()
-    assert bench.stats()["lost_blocks"] == 1
+    assert bench.stats().lost_blocks == 1
     assert bench.bytes_of(bench.worker.take(call)) == [11], "the next row"
-    audit = bench.coordinator.ledger.observe(m.Observe("audit"), bench.now)["tables"]["t"]
-    assert audit["dropped"] == {"lost": 1}
+    audit = bench.coordinator.ledger.observe(m.Observe("audit"), bench.now).tables["t"]
+    assert audit.dropped == {"lost": 1}
 
 
 def read(client, rows):
@@ -287,7 +287,7 @@ def test_nothing_is_loaded_for_a_request_that_ended_while_others_were_before_it(
     bench.settle()
     assert isinstance(first.take(calls[0]), m.ReadRows)
     assert isinstance(last.take(calls[2]), m.ReadRows)
-    assert bench.stats()["loaded_blocks"] == 5
+    assert bench.stats().loaded_blocks == 5
 
 
 def test_a_request_that_ends_while_its_blocks_are_loaded_holds_up_no_other(bench):
@@ -339,7 +339,7 @@ def test_rows_that_end_give_the_disk_its_space(bench):
     assert bench.space.files
     bench.producer.ask(m.DropTable("t"))
     bench.settle()
-    assert (bench.space.files, bench.stats()["bytes"]) == ({}, 0)
+    assert (bench.space.files, bench.stats().bytes) == ({}, 0)
     assert bench.used == 0
 
 
@@ -351,7 +351,7 @@ def test_rows_that_end_while_they_are_loaded(bench):
     assert bench.jobs
     bench.producer.ask(m.DropTable("t"))
     bench.settle()
-    assert (bench.space.files, bench.stats()["bytes"], bench.used) == ({}, 0, 0)
+    assert (bench.space.files, bench.stats().bytes, bench.used) == ({}, 0, 0)
 
 
 def test_a_worker_that_dies_while_its_rows_are_loaded_keeps_nobody_waiting(bench):
@@ -425,7 +425,7 @@ def test_a_restore_finds_what_is_under_way(bench):
     for number in range(40):
         bench.put(number)
     bench.settle()
-    assert bench.stats()["blocks"] >= 40 - 14
+    assert bench.stats().blocks >= 40 - 14
     assert bench.coordinator.counters.internal_errors == 0
 
 

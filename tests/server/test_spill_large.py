@@ -103,7 +103,7 @@ class Pipeline:
 
     def explain(self):
         spiller, waiting = self.bench.spiller, self.bench.coordinator.waiting
-        return f"{self.bench.used // PAGE_BYTES} pages used, {spiller.plain()}, {[w.request for w in waiting]}"
+        return f"{self.bench.used // PAGE_BYTES} pages used, {spiller.stats()}, {[w.request for w in waiting]}"
 
     def _is_over(self):
         return all(len(seen) == self.rows for seen in self.seen.values())
@@ -175,7 +175,7 @@ def test_every_row_comes_back_though_each_block_is_a_quarter_of_the_arena_and_pr
     pipeline = Pipeline(bench, random.Random(0), [4] * 60)
     for _ in range(3):
         pipeline.add_producer()
-    pipeline.run(until=lambda: bool(bench.stats()["paused"]) and not bench.jobs)
+    pipeline.run(until=lambda: bool(bench.stats().paused) and not bench.jobs)
     pipeline.add_worker("train", 4)
     pipeline.run()
 
@@ -189,7 +189,7 @@ def test_results_take_no_memory_that_blocks_left_for_others_that_come_back(bench
         pipeline.add_producer()
     for _ in range(3):
         pipeline.add_worker("score", 1)
-    pipeline.run(until=lambda: bool(bench.stats()["paused"]) and not bench.jobs)
+    pipeline.run(until=lambda: bool(bench.stats().paused) and not bench.jobs)
     pipeline.add_worker("train", 2)
     pipeline.run()
 
@@ -205,7 +205,7 @@ def one_course(bench, monkeypatch, chance):
     for _ in range(chance.randint(1, 5)):
         pipeline.add_producer()
     if chance.random() < 0.5:
-        pipeline.run(until=lambda: (bool(bench.stats()["paused"]) and not bench.jobs) or not pipeline.waiting)
+        pipeline.run(until=lambda: (bool(bench.stats().paused) and not bench.jobs) or not pipeline.waiting)
     for task in pipeline.seen:
         for _ in range(chance.randint(1, 2 if results else 4)):
             pipeline.add_worker(task, chance.randint(1, {0: 7, 1: 2, 2: 1}[results]))

@@ -89,12 +89,12 @@ def test_blocks_that_cannot_all_come_back_do_not_go_to_and_fro(bench):
         bench.put_extent([number, number + 1])
     held = bench.read([0, 1, 2, 3])
     assert bench.rows_of(held) == [0, 1, 2, 3]
-    before = bench.stats()["spilled_blocks"]
+    before = bench.stats().spilled_blocks
     assert bench.read(range(4, 28, 2), tries=6) is None
-    assert bench.stats()["spilled_blocks"] - before <= 2 * ROOM
+    assert bench.stats().spilled_blocks - before <= 2 * ROOM
     bench.unpin(held)
     bench.settle()
-    assert bench.stats()["blocks"]
+    assert bench.stats().blocks
 
 
 @pytest.mark.parametrize("seeds", sizes(4, 100))

@@ -68,8 +68,8 @@ def drain(table, puts):
 def test_four_times_the_memory_comes_out_equal_here_and_elsewhere_though_a_worker_is_killed(tmp_path):
     with served(tmp_path / "server") as server, tq.connect(server.address) as queue:
         table = fill(queue, 32)
-        spill = queue.stats()["server"]["spill"]
-        assert spill["bytes"] >= (32 - 6) * MIB
+        spill = queue.stats().server.spill
+        assert spill.bytes >= (32 - 6) * MIB
         assert server.coordinator.memory.used <= 6 * MIB
         with subprocess.Popen(
             [sys.executable, "-c", WORKER, server.address], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -79,10 +79,10 @@ def test_four_times_the_memory_comes_out_equal_here_and_elsewhere_though_a_worke
         drain(table, range(14))
         with tq.connect(server.tcp_addresses[0], data="remote") as elsewhere:
             drain(elsewhere.table("rows"), range(14, 32))
-        assert table.audit()["rows_done"] == 32 * ROWS
-        after = queue.stats()["server"]
-        assert (after["spill"]["blocks"], after["spill"]["bytes"], after["used_bytes"]) == (0, 0, 0)
-        assert after["spill"]["loaded_bytes"] >= spill["bytes"]
+        assert table.audit().rows_done == 32 * ROWS
+        after = queue.stats().server
+        assert (after.spill.blocks, after.spill.bytes, after.used_bytes) == (0, 0, 0)
+        assert after.spill.loaded_bytes >= spill.bytes
         assert list((tmp_path / "server" / "spill").iterdir()) == []
 
 
@@ -90,7 +90,7 @@ def test_four_times_the_memory_comes_out_equal_here_and_elsewhere_though_a_worke
 def test_a_snapshot_has_what_is_on_the_disk(tmp_path):
     with served(tmp_path / "server") as server, tq.connect(server.address) as queue:
         fill(queue, 16)
-        assert queue.stats()["server"]["spill"]["bytes"] >= (16 - 6) * MIB
+        assert queue.stats().server.spill.bytes >= (16 - 6) * MIB
         queue.snapshot("kept")
     with served(tmp_path / "next", 64, spills=False) as server, tq.connect(server.address) as queue:
         queue.restore("kept")

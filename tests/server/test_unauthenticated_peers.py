@@ -88,7 +88,7 @@ def test_strangers_at_every_door_cost_old_sessions_nothing(tmp_path):
                         assert batch["x"].list()
 
             work()
-            before, bulk_port = server.descriptors, near.stats()["server"]["bulk_port"]
+            before, bulk_port = server.descriptors, near.stats().server.bulk_port
             for door in ("socket file", "bulk port", "tcp port", "tcp port, greeted"):
                 with ExitStack() as strangers:
                     for _ in range(2 * DESCRIPTORS):

@@ -8,14 +8,15 @@ import pytest
 
 from tests.server.nodes import Bench, local, numbers, rows_of
 from transferqueue.limits import Limits
-from transferqueue.observe.answers.row import RowLife
-from transferqueue.observe.answers.stats import Stats, parse
-from transferqueue.observe.diagnosis import DoctorAnswer
 from transferqueue.observe.stages import all_stages
 from transferqueue.observe.verdict import QueueVerdict, report
 from transferqueue.policies import Manual, Pacing, Task
 from transferqueue.schema import Field
+from transferqueue.wire import codec
 from transferqueue.wire import messages as m
+from transferqueue.wire.answers.doctor import DoctorAnswer
+from transferqueue.wire.answers.row import RowLife
+from transferqueue.wire.answers.stats import Stats
 
 TASKS = [
     Task("rollout", needs=["x"], gives=["y"], lease_s=600.0),
@@ -25,8 +26,8 @@ TASKS = [
 
 def looks(client) -> tuple[Stats, DoctorAnswer]:
     """Both answers, as a person's tool asks for them."""
-    stats, doctor = (msgspec.msgpack.decode(client.ask(m.Observe(what)).value) for what in ("stats", "doctor"))
-    return parse("stats", stats, Stats), parse("doctor", doctor, DoctorAnswer)
+    stats = codec.decode_observed(client.ask(m.Observe("stats")), Stats)
+    return stats, codec.decode_observed(client.ask(m.Observe("doctor")), DoctorAnswer)
 
 
 def verdict_of(client, patience_s: float = 10.0) -> QueueVerdict:
@@ -204,7 +205,6 @@ def test_the_life_of_a_row_names_sessions_that_are_gone_too(bench, boss):
     rollout = bench.client(label="rollout-0", **local())
     finish(rollout, "rollout")
     rollout.ask(m.Goodbye())
-    answer = msgspec.msgpack.decode(boss.ask(m.Observe("row", "t", 0)).value)
-    life = parse("row", answer, RowLife)
+    life = codec.decode_observed(boss.ask(m.Observe("row", "t", 0)), RowLife)
     assert [life.name_of(event.session) for event in life.events[:3]] == ["boss", "rollout-0", "rollout-0"]
     assert life.name_of(None) == ""

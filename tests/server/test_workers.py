@@ -17,7 +17,10 @@ from tests.server.test_verdicts import verdict_of
 from transferqueue.policies import Task
 from transferqueue.server.sessions.exit_status import CUT, GOODBYE, SessionEnding
 from transferqueue.server.sessions.sessions import GONE_MAX, Workers
+from transferqueue.wire import codec
 from transferqueue.wire import messages as m
+from transferqueue.wire.answers.doctor import DoctorAnswer, TaskDiagnosis
+from transferqueue.wire.answers.stats import Stats
 
 
 def process(program: str) -> tuple[subprocess.Popen[bytes], int]:
@@ -99,8 +102,8 @@ def bench():
 
 
 def told(client, task="reward"):
-    found = msgspec.msgpack.decode(client.ask(m.Observe("doctor")).value)
-    return next(one for one in found["tables"]["t"] if one["task"] == task)
+    found = codec.decode_observed(client.ask(m.Observe("doctor")), DoctorAnswer)
+    return next(one for one in found.tables["t"] if one.task == task)
 
 
 @pytest.fixture
@@ -118,30 +121,30 @@ def reward(rows=1, wait_s=0.0):
 
 def test_a_task_that_nobody_ever_worked_on_says_so(bench, boss):
     bench.pass_time(8)
-    assert told(boss) == {
-        "task": "reward",
-        "text": (
+    assert told(boss) == TaskDiagnosis(
+        task="reward",
+        text=(
             'task "reward" has 2 rows ready, and 0 rows leased; nobody has worked on "reward" since this server '
             "started 8 s ago; start it"
         ),
-        "stranded": False,
-        "unattended_s": 8.0,
-        "died": False,
-        "errors": [],
-        "failing": False,
-    }
+        stranded=False,
+        unattended_s=8.0,
+        died=False,
+        errors=[],
+        failing=False,
+    )
 
 
 def test_who_waits_for_what_a_dead_worker_gives_is_told_of_it(bench, boss):
     worker = bench.client(label="reward-0", **local())
     worker.ask(reward())
-    assert told(boss)["unattended_s"] is None, "it has rows"
+    assert told(boss).unattended_s is None, "it has rows"
     waiting = boss.post(m.LeaseRequest("t", "train", rows=2, wait_s=60.0))
     bench.coordinator.peer_lost(worker.peer, bench.now)
     bench.pass_time(48)
     text = 'nobody works on "reward"; its last worker left 48 s ago (reward-0, its connection ended); start it again'
-    assert text in told(boss)["text"]
-    assert told(boss)["died"]
+    assert text in told(boss).text
+    assert told(boss).died
     bench.pass_time(12)
     refused = boss.take(waiting)
     assert refused.error == "DeadlineExceeded"
@@ -149,32 +152,30 @@ def test_who_waits_for_what_a_dead_worker_gives_is_told_of_it(bench, boss):
         '2 rows lack "r" (given by "reward": 2 ready and not leased, and nobody works on "reward"; its last worker '
         "left 60 s ago (reward-0," in (refused.text)
     )
-    stats = msgspec.msgpack.decode(boss.ask(m.Observe("stats", "t")).value)["tables"]["t"]["tasks"]
-    assert (stats["reward"]["unattended_s"], stats["train"]["unattended_s"]) == (60.0, None)
-    assert stats["reward"]["unattended"].endswith("left 60 s ago (reward-0, its connection ended); start it again")
+    stats = codec.decode_observed(boss.ask(m.Observe("stats", "t")), Stats).tables["t"].tasks
+    assert (stats["reward"].unattended_s, stats["train"].unattended_s) == (60.0, None)
+    assert stats["reward"].unattended.endswith("left 60 s ago (reward-0, its connection ended); start it again")
 
 
 def test_a_worker_that_waits_or_has_just_asked_works_and_one_that_is_idle_is_named(bench, boss):
     worker = bench.client(label="reward-0", **local())
     waiting = worker.post(reward(rows=5, wait_s=20.0))
     bench.pass_time(10)
-    assert told(boss)["unattended_s"] is None, "it waits"
+    assert told(boss).unattended_s is None, "it waits"
     bench.pass_time(10)
     assert worker.take(waiting).error == "DeadlineExceeded"
     worker.ask(reward(rows=5))
     bench.pass_time(2)
-    assert told(boss)["unattended_s"] is None, "it has just asked"
+    assert told(boss).unattended_s is None, "it has just asked"
     bench.pass_time(5)
-    assert told(boss)["text"].endswith(
-        'nobody works on "reward": reward-0 is connected, and last asked for rows 7 s ago'
-    )
+    assert told(boss).text.endswith('nobody works on "reward": reward-0 is connected, and last asked for rows 7 s ago')
     worker.ask(m.Goodbye())
     bench.pass_time(30)
     found = told(boss)
-    assert found["text"].endswith(
+    assert found.text.endswith(
         'nobody works on "reward"; its last worker left 30 s ago (reward-0, said goodbye); start it again'
     )
-    assert not found["died"]
+    assert not found.died
 
 
 def test_requests_for_tasks_that_do_not_exist_are_not_kept(bench, boss):
@@ -192,7 +193,7 @@ def test_a_table_of_the_same_name_begins_without_workers(bench, boss):
     boss.create_table(tasks=[Task("reward", needs=["x"])])
     boss.ask(boss.put(1))
     bench.pass_time(1)
-    assert 'nobody has worked on "reward" since' in told(boss)["text"]
+    assert 'nobody has worked on "reward" since' in told(boss).text
 
 
 def test_a_task_that_can_never_progress_says_so(bench, boss):
@@ -202,9 +203,9 @@ def test_a_task_that_can_never_progress_says_so(bench, boss):
     boss.ask(m.Ack("u", lent.lease, lent.token))
     boss.ask(m.AddTask("u", Task("train", needs=["r"])))
     boss.ask(m.Seal("u"))
-    answer = msgspec.msgpack.decode(boss.ask(m.Observe("doctor")).value)
-    train = next(one for one in answer["tables"]["u"] if one["task"] == "train")
-    assert train["stranded"]
-    assert 'task "train" of table "u" can never progress: the table is sealed, and 1 row lacks "r"' in train["text"]
+    answer = codec.decode_observed(boss.ask(m.Observe("doctor")), DoctorAnswer)
+    train = next(one for one in answer.tables["u"] if one.task == "train")
+    assert train.stranded
+    assert 'task "train" of table "u" can never progress: the table is sealed, and 1 row lacks "r"' in train.text
     found = verdict_of(boss)
     assert (found.state, found.table, found.task) == ("stuck", "u", "train")

@@ -68,7 +68,7 @@ def test_plain_values_are_put_while_another_thread_imports_torch(half: threading
         with table.lease("work", rows=2) as batch:
             assert batch["c0"].numpy().tolist() == [0, 1]
             batch.ack(done=np.ones(2))
-        assert table.audit()["rows_done"] == 2
+        assert table.audit().rows_done == 2
 
 
 def test_a_module_counts_from_when_it_is_whole(half: threading.Event) -> None:

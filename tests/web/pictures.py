@@ -25,6 +25,7 @@ import numpy as np
 
 import transferqueue as tq
 from transferqueue.web.subprocesses import start_page
+from transferqueue.wire.answers.stats import TableStats
 
 TOKEN: Final = "token-of-the-pictures"  # noqa: S105
 TABLE: Final = "rollouts"
@@ -149,12 +150,12 @@ class Job:
                     command, stderr=subprocess.DEVNULL
                 )  # they complain, as they should
 
-    def until(self, true: Callable[[dict[str, Any]], bool]) -> None:
+    def until(self, true: Callable[[TableStats], bool]) -> None:
         """Wait until the statistics of the table are so."""
         deadline = time.monotonic() + UNTIL_S
-        while not true(self.queue.stats()["tables"][TABLE]):
+        while not true(self.queue.stats().tables[TABLE]):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the job did not come so far: {self.queue.stats()['tables'][TABLE]}")
+                raise TimeoutError(f"the job did not come so far: {self.queue.stats().tables[TABLE]}")
             time.sleep(0.05)
 
     def close(self) -> None:
@@ -169,8 +170,8 @@ class Job:
             self.page.stdout.close()
 
 
-def _done(rows: int) -> Callable[[dict[str, Any]], bool]:
-    return lambda table: table["rows_done"] >= rows
+def _done(rows: int) -> Callable[[TableStats], bool]:
+    return lambda table: table.rows_done >= rows
 
 
 def healthy(job: Job) -> None:
@@ -192,7 +193,7 @@ def frozen_rollouts(job: Job) -> None:
         while True:
             os.kill(job.workers[label].pid, signal.SIGSTOP)
             time.sleep(0.2)  # what it had sent before arrives
-            held = {one["label"]: one["rows_leased"] for one in job.queue.sessions().values()}
+            held = {one.label: one.rows_leased for one in job.queue.sessions().values()}
             if held[label]:
                 break
             os.kill(job.workers[label].pid, signal.SIGCONT)
@@ -202,13 +203,13 @@ def frozen_rollouts(job: Job) -> None:
 def failing_rewards(job: Job) -> None:
     """Each lease of reward raises KeyError."""
     job.start(reward_0="failing_reward")
-    job.until(lambda table: table["tasks"]["reward"]["failed"] >= 4)
+    job.until(lambda table: table.tasks["reward"].failed >= 4)
 
 
 def all_stale(job: Job) -> None:
     """The clock runs ahead of all rows."""
     job.start(trainer="hasty_train")
-    job.until(lambda table: table["dropped"].get("stale", 0) >= 8)
+    job.until(lambda table: table.dropped.get("stale", 0) >= 8)
 
 
 def full(job: Job) -> None:
@@ -219,7 +220,7 @@ def full(job: Job) -> None:
 def finished(job: Job) -> None:
     """All rows are done, and the table is sealed."""
     job.start(prompts="few_prompts")
-    job.until(lambda table: table["sealed"] and not table["rows_live"])
+    job.until(lambda table: table.sealed and not table.rows_live)
 
 
 STATES: Final[dict[str, tuple[Callable[[Job], None], dict[str, Any], str]]] = {

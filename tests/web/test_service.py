@@ -135,7 +135,7 @@ def test_weights_are_told_and_waited_for_and_are_the_clock(service, queue, reque
     tensor = np.arange(6, dtype=np.float32).reshape(2, 3)
     packed = {"dtype": "float32", "shape": [2, 3], "data": base64.b64encode(tensor.tobytes()).decode()}
     service.call("weight_sync_notify", table=name, version=4, notice={"path": "there"}, tensors={"w": packed})
-    assert queue.table(name).stats()["version"] == 4
+    assert queue.table(name).stats().version == 4
     told = service.call("get_weights", table=name)
     assert told == {"version": 4, "notice": {"path": "there"}, "tensors": {"w": {"dtype": "float32", "shape": [2, 3]}}}
     whole = service.call("get_weights", table=name, above=3, tensors=True)["tensors"]["w"]
@@ -143,7 +143,7 @@ def test_weights_are_told_and_waited_for_and_are_the_clock(service, queue, reque
     assert service.refused("get_weights", table=name, above=4, timeout_s=0.05).status == 504
     assert error_of(service.refused("weight_sync_notify", table=name, version=4)) == (409, "AlreadyExists")
     assert service.refused("weight_sync_notify", table=name, version=5, notice="x" * 5000).status == 400
-    assert queue.table(name).stats()["version"] == 4
+    assert queue.table(name).stats().version == 4
 
 
 def test_samples_are_requested_by_prompts_and_come_by_the_number_of_their_request(service, queue, request):
@@ -452,7 +452,7 @@ def test_a_client_that_hangs_up_while_it_waits_takes_nothing(service, job, queue
     )
 
     def waiting():
-        return [one for one in queue.stats()["waiting"] if one["table"] == job]
+        return [one for one in queue.stats().waiting if one.table == job]
 
     with socket.create_connection((service.host, service.port), timeout=GENEROUS_S) as raw:
         raw.sendall(head.encode() + body)

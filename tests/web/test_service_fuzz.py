@@ -88,7 +88,7 @@ def test_nothing_that_is_asked_is_a_defect(tmp_path):
             lease = answer.msgpack["lease"] if action.gives is Experience and answer.status == 200 else lease
             seen[answer.status] += 1
         assert min(seen[200], seen[400]) > REQUESTS // 5
-        assert queue.audit()["balanced"]
+        assert queue.audit().balanced
         process.stdin.close()
         assert process.wait(GENEROUS_S) == 0
         process.stdout.close()

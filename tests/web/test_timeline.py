@@ -10,19 +10,17 @@ import pytest
 
 import transferqueue as tq
 from tests.client.deployments import until_someone_waits
-from transferqueue.observe.answers.stats import Stats, parse
-from transferqueue.observe.diagnosis import DoctorAnswer
 from transferqueue.observe.frame import frame
 from transferqueue.observe.stages import TableStage, Worker, all_stages
 from transferqueue.web.page.timeline import KEPT_S, RECENT_S, Lane, Moment, TableMoment, Timeline, joined
 
 
 def stats(queue):
-    return parse("stats", queue.stats(), Stats)
+    return queue.stats()
 
 
 def stages(queue):
-    return all_stages(stats(queue), parse("doctor", queue.doctor(), DoctorAnswer))
+    return all_stages(stats(queue), queue.doctor())
 
 
 def test_who_holds_a_lease_works_and_who_waits_for_one_is_idle():

@@ -28,7 +28,8 @@ def model(**changed: int) -> dict[str, np.ndarray]:
 
 
 def channel_bytes(queue: tq.Queue) -> int:
-    return int(queue.stats()["channels"].get("policy", {"bytes": 0})["bytes"])
+    channel = queue.stats().channels.get("policy")
+    return 0 if channel is None else channel.bytes
 
 
 def until(condition: Callable[[], bool]) -> None:

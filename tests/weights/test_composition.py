@@ -26,7 +26,7 @@ def queue() -> Iterator[tq.Queue]:
 
 
 def kept_bytes(queue: tq.Queue, channel: str = "policy") -> int:
-    found: int = queue.stats()["channels"][channel]["bytes"]
+    found: int = queue.stats().channels[channel].bytes
     return found
 
 
@@ -143,7 +143,7 @@ def test_memory_stays_bounded_however_little_stays_the_same() -> None:
             with channel.pull() as weights:
                 assert [int(value[0]) for value in weights.numpy().values()] == [int(t[0]) for t in tensors.values()]
             gc.collect()
-            assert queue.stats()["bytes"]["granted"] <= 2.5 * 16 * 4 * LARGE
+            assert queue.stats().bytes.granted <= 2.5 * 16 * 4 * LARGE
 
 
 def test_a_late_joiner_finds_the_newest_and_what_is_kept() -> None:
@@ -156,11 +156,11 @@ def test_a_late_joiner_finds_the_newest_and_what_is_kept() -> None:
             assert joined.pull(timeout_s=0).numpy()["a"][0] == 4
             assert joined.pull(version=3, timeout_s=0).numpy()["b"][0] == 9
             joined.applied(3)
-            told = queue.stats()["channels"]["policy"]
-            (session,) = told["applied"]
-            assert told["applied"][session] == 3
-            assert told["publish_lag_s"][session] >= 0
-            assert told["applied_age_s"][session] >= 0
+            told = queue.stats().channels["policy"]
+            (session,) = told.applied
+            assert told.applied[session] == 3
+            assert told.publish_lag_s[session] >= 0
+            assert told.applied_age_s[session] >= 0
 
 
 Values = st.dictionaries(st.sampled_from("abcde"), st.integers(0, 2), min_size=1)
@@ -183,7 +183,7 @@ def test_what_is_pulled_is_what_was_published(steps: list[Any]) -> None:
             channel.publish(version, {name: full(v, 16) for name, v in values.items()}, adapter=adapter)
             versions[version] = {**before, adapter: values}
             versions = dict(list(versions.items())[-keep:])
-            assert queue.stats()["channels"]["policy"]["kept"] == list(versions)
+            assert queue.stats().channels["policy"].kept == list(versions)
             if pulls:
                 held = channel.pull(since=held)
             for number, expected in versions.items():

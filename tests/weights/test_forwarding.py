@@ -96,7 +96,7 @@ def test_a_version_arrives_whole_in_parts_of_any_size(part_bytes: int, hosts: tu
             with here.weights("policy").pull(timeout_s=0) as weights:
                 assert weights.version == version
                 assert right(weights, **changed)
-    assert here.stats()["channels"]["policy"]["kept"] == [2, 3]
+    assert here.stats().channels["policy"].kept == [2, 3]
 
 
 def test_slices_and_adapters_are_forwarded(hosts: tuple[tq.Queue, tq.Queue]) -> None:

@@ -49,7 +49,7 @@ def expected(rank: int, of: int = TP) -> dict[str, Any]:
 
 def until_unpinned(queue: tq.Queue) -> None:
     """A client returns pins within 20 ms, or with a call after that."""
-    until(lambda: sum(each["pins"] for each in queue.sessions().values()) == 0)
+    until(lambda: sum(each.pins for each in queue.sessions().values()) == 0)
 
 
 def publish(channel: WeightChannel, other: WeightChannel, version: int = 1, at: int = 100) -> None:
@@ -83,7 +83,7 @@ def queue(request: pytest.FixtureRequest, server: Served) -> Iterator[tq.Queue]:
 
 
 def sent(queue: tq.Queue) -> int:
-    return sum(queue.stats()["server"]["bulk_sent_bytes"].values())
+    return sum(queue.stats().server.bulk_sent_bytes.values())
 
 
 # ---------------------------------------------------------------- bad input

@@ -32,7 +32,7 @@ def test_base_and_adapters_arrive_in_one_commit_and_only_the_newest_is_carried(
     channel.publish(2, {"a": np.full(4, 2, np.float32)}, adapter="style")
     with WeightRelay(source, here, "policy") as relay:
         assert relay.carry() == 2
-    assert here.stats()["channels"]["policy"]["kept"] == [2]
+    assert here.stats().channels["policy"].kept == [2]
     with here.weights("policy").pull(timeout_s=0) as found:
         assert (found.version, found.adapters) == (2, ["style"])
         assert found.numpy()["w"].tolist() == [1.0] * 8
@@ -66,12 +66,12 @@ def test_what_is_unchanged_is_neither_carried_nor_written_also_by_a_relay_that_w
     source.weights("policy").publish(1, large)
     with WeightRelay(source, here, "policy") as relay:
         relay.carry()
-    assert here.stats()["channels"]["policy"]["bytes"] == 4 << 20
+    assert here.stats().channels["policy"].bytes == 4 << 20
     source.weights("policy").publish(2, large | {"w3": np.zeros(1 << 18, np.float32)})
     with WeightRelay(source, here, "policy") as again:
         assert again.version == 1
         assert again.carry() == 2
-    assert here.stats()["channels"]["policy"]["bytes"] == 5 << 20
+    assert here.stats().channels["policy"].bytes == 5 << 20
     with here.weights("policy").pull(timeout_s=0) as found:
         assert found.numpy()["w3"].any() == False  # noqa: E712
         assert found.numpy()["w2"][-1] == 2
@@ -85,8 +85,8 @@ def test_memory_is_what_is_kept_and_one_version_more(hosts: tuple[tq.Queue, tq.Q
             channel.publish(version, {"w": np.full(12 << 20, version, np.uint8)})
             assert relay.carry(timeout_s=GENEROUS_S) == version
     stats = here.stats()
-    assert stats["channels"]["policy"]["kept"] == [10, 11]
-    assert stats["channels"]["policy"]["bytes"] == 24 << 20
+    assert stats.channels["policy"].kept == [10, 11]
+    assert stats.channels["policy"].bytes == 24 << 20
 
 
 def test_a_relay_ends_at_its_deadline_and_another_goes_on_from_what_is_here(hosts: tuple[tq.Queue, tq.Queue]) -> None:
@@ -99,10 +99,10 @@ def test_a_relay_ends_at_its_deadline_and_another_goes_on_from_what_is_here(host
             first.carry(wait_s=0.02)
     with WeightRelay(source, here, "policy") as second:
         assert second.version == 4
-        assert list(source.stats()["channels"]["policy"]["applied"].values()) == [4], "told at once"
+        assert list(source.stats().channels["policy"].applied.values()) == [4], "told at once"
         source.weights("policy").publish(5, {"w": np.ones(8)})
         assert second.carry() == 5
-    assert here.stats()["channels"]["policy"]["kept"] == [4, 5]
+    assert here.stats().channels["policy"].kept == [4, 5]
 
 
 def test_a_source_that_is_behind_is_waited_for(hosts: tuple[tq.Queue, tq.Queue]) -> None:

@@ -93,7 +93,7 @@ def test_a_version_crosses_once_for_all_replicas_of_a_host_late_and_replaced_one
         assert [one.line().split()[:2] for one in (before[1], late)] == [["9", "1"]] * 2
         assert MIB < crossed.bytes - first < 1.5 * MIB
         relay.told("version 9 is here")
-        assert list(trainer.stats()["channels"]["policy"]["applied"].values()) == [9]
+        assert list(trainer.stats().channels["policy"].applied.values()) == [9]
         assert relay.stop() == 0
 
 
@@ -139,8 +139,8 @@ def test_a_relay_that_is_killed_in_the_middle_of_a_version_leaves_nothing_and_th
             assert crossed.holding.wait(GENEROUS_S)
             first.stop(signal.SIGKILL)
         crossed.let_go()
-        channel = replica.stats()["channels"]["policy"]
-        assert (channel["kept"], channel["bytes"]) == ([1], TENSORS * MIB)
+        channel = replica.stats().channels["policy"]
+        assert (channel.kept, channel.bytes) == ([1], TENSORS * MIB)
         with pytest.raises(tq.DeadlineExceeded):
             versions.pull(timeout_s=0.01)
         with relaying(*words) as again:

@@ -143,10 +143,10 @@ def test_a_version_ends_with_the_session_that_began_it(queue: tq.Queue, other: t
     with tq.connect(queue.address, label="rank 0") as gone:
         pending = gone.weights("policy").begin(1, parts=2)
         second.publish(1, {"w": part(whole, 6, ROWS)}, pending=pending, part=1)
-        assert queue.stats()["channels"]["policy"]["bytes"] == 4 * WIDTH * 4
+        assert queue.stats().channels["policy"].bytes == 4 * WIDTH * 4
     with pytest.raises(tq.VersionGivenUp, match="rank 0, which began it, is gone"):
         second.publish(1, {"w": part(whole, 6, ROWS)}, pending=pending, part=1)
-    assert queue.stats()["channels"]["policy"]["bytes"] == 0
+    assert queue.stats().channels["policy"].bytes == 0
     with pytest.raises(tq.DeadlineExceeded, match="nothing was published yet"):
         second.pull(timeout_s=0)
 

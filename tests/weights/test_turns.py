@@ -50,14 +50,14 @@ def test_one_after_another(queue: tq.Queue) -> None:
         for one in [pool.submit(replica) for _ in range(5)]:
             one.result(timeout=60)
     assert 1 <= most[0] <= 2
-    assert queue.stats()["channels"]["policy"]["turns"] == {}
+    assert queue.stats().channels["policy"].turns == {}
 
 
 def test_a_turn_that_is_not_given_says_who_has_it(queue: tq.Queue) -> None:
     with tq.connect(queue.address) as other, other.weights("policy").turn():
         with pytest.raises(tq.DeadlineExceeded, match=r"lets 1 update at once, and session \d+ do"):
             queue.weights("policy").turn(timeout_s=0).__enter__()
-        assert len(queue.stats()["channels"]["policy"]["turns"]) == 1
+        assert len(queue.stats().channels["policy"].turns) == 1
     with queue.weights("policy").turn(timeout_s=0):
         pass
 

@@ -123,7 +123,7 @@ REPLIES: Final[list[m.Reply]] = [
     m.WeightsReply(7, FIELDS, [BLOCK], [SLICE], 3, 2),
     m.VersionBegun(2),
     m.LatestVersion(7, FIELDS, [BLOCK], {3: 4096}, "a shard"),
-    m.Observed(codec.encode_plain({"a": [1, 2.5, None, {"b": "c"}]})),
+    codec.encode_observed({"a": [1, 2.5, None, {"b": "c"}]}),
     m.WaitExplained("x"),
     m.CursorValue(8),
     m.JobProgress(1, "/s/kept", 4096, 8192, True),

@@ -9,6 +9,8 @@ from transferqueue.policies import Acked, Compare, Complete, Pacing, Requeue, Ta
 from transferqueue.schema import Field
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
+from transferqueue.wire.answers.doctor import DoctorAnswer
+from transferqueue.wire.answers.stats import TaskStats
 from transferqueue.wire.versions import PROTOCOL, VERSION
 
 CALLS = [
@@ -42,7 +44,7 @@ CALLS = [
 ]
 ANSWERS = [
     m.AnswerFrame(1, 2, m.Failed("Full", "no room")),
-    m.AnswerFrame(1, 3, m.Observed(codec.encode_plain({"a": [1, 2.5, None, {"b": "c"}]}))),
+    m.AnswerFrame(1, 3, codec.encode_observed({"a": [1, 2.5, None, {"b": "c"}]})),
     m.AnswerFrame(1, 4, m.TableTerms("t", [], [], Limits(), None, Acked(), False, 0)),
     m.AnswerFrame(1, 5, m.Welcome(1, 2, "s", "/r", {0: "/dev/shm/x"}, 1 << 40)),
 ]
@@ -59,9 +61,16 @@ def test_an_answer_comes_back_as_it_was(answer):
     assert codec.decode_answer(codec.encode_answer(answer)) == answer
 
 
-def test_plain_values_come_back():
-    value = {"a": [1, 2.5, None, {"b": "c"}], "t": True}
-    assert codec.decode_plain(codec.encode_plain(value)) == value
+def test_answers_come_back_and_older_and_newer_ones_are_read():
+    task = TaskStats(ready=3, age_s=1.5, holders=["a"])
+    assert codec.decode_observed(codec.encode_observed(task), TaskStats) == task
+    newer = codec.encode_observed({"ready": 3, "of_a_newer_server": [1]})
+    assert codec.decode_observed(newer, TaskStats) == TaskStats(ready=3)
+
+
+def test_an_answer_of_another_form_is_refused():
+    with pytest.raises(ProtocolError, match=r"cannot be read as .*DoctorAnswer.*`tables`; install the same version"):
+        codec.decode_observed(codec.encode_observed({"now_s": 1.0}), DoctorAnswer)
 
 
 def test_fields_travel():

@@ -19,4 +19,4 @@ def test_the_policy_is_the_clock_of_the_jobs_table(tmp_path: Path) -> None:
     with Deployed(tmp_path, ["1/2", "2/2"]) as two, tq.connect(two.address) as queue:
         table = create_table(queue, checked(demo_job(tmp_path)))
         queue.weights(POLICY).publish(4, {"w": np.ones(2)})
-        assert table.stats()["version"] == 4
+        assert table.stats().version == 4

@@ -175,7 +175,7 @@ def test_a_generator_killed_in_the_middle_of_a_batch_loses_nothing(queue: tq.Que
         (x, 2 * x) for x in range(32)
     ]
     audit = queue.table("t").audit()
-    assert (audit["rows_done"], dict(audit["dropped"])) == (32, {})
+    assert (audit.rows_done, dict(audit.dropped)) == (32, {})
 
 
 def test_a_stage_that_raises_ends_the_flow_with_its_traceback(queue: tq.Queue, tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_process_that_is_killed_while_it_waits_is_started_again_each_time(queu
     with Flow(queue, [waits], directory=tmp_path, observe=observe) as flow:
         flow.run()
     assert starts == ["double-0"] * 6
-    assert table.audit()["rows_done"] == 2
+    assert table.audit().rows_done == 2
 
 
 def test_a_process_that_works_between_its_deaths_is_started_again_each_time(queue: tq.Queue, tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_whoever_waits_for_a_stage_that_cannot_work_is_told_without_run(
         assert "flow_stages.py" in failed.value.last_words
         with pytest.raises(tq.DeadlineExceeded):  # the flow is left, and its queue waits as ever
             table.lease("check", rows=4, timeout_s=0.01)
-        assert table.audit()["balanced"]
+        assert table.audit().balanced
 
 
 def test_a_stage_is_started_again_while_the_program_does_something_else(queue: tq.Queue, tmp_path: Path) -> None:

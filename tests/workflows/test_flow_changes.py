@@ -91,7 +91,7 @@ def check_all_done(queue: tq.Queue) -> None:
     rows = sorted(zip(found["x"].numpy().tolist(), found["y"].numpy().tolist(), strict=True))
     assert rows == [(x, 2 * x) for x in range(32)]
     audit = queue.table("t").audit()
-    assert (audit["rows_done"], dict(audit["dropped"]), audit["balanced"]) == (32, {}, True)
+    assert (audit.rows_done, dict(audit.dropped), audit.balanced) == (32, {}, True)
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_a_removed_process_ends_the_rows_that_it_has_and_takes_no_more(
     assert heard.wait("finished", "double-0")  # what follows the factory's yield has run
     flow.run()
     check_all_done(queue)
-    assert queue.table("t").stats()["tasks"]["double"].get("expired", 0) == 0
+    assert queue.table("t").stats().tasks["double"].worker_deaths == 0
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_rows_of_parts_are_handed_back_dropped_and_done() -> None:
         table.seal()
         run_stage(table, Stage(task=task, rows=2, at_least=1), count, emit=events.append)
         assert table.read(fields=["y"])["y"].list() == [30, 30, 30]
-        assert table.audit()["dropped"] == {"five": 1}
+        assert table.audit().dropped == {"five": 1}
     assert not [event for event in events if isinstance(event, Failure)]
 
 
@@ -56,7 +56,7 @@ def test_a_source_ends_with_a_table_that_somebody_sealed() -> None:
             return 2
 
         def __call__(self, rows: int) -> dict[str, Any]:
-            if table.audit()["rows_put"] >= 6:
+            if table.audit().rows_put >= 6:
                 table.seal()
             return {"x": [1] * rows}
 

@@ -73,7 +73,7 @@ def test_parts_are_acknowledged_as_they_come_and_land_on_their_rows(queue: tq.Qu
         x = batch["x"].numpy()
         for at in (np.array([5, 0]), np.array([1])):
             yield PartialResult(at=at, columns={"y": 2 * x[at]}, facts={"policy_version": 7})
-            seen.append(table.stats()["tasks"]["double"]["done"])
+            seen.append(table.stats().tasks["double"].done)
         yield PartialResult(columns={"y": 2 * x[2:5]})
 
     serve(table, in_parts, rows=6)

@@ -92,8 +92,8 @@ def test_prompts_are_groups_of_samples_stored_once_each(queue):
     batch.ack(ids=[[1]] * 4)
     with service.get_experience_data("train", groups=2)[0]:
         pass
-    assert service.status()["rows_done"] == 4
-    assert service.status()["outstanding"] == 0
+    assert service.status().rows_done == 4
+    assert service.status().outstanding == 0
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_prompts_that_are_none_are_refused_and_nothing_is_put(queue, columns, fa
     service = Service.init_engines(queue, job())
     with pytest.raises(error, match=text):
         service.put_prompts_data(columns, **facts)
-    assert service.status()["rows_put"] == service.status()["reserved"] == 0
+    assert service.status().rows_put == service.status().reserved == 0
 
 
 def test_prompts_wait_for_room_until_their_deadline(queue):
@@ -122,7 +122,7 @@ def test_prompts_wait_for_room_until_their_deadline(queue):
     service.put_prompts_data({"prompt": list("abcd")})
     with pytest.raises(DeadlineExceeded):
         service.put_prompts_data({"prompt": ["e"]}, timeout_s=0.05)
-    assert service.status()["rows_put"] == 4
+    assert service.status().rows_put == 4
 
 
 def test_late_columns_and_unknown_facts(queue):
@@ -147,7 +147,7 @@ def test_weights_wake_who_waits_for_them_and_move_the_clock(queue):
     service.weight_sync_notify(3, {"w": np.arange(2.0)}, notice={"path": "there"})
     thread.join(60)
     assert seen == [(3, {"path": "there"}, [0.0, 1.0])]
-    assert service.status()["version"] == 3
+    assert service.status().version == 3
     for notice, tensors, text in (
         ("x" * 5000, {}, "at most 4096"),
         (object(), {}, "be JSON"),
@@ -155,7 +155,7 @@ def test_weights_wake_who_waits_for_them_and_move_the_clock(queue):
     ):
         with pytest.raises(UsageError, match=text):
             service.weight_sync_notify(4, tensors, notice=notice)
-    assert service.status()["version"] == 3
+    assert service.status().version == 3
 
 
 def test_weights_of_who_gives_no_notice_have_none(queue):
@@ -189,7 +189,7 @@ def test_the_same_for_an_event_loop():
             await service.seal()
             return await service.status()
 
-    assert asyncio.run(run())["rows_done"] == 4
+    assert asyncio.run(run()).rows_done == 4
 
 
 # ---------------------------------------------------------------- indices and streams
@@ -221,7 +221,7 @@ def test_a_stream_gives_batches_whose_results_return_in_any_order(queue):
         for index in (second, first):
             service.put_experience_data({"ids": [[0]] * 2}, index, policy_version=0)
         assert list(loader) == []
-    assert service.status()["tasks"]["rollout"]["done"] == 4
+    assert service.status().tasks["rollout"].done == 4
 
 
 def test_a_stream_that_is_left_gives_back_what_has_no_results(queue):
@@ -249,6 +249,6 @@ def test_indices_and_streams_for_an_event_loop():
             assert index.batch.ended
             await service.weight_sync_notify(1)
             status = await service.status()
-            assert (status["version"], status["tasks"]["rollout"]["ready"]) == (1, 3)
+            assert (status.version, status.tasks["rollout"].ready) == (1, 3)
 
     asyncio.run(run())

@@ -204,8 +204,8 @@ def test_a_broken_stage_gives_the_rows_of_its_other_leases_back(queue: tq.Queue)
 
     with pytest.raises(StageFailedInProcess, match="no luck"):
         serve(table, work, Stage(task=task, rows=4, at_least=1, slots=8, stall_s=WAIT_S, failures_max=1))
-    assert table.stats()["tasks"]["double"]["done"] >= 1
-    assert table.stats()["tasks"]["double"]["leased"] == 0
+    assert table.stats().tasks["double"].done >= 1
+    assert table.stats().tasks["double"].leased == 0
 
 
 def test_a_stage_with_slots_stops_when_asked_and_ends_what_it_began(queue: tq.Queue) -> None:
@@ -217,7 +217,7 @@ def test_a_stage_with_slots_stops_when_asked_and_ends_what_it_began(queue: tq.Qu
 
     done, _ = serve(table, last, stop=stop)
     assert 2 <= done <= 6
-    assert table.stats()["tasks"]["double"]["leased"] == 0
+    assert table.stats().tasks["double"].leased == 0
 
 
 def test_waiting_for_rows_ends_with_what_is_missing(queue: tq.Queue) -> None:

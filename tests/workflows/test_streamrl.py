@@ -85,7 +85,7 @@ def test_samples_stream_from_generators_in_other_processes_with_the_weights_of_e
                 assert one.spans == ((step, len(one.ids)),)
         service.seal()
     assert [one.returncode for one in running] == [0, 0]
-    assert service.table.audit()["rows_done"] == 72
+    assert service.table.audit().rows_done == 72
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_the_next_request_is_generated_while_this_one_is_taken_and_staleness_is_
             service.update(count_down(step + 1))
         assert ahead.cancel() == 8
         service.seal()
-    assert service.table.audit()["dropped"] == {"cancelled": 8}
+    assert service.table.audit().dropped == {"cancelled": 8}
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_closing_hands_back_what_was_not_taken_and_another_goes_on(queue: tq.Que
         rest = list(Service.join(elsewhere).resume(stream.request, timeout_s=WAIT_S))
     assert places([*taken, *rest]) == [(prompt, 0) for prompt in range(20)]
     assert list(service.resume(stream.request)) == []
-    assert service.table.audit()["rows_done"] == 20
+    assert service.table.audit().rows_done == 20
 
 
 def use_one(stream: CompletionStream, used: list[Completion]) -> None:
@@ -196,7 +196,7 @@ def test_a_cancelled_request_is_dropped_while_it_is_generated(queue: tq.Queue, s
     assert stream.cancel() == 4
     with pytest.raises(tq.LeaseExpired):
         being_generated.ack()
-    assert service.table.audit()["dropped"] == {"cancelled": 4}
+    assert service.table.audit().dropped == {"cancelled": 4}
     assert stream.cancel() == 0
 
 
@@ -219,7 +219,7 @@ def test_requests_that_make_no_sense_put_nothing(queue: tq.Queue, service: Servi
     for scores in ([1.0], [1.0, float("nan")]):
         with pytest.raises(UsageError, match=r"scores \(\d,\) for 2 prompts: give one number a prompt"):
             service.generate(prompts([1, 2]), scores=scores)
-    assert service.table.audit()["rows_put"] == 0
+    assert service.table.audit().rows_put == 0
 
 
 def test_a_table_without_the_stages_is_refused(queue: tq.Queue) -> None:

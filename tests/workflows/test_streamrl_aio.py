@@ -78,7 +78,7 @@ def test_what_could_not_be_used_comes_again_and_a_cancelled_rest_is_dropped() ->
         assert await again.cancel() == 1
         with pytest.raises(SamplesLost, match="2 samples were still to come, and 0 are left"):
             await anext(lost)
-        assert (await service.table.audit())["dropped"] == {"cancelled": 1}
+        assert (await service.table.audit()).dropped == {"cancelled": 1}
 
         await queue.create_table("other", tasks=[tq.Task("train")])
         with pytest.raises(SchemaError, match="declare the job with stream_engines"):

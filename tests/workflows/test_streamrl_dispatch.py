@@ -108,7 +108,7 @@ def test_it_learns_plans_and_splits_while_it_runs(queue: tq.Queue) -> None:
     assert figures["skilled"] is True
     assert figures["predicted_s"] < figures["given_s"]
     assert (expected[0], max(expected) > 100) == (0, True)
-    assert service.table.audit()["rows_done"] == len(orders) * PROMPTS
+    assert service.table.audit().rows_done == len(orders) * PROMPTS
     assert max(engine.most for engine in generators.engines.values()) <= SLOTS
 
 
@@ -130,7 +130,7 @@ def test_rows_of_a_dead_engine_go_to_the_other_and_the_next_plan_is_without_it(q
                 assert [engine.name for engine in live_engines(queue, service.table.name)] == ["b"]
     service.seal()
     generators.end()
-    assert service.table.audit()["rows_done"] == 3 * PROMPTS
+    assert service.table.audit().rows_done == 3 * PROMPTS
 
 
 def test_a_generator_takes_what_it_prefers_first(queue: tq.Queue) -> None:

@@ -55,9 +55,7 @@ def test_a_trainer_that_is_killed_loses_no_sample_and_trains_none_twice(every: i
             service.seal()
             thread.join(60)
             audit = service.table.audit()
-            assert (audit["rows_put"], audit["rows_done"], audit["balanced"]) == (STEPS * ROWS, STEPS * ROWS, True), (
-                line
-            )
+            assert (audit.rows_put, audit.rows_done, audit.balanced) == (STEPS * ROWS, STEPS * ROWS, True), line
         trained = json.loads(state.read_text())["trained"]
         assert set(trained.values()) == {1}, line
         assert len(trained) == STEPS * ROWS
@@ -69,7 +67,7 @@ def test_a_numbered_request_is_put_once(tmp_path: Path) -> None:
         service = Service.init_engines(queue, stream_engines())
         assert service.generate(prompts_of(1), number=1).left == ROWS
         assert service.generate(prompts_of(1), number=1).left == ROWS
-        assert service.table.audit()["rows_put"] == ROWS
+        assert service.table.audit().rows_put == ROWS
 
 
 def test_batches_of_a_stream_may_be_held_to_its_end() -> None:

@@ -67,10 +67,10 @@ def _connected(context: typer.Context) -> Iterator[Queue]:
 
 
 def _recent_rows(queue: Queue, table: str) -> list[Candidate]:
-    end = queue.events(table)["next"]
+    end = queue.events(table).next
     told: dict[int, str] = {}
-    for event in queue.events(table, after=max(end - EVENTS_LOOKED_AT, 0))["events"]:
-        for row in event["rows"][-ROWS_SHOWN:]:
+    for event in queue.events(table, after=max(end - EVENTS_LOOKED_AT, 0)).events:
+        for row in event.rows[-ROWS_SHOWN:]:
             told.pop(row, None)
-            told[row] = f"{event['what']} {event['task']}".strip()
+            told[row] = f"{event.what} {event.task}".strip()
     return [(str(row), what) for row, what in reversed(told.items())]

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import msgspec
-
 from transferqueue.errors import AlreadyExists, DeadlineExceeded, Full, NotFound, ProtocolError, UsageError, listing
 from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.reports.answers import observed
@@ -31,6 +29,7 @@ from transferqueue.ledger.sessions import SessionState
 from transferqueue.ledger.state import LedgerState
 from transferqueue.limits import ROW_MEMORY_BYTES, TABLES_MAX, check_name
 from transferqueue.text import counted
+from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 
 __all__ = ["OPERATIONS"]
@@ -245,4 +244,4 @@ def _end_turn(state: LedgerState, request: m.ReleaseUpdateSlot, session: Session
 
 @carries_out(m.Observe)
 def _observe(state: LedgerState, request: m.Observe, session: SessionState, call: int) -> Answer:
-    return m.Observed(msgspec.Raw(msgspec.msgpack.encode(observed(state, request))))
+    return codec.encode_observed(observed(state, request))

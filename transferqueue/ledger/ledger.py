@@ -30,7 +30,7 @@ from transferqueue.ledger.effects import Effect, Expiring, MustWait
 from transferqueue.ledger.persistence import image
 from transferqueue.ledger.persistence.restore import check_empty, restored
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot, take_snapshot
-from transferqueue.ledger.reports.answers import explained, observed
+from transferqueue.ledger.reports.answers import Observation, explained, observed, sessions
 from transferqueue.ledger.reports.events import listed_events
 from transferqueue.ledger.requests import weight_channels
 from transferqueue.ledger.requests.ack import expire_lease
@@ -53,6 +53,8 @@ from transferqueue.ledger.tasks.selectors import PluginFactory
 from transferqueue.ledger.tasks.task_state import LEASED
 from transferqueue.limits import COPY_ORDER_S, SESSIONS_MAX
 from transferqueue.wire import messages as m
+from transferqueue.wire.answers.events import EventsAnswer
+from transferqueue.wire.answers.sessions import Sessions
 from transferqueue.wire.messages.declarations import DECLARED
 
 
@@ -555,12 +557,21 @@ class Ledger:
         self.tick(now)
         return explained(self.state, request)
 
-    def observe(self, request: m.Observe, now: float) -> dict[str, Any]:
-        """Plain values about the queue: the content of `m.Observed`."""
+    def observe(self, request: m.Observe, now: float) -> Observation:
+        """What is known here of the content of `m.Observed`."""
         self.tick(now)
         return observed(self.state, request)
 
-    def events(self, request: m.ListEvents, now: float) -> dict[str, Any]:
+    def bytes_of_tables(self) -> dict[str, int]:
+        """Bytes of the blocks of each table."""
+        return {name: table.usage.bytes for name, table in self.state.tables.items()}
+
+    def sessions(self, now: float) -> Sessions:
+        """What each session holds."""
+        self.tick(now)
+        return sessions(self.state)
+
+    def events(self, request: m.ListEvents, now: float) -> EventsAnswer:
         """What happened to rows of a table since an earlier answer: the content of `m.Observed`."""
         self.tick(now)
         return listed_events(self.state.table(request.table), request, self.state.now)

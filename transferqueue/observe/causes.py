@@ -13,10 +13,11 @@ from typing import Final, Literal, get_args
 
 import msgspec
 
-from transferqueue.observe.answers.stats import Stats, TableStats, Waiting
-from transferqueue.observe.diagnosis import SILENT_S, DoctorAnswer
+from transferqueue.observe.diagnosis import SILENT_S
 from transferqueue.observe.stages import TableStage, Worker
 from transferqueue.observe.units import count, plural, rows, size, span
+from transferqueue.wire.answers.doctor import DoctorAnswer
+from transferqueue.wire.answers.stats import Stats, TableStats, Waiting
 
 State = Literal[
     "gone", "defect", "lost", "failing", "silent", "missing", "stuck", "full", "stale", "starved",

@@ -3,36 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
 
 import msgspec
 
-from transferqueue.observe.answers.stats import Stats
-from transferqueue.observe.diagnosis import DoctorAnswer
-
-_T = TypeVar("_T")
-
-
-class UnreachableCoordinator(msgspec.Struct, frozen=True, kw_only=True):
-    """A coordinator that did not answer, and the error instead of its answer."""
-
-    address: str
-    unreachable: str
-
-
-def by_coordinator(
-    address: str, answer: dict[str, Any], read: Callable[[dict[str, Any]], _T]
-) -> dict[str, _T | UnreachableCoordinator]:
-    """The answer of each coordinator, parsed by `read`, by its address. answer: of `Queue.stats` and its like, of the
-    queue at `address`."""
-    answers: dict[str, dict[str, Any]] = answer.get("coordinators", {address: answer})
-    return {
-        coordinator: UnreachableCoordinator(address=coordinator, unreachable=reply["unreachable"])
-        if "unreachable" in reply
-        else read(reply)
-        for coordinator, reply in answers.items()
-    }
+from transferqueue.wire.answers.coordinators import UnreachableCoordinator
+from transferqueue.wire.answers.doctor import DoctorAnswer
+from transferqueue.wire.answers.stats import Stats
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,67 +12,14 @@ from typing import Final
 import msgspec
 
 from transferqueue.limits import HEARTBEAT_S
-from transferqueue.observe.answers.sessions import SessionStats
-from transferqueue.observe.answers.stats import TaskError, Waiting, parse
 from transferqueue.observe.units import plural, rows, span
+from transferqueue.wire.answers.doctor import DoctorAnswer, TaskDiagnosis
+from transferqueue.wire.answers.sessions import SessionStats
+from transferqueue.wire.answers.stats import Waiting
 
 NAMES_SHOWN = 4
 SILENT_S: Final = 2 * HEARTBEAT_S
 """A live client sends something every `HEARTBEAT_S`; one late message is not reported."""
-
-
-class TaskDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """The ledger's description of a task, or (task "") of its table. stranded: the task can never progress.
-    unattended_s: for how long no worker has worked on it, though rows are ready (None: a worker does, or no rows are).
-    died: its last worker died. errors: as in `TaskStats`. failing: its recent leases all failed."""
-
-    task: str
-    text: str
-    stranded: bool = False
-    unattended_s: float | None = None
-    died: bool = False
-    errors: list[TaskError] = []
-    failing: bool = False
-
-
-class Departed(msgspec.Struct, frozen=True, kw_only=True):
-    """The worker whose session ended last, when, and how. died: without a goodbye."""
-
-    label: str
-    ago_s: float
-    how: str
-    died: bool = False
-
-
-class PipelineStage(msgspec.Struct, frozen=True, kw_only=True):
-    """A task, or (task "") the sessions that put rows. lacks: in a sample of its pending rows, how many lack each
-    column. workers: the open sessions that have asked for its rows."""
-
-    task: str
-    needs: list[str] = []
-    gives: list[str] = []
-    lacks: dict[str, int] = {}
-    workers: list[int] = []
-    left: Departed | None = None
-
-
-class TablePipeline(msgspec.Struct, frozen=True, kw_only=True):
-    """The stages of a table, and how its rows ended of late: "acked" by the pacing task, or why they did not reach
-    it."""
-
-    stages: list[PipelineStage] = []
-    ends: dict[str, int] = {}
-
-
-class DoctorAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to `Observe("doctor")`, typed."""
-
-    now_s: float
-    tables: dict[str, list[TaskDiagnosis]]
-    pipelines: dict[str, TablePipeline] = {}
-    channels: dict[str, list[str]] = {}
-    waiting: list[Waiting]
-    sessions: dict[str, SessionStats]
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,13 +39,11 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     channels: dict[str, list[Finding]] = {}
 
 
-def diagnose(answer: object) -> Diagnosis:
-    """Find for each table what waits in it and why. answer: what the server said, or that parsed. `ProtocolError` if it
-    has another form."""
-    parsed = answer if isinstance(answer, DoctorAnswer) else parse("doctor", answer, DoctorAnswer)
-    known = {name: _table(name, tasks, parsed) for name, tasks in parsed.tables.items()}
-    others = [wait for wait in parsed.waiting if wait.table not in parsed.tables]
-    channels = {name: [Finding(task="", text=text) for text in texts] for name, texts in parsed.channels.items()}
+def diagnose(answer: DoctorAnswer) -> Diagnosis:
+    """Find for each table what waits in it and why."""
+    known = {name: _table(name, tasks, answer) for name, tasks in answer.tables.items()}
+    others = [wait for wait in answer.waiting if wait.table not in answer.tables]
+    channels = {name: [Finding(task="", text=text) for text in texts] for name, texts in answer.channels.items()}
     return Diagnosis(tables=known, elsewhere=_waits(others), channels=channels)
 
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 import msgspec
 
-from transferqueue.observe.answers.stats import Stats, TableStats, TaskStats
-from transferqueue.observe.coordinators import Look, UnreachableCoordinator
+from transferqueue.observe.coordinators import Look
 from transferqueue.observe.verdict import QueueVerdict, report
+from transferqueue.wire.answers.coordinators import UnreachableCoordinator
+from transferqueue.wire.answers.stats import Stats, TableStats, TaskStats
 
 
 class StatsFrame(msgspec.Struct, frozen=True, kw_only=True):

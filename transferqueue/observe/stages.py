@@ -12,9 +12,10 @@ from typing import Final, Literal
 
 import msgspec
 
-from transferqueue.observe.answers.sessions import SessionStats
-from transferqueue.observe.answers.stats import Stats, TableStats, TaskError, TaskStats, Waiting
-from transferqueue.observe.diagnosis import SILENT_S, Departed, DoctorAnswer, PipelineStage, TaskDiagnosis
+from transferqueue.observe.diagnosis import SILENT_S
+from transferqueue.wire.answers.doctor import Departed, DoctorAnswer, PipelineStage, TaskDiagnosis
+from transferqueue.wire.answers.sessions import SessionStats
+from transferqueue.wire.answers.stats import Stats, TableStats, TaskError, TaskStats, Waiting
 
 PRODUCERS: Final = "producers"
 _MAKING_ROOM: Final = frozenset({"Reserve", "Put", "Grant"})

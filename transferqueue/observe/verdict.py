@@ -11,11 +11,12 @@ from typing import Final
 
 import msgspec
 
-from transferqueue.observe.answers.stats import Stats, TableStats
 from transferqueue.observe.causes import ORDER, Cause, Search, State, listed, of_the_server, one_line, silent_holders
-from transferqueue.observe.diagnosis import Diagnosis, DoctorAnswer, diagnose
+from transferqueue.observe.diagnosis import Diagnosis, diagnose
 from transferqueue.observe.stages import TableStage, all_stages
 from transferqueue.observe.units import count
+from transferqueue.wire.answers.doctor import DoctorAnswer
+from transferqueue.wire.answers.stats import Stats, TableStats
 
 TROUBLES: Final = frozenset(ORDER[: ORDER.index("waiting")])
 """The states that end only if someone acts."""

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from transferqueue.limits import SAMPLE_S_MAX, TURN_S_MAX
+from transferqueue.wire.answers.stats import TurnStats
 
 FIRST_EXPONENT: Final = -16
 LAST_EXPONENT: Final = 4
@@ -53,18 +54,18 @@ class Histogram:
         if seconds > TURN_S_MAX:
             self.late[subject] = self.late.get(subject, 0) + 1
 
-    def plain(self) -> dict[str, Any]:
-        """As `stats` reports it: see `transferqueue docs observing`."""
-        return {
-            "bounds_s": list(BOUNDS_S),
-            "counts": list(self.counts),
-            "sum_s": self.sum_s,
-            "longest_s": self.longest_s,
-            "longest_of": self.longest_of,
-            "busiest_s": self.busiest_s,
-            "busiest_of": self.busiest_of,
-            "late": dict(self.late),
-        }
+    def stats(self) -> TurnStats:
+        """As `stats` reports it."""
+        return TurnStats(
+            bounds_s=list(BOUNDS_S),
+            counts=list(self.counts),
+            sum_s=self.sum_s,
+            longest_s=self.longest_s,
+            longest_of=self.longest_of,
+            busiest_s=self.busiest_s,
+            busiest_of=self.busiest_of,
+            late=dict(self.late),
+        )
 
 
 class Turns:
@@ -73,9 +74,9 @@ class Turns:
     def __init__(self) -> None:
         self.requests, self.ticks, self.commits = Histogram(), Histogram(), Histogram()
 
-    def plain(self) -> dict[str, Any]:
-        """As `stats` reports it."""
-        return {"request": self.requests.plain(), "tick": self.ticks.plain(), "commit": self.commits.plain()}
+    def stats(self) -> dict[str, TurnStats]:
+        """As `stats` reports them."""
+        return {"request": self.requests.stats(), "tick": self.ticks.stats(), "commit": self.commits.stats()}
 
 
 class Meter:

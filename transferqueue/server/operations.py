@@ -132,10 +132,10 @@ class Operations:
     # ------------------------------------------------------------ before or after the ledger
 
     def _observe(self, session: OpenSession, call: int, request: m.Observe, now: float) -> Answer:
-        return m.Observed(codec.encode_plain(reports.observe(self._sources, request, now)))
+        return codec.encode_observed(reports.observe(self._sources, request, now))
 
     def _list_events(self, session: OpenSession, call: int, request: m.ListEvents, now: float) -> Answer:
-        return m.Observed(codec.encode_plain(reports.events(self._sources, request, now)))
+        return codec.encode_observed(reports.events(self._sources, request, now))
 
     def _explain_wait(self, session: OpenSession, call: int, request: m.ExplainWait, now: float) -> Answer:
         waiting = self._sources.waiting.of_call(session.number, request.call)

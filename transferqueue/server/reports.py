@@ -1,14 +1,16 @@
-"""What a coordinator reports about itself: the ledger's report, and what only the server knows.
-`transferqueue docs observing` lists the fields."""
+"""What a coordinator reports about itself: the ledger's report, and what only the server knows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Final
+from typing import Final
+
+from msgspec.structs import replace
 
 from transferqueue.ledger.ledger import Ledger
+from transferqueue.ledger.reports.answers import Observation
 from transferqueue.ledger.table import Absence
 from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.loop_latency import Turns
@@ -19,9 +21,12 @@ from transferqueue.server.shards.shards import ShardRegistry
 from transferqueue.server.spill.spilling import Spilling
 from transferqueue.transport.control.unix_socket import UnixPeer
 from transferqueue.wire import messages as m
+from transferqueue.wire.answers.doctor import Departed, DoctorAnswer, PipelineStage, TablePipeline
+from transferqueue.wire.answers.events import EventsAnswer
+from transferqueue.wire.answers.row import RowLife
+from transferqueue.wire.answers.sessions import Sessions, SessionStats
+from transferqueue.wire.answers.stats import ServerStats, ShardStats, Stats, Waiting
 from transferqueue.wire.home_coordinator import CoordinatorIndex
-
-Plain = dict[str, Any]
 
 IDLE_S: Final = 3.0
 """A worker that asked for rows this recently is assumed to work on them still, or to be about to ask again."""
@@ -67,23 +72,25 @@ class ReportSources:
     spilling: Spilling
 
 
-def observe(sources: ReportSources, request: m.Observe, now: float) -> object:
+def observe(sources: ReportSources, request: m.Observe, now: float) -> Observation:
     """The report that `request` asks for. `UsageError` if there is no such report."""
     report = sources.ledger.observe(request, now)
-    if request.what == "stats":
-        return report | _stats(sources, request.table, now)
-    if request.what == "doctor":
-        _add_workers(sources, report["pipelines"], now)
-        sessions = _sessions(sources, sources.ledger.observe(m.Observe("sessions"), now), now)
-        return report | {"waiting": _all_waiting(sources, request.table, now), "sessions": sessions}
-    if request.what == "row":
-        return report | {"labels": _labels(sources, report)}
-    return _sessions(sources, report, now) if request.what == "sessions" else report
+    match report:
+        case Stats():
+            return _stats(sources, report, request.table, now)
+        case DoctorAnswer():
+            return _doctor(sources, report, request.table, now)
+        case RowLife():
+            return replace(report, labels=_labels(sources, report))
+        case Sessions():
+            return _sessions(sources, report, now)
+        case _:
+            return report
 
 
-def events(sources: ReportSources, request: m.ListEvents, now: float) -> Plain:
+def events(sources: ReportSources, request: m.ListEvents, now: float) -> EventsAnswer:
     """What happened to rows of a table, by the clock of this life of the coordinator."""
-    return {**sources.ledger.events(request, now), "epoch": sources.identity.epoch}
+    return replace(sources.ledger.events(request, now), epoch=sources.identity.epoch)
 
 
 def absence(sources: ReportSources, table: str, task: str, now: float) -> Absence | None:
@@ -110,8 +117,7 @@ def absence(sources: ReportSources, table: str, task: str, now: float) -> Absenc
 
 def holders(sources: ReportSources, now: float) -> str:
     """The tables and sessions that hold bytes of the arena, the largest first: for error texts."""
-    stats = sources.ledger.observe(m.Observe("stats"), now)
-    tables = _largest({f'table "{name}"': table["bytes"] for name, table in stats["tables"].items()})
+    tables = _largest({f'table "{name}"': size for name, size in sources.ledger.bytes_of_tables().items()})
     sessions = _largest_holders(sources, now)
     return "; ".join(part for part in (tables, sessions) if part) or "extents that are granted and not yet written"
 
@@ -122,111 +128,119 @@ def _largest(sizes: dict[str, int]) -> str:
 
 
 def _largest_holders(sources: ReportSources, now: float) -> str:
-    sessions = sources.ledger.observe(m.Observe("sessions"), now).values()
-    ranked = sorted(sessions, key=lambda session: -session["grants"] - session["pins"])
+    ranked = sorted(sources.ledger.sessions(now).values(), key=lambda session: -session.grants - session.pins)
     return ", ".join(
-        f"{session['label']} ({session['grants']} grants, {session['pins']} blocks in view)"
+        f"{session.label} ({session.grants} grants, {session.pins} blocks in view)"
         for session in ranked[:6]
-        if session["grants"] or session["pins"]
+        if session.grants or session.pins
     )
 
 
-def _labels(sources: ReportSources, life: Plain) -> dict[str, str]:
+def _labels(sources: ReportSources, life: RowLife) -> dict[str, str]:
     """The names of the sessions in the life of a row, by their numbers as text."""
-    numbers = {life["put_by"], *(event["session"] for event in life["events"])}
-    numbers |= {task["session"] for task in life["tasks"].values()}
+    numbers = {life.put_by, *(event.session for event in life.events)}
+    numbers |= {task.session for task in life.tasks.values()}
     return {str(number): sources.sessions.label_of(number) for number in numbers if number}
 
 
-def _add_workers(sources: ReportSources, pipelines: Plain, now: float) -> None:
-    """Add to each stage of each table who works on it, and who did last."""
-    for table, pipeline in pipelines.items():
-        for stage in pipeline["stages"]:
-            gone = sources.workers.last_gone(table, stage["task"])
-            stage["workers"] = sources.workers.of(table, stage["task"])
-            stage["left"] = gone and {
-                "label": gone.label,
-                "ago_s": now - gone.at,
-                "how": gone.ending.text,
-                "died": not gone.ending.was_announced,
-            }
+def _doctor(sources: ReportSources, report: DoctorAnswer, table: str, now: float) -> DoctorAnswer:
+    return replace(
+        report,
+        pipelines={name: _with_workers(sources, name, pipeline, now) for name, pipeline in report.pipelines.items()},
+        waiting=_all_waiting(sources, table, now),
+        sessions=_sessions(sources, sources.ledger.sessions(now), now),
+    )
 
 
-def _stats(sources: ReportSources, table: str, now: float) -> Plain:
-    return {
-        "now_s": now,
-        "epoch": sources.identity.epoch,
-        "sessions": len(sources.sessions),
-        "waiting": _all_waiting(sources, table, now),
-        "server": _server(sources, now),
-    }
+def _with_workers(sources: ReportSources, table: str, pipeline: TablePipeline, now: float) -> TablePipeline:
+    """Add to each stage of a table who works on it, and who did last."""
+    return replace(pipeline, stages=[_with_worker(sources, table, stage, now) for stage in pipeline.stages])
+
+
+def _with_worker(sources: ReportSources, table: str, stage: PipelineStage, now: float) -> PipelineStage:
+    gone = sources.workers.last_gone(table, stage.task)
+    left = gone and Departed(
+        label=gone.label, ago_s=now - gone.at, how=gone.ending.text, died=not gone.ending.was_announced
+    )
+    return replace(stage, workers=sources.workers.of(table, stage.task), left=left)
+
+
+def _stats(sources: ReportSources, report: Stats, table: str, now: float) -> Stats:
+    return replace(
+        report,
+        now_s=now,
+        epoch=sources.identity.epoch,
+        sessions=len(sources.sessions),
+        waiting=_all_waiting(sources, table, now),
+        server=_server(sources, now),
+    )
 
 
 _POLLS: Final = frozenset({m.PollCommands, m.TakeCopies})
 """Requests by which shards wait for work: they miss nothing, so reports leave them out."""
 
 
-def _all_waiting(sources: ReportSources, table: str, now: float) -> list[Plain]:
+def _all_waiting(sources: ReportSources, table: str, now: float) -> list[Waiting]:
     asked = (waiting for waiting in sources.waiting if type(waiting.request) not in _POLLS)
     requests = (waiting for waiting in asked if not table or _table_of(waiting) == table)
     return [_waiting(sources, waiting, now) for waiting in islice(requests, WAITING_SHOWN_MAX)]
 
 
-def _server(sources: ReportSources, now: float) -> Plain:
+def _server(sources: ReportSources, now: float) -> ServerStats:
     counters, identity, memory = sources.counters, sources.identity, sources.shards.own
-    return {
-        "address": identity.address,
-        "coordinator": str(sources.index),
-        "version": identity.version,
-        "pid": identity.pid,
-        "bulk_port": sources.bulk_port(),
-        "bulk_sent_bytes": sources.bulk_sent(),
-        "bulk_received_bytes": sources.bulk_received(),
-        "uptime_s": now - identity.started_at,
-        "capacity_bytes": memory.allocator.capacity,
-        "used_bytes": memory.used,
-        "backed_bytes": memory.arena.backed,
-        "extents": memory.extents,
-        "shards": [_shard(sources, shard) for shard in sources.shards],
-        "spill": sources.spilling.plain(),
-        "calls": counters.calls,
-        "garbage": counters.garbage,
-        "repeated": counters.repeated,
-        "leases_ended": counters.leases_ended,
-        "sessions_dropped": counters.sessions_dropped,
-        "internal_errors": counters.internal_errors,
-        "turns": sources.turns.plain(),
-        "busy_poll_s": sources.busy_poll_s(),
-    }
+    return ServerStats(
+        address=identity.address,
+        coordinator=str(sources.index),
+        version=identity.version,
+        pid=identity.pid,
+        bulk_port=sources.bulk_port(),
+        bulk_sent_bytes=sources.bulk_sent(),
+        bulk_received_bytes=sources.bulk_received(),
+        uptime_s=now - identity.started_at,
+        capacity_bytes=memory.allocator.capacity,
+        used_bytes=memory.used,
+        backed_bytes=memory.arena.backed,
+        extents=memory.extents,
+        shards=[_shard(shard) for shard in sources.shards],
+        spill=sources.spilling.stats(),
+        calls=counters.calls,
+        garbage=counters.garbage,
+        repeated=counters.repeated,
+        leases_ended=counters.leases_ended,
+        sessions_dropped=counters.sessions_dropped,
+        internal_errors=counters.internal_errors,
+        turns=sources.turns.stats(),
+        busy_poll_s=sources.busy_poll_s(),
+    )
 
 
-def _shard(sources: ReportSources, shard: RemoteShard) -> Plain:
-    return {
-        "shard": shard.number,
-        "label": shard.session.label,
-        "host": shard.session.hello.host,
-        "endpoint": shard.offer.endpoint,
-        "capacity_bytes": shard.offer.capacity,
-        "used_bytes": shard.used,
-        "backed_bytes": shard.used + shard.allocator.warm,
-        "drains": shard.draining,
-        "bulk_sent_bytes": shard.sent_bytes,
-        "bulk_received_bytes": shard.received_bytes,
-    }
+def _shard(shard: RemoteShard) -> ShardStats:
+    return ShardStats(
+        shard=shard.number,
+        label=shard.session.label,
+        host=shard.session.hello.host,
+        endpoint=shard.offer.endpoint,
+        capacity_bytes=shard.offer.capacity,
+        used_bytes=shard.used,
+        backed_bytes=shard.used + shard.allocator.warm,
+        drains=shard.draining,
+        bulk_sent_bytes=shard.sent_bytes,
+        bulk_received_bytes=shard.received_bytes,
+    )
 
 
-def _waiting(sources: ReportSources, waiting: WaitingRequest, now: float) -> Plain:
+def _waiting(sources: ReportSources, waiting: WaitingRequest, now: float) -> Waiting:
     session = sources.sessions.get(waiting.session)
-    return {
-        "session": waiting.session,
-        "label": session.label if session else "",
-        "request": m.tag_of(waiting.request),
-        "table": _table_of(waiting),
-        "task": str(getattr(waiting.request, "task", "")),
-        "waited_s": now - waiting.since,
-        "left_s": max(waiting.since + wait_of(waiting.request) - now, 0.0),
-        "why": sources.explain(waiting, now),
-    }
+    return Waiting(
+        session=waiting.session,
+        label=session.label if session else "",
+        request=m.tag_of(waiting.request),
+        table=_table_of(waiting),
+        task=str(getattr(waiting.request, "task", "")),
+        waited_s=now - waiting.since,
+        left_s=max(waiting.since + wait_of(waiting.request) - now, 0.0),
+        why=sources.explain(waiting, now),
+    )
 
 
 def _table_of(waiting: WaitingRequest) -> str:
@@ -234,27 +248,30 @@ def _table_of(waiting: WaitingRequest) -> str:
     return str(getattr(request, "table", getattr(request, "name", "")))
 
 
-def _sessions(sources: ReportSources, reports: Plain, now: float) -> Plain:
+def _sessions(sources: ReportSources, reports: Sessions, now: float) -> Sessions:
     """What the ledger reports of each session, and what the server knows about its client."""
     states = [("open", session) for session in sources.sessions]
     states += [("ended", session) for session in sources.sessions.lingering]
-    return {
-        str(session.number): reports[str(session.number)]
-        | _session(session, state, now)
-        | {"waits": sources.waiting.count(session.number)}
-        for state, session in states
-    }
+    return Sessions(
+        {
+            str(session.number): _session(sources, reports[str(session.number)], session, state, now)
+            for state, session in states
+        }
+    )
 
 
-def _session(session: OpenSession, state: str, now: float) -> Plain:
-    return {
-        "session": session.number,
-        "label": session.hello.label,
-        "pid": session.hello.pid,
-        "host": session.hello.host,
-        "opened_s": now - session.opened_at,
-        "silent_s": now - session.last_message_at,
-        "state": state,
-        "remote": session.remote,
-        "unsent_bytes": session.peer.stream.unsent_bytes if isinstance(session.peer, UnixPeer) else 0,
-    }
+def _session(
+    sources: ReportSources, report: SessionStats, session: OpenSession, state: str, now: float
+) -> SessionStats:
+    return replace(
+        report,
+        label=session.hello.label,
+        pid=session.hello.pid,
+        host=session.hello.host,
+        opened_s=now - session.opened_at,
+        silent_s=now - session.last_message_at,
+        state=state,
+        remote=session.remote,
+        waits=sources.waiting.count(session.number),
+        unsent_bytes=session.peer.stream.unsent_bytes if isinstance(session.peer, UnixPeer) else 0,
+    )

@@ -55,7 +55,6 @@ NO_HEAD: Final = CallHead(0, 0, "")
 _encoder: Final = msgspec.msgpack.Encoder()
 _calls: Final = msgspec.msgpack.Decoder(m.CallFrame)
 _answers: Final = msgspec.msgpack.Decoder(m.AnswerFrame)
-_plain: Final = msgspec.msgpack.Decoder()
 _fields: Final = msgspec.msgpack.Decoder(m.Fields)
 
 DEFINITIONS_KEPT: Final = 64
@@ -138,15 +137,20 @@ _LONG_TEXT: Final = 0xC0
 """A byte below it, from `_SHORT_TEXT` on, begins a text of up to 31 bytes: no tag of a request is longer."""
 
 
-def encode_plain(value: object) -> msgspec.Raw:
-    """Plain values (dicts, lists, text, numbers) as they travel in `Observed`."""
-    return msgspec.Raw(_encoder.encode(value))
+def encode_observed(answer: object) -> m.Observed:
+    """An answer (see `transferqueue.wire.answers`) as it travels."""
+    return m.Observed(msgspec.Raw(_encoder.encode(answer)))
 
 
-def decode_plain(raw: msgspec.Raw) -> object:
-    """What `encode_plain` was given (tuples come back as lists), or `ProtocolError`."""
-    value: object = _decoded(_plain, bytes(raw))
-    return value
+def decode_observed(reply: m.Observed, kind: type[_Decoded]) -> _Decoded:
+    """The answer that `encode_observed` was given, of this kind. `ProtocolError` if it is not one."""
+    try:
+        return msgspec.msgpack.decode(reply.value, type=kind)
+    except _UNDECODABLE as error:
+        raise ProtocolError(
+            f"the server's answer cannot be read as {kind}: {error}; install the same version of TransferQueue on both "
+            "sides"
+        ) from error
 
 
 def encode_fields(fields: Sequence[Field]) -> bytes:

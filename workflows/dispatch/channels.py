@@ -40,8 +40,8 @@ def report_channel(table: str, engine: str) -> str:
 
 def publish(queue: tq.Queue, channel: str, value: msgspec.Struct) -> int:
     """Publish `value` as the next version of `channel`, and return the version. Blocks for two calls."""
-    known = queue.stats()["channels"].get(channel)
-    version = 0 if known is None else known["newest"] + 1
+    known = queue.stats().channels.get(channel)
+    version = 0 if known is None else known.newest + 1
     encoded = np.frombuffer(msgspec.json.encode(value), np.uint8)
     queue.weights(channel, keep=1).publish(version, {_VALUE: encoded})
     return version
@@ -65,8 +65,8 @@ def newest(queue: tq.Queue, channel: str, form: type[T], *, above: int = -1, tim
 def live_engines(queue: tq.Queue, table: str) -> list[EngineReport]:
     """Return the engines of a table whose sessions live, by name."""
     prefix = report_channel(table, "")
-    channels = queue.stats()["channels"]
-    live = sorted(name for name, stats in channels.items() if name.startswith(prefix) and stats["applied"])
+    channels = queue.stats().channels
+    live = sorted(name for name, stats in channels.items() if name.startswith(prefix) and stats.applied)
     return [newest(queue, channel, EngineReport)[1] for channel in live]
 
 

@@ -88,10 +88,10 @@ class Scaler:
         def look() -> None:
             while not over.wait(LOOK_S):
                 try:
-                    counts = table.stats()["tasks"][task]
+                    counts = table.stats().tasks[task]
                 except PeerError:
                     continue  # the server is restarting, or the run is over
-                self.look(int(counts["ready"]) + int(counts["held"]))
+                self.look(counts.ready + counts.held)
 
         thread = threading.Thread(target=look, name="scaler", daemon=True)
         thread.start()

@@ -33,7 +33,7 @@ Example:
     ...         for batch, index in loader:
     ...             scores = [float(text == "4") for text in batch["response"].list()]
     ...             service.put_experience_data({"rewards": scores}, index)
-    ...     service.status()["rows_done"]
+    ...     service.status().rows_done
     3
 """
 

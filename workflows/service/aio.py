@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 import transferqueue as tq
 from transferqueue.adapters.protocols import Completion, Prompt
 from transferqueue.errors import DeadlineExceeded, EndOfTable, NotFound
+from transferqueue.wire.answers.stats import TableStats
 from transferqueue.workflows.service.arguments import PromptBatch, announcement, check_columns, check_facts
 from transferqueue.workflows.service.declaration import NAME, Engines
 from transferqueue.workflows.service.experience import ExperienceIndex, Outstanding, lease_terms
@@ -294,8 +295,8 @@ class AsyncService:
         Engines load them between two requests; this call does not wait for that, and generation continues.
         """
         if version is None:
-            channel = (await self._queue.stats())["channels"].get(self._channel.name)
-            version = 0 if channel is None else channel["newest"] + 1
+            channel = (await self._queue.stats()).channels.get(self._channel.name)
+            version = 0 if channel is None else channel.newest + 1
         await self.weight_sync_notify(version, weights, timeout_s=timeout_s)
         return version
 
@@ -330,7 +331,7 @@ class AsyncService:
             if begun.left:
                 return begun
         async with self._table.reserve(request.rows, timeout_s=timeout_s) as reservation:
-            columns = request.behind((await self._table.stats())["rows_put"])
+            columns = request.behind((await self._table.stats()).rows_put)
             await self._table.put(reservation=reservation, timeout_s=timeout_s, **columns)
         return AsyncCompletionStream(self._table, request.number, request.rows, request.burst, timeout_s)
 
@@ -343,8 +344,8 @@ class AsyncService:
 
     # ---------------------------------------------------------------- both
 
-    async def status(self) -> dict[str, Any]:
-        """Return statistics of the table: `transferqueue docs observing` lists the keys."""
+    async def status(self) -> TableStats:
+        """Return statistics of the table (`transferqueue docs observing`)."""
         return await self._table.stats()
 
     async def seal(self) -> None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 import transferqueue as tq
 from transferqueue.adapters.protocols import Completion, Prompt
 from transferqueue.errors import DeadlineExceeded, EndOfTable, NotFound
+from transferqueue.wire.answers.stats import TableStats
 from transferqueue.workflows.service.arguments import PromptBatch, announcement, check_columns, check_facts
 from transferqueue.workflows.service.declaration import NAME, Engines
 from transferqueue.workflows.service.experience import ExperienceIndex, Outstanding, lease_terms
@@ -293,8 +294,8 @@ class Service:
         Engines load them between two requests; this call does not wait for that, and generation continues.
         """
         if version is None:
-            channel = (self._queue.stats())["channels"].get(self._channel.name)
-            version = 0 if channel is None else channel["newest"] + 1
+            channel = (self._queue.stats()).channels.get(self._channel.name)
+            version = 0 if channel is None else channel.newest + 1
         self.weight_sync_notify(version, weights, timeout_s=timeout_s)
         return version
 
@@ -329,7 +330,7 @@ class Service:
             if begun.left:
                 return begun
         with self._table.reserve(request.rows, timeout_s=timeout_s) as reservation:
-            columns = request.behind((self._table.stats())["rows_put"])
+            columns = request.behind((self._table.stats()).rows_put)
             self._table.put(reservation=reservation, timeout_s=timeout_s, **columns)
         return CompletionStream(self._table, request.number, request.rows, request.burst, timeout_s)
 
@@ -342,8 +343,8 @@ class Service:
 
     # ---------------------------------------------------------------- both
 
-    def status(self) -> dict[str, Any]:
-        """Return statistics of the table: `transferqueue docs observing` lists the keys."""
+    def status(self) -> TableStats:
+        """Return statistics of the table (`transferqueue docs observing`)."""
         return self._table.stats()
 
     def seal(self) -> None:

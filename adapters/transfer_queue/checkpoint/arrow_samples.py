@@ -105,7 +105,7 @@ def _save_partition(queue: tq.Queue, name: str, have: Have, path: Path, numbers:
                 raise
             continue
         fields = [(field.name, field.dtype, list(field.shape)) for field in table.fields.values()]
-        return SampleReader(name, int(table.audit()["rows_put"]), fields, groups)
+        return SampleReader(name, table.audit().rows_put, fields, groups)
     raise NotFound(f"partition {name!r} is gone")
 
 

@@ -84,7 +84,7 @@ def test_what_one_generator_began_another_finishes(directory: Path) -> None:
         table.seal()
         publish(queue, directory, 0)
         generate(queue, table, job, DrainRequest(), done=1)
-        first = table.stats()["tasks"][names.ROLLOUT]["done"]
+        first = table.stats().tasks[names.ROLLOUT].done
         assert 0 < first < ROWS
         begun = table.read(fields=[*BEGUN, "prompt_ids"])
         ids = {row: each.tolist() for row, each in zip(begun.rows.tolist(), begun["begun_ids"], strict=True)}
@@ -99,8 +99,8 @@ def test_what_one_generator_began_another_finishes(directory: Path) -> None:
             assert responses[row].tolist()[: len(tokens)] == tokens
         for columns in zip(ended["response_ids"], ended["token_versions"], ended["rollout_logprobs"], strict=True):
             assert len({len(column) for column in columns}) == 1
-        counts = table.stats()["tasks"][names.ROLLOUT]
-        assert (counts["ready"], counts["held"]) == (0, 0)
+        counts = table.stats().tasks[names.ROLLOUT]
+        assert (counts.ready, counts.held) == (0, 0)
 
 
 def test_a_drain_while_nothing_runs_ends_the_stage(directory: Path) -> None:

@@ -28,6 +28,7 @@ import transferqueue as tq
 from tests.markdown import ROOT
 from tests.workflows.job import short_run, stops
 from transferqueue.errors import TransferQueueError
+from transferqueue.wire.answers.stats import Stats
 from transferqueue.workflows.job import names
 
 STARTS, WORKS, WAITS, RUNS = "starts", "works", "waits", "runs"
@@ -205,7 +206,7 @@ class KilledRun:
         if short_run.pid_of(self.process.pid, "run" if kill.what == "all" else kill.what) is None:
             return "gone"
         stats = self._stats()
-        serves = stats is not None and names.TABLE in stats["tables"]
+        serves = stats is not None and names.TABLE in stats.tables
         return RUNS if serves and (kill.what in ("server", "supervisor") or self._has_tasks()) else STARTS
 
     def _has_tasks(self) -> bool:
@@ -213,9 +214,9 @@ class KilledRun:
 
     def _waits(self, what: str) -> bool:
         stats, label = self._stats(), f"{what}-0"
-        return stats is not None and any(wait["label"] == label for wait in stats["waiting"])
+        return stats is not None and any(wait.label == label for wait in stats.waiting)
 
-    def _stats(self) -> dict | None:
+    def _stats(self) -> Stats | None:
         """Ask the run's queue; None while it has none."""
         try:
             if self._queue is None:
@@ -240,7 +241,7 @@ class KilledRun:
 
     def _waiting(self) -> str:
         stats = self._stats()
-        return "its server does not answer" if stats is None else str([wait["why"] for wait in stats["waiting"]])
+        return "its server does not answer" if stats is None else str([wait.why for wait in stats.waiting])
 
 
 def _signal(pid: int, number: int) -> None:

@@ -59,7 +59,7 @@ def serve(settings):
         with advantage(Context(queue=queue, table=table, emit=events.append, settings=plain)) as work:
             run_stage(table, stage, work, emit=events.append)
         left = table.read()
-        return {name: list(left[name]) for name in stage.task.gives}, events, table.audit()["dropped"]
+        return {name: list(left[name]) for name in stage.task.gives}, events, table.audit().dropped
 
 
 def job(kind, *changes):

@@ -231,12 +231,12 @@ def test_a_job_gets_exactly_the_prompts_of_its_steps_whatever_life_of_the_source
     with tq.connect() as queue:
         table = table_of(queue, settings)
         for _ in range(5):  # the source is made anew for each step, as after a kill
-            produce = JobPrompts(settings, sequence(settings), rows_put=table.audit()["rows_put"])
+            produce = JobPrompts(settings, sequence(settings), rows_put=table.audit().rows_put)
             for _ in range(batch_rows(settings) // (size := produce.wants())):
                 assert produce.wants() == size, "asking twice changes nothing"
                 table.put(**produce(size))
             rows += consume(table, settings, 1)
-        last = JobPrompts(settings, sequence(settings), rows_put=table.audit()["rows_put"])
+        last = JobPrompts(settings, sequence(settings), rows_put=table.audit().rows_put)
         assert (last.wants(), last.data_ended) == (0, False)
     assert [ordinal for ordinal, *_ in rows] == list(range(5 * batch_rows(settings)))
     assert [group for _, group, _ in rows] == [ordinal // 2 for ordinal, *_ in rows]
@@ -251,7 +251,7 @@ def test_a_row_that_is_live_cannot_be_put_again(here):
         for _ in range(2):
             produce = JobPrompts(settings, sequence(settings), rows_put=0)
             last = produce(produce.wants())
-            if not table.audit()["rows_put"]:
+            if not table.audit().rows_put:
                 table.put(**last)
         with pytest.raises(UsageError, match=r"group 0 .* would have 2 \+ 2 = 4 rows; its group_size is 2"):
             table.put(**last)
@@ -359,5 +359,5 @@ def test_no_prompt_is_lost_or_doubled_when_the_source_is_killed(here, kills, fac
             flow.run()
         counts = table.audit()
     assert sorted(ordinal for ordinal, *_ in rows) == list(range(steps * batch_rows(settings)))
-    assert counts["rows_put"] == counts["rows_done"] == steps * batch_rows(settings)
+    assert counts.rows_put == counts.rows_done == steps * batch_rows(settings)
     assert any(getattr(event, "kind", "") == "prompts" and event.values["overlong"] == 0 for event in figures)

@@ -59,7 +59,7 @@ def test_rows_of_each_kind_reach_the_end(kind, on_stale):
                 with stage.lease(table) as batch:
                     done += len(batch)
                     batch.ack(**{name: values_for(types[name], len(batch)) for name in stage.task.gives})
-        assert table.audit()["rows_done"] == rows
+        assert table.audit().rows_done == rows
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -83,7 +83,7 @@ def test_what_only_the_reward_reads_ends_with_it_unless_rows_may_be_generated_ag
         for stage in graph.stages(settings)[:2]:
             with stage.lease(table) as batch:
                 batch.ack(**{name: values_for(types[name], len(batch)) for name in stage.task.gives})
-        assert table.stats()["columns_freed"] == freed * rows  # data and finish_reason
+        assert table.stats().columns_freed == freed * rows  # data and finish_reason
 
 
 def test_processes_know_the_folder_of_the_run(tmp_path):

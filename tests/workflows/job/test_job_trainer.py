@@ -73,4 +73,4 @@ def test_the_caller_puts_prompts_and_trains(tmp_path: Path) -> None:
             service.put_experience_data({}, index)
         service.seal()
         trainer.wait()
-        assert service.table.audit()["rows_done"] == STEPS * PROMPTS * SAMPLES
+        assert service.table.audit().rows_done == STEPS * PROMPTS * SAMPLES

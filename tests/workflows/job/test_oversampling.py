@@ -110,7 +110,7 @@ def test_a_full_batch_ends_the_other_requests_whose_rows_go_on_under_its_weights
     assert sum(each["tokens"] for each in aborted) == sum(row.count(0) for row in versions if row[-1] == 1)
     assert not [event for event in generating.events if isinstance(event, Failure)]
     audit = table.audit()
-    assert (audit["rows_put"], audit["rows_live"], audit["balanced"]) == (rows, rows, True)
+    assert (audit.rows_put, audit.rows_live, audit.balanced) == (rows, rows, True)
 
 
 class Engine:

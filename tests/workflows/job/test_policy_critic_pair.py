@@ -131,8 +131,8 @@ def test_the_critic_leaves_rows_of_the_next_step_until_the_policy_has_finished_i
             publish(queue, names.POLICY, 0)
             queue.weights(names.CRITIC).pull(above=0, timeout_s=TURN_S).release()
             wait_at_the_server(queue, names.TRAIN_CRITIC)
-            critic = table.stats()["tasks"][names.TRAIN_CRITIC]
-            assert (critic["ready"], critic["leased"]) == (2, 0)
+            critic = table.stats().tasks[names.TRAIN_CRITIC]
+            assert (critic.ready, critic.leased) == (2, 0)
             with table.lease(names.TRAIN, rows=2, where=tq.Compare("ordinal", "<", 2), timeout_s=TURN_S) as batch:
                 publish(queue, names.POLICY, 1)  # rows 2 and 3 become stale
                 batch.ack(step=1)
@@ -217,5 +217,5 @@ def critic_of(queue: tq.Queue, wanted: Any, folder: Path) -> Iterator[Callable[[
 def wait_at_the_server(queue: tq.Queue, label: str) -> None:
     """Wait until a process waits for rows: the server shows it, and tells nobody."""
     deadline = time.monotonic() + TURN_S
-    while not any(wait["label"] == label for wait in queue.stats()["waiting"]):
+    while not any(wait.label == label for wait in queue.stats().waiting):
         assert time.monotonic() < deadline, f"{label} does not wait"

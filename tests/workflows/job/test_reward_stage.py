@@ -305,7 +305,7 @@ def serve(settings, texts) -> tuple[dict, list, list]:
             run_stage(table, stage, work, emit=events.append)
         left = table.read()
         columns = {name: left[name].list() for name in ("rewards", names.REWARD_TERMS)} if len(left.rows) else {}
-        return columns, events, table.audit()["dropped"]
+        return columns, events, table.audit().dropped
 
 
 def test_the_stage_acks_rewards_and_terms_and_reports_their_means(module):

@@ -54,7 +54,7 @@ def run(queue: tq.Queue, job: Job, table: tq.Table, **stage: Any) -> list[Event]
     """Serve the stage until every row is generated; rows may come again until they are trained, so the table has no
     end."""
     events: list[Event] = []
-    left, stop = table.audit()["rows_put"], threading.Event()
+    left, stop = table.audit().rows_put, threading.Event()
     with rollout(context_of(queue, table, job, events)) as work:
 
         def counted(batch: tq.Batch) -> Iterator[PartialResult]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.observe.snapshots import table
 from tests.workflows.job.jobs import job
 from transferqueue.errors import AddressInUse, InternalError, NotFound, UsageError
 from transferqueue.workflows.flow.events import PUBLISH, SWAP, WAIT, WORK, Failure, Figures, TimeSpan
@@ -62,7 +63,7 @@ def test_a_summary_says_where_staleness_comes_from_and_how_long_generation_stood
     record.add("train-0", TimeSpan(name=PUBLISH, start=11.0, end=11.5, version=1))
     record.add("rollout-0", TimeSpan(name=SWAP, start=11.5, end=11.75, version=1))
     parts = {"staleness_in_flight": {"0": 8}, "staleness_in_queue": {"0": 6, "1": 2}}
-    summary = summarize(record, job("grpo"), AUDIT, starts=1, seconds=9.0, table=parts)
+    summary = summarize(record, job("grpo"), AUDIT, starts=1, seconds=9.0, table=table(**parts))
     assert (summary.staleness_in_flight, summary.staleness_in_queue) == tuple(parts.values())
     assert (summary.publish_lag_s, summary.swaps.count, summary.swaps.swap_s_max) == (0.25, 1, 0.25)
     assert "250.0 ms at most to take weights" in summary.text()

@@ -50,12 +50,12 @@ def test_rows_outlive_the_server_and_the_run_but_not_their_discard(tmp_path):
             table = queue.create_table("t", tasks=[tq.Task("x", needs=["v"])])
             table.put(v=[1, 2, 3])
             os.kill(pids[1], signal.SIGKILL)
-            assert table.audit()["rows_live"] == 3
+            assert table.audit().rows_live == 3
         assert len(server.pids()) == 2
         pids += server.pids()
     assert ended(pids)
     with RunServer(tmp_path, SMALL) as server, tq.connect(server.address) as queue:
-        assert queue.table("t").audit()["rows_live"] == 3
+        assert queue.table("t").audit().rows_live == 3
     arena = arena_of(tmp_path)
     assert arena.is_dir()
     discard_state(tmp_path)

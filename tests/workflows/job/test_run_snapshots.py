@@ -33,7 +33,7 @@ def test_a_run_goes_on_from_its_snapshot_when_the_state_is_lost(tmp_path):
     with RunServer(tmp_path, SMALL) as server, tq.connect(server.address) as queue:
         assert queue.tables() == []
         assert restore_if_lost(queue, tmp_path)
-        assert graph.create_table(queue, settings).audit()["rows_live"] == 2
+        assert graph.create_table(queue, settings).audit().rows_live == 2
     discard_state(tmp_path)
 
 

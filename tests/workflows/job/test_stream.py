@@ -72,7 +72,7 @@ def test_rows_without_ordinals_are_refused_in_the_order_of_ordinals(table: tq.Ta
     table.put(x=[1, 2], group_id=0, group_size=2)
     with pytest.raises(UsageError, match=r'row 0 of table "t" has no ordinal, which order="ordinal" needs'):
         stream(table, 1, order="ordinal").step(Computed())
-    assert table.stats()["tasks"]["train"]["leased"] == 0
+    assert table.stats().tasks["train"].leased == 0
 
 
 def test_a_wait_ends_with_what_is_missing(table: tq.Table) -> None:
@@ -90,8 +90,8 @@ def test_rows_that_cannot_be_computed_with_go_back_as_failed_and_the_others_as_t
 
     with pytest.raises(UsageError, match="prompt 1 is broken"):
         rows.step(compute)
-    task = table.stats()["tasks"]["train"]
-    assert (task["ready"], task["retrying"], task["leased"], task["failed"]) == (GROUP, GROUP, 0, GROUP)
+    task = table.stats().tasks["train"]
+    assert (task.ready, task.retrying, task.leased, task.failed) == (GROUP, GROUP, 0, GROUP)
 
 
 # ---------------------------------------------------------------- steps
@@ -111,7 +111,7 @@ def test_a_step_takes_groups_as_they_come_and_acks_them_with_its_step(table: tq.
     assert computed.calls == [[0, 1, 2, 3], [4, 5]]
     assert sorted(computed.ids) == sorted(gathered.rows)
     assert (gathered.is_held, gathered.staleness(), gathered.mean("x")) == (True, {"0": 6}, 2.5)
-    assert table.stats()["tasks"]["train"]["leased"] == 6
+    assert table.stats().tasks["train"].leased == 6
     rows.finish()
     assert rows.ack(gathered, 7) == 0
     assert table.checkpointed(6, task="train") == 0
@@ -228,7 +228,7 @@ def test_a_step_that_is_given_up_comes_again(table: tq.Table) -> None:
     gathered = rows.step(computed)
     assert gathered is not None
     rows.give_up(gathered)
-    assert table.stats()["tasks"]["train"]["ready"] == 4
+    assert table.stats().tasks["train"].ready == 4
     assert rows.step(computed) is not None
     assert computed.calls == [[0, 1], [2, 3]] * 2
 
@@ -263,4 +263,4 @@ def test_the_leases_of_a_step_are_acked_even_if_one_is_lost(table: tq.Table) -> 
     table.drop(gathered.batches[0].rows, "bad")
     assert rows.ack(gathered, 1) == GROUP
     assert table.checkpointed(1, task="train") == GROUP
-    assert table.audit()["balanced"]
+    assert table.audit().balanced

@@ -47,8 +47,8 @@ def trained(queue: tq.Queue, given: dict[str, Any], directory: Path) -> list[dic
         audit = table.audit()
     job = stand_ins.job_of(given)
     batch = job.trainer.prompts_per_step * job.sampling.group_size
-    assert audit["balanced"]
-    assert (audit["rows_done"], audit["rows_live"]) == (job.steps * batch, 0), audit
+    assert audit.balanced
+    assert (audit.rows_done, audit.rows_live) == (job.steps * batch, 0), audit
     return events(told, "step")
 
 
@@ -184,7 +184,7 @@ def test_a_trainer_killed_at_any_point_ends_with_the_weights_of_an_undisturbed_o
         assert life(queue.address, given, str(tmp_path / "killed"), point, count) == -signal.SIGKILL
         assert life(queue.address, given, str(tmp_path / "killed")) == 0
         audit = table.audit()
-    assert (audit["balanced"], audit["rows_done"], audit["rows_live"]) == (True, 24, 0)
+    assert (audit.balanced, audit.rows_done, audit.rows_live) == (True, 24, 0)
     latest, weights = stand_ins.final_weights(queue)
     assert latest == version
     assert weights.keys() == wanted.keys()
@@ -216,7 +216,7 @@ def test_two_ranks_learn_what_one_process_learns(parallel: str, model: Path, que
     with stand_ins.table_of(queue, stand_ins.job_of(given), follows=False) as table:
         ranks = [started(queue.address, given, str(tmp_path / "ranks"), None, rank) for rank in range(2)]
         assert [ended(rank) for rank in ranks] == [0, 0]
-        assert (table.audit()["rows_done"], table.audit()["rows_live"]) == (18, 0)
+        assert (table.audit().rows_done, table.audit().rows_live) == (18, 0)
     version, weights = stand_ins.final_weights(queue)
     assert version == 3
     for name, tensor in wanted.items():

@@ -8,8 +8,8 @@ from rich.text import Text
 
 from transferqueue.cli.screens.layout import GridColumn, fit, grid_line, heading, wrap
 from transferqueue.observe import units
-from transferqueue.observe.answers.stats import TableStats
-from transferqueue.observe.answers.tables import FieldTerms, TableDescription, TaskTerms
+from transferqueue.observe.table_terms import FieldTerms, TableDescription, TaskTerms
+from transferqueue.wire.answers.stats import TableStats
 
 
 def tables_lines(tables: Mapping[str, TableStats], width: int) -> list[Text]:

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from transferqueue.cli.screens.layout import GridColumn, fit, flow, grid_line, heading
 from transferqueue.observe import units
-from transferqueue.observe.answers.row import RowField, RowLife, RowTask
+from transferqueue.wire.answers.row import RowField, RowLife, RowTask
 
 _STYLES: Final = {
     "pending": "yellow",

@@ -9,8 +9,8 @@ from rich.text import Text
 from transferqueue.cli.screens.layout import GridColumn, bar, fit, flow, grid_line, heading, spread, wrap
 from transferqueue.cli.screens.verdict import verdict_lines
 from transferqueue.observe import units
-from transferqueue.observe.answers.stats import ServerStats, TableStats, TaskStats, Waiting
 from transferqueue.observe.frame import StatsFrame, TableRates
+from transferqueue.wire.answers.stats import ServerStats, TableStats, TaskStats, Waiting
 
 _BAR: Final = 24
 _BAR_STALENESS: Final = 8

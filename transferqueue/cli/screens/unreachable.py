@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from transferqueue.cli.screens.layout import wrap
-from transferqueue.observe.coordinators import UnreachableCoordinator
+from transferqueue.wire.answers.coordinators import UnreachableCoordinator
 
 
 def unreachable_lines(coordinator: UnreachableCoordinator, width: int) -> list[Text]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from transferqueue.client.aio.table import AsyncTable
 from transferqueue.client.aio.weight_channel import AsyncWeightChannel
@@ -19,6 +18,19 @@ from transferqueue.client.session.run import Operation, T, run_async
 from transferqueue.limits import REPORT_S, Limits
 from transferqueue.policies import Acked, Pacing, Retention, Task
 from transferqueue.schema import Field
+from transferqueue.wire.answers.coordinators import (
+    UnreachableCoordinator,
+    audit_together,
+    doctor_together,
+    sessions_together,
+    stats_together,
+)
+from transferqueue.wire.answers.doctor import DoctorAnswer
+from transferqueue.wire.answers.events import EventsAnswer
+from transferqueue.wire.answers.row import RowLife
+from transferqueue.wire.answers.sessions import Sessions
+from transferqueue.wire.answers.snapshots import StoredSnapshot
+from transferqueue.wire.answers.stats import AuditAnswer, Stats
 
 
 class AsyncQueue(QueueBase):
@@ -91,48 +103,48 @@ class AsyncQueue(QueueBase):
         """The weight channel of this name; it exists once something is published. keep: versions kept."""
         return AsyncWeightChannel(self._of(channel), *channel_name(channel, keep))
 
-    async def stats(self, *, timeout_s: float | None = REPORT_S) -> dict[str, Any]:
-        """Counts, bytes and rates of the whole deployment now; the keys are in `transferqueue docs observing`.
+    async def stats(self, *, timeout_s: float | None = REPORT_S) -> Stats:
+        """Counts, bytes and ages of the whole deployment now (`transferqueue docs observing`).
 
-        Of several coordinators: their ``tables`` and ``channels`` together, and ``coordinators``, what each said by its
-        address; of one that is out of reach ``{"unreachable": why}``. So are `doctor` and `sessions`. `Unreachable` if
-        the server does not answer within `timeout_s` (None: no limit), as of all reports.
+        Of several coordinators: their `tables` and `channels` together, and in `coordinators` what each said by its
+        address; an `UnreachableCoordinator` for one that is out of reach. So are `doctor` and `sessions`. `Unreachable`
+        if the server does not answer within `timeout_s` (None: no limit), as of all reports.
         """
-        return self._together(await self._each(lambda: self._look("stats", timeout_s)))
+        return stats_together(await self._look_at_each(lambda: tables.observe(Stats, timeout_s=timeout_s)))
 
-    async def audit(self, *, timeout_s: float | None = REPORT_S) -> dict[str, Any]:
+    async def audit(self, *, timeout_s: float | None = REPORT_S) -> AuditAnswer:
         """For each table ``rows_put == rows_live + rows_done + rows_dropped``, each counted on its own. Of all
         coordinators, or the error of the first that is out of reach."""
-        return self._together(await self._each(lambda: tables.observe("audit", timeout_s=timeout_s)))
+        return audit_together(await self._each(lambda: tables.observe(AuditAnswer, timeout_s=timeout_s)))
 
-    async def doctor(self, table: str | None = None, *, timeout_s: float | None = REPORT_S) -> dict[str, Any]:
+    async def doctor(self, table: str | None = None, *, timeout_s: float | None = REPORT_S) -> DoctorAnswer:
         """Who waits for what, what is missing and who holds it; for one table or all."""
         if table:
-            return await run_async(self._of(table).connection, tables.observe("doctor", table, timeout_s=timeout_s))
-        return self._together(await self._each(lambda: self._look("doctor", timeout_s)))
+            operation = tables.observe(DoctorAnswer, table, timeout_s=timeout_s)
+            return await run_async(self._of(table).connection, operation)
+        return doctor_together(await self._look_at_each(lambda: tables.observe(DoctorAnswer, timeout_s=timeout_s)))
 
-    async def inspect(self, table: str, row: int, *, timeout_s: float | None = REPORT_S) -> dict[str, Any]:
+    async def inspect(self, table: str, row: int, *, timeout_s: float | None = REPORT_S) -> RowLife:
         """One row: its facts, fields and what happened to it in each task."""
-        return await run_async(self._of(table).connection, tables.observe("row", table, row, timeout_s=timeout_s))
+        return await run_async(self._of(table).connection, tables.observe(RowLife, table, row, timeout_s=timeout_s))
 
     async def events(
         self, table: str, *, after: int = -1, every: int = 1, timeout_s: float | None = REPORT_S
-    ) -> dict[str, Any]:
-        """What happened to rows of a table since an earlier answer, oldest first; the keys are in
-        `transferqueue docs observing`.
+    ) -> EventsAnswer:
+        """What happened to rows of a table since an earlier answer, oldest first (`transferqueue docs observing`).
 
-        after: ``next`` of that answer; -1: nothing is listed yet, and ``next`` is where the history ends now. every: of
-        one row in so many, which are the same ones in every answer. The server remembers about 4,096 requests of a
-        table: ``missed`` says how many it had forgotten. Ask again at once where ``more`` is true.
+        after: `next` of that answer; -1: nothing is listed yet, and `next` is where the history ends now. every: of one
+        row in so many, which are the same ones in every answer. The server remembers about 4,096 requests of a table:
+        `missed` says how many it had forgotten. Ask again at once where `more` is true.
         """
         return await run_async(self._of(table).connection, tables.events(table, after, every, timeout_s))
 
-    async def sessions(self, *, timeout_s: float | None = REPORT_S) -> dict[str, Any]:
-        """Connected clients: label, process, last heard of, what they hold."""
-        return self._together(await self._each(lambda: self._look("sessions", timeout_s)))
+    async def sessions(self, *, timeout_s: float | None = REPORT_S) -> Sessions:
+        """Connected clients by session number as text: label, process, last heard of, what they hold."""
+        return sessions_together(await self._look_at_each(lambda: tables.sessions(timeout_s)))
 
     async def drain_shard(self, number: int) -> None:
-        """Lend nothing more of a remote shard (see ``stats()["server"]["shards"]``). Returns at once; the shard's
+        """Lend nothing more of a remote shard (see ``stats().server.shards``). Returns at once; the shard's
         process ends when the last row in it is done and the last view of it is gone. Again: nothing. `NotFound` for one
         that has not joined."""
         await run_async(self._client.connection, tables.drain_shard(number))
@@ -144,24 +156,27 @@ class AsyncQueue(QueueBase):
         keep: int = 2,
         timeout_s: float | None = SNAPSHOT_S,
         progress: Progress | None = None,
-    ) -> str:
+    ) -> list[StoredSnapshot]:
         """Write everything there is at one moment, while all go on, as Arrow files that anything reads
         (`transferqueue docs snapshots`).
 
         path: a directory under the server's root for snapshots (`serve --snapshots`; else ``$TRANSFERQUEUE_SNAPSHOTS``,
         else ``snapshots`` where the server runs); the snapshot is a numbered directory in it, there whole or not at
         all, and the newest `keep` stay. Blocks until it is written, up to `timeout_s` (0: not at all):
-        `DeadlineExceeded` then; the work goes on. progress: called with bytes done and about how many in all. Returns
-        where it is. `OutOfMemory` if the disk is full: earlier ones are whole; `Full` if another is being written;
+        `DeadlineExceeded` then; the work goes on. progress: called with bytes done and about how many in all.
+        `OutOfMemory` if the disk is full: earlier ones are whole; `Full` if another is being written;
         `ShardLost` or `Unreachable` if a shard that alone has rows is gone or silent. Each of several coordinators
         writes its own snapshot, into a directory of its own in `path`: each table is whole, and tables of different
-        coordinators are of moments that lie apart. Returns their places, joined by commas.
+        coordinators are of moments that lie apart.
+
+        Returns:
+            Where the snapshot of each coordinator is, and when it was made, in the order of their numbers: mostly one.
         """
-        return (await self._carry_out(snapshot.snapshot(self._clients, path, keep, timeout_s, progress))).paths
+        return (await self._carry_out(snapshot.snapshot(self._clients, path, keep, timeout_s, progress))).stored
 
     async def restore(
         self, path: str | os.PathLike[str], *, timeout_s: float | None = SNAPSHOT_S, progress: Progress | None = None
-    ) -> dict[str, datetime | None]:
+    ) -> list[StoredSnapshot]:
         """Make this empty deployment what a snapshot is of: rows with ids, facts and states, steps, groups, clock,
         weights.
 
@@ -169,10 +184,12 @@ class AsyncQueue(QueueBase):
         returned; the number of shards and the arena may be others. Blocks, up to `timeout_s`; nothing is there before
         all is. `Corruption` names a file that is not as it was written; `UsageError` if there is a table or weights.
         Each of several coordinators restores its newest snapshot under `path`, into as many coordinators. If one fails,
-        the error names it, and the others keep what they restored. Returns when each snapshot was made, by its
-        directory (None if `timeout_s` is 0: it is not known yet).
+        the error names it, and the others keep what they restored.
+
+        Returns:
+            Which snapshot each coordinator restores, and when it was made, in the order of their numbers.
         """
-        return (await self._carry_out(snapshot.restore(self._clients, path, timeout_s, progress))).times
+        return (await self._carry_out(snapshot.restore(self._clients, path, timeout_s, progress))).stored
 
     async def close(self) -> None:
         """End the session, and an embedded server with it. Waits end with `Disconnected`. Again: nothing."""
@@ -198,3 +215,10 @@ class AsyncQueue(QueueBase):
     async def _each(self, operation: Callable[[], Operation[T]]) -> list[T]:
         """What each coordinator answers, one after the other."""
         return [await run_async(client.connection, operation()) for client in self._clients]
+
+    async def _look_at_each(self, operation: Callable[[], Operation[T]]) -> dict[str, T | UnreachableCoordinator]:
+        """The same by address; if there are several, with those that are out of reach."""
+        return {
+            client.address: await run_async(client.connection, self._look(client, operation()))
+            for client in self._clients
+        }

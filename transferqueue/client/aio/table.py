@@ -23,6 +23,7 @@ from transferqueue.errors import EndOfTable
 from transferqueue.limits import PIPELINE_BYTES, PIPELINE_CALLS, REPORT_S
 from transferqueue.policies import Predicate, Task
 from transferqueue.schema import Field, FieldsWanted
+from transferqueue.wire.answers.stats import TableAudit, TableStats
 from transferqueue.wire.messages import DroppedRow
 
 if TYPE_CHECKING:
@@ -524,17 +525,17 @@ class AsyncTable(TableBase):
         """Declare more fields."""
         await self._run(tables.add_fields(self._client, self._terms, fields))
 
-    async def stats(self, *, timeout_s: float | None = REPORT_S) -> dict[str, Any]:
-        """Counts, bytes, ages and rates of this table now; the keys are in `transferqueue docs observing`.
+    async def stats(self, *, timeout_s: float | None = REPORT_S) -> TableStats:
+        """Counts, bytes and ages of this table now (`transferqueue docs observing`).
 
         `Unreachable` if the server does not answer within `timeout_s` (None: no limit).
         """
-        return await self._run(tables.observe_table("stats", self.name, timeout_s))
+        return await self._run(tables.table_stats(self.name, timeout_s))
 
-    async def audit(self, *, timeout_s: float | None = REPORT_S) -> dict[str, Any]:
+    async def audit(self, *, timeout_s: float | None = REPORT_S) -> TableAudit:
         """``rows_put == rows_live + rows_done + rows_dropped``, each counted on its own, and how rows were dropped.
         timeout_s: as of `stats`."""
-        return await self._run(tables.observe_table("audit", self.name, timeout_s))
+        return await self._run(tables.table_audit(self.name, timeout_s))
 
     async def _run(self, operation: Operation[T]) -> T:
         return await run_async(self._client.connection, operation)

@@ -12,18 +12,18 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar, TypeVar
 
 from transferqueue.client.client import ClientSession
-from transferqueue.client.operations.tables import observe
 from transferqueue.client.session.run import Operation
 from transferqueue.errors import PeerError, TransferQueueError, UsageError
 from transferqueue.limits import check_name
 from transferqueue.storage.elements.process_bound import ProcessBound
 from transferqueue.text import counted, shown
+from transferqueue.wire.answers.coordinators import UnreachableCoordinator
 from transferqueue.wire.home_coordinator import home_coordinator
 
-Plain = dict[str, Any]
+A = TypeVar("A")
 
 
 class QueueBase(ProcessBound):
@@ -94,28 +94,14 @@ class QueueBase(ProcessBound):
             )
         return self._clients[0]
 
-    def _look(self, what: str, timeout_s: float | None) -> Operation[Plain]:
+    def _look(self, client: ClientSession, operation: Operation[A]) -> Operation[A | UnreachableCoordinator]:
         """Ask one coordinator. If there are several and it is out of reach, return that in place of its answer."""
         try:
-            return (yield from observe(what, timeout_s=timeout_s))
+            return (yield from operation)
         except PeerError as error:
             if len(self._clients) == 1:
                 raise
-            return {"unreachable": str(error)}
-
-    def _together(self, answers: Sequence[Plain]) -> Plain:
-        """Merge the answers of several coordinators: their tables and channels, and under "coordinators" each answer by
-        its address."""
-        if len(answers) == 1:
-            return answers[0]
-        merged: Plain = {"coordinators": dict(zip(self.coordinators, answers, strict=True))}
-        for kind in ("tables", "channels", "dropped_tables"):
-            parts = [answer[kind] for answer in answers if kind in answer]
-            if parts:
-                merged[kind] = {name: value for part in parts for name, value in part.items()}
-        if all("balanced" in answer for answer in answers):
-            merged["balanced"] = all(answer["balanced"] for answer in answers)
-        return merged
+            return UnreachableCoordinator(address=client.address, unreachable=str(error))
 
 
 def check_seats(clients: Sequence[ClientSession]) -> None:

@@ -16,6 +16,7 @@ from transferqueue.errors import TransferQueueError, UsageError
 from transferqueue.limits import SNAPSHOTS_KEPT_MAX, check_path
 from transferqueue.text import shown
 from transferqueue.wire import messages as m
+from transferqueue.wire.answers.snapshots import StoredSnapshot
 
 T = TypeVar("T")
 Path = str | os.PathLike[str]
@@ -74,16 +75,12 @@ class SnapshotCalls:
         self._jobs: dict[ClientSession, m.JobProgress] = {}
 
     @property
-    def paths(self) -> str:
-        """The directory of each coordinator's snapshot, joined by commas."""
-        return ",".join(job.path for job in self._jobs.values())
-
-    @property
-    def times(self) -> dict[str, datetime | None]:
-        """When each coordinator's snapshot was made, by its directory; None: it is not known yet."""
-        return {
-            job.path: datetime.fromtimestamp(job.made_at, UTC) if job.made_at else None for job in self._jobs.values()
-        }
+    def stored(self) -> list[StoredSnapshot]:
+        """The snapshot of each coordinator, in the order of their numbers."""
+        return [
+            StoredSnapshot(path=job.path, made_at=datetime.fromtimestamp(job.made_at, UTC) if job.made_at else None)
+            for job in self._jobs.values()
+        ]
 
     def begin(self, client: ClientSession) -> Operation[None]:
         """Begin the job of one coordinator."""

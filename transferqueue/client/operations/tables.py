@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,18 +18,24 @@ from transferqueue.client.operations.lease import LOST_MAX, named_device, predic
 from transferqueue.client.operations.rows import Rows
 from transferqueue.client.session.run import Operation, request_reply
 from transferqueue.client.table_info import TableInfo
-from transferqueue.errors import DeadlineExceeded, InternalError, NotFound, ShardLost, Unreachable, UsageError
+from transferqueue.errors import DeadlineExceeded, NotFound, ShardLost, Unreachable, UsageError
 from transferqueue.limits import FIELDS_MAX, REPORT_S, ROWS_DESCRIBED_MAX, TASKS_MAX, Limits, check_name
 from transferqueue.policies import Pacing, Predicate, Retention, Task
 from transferqueue.schema import Field, FieldsWanted, Slice, cut_fields
 from transferqueue.text import shown
 from transferqueue.wire import messages as m
-from transferqueue.wire.codec import decode_plain
+from transferqueue.wire.answers.doctor import DoctorAnswer
+from transferqueue.wire.answers.events import EventsAnswer
+from transferqueue.wire.answers.row import RowLife
+from transferqueue.wire.answers.sessions import Sessions, SessionStats
+from transferqueue.wire.answers.stats import AuditAnswer, Stats, TableAudit, TableStats
+from transferqueue.wire.codec import decode_observed
 
 if TYPE_CHECKING:
     from transferqueue.storage.devices.accelerator import Accelerator
 
 R = TypeVar("R")
+A = TypeVar("A")
 
 # ---------------------------------------------------------------- queue
 
@@ -97,43 +103,54 @@ def tables() -> Operation[list[str]]:
     return (yield from request_reply(m.ListTables(), m.Tables)).names
 
 
-def observe(
-    what: str, table: str = "", row: int = -1, *, timeout_s: float | None = REPORT_S
-) -> Operation[dict[str, Any]]:
-    """Ask for a report (stats, audit, doctor, row, sessions) as plain values. `Unreachable` if the server gives none
-    within `timeout_s`."""
-    if table != "" or what == "row":
+def observe(kind: type[A], table: str = "", row: int = -1, *, timeout_s: float | None = REPORT_S) -> Operation[A]:
+    """Ask for an answer of this kind. `Unreachable` if the server gives none within `timeout_s`."""
+    if table != "" or kind is RowLife:
         check_name("table", table)
-    request = m.Observe(what=what, table=table, row=checks.whole("row", row, least=-1))
-    return (yield from _report(what, request, timeout_s))
+    request = m.Observe(what=_OBSERVED[kind], table=table, row=checks.whole("row", row, least=-1))
+    return (yield from _answer(kind, request, timeout_s))
 
 
-def events(table: str, after: int, every: int, timeout_s: float | None) -> Operation[dict[str, Any]]:
+_OBSERVED: Final[dict[type, str]] = {
+    Stats: "stats",
+    AuditAnswer: "audit",
+    DoctorAnswer: "doctor",
+    RowLife: "row",
+}
+
+
+def events(table: str, after: int, every: int, timeout_s: float | None) -> Operation[EventsAnswer]:
     """Ask what happened to rows of a table since an earlier answer. Errors as of `observe`."""
     request = m.ListEvents(
         table=check_name("table", table),
         after=checks.whole("after", after, least=-1),
         every=checks.whole("every", every, least=1),
     )
-    return (yield from _report("events", request, timeout_s))
+    return (yield from _answer(EventsAnswer, request, timeout_s))
 
 
-def _report(what: str, request: m.Observe | m.ListEvents, timeout_s: float | None) -> Operation[dict[str, Any]]:
+def sessions(timeout_s: float | None) -> Operation[Sessions]:
+    """Ask who is connected. Errors as of `observe`."""
+    return Sessions((yield from _answer(dict[str, SessionStats], m.Observe("sessions"), timeout_s)))
+
+
+def _answer(kind: type[A], request: m.Observe | m.ListEvents, timeout_s: float | None) -> Operation[A]:
     yield from checks.within(timeout_s)
     try:
         reply = yield from request_reply(request, m.Observed)
     except DeadlineExceeded as late:  # no report waits at the server
         raise Unreachable(str(late)) from None
-    value = decode_plain(reply.value)
-    if not isinstance(value, dict):
-        raise InternalError(f"{what} was observed as {type(value).__name__}, not as a dict")
-    return value
+    return decode_observed(reply, kind)
 
 
-def observe_table(what: str, table: str, timeout_s: float | None) -> Operation[dict[str, Any]]:
-    """The part of a report that is about one table. Errors as of `observe`."""
-    report = yield from observe(what, table, timeout_s=timeout_s)
-    return dict(report["tables"][table])
+def table_stats(table: str, timeout_s: float | None) -> Operation[TableStats]:
+    """Ask for the statistics of one table. Errors as of `observe`."""
+    return (yield from observe(Stats, table, timeout_s=timeout_s)).tables[table]
+
+
+def table_audit(table: str, timeout_s: float | None) -> Operation[TableAudit]:
+    """Ask for the books of one table. Errors as of `observe`."""
+    return (yield from observe(AuditAnswer, table, timeout_s=timeout_s)).tables[table]
 
 
 # ---------------------------------------------------------------- rows

@@ -23,6 +23,7 @@ from transferqueue.errors import EndOfTable
 from transferqueue.limits import PIPELINE_BYTES, PIPELINE_CALLS, REPORT_S
 from transferqueue.policies import Predicate, Task
 from transferqueue.schema import Field, FieldsWanted
+from transferqueue.wire.answers.stats import TableAudit, TableStats
 from transferqueue.wire.messages import DroppedRow
 
 if TYPE_CHECKING:
@@ -516,17 +517,17 @@ class Table(TableBase):
         """Declare more fields."""
         self._run(tables.add_fields(self._client, self._terms, fields))
 
-    def stats(self, *, timeout_s: float | None = REPORT_S) -> dict[str, Any]:
-        """Counts, bytes, ages and rates of this table now; the keys are in `transferqueue docs observing`.
+    def stats(self, *, timeout_s: float | None = REPORT_S) -> TableStats:
+        """Counts, bytes and ages of this table now (`transferqueue docs observing`).
 
         `Unreachable` if the server does not answer within `timeout_s` (None: no limit).
         """
-        return self._run(tables.observe_table("stats", self.name, timeout_s))
+        return self._run(tables.table_stats(self.name, timeout_s))
 
-    def audit(self, *, timeout_s: float | None = REPORT_S) -> dict[str, Any]:
+    def audit(self, *, timeout_s: float | None = REPORT_S) -> TableAudit:
         """``rows_put == rows_live + rows_done + rows_dropped``, each counted on its own, and how rows were dropped.
         timeout_s: as of `stats`."""
-        return self._run(tables.observe_table("audit", self.name, timeout_s))
+        return self._run(tables.table_audit(self.name, timeout_s))
 
     def _run(self, operation: Operation[T]) -> T:
         return run_sync(self._client.connection, operation)

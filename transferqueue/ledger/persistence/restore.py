@@ -61,8 +61,9 @@ def _check_sums(state: LedgerState, snapshot: LedgerSnapshot) -> None:
     """Check that each restored table balances."""
     for table in snapshot.tables:
         made = state.tables[table.terms.name]
-        if not table_audit(made)["balanced"]:
-            raise Corruption(f'table "{made.name}" does not balance: {table_audit(made)}')
+        audit = table_audit(made, state.now)
+        if not audit.balanced:
+            raise Corruption(f'table "{made.name}" does not balance: {audit}')
 
 
 def _check_terms(state: LedgerState, snapshot: TableSnapshot) -> None:

@@ -16,12 +16,16 @@ from transferqueue.ledger.state import LedgerState
 from transferqueue.ledger.table import TableState
 from transferqueue.text import counted
 from transferqueue.wire import messages as m
+from transferqueue.wire.answers.doctor import DoctorAnswer
+from transferqueue.wire.answers.row import RowLife
+from transferqueue.wire.answers.sessions import Sessions
+from transferqueue.wire.answers.stats import AuditAnswer, Stats
 
 # ---------------------------------------------------------------- observations
 
 
-def observed(state: LedgerState, request: m.Observe) -> dict[str, Any]:
-    """Plain values; `UsageError` lists what can be observed."""
+def observed(state: LedgerState, request: m.Observe) -> Observation:
+    """What the ledger knows of the answer; `UsageError` lists what can be observed."""
     view = _VIEWS.get(request.what)
     if view is None:
         raise UsageError(f"{request.what!r} cannot be observed; ask for {listing(_VIEWS)}")
@@ -29,48 +33,47 @@ def observed(state: LedgerState, request: m.Observe) -> dict[str, Any]:
     return view(state, request, chosen)
 
 
-def _stats(state: LedgerState, request: m.Observe, tables: Mapping[str, TableState]) -> dict[str, Any]:
-    return {
-        "now_s": state.now,
-        "tables": {name: statistics.table_stats(table, state.now) for name, table in tables.items()},
-        "channels": {name: statistics.channel_stats(channel, state.now) for name, channel in state.channels.items()},
-        "bytes": statistics.bytes_stats(state.core.blocks),
-        "sessions": sum(session.open for session in state.sessions.values()),
-    }
+def _stats(state: LedgerState, request: m.Observe, tables: Mapping[str, TableState]) -> Stats:
+    return Stats(
+        now_s=state.now,
+        tables={name: statistics.table_stats(table, state.now) for name, table in tables.items()},
+        channels={name: statistics.channel_stats(channel, state.now) for name, channel in state.channels.items()},
+        bytes=statistics.bytes_stats(state.core.blocks),
+        sessions=sum(session.open for session in state.sessions.values()),
+    )
 
 
-def _audit(state: LedgerState, request: m.Observe, tables: Mapping[str, TableState]) -> dict[str, Any]:
-    audits = {
-        name: statistics.table_audit(table) | {"errors": statistics.errors(table, state.now)}
-        for name, table in tables.items()
-    }
-    balanced = all(audit["balanced"] for audit in audits.values())
-    return {"balanced": balanced, "tables": audits, "dropped_tables": dict(state.dropped_tables)}
+def _audit(state: LedgerState, request: m.Observe, tables: Mapping[str, TableState]) -> AuditAnswer:
+    audits = {name: statistics.table_audit(table, state.now) for name, table in tables.items()}
+    balanced = all(audit.balanced for audit in audits.values())
+    return AuditAnswer(balanced=balanced, tables=audits, dropped_tables=dict(state.dropped_tables))
 
 
-def _row(state: LedgerState, request: m.Observe, tables: Mapping[str, TableState]) -> dict[str, Any]:
+def _row(state: LedgerState, request: m.Observe, tables: Mapping[str, TableState]) -> RowLife:
     if not request.table:
         raise UsageError(f"a row is observed in a table; name one of {listing(state.tables)}")
     return statistics.row_life(tables[request.table], request.row, state.now)
 
 
-def _doctor(state: LedgerState, request: m.Observe, tables: Mapping[str, TableState]) -> dict[str, Any]:
+def _doctor(state: LedgerState, request: m.Observe, tables: Mapping[str, TableState]) -> DoctorAnswer:
     channels = {} if request.table else state.channels
     lines = {name: channel_lines(channel, state.core, state.now) for name, channel in channels.items()}
-    return {"now_s": state.now, **statistics.doctor(tables, state.now), "channels": lines}
+    return statistics.doctor(tables, lines, state.now)
 
 
-def _sessions(state: LedgerState, request: m.Observe, tables: Mapping[str, TableState]) -> dict[str, Any]:
+def sessions(state: LedgerState) -> Sessions:
+    """What each session holds."""
     return statistics.sessions_stats(state.sessions.values(), state.tables.values(), state.core, state.now)
 
 
-View = Callable[[LedgerState, m.Observe, Mapping[str, TableState]], dict[str, Any]]
+Observation = Stats | AuditAnswer | RowLife | DoctorAnswer | Sessions
+View = Callable[[LedgerState, m.Observe, Mapping[str, TableState]], Observation]
 _VIEWS: Final[dict[str, View]] = {
     "stats": _stats,
     "audit": _audit,
     "row": _row,
     "doctor": _doctor,
-    "sessions": _sessions,
+    "sessions": lambda state, request, tables: sessions(state),
 }
 
 # ---------------------------------------------------------------- why a request waits

@@ -8,7 +8,7 @@ groups.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -17,13 +17,14 @@ from transferqueue.ledger.rows.arrays import BoolArray, IntArray
 from transferqueue.ledger.rows.events import TableEvent
 from transferqueue.ledger.table import TableState
 from transferqueue.limits import EVENT_ROWS_TOLD_MAX, EVENTS_TOLD_MAX
+from transferqueue.wire.answers.events import EventsAnswer, RowsEvent
 from transferqueue.wire.messages import ListEvents
 
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT: Final = np.uint64(33)
 
 
-def listed_events(table: TableState, request: ListEvents, now: float) -> dict[str, Any]:
+def listed_events(table: TableState, request: ListEvents, now: float) -> EventsAnswer:
     """Events from ``request.after`` on, with those of their rows that are chosen, and where the next answer begins.
 
     missed: events between, which the bounded history had removed. omitted: chosen rows of an event beyond those that it
@@ -38,13 +39,13 @@ def listed_events(table: TableState, request: ListEvents, now: float) -> dict[st
     start = history.end if request.after < 0 else min(request.after, history.end)
     events = _affordable(history.since(start, EVENTS_TOLD_MAX))
     first = max(start, history.forgotten)
-    return {
-        "now_s": now,
-        "next": first + len(events),
-        "missed": first - start,
-        "more": first + len(events) < history.end,
-        "events": _told(events, request.every, now),
-    }
+    return EventsAnswer(
+        now_s=now,
+        next=first + len(events),
+        missed=first - start,
+        more=first + len(events) < history.end,
+        events=_told(events, request.every, now),
+    )
 
 
 def chosen(rows: IntArray, every: int) -> BoolArray:
@@ -60,7 +61,7 @@ def _affordable(events: list[TableEvent]) -> list[TableEvent]:
     return events[: max(int(np.searchsorted(ends, EVENT_ROWS_TOLD_MAX, "right")), 1)]
 
 
-def _told(events: list[TableEvent], every: int, now: float) -> list[dict[str, Any]]:
+def _told(events: list[TableEvent], every: int, now: float) -> list[RowsEvent]:
     """Events that concern a chosen row, with these rows. All rows are looked at in one pass."""
     if not events:
         return []
@@ -70,15 +71,15 @@ def _told(events: list[TableEvent], every: int, now: float) -> list[dict[str, An
     of_event = np.repeat(np.arange(len(events)), sizes)[places]
     edges = np.searchsorted(of_event, np.arange(len(events) + 1))
     return [
-        {
-            "ago_s": now - event.at,
-            "what": event.what,
-            "task": event.task,
-            "session": event.session,
-            "detail": event.detail,
-            "rows": rows[places[first : min(last, first + EVENT_ROWS_TOLD_MAX)]].tolist(),
-            "omitted": max(0, last - first - EVENT_ROWS_TOLD_MAX),
-        }
+        RowsEvent(
+            ago_s=now - event.at,
+            what=event.what,
+            task=event.task,
+            session=event.session,
+            detail=event.detail,
+            rows=rows[places[first : min(last, first + EVENT_ROWS_TOLD_MAX)]].tolist(),
+            omitted=max(0, last - first - EVENT_ROWS_TOLD_MAX),
+        )
         for event, first, last in zip(events, edges[:-1].tolist(), edges[1:].tolist(), strict=True)
         if last > first
     ]

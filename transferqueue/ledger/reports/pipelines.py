@@ -4,38 +4,35 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import islice
-from typing import Any, Final
+from typing import Final
 
 from transferqueue.ledger.rows.arrays import IntArray
 from transferqueue.ledger.rules.explain import sample
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.task_state import PENDING, TaskState
+from transferqueue.wire.answers.doctor import PipelineStage, TablePipeline
 
-Plain = dict[str, Any]
 EVENTS_SAMPLED: Final = 256
 """Events from which `ends` is counted, the newest: some hundred rows, however large the batches."""
 
 
-def pipeline(table: TableState) -> Plain:
+def pipeline(table: TableState) -> TablePipeline:
     """What each task needs, gives and still lacks, in the order of declaration, and the latest ends of rows. Task "":
     the producers."""
     live = sample(table) if any(task.counts[PENDING] for task in table.tasks.values()) else None
-    return {
-        "stages": [
-            {"task": "", "needs": [], "gives": [], "lacks": {}},
-            *(_stage(table, task, live) for task in table.tasks.values()),
-        ],
-        "ends": latest_ends(table),
-    }
+    return TablePipeline(
+        stages=[PipelineStage(task=""), *(_stage(table, task, live) for task in table.tasks.values())],
+        ends=latest_ends(table),
+    )
 
 
-def _stage(table: TableState, task: TaskState, live: IntArray | None) -> Plain:
-    return {
-        "task": task.task.name,
-        "needs": list(task.task.needs),
-        "gives": list(task.task.gives),
-        "lacks": {} if live is None else _lacks(table, task, live),
-    }
+def _stage(table: TableState, task: TaskState, live: IntArray | None) -> PipelineStage:
+    return PipelineStage(
+        task=task.task.name,
+        needs=list(task.task.needs),
+        gives=list(task.task.gives),
+        lacks={} if live is None else _lacks(table, task, live),
+    )
 
 
 def _lacks(table: TableState, task: TaskState, live: IntArray) -> dict[str, int]:

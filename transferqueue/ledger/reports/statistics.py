@@ -1,6 +1,6 @@
-"""Plain values for people and metrics: stats, audit, the life of a row, what is stuck.
+"""Answers for people and metrics: stats, audit, the life of a row, what is stuck.
 
-`transferqueue docs observing` documents the keys. Stats and audit cost O(tables x tasks), and a scan of the rows of
+`transferqueue.wire.answers` declares their figures. Stats and audit cost O(tables x tasks), and a scan of the rows of
 tables that lack copies; the life of a row and the doctor walk a bounded history or sample.
 """
 
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+from msgspec.structs import replace
 
 from transferqueue.errors import NotFound
 from transferqueue.ledger.reports.pipelines import pipeline
@@ -19,7 +20,6 @@ from transferqueue.ledger.requests.weight_channels import WeightChannelState
 from transferqueue.ledger.rows.arrays import IntArray
 from transferqueue.ledger.rows.blocks import BlockRegistry
 from transferqueue.ledger.rows.events import TableEvent
-from transferqueue.ledger.rows.facts import UNSET
 from transferqueue.ledger.rows.pages import DONE, DROPPED, LIVE
 from transferqueue.ledger.rules.choose import first_units
 from transferqueue.ledger.rules.explain import (
@@ -50,45 +50,50 @@ from transferqueue.ledger.tasks.task_state import (
 )
 from transferqueue.limits import COPY_POSTPONED_S
 from transferqueue.text import counted
+from transferqueue.wire.answers.doctor import DoctorAnswer, TaskDiagnosis
+from transferqueue.wire.answers.row import RowEvent, RowField, RowLife, RowTask
+from transferqueue.wire.answers.sessions import HeldLease, Sessions, SessionStats
+from transferqueue.wire.answers.stats import BytesStats, ChannelStats, TableAudit, TableStats, TaskStats
 from transferqueue.wire.messages import LeaseRequest
 
-Plain = dict[str, Any]
 FATES = {LIVE: "live", DONE: "done", DROPPED: "dropped"}
+_COUNTED: Final = (PENDING, WAITING_FOR_GROUP, RETRYING, READY, LEASED, ACKED_WITH_STEP, KEPT_STALE)
+"""States of which `TaskStats` counts the rows, under their names in `STATES`."""
 
 # ---------------------------------------------------------------- stats
 
 
-def table_stats(table: TableState, now: float) -> Plain:
+def table_stats(table: TableState, now: float) -> TableStats:
     """How full a table is, and in which states its rows are."""
     pacing = table.pacing
-    return {
-        **table_audit(table),
-        "rows_resident": table.rows_resident,
-        "rows_limit": table.limits.rows,
-        "bytes": table.usage.bytes,
-        "bytes_limit": table.limits.bytes_max,
-        "columns_freed": table.columns_freed,
-        "column_bytes_freed": table.column_bytes_freed,
-        "fields": {name: field.describe() for name, field in table.rows.fields.items()},
-        "extra_fields": table.extra_fields is not False,
-        "groups": len(table.groups),
-        "version": table.clock,
-        "cursor": table.ordinals.cursor(),
-        "sealed": table.sealed,
-        "replicas": table.replicas,
-        "rows_one_copy": rows_with_one_copy(table),
-        "age_s": _oldest(table, now),
-        "staleness": _by_lag(table.staleness),
-        "staleness_in_flight": _by_lag(table.staleness_in_flight),
-        "staleness_in_queue": _by_lag(table.staleness_in_queue),
-        "max_staleness": None if pacing is None else pacing.max_staleness,
-        "reserved": table.flow.reserved,
-        "refills": table.flow.refill_rows,
-        "outstanding": table.outstanding,
-        "outstanding_limit": None if pacing is None else pacing.rows_ahead_max,
-        "pacing_task": None if pacing is None else pacing.task,
-        "tasks": {name: _task_stats(table, task, now) for name, task in table.tasks.items()},
-    }
+    return TableStats(
+        **_counts(table),
+        rows_resident=table.rows_resident,
+        rows_limit=table.limits.rows,
+        bytes=table.usage.bytes,
+        bytes_limit=table.limits.bytes_max,
+        columns_freed=table.columns_freed,
+        column_bytes_freed=table.column_bytes_freed,
+        fields={name: field.describe() for name, field in table.rows.fields.items()},
+        extra_fields=table.extra_fields is not False,
+        groups=len(table.groups),
+        version=table.clock,
+        cursor=table.ordinals.cursor(),
+        sealed=table.sealed,
+        replicas=table.replicas,
+        rows_one_copy=rows_with_one_copy(table),
+        age_s=_oldest(table, now),
+        staleness=_by_lag(table.staleness),
+        staleness_in_flight=_by_lag(table.staleness_in_flight),
+        staleness_in_queue=_by_lag(table.staleness_in_queue),
+        max_staleness=None if pacing is None else pacing.max_staleness,
+        reserved=table.flow.reserved,
+        refills=table.flow.refill_rows,
+        outstanding=table.outstanding,
+        outstanding_limit=None if pacing is None else pacing.rows_ahead_max,
+        pacing_task=None if pacing is None else pacing.task,
+        tasks={name: _task_stats(table, task, now) for name, task in table.tasks.items()},
+    )
 
 
 def rows_with_one_copy(table: TableState) -> int:
@@ -106,41 +111,41 @@ def _by_lag(counts: Mapping[int, int]) -> dict[str, int]:
     return {str(lag): rows for lag, rows in sorted(counts.items())}
 
 
-def _task_stats(table: TableState, task: TaskState, now: float) -> Plain:
+def _task_stats(table: TableState, task: TaskState, now: float) -> TaskStats:
     leases = [
         lease
         for lease in table.core.leases.by_id.values()
         if lease.table == table.name and lease.task == task.task.name
     ]
-    gone = absence(table, task, now)
-    stats: Plain = {
-        **{
-            STATES[state]: task.counts[state]
-            for state in (PENDING, WAITING_FOR_GROUP, RETRYING, READY, LEASED, ACKED_WITH_STEP, KEPT_STALE)
-        },
-        "checkpoint": task.checkpoint,
-        "done": task.counters.done,
-        "dropped": task.counters.dropped,
-        "given": task.counters.given,
-        "failed": task.counters.failed,
-        "worker_deaths": task.counters.worker_deaths,
-        "retry_s": next_try_s(task, now),
-        "paused_s": task.circuit.paused_s(now),
-        "errors": task.errors.view(now),
-        "leases": len(leases),
-        "age_s": _next_in_line(table, task, now),
-        "oldest_lease_s": max((now - lease.since for lease in leases), default=None),
-        "holders": sorted({session_name(table, session) for lease in leases for session in lease.holders.values()}),
-        "groups_ready": None,
-        "groups_forming": None,
-        "stranded": _never_progresses(table, task),
-        "unattended_s": gone.since_s if gone else None,
-        "unattended": gone.text if gone else "",
-    }
-    if isinstance(task, GroupTaskState):
-        stats["groups_ready"] = task.ready_units
-        stats["groups_forming"] = sum(group.state == FORMING for group in task.forming.values())
-    return stats
+    gone, counters = absence(table, task, now), task.counters
+    grouped = isinstance(task, GroupTaskState)
+    return TaskStats(
+        **{STATES[state]: task.counts[state] for state in _COUNTED},
+        checkpoint=task.checkpoint,
+        done=counters.done,
+        dropped=counters.dropped,
+        given=counters.given,
+        failed=counters.failed,
+        worker_deaths=counters.worker_deaths,
+        retry_s=next_try_s(task, now),
+        paused_s=task.circuit.paused_s(now),
+        errors=task.errors.view(now),
+        leases=len(leases),
+        age_s=_next_in_line(table, task, now),
+        oldest_lease_s=max((now - lease.since for lease in leases), default=None),
+        holders=sorted({session_name(table, session) for lease in leases for session in lease.holders.values()}),
+        groups_ready=task.ready_units if grouped else None,
+        groups_forming=_forming(task),
+        stranded=_never_progresses(table, task),
+        unattended_s=gone.since_s if gone else None,
+        unattended=gone.text if gone else "",
+    )
+
+
+def _forming(task: TaskState) -> int | None:
+    if not isinstance(task, GroupTaskState):
+        return None
+    return sum(group.state == FORMING for group in task.forming.values())
 
 
 def _next_in_line(table: TableState, task: TaskState, now: float) -> float | None:
@@ -161,8 +166,14 @@ def _oldest(table: TableState, now: float) -> float | None:
     return None
 
 
-def table_audit(table: TableState) -> Plain:
-    """Where every row is that was ever put. balanced: two independent counts agree."""
+def table_audit(table: TableState, now: float) -> TableAudit:
+    """Where every row is that was ever put, and why leases failed."""
+    errors = {name: seen for name, task in table.tasks.items() if (seen := task.errors.view(now))}
+    return TableAudit(**_counts(table), errors=errors)
+
+
+def _counts(table: TableState) -> dict[str, Any]:
+    """The figures of `RowFates`."""
     live = sum(_live_rows(table, page) for page in table.rows.pages.pages())
     dropped = sum(table.rows_dropped.values())
     return {
@@ -176,85 +187,80 @@ def table_audit(table: TableState) -> Plain:
     }
 
 
-def errors(table: TableState, now: float) -> Plain:
-    """Why leases failed lately, by task; of tasks of which some did."""
-    return {name: seen for name, task in table.tasks.items() if (seen := task.errors.view(now))}
-
-
 def _live_rows(table: TableState, page: int) -> int:
     pages = table.rows.pages
     return int((pages.fate.a[pages.index(pages.rows_of(page))] == LIVE).sum())
 
 
-def channel_stats(channel: WeightChannelState, now: float) -> Plain:
+def channel_stats(channel: WeightChannelState, now: float) -> ChannelStats:
     """Versions of a channel, and which sessions generate with them."""
     newest = channel.versions.get(channel.latest)
-    return {
-        "newest": channel.latest,
-        "kept": list(channel.versions),
-        "lost": {str(version): why for version, why in channel.lost.items()},
-        "bytes": channel.usage.bytes,
-        "age_s": None if newest is None else now - newest.at,
-        "applied": {str(session): applied.version for session, applied in channel.applied.items()},
-        "applied_age_s": {str(session): now - applied.at for session, applied in channel.applied.items()},
-        "publish_lag_s": {str(session): applied.lag_s for session, applied in channel.applied.items()},
-        "turns": {str(session): turn.deadline - now for session, turn in channel.update_slots.items() if turn.deadline},
-    }
+    return ChannelStats(
+        newest=channel.latest,
+        kept=list(channel.versions),
+        lost={str(version): why for version, why in channel.lost.items()},
+        bytes=channel.usage.bytes,
+        age_s=None if newest is None else now - newest.at,
+        applied={str(session): applied.version for session, applied in channel.applied.items()},
+        applied_age_s={str(session): now - applied.at for session, applied in channel.applied.items()},
+        publish_lag_s={str(session): applied.lag_s for session, applied in channel.applied.items()},
+        turns={str(session): turn.deadline - now for session, turn in channel.update_slots.items() if turn.deadline},
+    )
 
 
-def bytes_stats(blocks: BlockRegistry) -> Plain:
+def bytes_stats(blocks: BlockRegistry) -> BytesStats:
     """Counts of extents, blocks and pins of all tables and channels."""
     extents = blocks.extents.values()
-    return {
-        "extents": len(extents),
-        "extents_open": sum(extent.open for extent in extents),
-        "granted": sum(extent.nbytes for extent in extents),
-        "blocks": len(blocks.blocks),
-        "blocks_pinned": len(set().union(*blocks.pins.values())),
-        "to_copy": sum(sum(members.values()) for members in blocks.missing.waiting.values()),
-        "being_copied": blocks.missing.bytes_ordered,
-    }
+    return BytesStats(
+        extents=len(extents),
+        extents_open=sum(extent.open for extent in extents),
+        granted=sum(extent.nbytes for extent in extents),
+        blocks=len(blocks.blocks),
+        blocks_pinned=len(set().union(*blocks.pins.values())),
+        to_copy=sum(sum(members.values()) for members in blocks.missing.waiting.values()),
+        being_copied=blocks.missing.bytes_ordered,
+    )
 
 
 def sessions_stats(
     sessions: Iterable[SessionState], tables: Iterable[TableState], core: SharedState, now: float
-) -> Plain:
-    """What each session holds, by its number as text. Looks once at each reservation and each grant, however many
-    sessions there are."""
+) -> Sessions:
+    """What each session holds. Looks once at each reservation and each grant, however many sessions there are."""
     reserved = Counter[int]()
     for table in tables:
         for reservation in table.flow.reservations.values():
             reserved[reservation.session] += reservation.left
     grants = Counter(extent.session for extent in core.blocks.extents.values())
-    return {
-        str(session.id): _session_stats(session, core, now)
-        | {"reserved": reserved[session.id], "grants": grants[session.id]}
-        for session in sessions
-    }
+    return Sessions(
+        {
+            str(session.id): _session_stats(session, core, reserved[session.id], grants[session.id], now)
+            for session in sessions
+        }
+    )
 
 
-def _session_stats(session: SessionState, core: SharedState, now: float) -> Plain:
+def _session_stats(session: SessionState, core: SharedState, reserved: int, grants: int, now: float) -> SessionStats:
     leases = core.leases.of(session.id)
-    return {
-        "session": session.id,
-        "label": session.label,
-        "client": session.client[:4].hex(),
-        "state": "open" if session.open else "ended",
-        "opened_s": now - session.opened,
-        "silent_s": core.silent_s(session.id, now),
-        "leases": [
-            {"lease": lease.id, "table": lease.table, "task": lease.task, "rows": lease.left} for lease in leases
-        ],
-        "rows_leased": sum(lease.left for lease in leases),
-        "pins": len(core.blocks.pins.get(session.id, {})),
-        "replies": session.replies.kept,
-    }
+    return SessionStats(
+        session=session.id,
+        label=session.label,
+        client=session.client[:4].hex(),
+        state="open" if session.open else "ended",
+        opened_s=now - session.opened,
+        silent_s=core.silent_s(session.id, now),
+        leases=[HeldLease(lease=lease.id, table=lease.table, task=lease.task, rows=lease.left) for lease in leases],
+        rows_leased=sum(lease.left for lease in leases),
+        reserved=reserved,
+        grants=grants,
+        pins=len(core.blocks.pins.get(session.id, {})),
+        replies=session.replies.kept,
+    )
 
 
 # ---------------------------------------------------------------- one row's whole life
 
 
-def row_life(table: TableState, row: int, now: float) -> Plain:
+def row_life(table: TableState, row: int, now: float) -> RowLife:
     """The events of a row and its current state. Of a freed row, only the recent events are known."""
     if not 0 <= row < table.rows.pages.next_row:
         raise NotFound(
@@ -262,51 +268,39 @@ def row_life(table: TableState, row: int, now: float) -> Plain:
         )
     events = table.history.of(row)
     at, resident = table.rows.pages.find(np.array([row], np.int64))
-    life = _resident(table, row, at, now) if resident[0] else _forgotten(events, now)
-    return {
-        "table": table.name,
-        "row": row,
-        **life,
-        "put_by": next((event.session for event in events if event.what == "put" and event.session), None),
-        "events": [_event(event, now) for event in events],
-        "events_complete": any(event.what == "put" for event in events),
-    }
+    return RowLife(
+        table=table.name,
+        row=row,
+        **(_resident(table, row, at, now) if resident[0] else _forgotten(events, now)),
+        put_by=next((event.session for event in events if event.what == "put" and event.session), None),
+        events=[_event(event, now) for event in events],
+        events_complete=any(event.what == "put" for event in events),
+    )
 
 
-def _event(event: TableEvent, now: float) -> Plain:
-    return {
-        "ago_s": now - event.at,
-        "what": event.what,
-        "task": event.task,
-        "session": event.session,
-        "detail": event.detail,
-    }
+def _event(event: TableEvent, now: float) -> RowEvent:
+    return RowEvent(ago_s=now - event.at, what=event.what, task=event.task, session=event.session, detail=event.detail)
 
 
-def _forgotten(events: list[TableEvent], now: float) -> Plain:
+def _forgotten(events: list[TableEvent], now: float) -> dict[str, Any]:
     """What the events tell of a row that was freed: how it ended."""
     put = next((event for event in events if event.what == "put"), None)
     end = next((event for event in reversed(events) if event.what in ("done", "dropped")), None)
-    unknown: Plain = {"key": None, "tags": {}, **UNSET}
     return {
         "state": end.what if end else "forgotten",
         "reason": end.detail if end and end.what == "dropped" else "",
         "age_s": now - put.at if put else None,
         "resident": False,
-        **unknown,
-        "fields": {},
-        "tasks": {},
     }
 
 
-def _resident(table: TableState, row: int, at: IntArray, now: float) -> Plain:
+def _resident(table: TableState, row: int, at: IntArray, now: float) -> dict[str, Any]:
     fate = FATES[int(table.rows.pages.fate.a[at[0]])]
     ends = [event.detail for event in table.history.of(row) if event.what == "dropped"] if fate == "dropped" else []
     return {
         "state": fate,
         "reason": ends[-1] if ends else "",
         "age_s": now - float(table.rows.put_at.a[at[0]]),
-        "resident": True,
         "key": table.rows.keys.get(row),
         "tags": dict(table.rows.tags.get(row, {})),
         **{name: column.a[at[0]].item() for name, column in table.rows.facts.items()},
@@ -315,23 +309,25 @@ def _resident(table: TableState, row: int, at: IntArray, now: float) -> Plain:
     }
 
 
-def _field(table: TableState, name: str, at: IntArray) -> Plain:
+def _field(table: TableState, name: str, at: IntArray) -> RowField:
     """Whether a row has a field, and its value or the location of its bytes."""
     column = table.rows.inline.get(name)
-    view: Plain = {"set": bool(table.rows.has_all(at, table.rows.mask((name,)))[0]), "inline": column is not None}
-    view["freed"] = bool(table.rows.were_freed(at, name)[0])
-    view |= dict.fromkeys(("value", "block", "slot", "shard", "bytes"))
-    if view["set"] and column is not None:
+    view = RowField(
+        set=bool(table.rows.has_all(at, table.rows.mask((name,)))[0]),
+        inline=column is not None,
+        freed=bool(table.rows.were_freed(at, name)[0]),
+    )
+    if not view.set:
+        return view
+    if column is not None:
         value = column.a[at[0]].item()
-        view["value"] = str(value) if isinstance(value, complex) else value
-    elif view["set"]:
-        (place,) = table.parts.locate([name], at)
-        block = table.core.blocks.blocks[int(place.blocks[0])].at
-        view |= {"block": block.block, "slot": int(place.slots[0]), "shard": block.shard, "bytes": block.nbytes}
-    return view
+        return replace(view, value=str(value) if isinstance(value, complex) else value)
+    (place,) = table.parts.locate([name], at)
+    block = table.core.blocks.blocks[int(place.blocks[0])].at
+    return replace(view, block=block.block, slot=int(place.slots[0]), shard=block.shard, bytes=block.nbytes)
 
 
-def _task_view(table: TableState, task: TaskState, at: IntArray, now: float) -> Plain:
+def _task_view(table: TableState, task: TaskState, at: IntArray, now: float) -> RowTask:
     """The state of a row in a task."""
     state = int(task.state.a[at[0]])
     lease = table.core.leases.by_id.get(int(task.hold.a[at[0]])) if state == LEASED else None
@@ -341,45 +337,47 @@ def _task_view(table: TableState, task: TaskState, at: IntArray, now: float) -> 
         for name in task.task.needs
         if name not in table.rows.fields or not bool(table.rows.has_all(at, table.rows.mask((name,)))[0])
     ]
-    return {
-        "state": STATES[state],
-        "lacks": lacks if state == PENDING else [],
-        "attempts": int(task.attempts.a[at[0]]),
-        "lease": lease.id if lease else None,
-        "session": holders[0] if holders else None,
-        "held_s": now - lease.since if lease else None,
-        "left_s": lease.deadline - now if lease and lease.deadline is not None else None,
-    }
+    return RowTask(
+        state=STATES[state],
+        lacks=lacks if state == PENDING else [],
+        attempts=int(task.attempts.a[at[0]]),
+        lease=lease.id if lease else None,
+        session=holders[0] if holders else None,
+        held_s=now - lease.since if lease else None,
+        left_s=lease.deadline - now if lease and lease.deadline is not None else None,
+    )
 
 
 # ---------------------------------------------------------------- what stalls
 
 
-def doctor(tables: Mapping[str, TableState], now: float) -> Plain:
-    """For each table, in words: what each task waits for, who holds it, and why producers wait; and its pipeline."""
-    return {
-        "tables": {name: _diagnose(table, now) for name, table in tables.items()},
-        "pipelines": {name: pipeline(table) for name, table in tables.items()},
-    }
+def doctor(tables: Mapping[str, TableState], channels: dict[str, list[str]], now: float) -> DoctorAnswer:
+    """For each table, in words: what each task waits for, who holds it, and why producers wait; and its pipeline.
+    channels: sentences about each."""
+    return DoctorAnswer(
+        now_s=now,
+        tables={name: _diagnose(table, now) for name, table in tables.items()},
+        pipelines={name: pipeline(table) for name, table in tables.items()},
+        channels=channels,
+    )
 
 
-def _diagnose(table: TableState, now: float) -> list[Plain]:
+def _diagnose(table: TableState, now: float) -> list[TaskDiagnosis]:
     lines = [_of_task(table, task, now) for task in table.tasks.values()]
-    about: Plain = {"stranded": False, "unattended_s": None, "died": False, "errors": [], "failing": False}
-    return lines + [{"task": "", "text": text} | about for text in _of_table(table, now)]
+    return lines + [TaskDiagnosis(task="", text=text) for text in _of_table(table, now)]
 
 
-def _of_task(table: TableState, task: TaskState, now: float) -> Plain:
+def _of_task(table: TableState, task: TaskState, now: float) -> TaskDiagnosis:
     gone = absence(table, task, now)
-    return {
-        "task": task.task.name,
-        "text": _task_line(table, task, now) + (f"; {gone.text}" if gone else ""),
-        "stranded": _never_progresses(table, task),
-        "unattended_s": gone.since_s if gone else None,
-        "died": gone is not None and gone.died,
-        "errors": task.errors.view(now),
-        "failing": task.failing,
-    }
+    return TaskDiagnosis(
+        task=task.task.name,
+        text=_task_line(table, task, now) + (f"; {gone.text}" if gone else ""),
+        stranded=_never_progresses(table, task),
+        unattended_s=gone.since_s if gone else None,
+        died=gone is not None and gone.died,
+        errors=task.errors.view(now),
+        failing=task.failing,
+    )
 
 
 def _never_progresses(table: TableState, task: TaskState) -> bool:

@@ -97,6 +97,11 @@ def _check_pacing(table: str, pacing: Pacing, tasks: Sequence[Task], rows_max: i
         )
     if isinstance(pacing.on_stale, Requeue):
         _check_requeue(pacing, pacing.on_stale.task, by_name)
+        if pacing.max_staleness is None:
+            raise UsageError(
+                f'pacing of table "{table}" has on_stale=Requeue("{pacing.on_stale.task}") and no max_staleness, so no '
+                "row is ever stale; set max_staleness, or leave on_stale out"
+            )
 
 
 def _check_requeue(pacing: Pacing, target: str, tasks: dict[str, Task]) -> None:

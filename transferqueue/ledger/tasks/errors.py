@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from transferqueue.limits import ERROR_TEXT_CHARS_MAX, TASK_ERRORS_MAX
+from transferqueue.wire.answers.stats import TaskError
 
 
 class ErrorCount:
@@ -34,11 +33,17 @@ class TaskErrors:
         if len(self._kinds) > TASK_ERRORS_MAX:
             del self._kinds[next(iter(self._kinds))]
 
-    def view(self, now: float) -> list[dict[str, Any]]:
-        """The errors as plain values, the latest first."""
+    def view(self, now: float) -> list[TaskError]:
+        """The errors as reports show them, the latest first."""
         return [
-            {"type": name, "text": text, "worker": error.worker, "count": error.count}
-            | {"first_s": now - error.first, "last_s": now - error.last}
+            TaskError(
+                type=name,
+                text=text,
+                worker=error.worker,
+                count=error.count,
+                first_s=now - error.first,
+                last_s=now - error.last,
+            )
             for (name, text), error in reversed(self._kinds.items())
         ]
 

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from transferqueue.errors import NotFound
-from transferqueue.observe.answers.events import EventsAnswer
-from transferqueue.observe.answers.sessions import labels, parse_sessions
-from transferqueue.observe.answers.stats import parse
-from transferqueue.observe.coordinators import UnreachableCoordinator, by_coordinator
 from transferqueue.observe.tracing.row_trace import RowTrace, TableTraces
+from transferqueue.wire.answers.coordinators import UnreachableCoordinator, by_coordinator
+from transferqueue.wire.answers.events import EventsAnswer
+from transferqueue.wire.answers.sessions import labels
 
 if TYPE_CHECKING:
     from transferqueue.client import Queue
@@ -81,10 +80,9 @@ class RowFollower:
     def _follow(self, table: _FollowedTable) -> None:
         for _ in range(ANSWERS_MAX):
             try:
-                raw = self._queue.events(table.traces.table, after=table.position, every=self._every)
+                answer = self._queue.events(table.traces.table, after=table.position, every=self._every)
             except NotFound:
                 return  # dropped since the list of tables was read; the next look ends its traces
-            answer = parse("events", raw, EventsAnswer)
             self._take(table, answer)
             if not answer.more:
                 return
@@ -106,9 +104,7 @@ class RowFollower:
         number."""
         if not sessions - self._names.keys() - {0}:
             return
-        home = by_coordinator(self._queue.address, self._queue.sessions(), parse_sessions)[
-            self._queue.coordinator_of(table)
-        ]
+        home = by_coordinator(self._queue.address, self._queue.sessions())[self._queue.coordinator_of(table)]
         known = {} if isinstance(home, UnreachableCoordinator) else labels(home)
         self._names |= known | {
             number: f"session {number}" for number in sessions - self._names.keys() - known.keys() - {0}

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from transferqueue.observe.answers.events import RowsEvent
+from transferqueue.wire.answers.events import RowsEvent
 
 ROWS_MAX: Final = 4096
 """Rows of one table that are followed at once: 4 MB. Puts beyond have no trace."""

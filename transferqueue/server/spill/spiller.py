@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Final
 
 from transferqueue.errors import OutOfMemory
 from transferqueue.ledger.ledger import Ledger
@@ -47,6 +47,7 @@ from transferqueue.server.spill.spill_jobs import (
 )
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.wire import messages as m
+from transferqueue.wire.answers.stats import SpillStats
 
 _log: Final = logging.getLogger("transferqueue.server")
 
@@ -166,21 +167,21 @@ class Spiller:
         """How much memory is in use, for texts about a load order that finds none."""
         return f"{self._memory.used:,} of {self._memory.grantable:,} bytes are in use"
 
-    def plain(self) -> dict[str, Any]:
+    def stats(self) -> SpillStats:
         """What reports show."""
         counters = self.counters
-        return {
-            "bytes_max": self.backlog.disk_bytes,
-            "blocks": len(self.cold.on_disk),
-            "bytes": self.cold.bytes_on_disk,
-            "spilled_blocks": counters.spilled_blocks,
-            "spilled_bytes": counters.spilled_bytes,
-            "loaded_blocks": counters.loaded_blocks,
-            "loaded_bytes": counters.loaded_bytes,
-            "lost_blocks": counters.lost_blocks,
-            "load_waits_s": counters.load_waits_s,
-            "paused": self.paused,
-        }
+        return SpillStats(
+            bytes_max=self.backlog.disk_bytes,
+            blocks=len(self.cold.on_disk),
+            bytes=self.cold.bytes_on_disk,
+            spilled_blocks=counters.spilled_blocks,
+            spilled_bytes=counters.spilled_bytes,
+            loaded_blocks=counters.loaded_blocks,
+            loaded_bytes=counters.loaded_bytes,
+            lost_blocks=counters.lost_blocks,
+            load_waits_s=counters.load_waits_s,
+            paused=self.paused,
+        )
 
     def stop(self) -> None:
         """Stop the thread and give the space back."""

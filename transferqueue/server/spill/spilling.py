@@ -12,7 +12,7 @@ The rules (docs/decisions/spill.md; how blocks go and come back: `spiller`):
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Final
+from typing import Final
 
 from transferqueue.errors import InternalError
 from transferqueue.ledger.effects import WakeKey
@@ -26,6 +26,7 @@ from transferqueue.server.spill.spill_jobs import SpilledBlock, SpillSpace
 from transferqueue.server.spill.spiller import Spiller
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.wire import messages as m
+from transferqueue.wire.answers.stats import SpillStats
 
 
 class Spilling:
@@ -123,9 +124,9 @@ class Spilling:
         first = ". Blocks that come back from the disk have the free memory first" if spiller.backlog.is_held else ""
         return f"{first}. Nothing is spilled to the disk now: {spiller.paused}" if spiller.paused else first
 
-    def plain(self) -> dict[str, Any] | None:
+    def stats(self) -> SpillStats | None:
         """What reports show; None if nothing is spilled."""
-        return None if self._spiller is None else self._spiller.plain()
+        return None if self._spiller is None else self._spiller.stats()
 
     # ------------------------------------------------------------ for snapshots
 

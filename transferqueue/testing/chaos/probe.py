@@ -19,6 +19,7 @@ import msgspec
 import transferqueue as tq
 from transferqueue.testing.chaos.process_context import ProcessContext
 from transferqueue.testing.chaos.roles import FLOOD, PACED, ROWS_MAX, make_tables
+from transferqueue.wire.answers.stats import TurnStats
 
 EVERY_S: Final = 0.02
 AUDIT_EVERY: Final = 25
@@ -43,8 +44,8 @@ class Probe:
                         queue.table(name).seal()
                 self._ask(queue, calls)
                 calls += 1
-            self._context.log.write("audit", queue.audit()["tables"])
-            self._context.log.write("spill", queue.stats()["server"]["spill"])
+            self._context.log.write("audit", queue.audit().tables)
+            self._context.log.write("spill", queue.stats().server.spill)
             self._turns(queue)
 
     def _command(self) -> str:
@@ -63,28 +64,26 @@ class Probe:
             raise
 
     def _audit(self, queue: tq.Queue) -> None:
-        tables = queue.audit()["tables"]
+        tables = queue.audit().tables
         for name, rows in tables.items():
-            if not rows["balanced"]:
+            if not rows.balanced:
                 self._context.log.write("broken", f"table {name} does not balance: {rows}")
-            if rows["rows_live"] > ROWS_MAX[name]:
+            if rows.rows_live > ROWS_MAX[name]:
                 self._context.log.write(
-                    "broken", f"table {name} has {rows['rows_live']} live rows, of at most {ROWS_MAX[name]}"
+                    "broken", f"table {name} has {rows.rows_live} live rows, of at most {ROWS_MAX[name]}"
                 )
         self._turns(queue)
-        self._tell("rows", {name: rows["rows_done"] for name, rows in tables.items()})
+        self._tell("rows", {name: rows.rows_done for name, rows in tables.items()})
 
     def _turns(self, queue: tq.Queue) -> None:
         stats = queue.stats()
-        turns = stats["server"]["turns"]
-        self._context.log.write(
-            "turns", stats["epoch"], {kind: _longest(histogram) for kind, histogram in turns.items()}
-        )
+        turns = stats.server.turns
+        self._context.log.write("turns", stats.epoch, {kind: _longest(histogram) for kind, histogram in turns.items()})
 
     def _tell(self, kind: str, what: dict[str, Any]) -> None:
         os.write(self._news, msgspec.json.encode([kind, what]) + b"\n")
 
 
-def _longest(turns: dict[str, Any]) -> dict[str, Any]:
+def _longest(turns: TurnStats) -> dict[str, Any]:
     """The members of the figures of one kind of turns that the report needs."""
-    return {name: turns[name] for name in ("longest_s", "longest_of", "busiest_s", "busiest_of", "late")}
+    return {name: getattr(turns, name) for name in ("longest_s", "longest_of", "busiest_s", "busiest_of", "late")}

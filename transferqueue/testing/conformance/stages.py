@@ -91,7 +91,7 @@ def every_row_gets_every_field(subject: StageSubject) -> None:
         _serve(table, stage, rows=6)
         require(set(table.fields) - before <= set(stage.gives), "it gives nothing else", set(table.fields) - before)
         require(len(_given(table, stage)) == 6, "each row has each field")
-        require(table.audit()["rows_done"] == 6, "each row is done", table.audit())
+        require(table.audit().rows_done == 6, "each row is done", table.audit())
 
 
 def it_can_be_called_again(subject: StageSubject) -> None:
@@ -100,7 +100,7 @@ def it_can_be_called_again(subject: StageSubject) -> None:
     for rows in (4, 6):
         with _filled(subject, stage) as table:
             _serve(table, stage, rows)
-            require(table.audit()["rows_done"] == 6, "each row is done", table.audit())
+            require(table.audit().rows_done == 6, "each row is done", table.audit())
 
 
 def a_row_does_not_depend_on_its_batch(subject: StageSubject) -> None:

@@ -87,12 +87,12 @@ class HistoryRecorder:
             h.Counted(
                 table=table.table.name,
                 at=self._clock(),
-                rows_put=stats["rows_put"],
-                rows_live=stats["rows_live"],
-                rows_done=stats["rows_done"],
-                dropped=stats["dropped"],
-                rows_resident=stats["rows_resident"],
-                bytes=stats["bytes"],
+                rows_put=stats.rows_put,
+                rows_live=stats.rows_live,
+                rows_done=stats.rows_done,
+                dropped=stats.dropped,
+                rows_resident=stats.rows_resident,
+                bytes=stats.bytes,
                 drained=drained,
             )
         )

@@ -21,8 +21,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import transferqueue as tq
 from transferqueue.errors import TransferQueueError, UsageError
 from transferqueue.limits import check_name
-from transferqueue.observe.answers.row import RowLife
-from transferqueue.observe.answers.stats import Stats, parse
 from transferqueue.observe.prometheus import CONTENT_TYPE, exposition
 from transferqueue.text import visible
 from transferqueue.web.access import HEADERS, LINK, METRICS, AccessPolicy
@@ -67,7 +65,7 @@ def make_app(queue: tq.AsyncQueue, access: AccessPolicy) -> Gate:
 
     async def row(request: Request) -> Response:
         table = check_name("table", request.path_params["table"])
-        life = named(parse("row", await queue.inspect(table, row_id(request.path_params["row"])), RowLife))
+        life = named(await queue.inspect(table, row_id(request.path_params["row"])))
         return Response(msgspec.json.encode(life), media_type="application/json")
 
     pages: dict[str, Endpoint] = {
@@ -96,7 +94,7 @@ def metrics_of(queue: tq.AsyncQueue) -> Endpoint:
 
     async def metrics(_request: Request) -> Response:
         try:
-            stats = parse("stats", await queue.stats(), Stats)
+            stats = await queue.stats()
         except TransferQueueError as error:
             return PlainTextResponse(f"{visible(str(error))}\n", HTTPStatus.SERVICE_UNAVAILABLE)
         return Response(exposition(stats), media_type=CONTENT_TYPE)

@@ -6,8 +6,8 @@ from contextlib import suppress
 
 import transferqueue as tq
 from transferqueue.errors import DeadlineExceeded, NotFound, UsageError
-from transferqueue.observe.answers.stats import Stats
 from transferqueue.observe.figure_table import VALUE, FigureTable, decode, has_figures
+from transferqueue.wire.answers.stats import Stats
 
 
 class FigureReader:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from transferqueue.observe.answers.row import RowLife
+from transferqueue.wire.answers.row import RowLife
 
 
 class LabelledRowLife(msgspec.Struct, frozen=True, kw_only=True):

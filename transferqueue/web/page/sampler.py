@@ -17,13 +17,12 @@ import msgspec
 
 import transferqueue as tq
 from transferqueue.errors import FlowSignal, TransferQueueError
-from transferqueue.observe.answers.stats import Stats, parse
-from transferqueue.observe.diagnosis import DoctorAnswer
 from transferqueue.observe.frame import frame
 from transferqueue.observe.verdict import QueueVerdict, ended, report
 from transferqueue.web.page.figures import FigureReader
 from transferqueue.web.page.timeline import KEPT_S, Timeline
 from transferqueue.web.page.troubles import Troubles
+from transferqueue.wire.answers.stats import Stats
 
 WATCHED_S: Final = 1.0
 UNWATCHED_S: Final = 5.0
@@ -97,8 +96,8 @@ class Sampler:
             await asyncio.wait_for(self._somebody_came.wait(), UNWATCHED_S)
 
     async def _frame(self) -> bytes:
-        stats = parse("stats", await self._queue.stats(), Stats)
-        answer = parse("doctor", await self._queue.doctor(), DoctorAnswer)
+        stats = await self._queue.stats()
+        answer = await self._queue.doctor()
         found = report(stats, answer)
         current = frame(stats.server.address, self._before, stats)
         self._before, self._verdict = stats, found.verdict

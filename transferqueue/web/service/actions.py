@@ -184,7 +184,7 @@ class Actions:
     async def status(self, body: TableBody) -> Status:
         """What the job's table says of itself."""
         service = await self._service(body.table)
-        return Status(stats=await service.status())
+        return Status(stats=(await service.status()).plain())
 
     async def _service(self, name: str) -> AsyncService:
         return await AsyncService.join(self._queue, name=name, timeout_s=0.0)

@@ -36,6 +36,4 @@ class Audit:
 def audit(table: tq.Table) -> Audit:
     """Ask the queue for the counts of `table`."""
     counts = table.audit()
-    return Audit(
-        put=counts["rows_put"], live=counts["rows_live"], done=counts["rows_done"], dropped=dict(counts["dropped"])
-    )
+    return Audit(put=counts.rows_put, live=counts.rows_live, done=counts.rows_done, dropped=dict(counts.dropped))

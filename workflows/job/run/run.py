@@ -224,7 +224,7 @@ def aged(event: Event, table: tq.Table) -> Event:
     waits."""
     if not isinstance(event, Figures) or event.kind != STEP:
         return event
-    ages = {name: task["age_s"] for name, task in table.stats()["tasks"].items()}
+    ages = {name: task.age_s for name, task in table.stats().tasks.items()}
     return msgspec.structs.replace(event, values=event.values | {"queue_age_s": ages})
 
 

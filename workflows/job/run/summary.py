@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
+from transferqueue.wire.answers.stats import TableStats
 from transferqueue.workflows.flow.reports.audit import Audit
 from transferqueue.workflows.flow.reports.weight_swaps import NO_SWAPS, Swaps, publish_lag_s, swaps_of
 from transferqueue.workflows.job import names
@@ -137,7 +138,7 @@ def summarize(
     starts: int,
     seconds: float,
     predicted: Predicted | None = None,
-    table: Mapping[str, Any] | None = None,
+    table: TableStats | None = None,
 ) -> RunSummary:
     """Summarise a finished run; `audit` and `table` (its statistics) are of its table. predicted: by its plan."""
     generators, trainers = record.spans_of(names.ROLLOUT, names.PLAY), record.spans_of(names.TRAIN)
@@ -168,8 +169,8 @@ def summarize(
         logprob_difference=_mean(list(record.each(DIFFERENCE))),
         logprob_difference_later=_mean(list(record.each(f"{DIFFERENCE}_later"))),
         staleness=record.staleness(),
-        staleness_in_flight=(table or {}).get("staleness_in_flight", {}),
-        staleness_in_queue=(table or {}).get("staleness_in_queue", {}),
+        staleness_in_flight=table.staleness_in_flight if table else {},
+        staleness_in_queue=table.staleness_in_queue if table else {},
         publish_lag_s=publish_lag_s(generators, trainers),
         swaps=swaps_of(generators),
         rows_put=audit.put,

@@ -122,7 +122,7 @@ class StepRows:
 
     def _is_open(self, row: int) -> bool:
         try:
-            return self._queue.inspect(self._table.name, row)["tasks"][ADVANTAGE]["state"] in _OPEN
+            return self._queue.inspect(self._table.name, row).tasks[ADVANTAGE].state in _OPEN
         except NotFound:
             return False  # it ended meanwhile
 

@@ -130,7 +130,7 @@ def serve_requests(context: Context, job: Job, measure: Measure, weights: HeldWe
 def _is_over(table: tq.Table) -> bool:
     """Whether the job's table is sealed and drained: then nobody asks any more, though nobody said so."""
     stats = table.stats()
-    return bool(stats["sealed"]) and not table.audit()["rows_live"]
+    return stats.sealed and not table.audit().rows_live
 
 
 class HeldWeights:

@@ -214,7 +214,7 @@ class _Partner:
 
     def is_trained(self, row: int) -> bool:
         try:
-            return str(self._queue.inspect(names.TABLE, row)["tasks"][names.TRAIN]["state"]) not in _OPEN
+            return self._queue.inspect(names.TABLE, row).tasks[names.TRAIN].state not in _OPEN
         except NotFound:
             return True
 

@@ -25,8 +25,8 @@ from transferqueue.cli.options import (
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from transferqueue.observe.coordinators import UnreachableCoordinator
     from transferqueue.observe.verdict import QueueReport
+    from transferqueue.wire.answers.coordinators import UnreachableCoordinator
 
 EXAMPLES = (
     ("transferqueue doctor", "what is wrong with the queue of this user, in one sentence, and who waits for what"),
@@ -123,8 +123,9 @@ def _machine(arena_bytes: str | None, runtime: Path | None, *, json: bool) -> No
 def _deployment(address: str, table: str, patience_s: float, *, json: bool) -> None:
     from transferqueue.cli.connection import connected
     from transferqueue.cli.screens.terminal import console, show, show_json
-    from transferqueue.observe.coordinators import Look, UnreachableCoordinator
+    from transferqueue.observe.coordinators import Look
     from transferqueue.observe.verdict import report
+    from transferqueue.wire.answers.coordinators import UnreachableCoordinator
 
     with connected(address, label="doctor") as queue:
         found = look(queue, table)
@@ -147,7 +148,7 @@ def _lines(reports: Mapping[str, QueueReport | UnreachableCoordinator], width: i
 
     from transferqueue.cli.screens.doctor import doctor_lines
     from transferqueue.cli.screens.unreachable import unreachable_lines
-    from transferqueue.observe.coordinators import UnreachableCoordinator
+    from transferqueue.wire.answers.coordinators import UnreachableCoordinator
 
     lines: list[Text] = []
     for address, report in reports.items():

@@ -78,10 +78,9 @@ def _look(queue: Queue, table: str | None, row: int | None, key: str, width: int
 def _tables(queue: Queue, width: int) -> tuple[object, list[Text]]:
     from transferqueue.cli.screens.inspect import tables_lines
     from transferqueue.cli.screens.unreachable import unreachable_lines
-    from transferqueue.observe.answers.stats import Stats, parse
-    from transferqueue.observe.coordinators import UnreachableCoordinator, by_coordinator
+    from transferqueue.wire.answers.coordinators import UnreachableCoordinator, by_coordinator
 
-    answers = by_coordinator(queue.address, queue.stats(), lambda answer: parse("stats", answer, Stats))
+    answers = by_coordinator(queue.address, queue.stats())
     tables = {
         name: table
         for answer in answers.values()
@@ -99,8 +98,7 @@ def _tables(queue: Queue, width: int) -> tuple[object, list[Text]]:
 
 def _terms(queue: Queue, name: str, width: int) -> tuple[object, list[Text]]:
     from transferqueue.cli.screens.inspect import terms_lines
-    from transferqueue.observe.answers.stats import TableStats, parse
-    from transferqueue.observe.answers.tables import table_terms
+    from transferqueue.observe.table_terms import table_terms
 
     table = queue.table(name)
     terms = table_terms(
@@ -110,7 +108,7 @@ def _terms(queue: Queue, name: str, width: int) -> tuple[object, list[Text]]:
         limits=table.limits,
         pacing=table.pacing,
         retention=table.retention,
-        stats=parse("stats", table.stats(), TableStats),
+        stats=table.stats(),
     )
     return terms, terms_lines(terms, width)
 
@@ -126,8 +124,6 @@ def _row_of(queue: Queue, table: str, key: str) -> int:
 
 def _row(queue: Queue, table: str, row: int, width: int) -> tuple[object, list[Text]]:
     from transferqueue.cli.screens.row import row_lines
-    from transferqueue.observe.answers.row import RowLife
-    from transferqueue.observe.answers.stats import parse
 
-    life = parse("row", queue.inspect(table, row), RowLife)
+    life = queue.inspect(table, row)
     return life, row_lines(life, width)

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transferqueue.client import Queue
-    from transferqueue.observe.coordinators import Look, UnreachableCoordinator
+    from transferqueue.observe.coordinators import Look
+    from transferqueue.wire.answers.coordinators import UnreachableCoordinator
 
 
 def look(queue: Queue, table: str = "") -> dict[str, Look | UnreachableCoordinator]:
     """What each coordinator says of now, by its address; of one table, what its coordinator says."""
-    from transferqueue.observe.answers.stats import Stats, parse
-    from transferqueue.observe.coordinators import by_coordinator, looks
-    from transferqueue.observe.diagnosis import DoctorAnswer
+    from transferqueue.observe.coordinators import looks
+    from transferqueue.wire.answers.coordinators import by_coordinator
 
-    stats = by_coordinator(queue.address, queue.stats(), lambda answer: parse("stats", answer, Stats))
+    stats = by_coordinator(queue.address, queue.stats())
     home = queue.coordinator_of(table) if table else queue.address
-    answers = by_coordinator(home, queue.doctor(table or None), lambda answer: parse("doctor", answer, DoctorAnswer))
+    answers = by_coordinator(home, queue.doctor(table or None))
     return looks(stats, answers)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from transferqueue.client import Queue
-    from transferqueue.observe.coordinators import UnreachableCoordinator
     from transferqueue.observe.frame import StatsFrame
+    from transferqueue.wire.answers.coordinators import UnreachableCoordinator
 
 EXAMPLES = (
     ("transferqueue top", "the server of this user, twice a second; q or Ctrl-C ends it"),
@@ -104,7 +104,7 @@ def _lines(shown: Iterable[StatsFrame | UnreachableCoordinator], width: int) -> 
 
     from transferqueue.cli.screens.top import top_lines
     from transferqueue.cli.screens.unreachable import unreachable_lines
-    from transferqueue.observe.coordinators import UnreachableCoordinator
+    from transferqueue.wire.answers.coordinators import UnreachableCoordinator
 
     parts = [
         unreachable_lines(frame, width) if isinstance(frame, UnreachableCoordinator) else top_lines(frame, width)

@@ -44,8 +44,7 @@ def snapshot(
     """
 
     def write(queue: Queue, progress: Callable[[int, int], None]) -> list[str]:
-        places = queue.snapshot(path, keep=keep, timeout_s=timeout, progress=progress)
-        return places.split(",") if len(queue.coordinators) > 1 else [places]
+        return [made.path for made in queue.snapshot(path, keep=keep, timeout_s=timeout, progress=progress)]
 
     _carry_out(address, write)
 
@@ -58,7 +57,7 @@ def restore(path: SnapshotPath, timeout: TimeoutOption = 600.0, address: Address
 
     def read(queue: Queue, progress: Callable[[int, int], None]) -> list[str]:
         restored = queue.restore(path, timeout_s=timeout, progress=progress)
-        return [f"{place}  made {made:%Y-%m-%dT%H:%M:%SZ}" for place, made in restored.items()]
+        return [f"{each.path}  made {each.made_at:%Y-%m-%dT%H:%M:%SZ}" for each in restored]
 
     _carry_out(address, read)
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from transferqueue.limits import Limits
-from transferqueue.observe.answers.stats import TableStats
 from transferqueue.observe.units import plural
 from transferqueue.policies import (
     Acked,
@@ -22,6 +21,7 @@ from transferqueue.policies import (
     Task,
 )
 from transferqueue.schema import Field
+from transferqueue.wire.answers.stats import TableStats
 
 
 class FieldTerms(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,67 @@
+"""Write the tables of figures in docs/OBSERVING.md from their declarations in `transferqueue.wire.answers`.
+
+``python -m tests.figures`` writes them; `tests/observe/test_figures.py` fails if the page is not as this would write
+it. A table stands between ``<!-- figures: KIND -->`` and ``<!-- end -->``.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from pathlib import Path
+from typing import Any, Final, Literal, get_args, get_origin
+
+from transferqueue.wire.answers import answer, coordinators, doctor, events, row, sessions, snapshots, stats
+from transferqueue.wire.answers.answer import Answer, Figure, figures
+
+PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "OBSERVING.md"
+MODULES: Final = (answer, coordinators, doctor, events, row, sessions, snapshots, stats)
+KINDS: Final[dict[str, type[Answer]]] = {
+    name: kind
+    for module in MODULES
+    for name, kind in vars(module).items()
+    if isinstance(kind, type) and issubclass(kind, Answer) and kind.__struct_fields__
+}
+_TABLE: Final = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def page(text: str) -> str:
+    """The page with its tables as they are declared."""
+    return _TABLE.sub(lambda found: f"{found[1]}{_table(KINDS[found[2]])}{found[3]}", text)
+
+
+def documented(text: str) -> set[str]:
+    """The kinds of answers whose tables a page has."""
+    return {found[2] for found in _TABLE.finditer(text)}
+
+
+def _table(kind: type[Answer]) -> str:
+    own = [figure for name, figure in figures(kind).items() if name in kind.__annotations__]
+    base = kind.__base__
+    beside = f" Beside those of `{base.__name__}`:" if base is not None and base in KINDS.values() else ""
+    about = " ".join((kind.__doc__ or "").split())
+    lines = [f"`{kind.__name__}`: {about}{beside}", "", "| figure | type | |", "|---|---|---|"]
+    return "\n".join([*lines, *map(_line, own), ""])
+
+
+def _line(figure: Figure) -> str:
+    grows = ", only grows" if figure.grows else ""
+    return f"| `{figure.name}` | {shown(figure.type)}{grows} | {figure.meaning} |"
+
+
+def shown(hint: Any) -> str:
+    """A type in few words: ``{str: TaskStats}``, ``int or None``."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is dict:
+        return f"{{{shown(parts[0])}: {shown(parts[1])}}}"
+    if origin is list:
+        return f"list of {shown(parts[0])}"
+    if origin is Literal:
+        return ", ".join(map(str, parts))
+    if origin is types.UnionType or parts:
+        return " or ".join(map(shown, parts))
+    return "None" if hint is type(None) else getattr(hint, "__name__", str(hint))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))

@@ -1,1 +1,0 @@
-"""Typed answers of a server to `Observe`."""
