@@ -10,7 +10,12 @@ from tests.figures import KINDS, PAGE, documented, page
 from tests.observe.snapshots import stats, table, task
 from transferqueue.wire.answers import answer
 from transferqueue.wire.answers.answer import figures, readable
-from transferqueue.wire.answers.coordinators import UnreachableCoordinator, by_coordinator, stats_together
+from transferqueue.wire.answers.coordinators import (
+    UnreachableCoordinator,
+    by_coordinator,
+    sessions_together,
+    stats_together,
+)
 from transferqueue.wire.answers.sessions import Sessions, SessionStats
 from transferqueue.wire.answers.stats import Stats, TableStats, TaskStats
 
@@ -76,6 +81,17 @@ def test_of_several_coordinators_a_figure_of_one_says_where_it_is() -> None:
     with pytest.raises(AttributeError, match=r"server is of one coordinator; read it from \.coordinators\[ADDRESS\]"):
         _ = together.server
     assert {"server", "now_s", "waiting"}.isdisjoint(together.plain())
+
+
+def test_sessions_of_several_coordinators_are_told_apart() -> None:
+    each = {"a": Sessions({"1": SessionStats(session=1)}), "b": Sessions({"1": SessionStats(session=1, pid=2)})}
+    together = sessions_together(each)
+    assert [(name, one.pid) for name, one in together.items()] == [("a 1", 0), ("b 1", 2)]
+    assert by_coordinator("a,b", together) == each
+    with pytest.warns(DeprecationWarning, match=r"Sessions\.coordinators"):
+        assert together["coordinators"] == each
+    with pytest.raises(KeyError):
+        together["1"]
 
 
 def test_the_only_coordinators_answer_is_the_whole() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -65,6 +66,12 @@ class Sessions(dict[str, SessionStats]):
     def plain(self) -> dict[str, Any]:
         """All figures as dicts, lists and scalars."""
         return {number: session.plain() for number, session in self.items()}
+
+    def __missing__(self, key: str) -> Any:
+        if key == "coordinators" and self.coordinators:
+            warnings.warn("use Sessions.coordinators; the key ends with the next release", DeprecationWarning, 2)
+            return self.coordinators
+        raise KeyError(key)
 
     def __repr__(self) -> str:
         return f"Sessions({readable(dict(self))})"

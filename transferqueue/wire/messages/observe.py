@@ -10,7 +10,7 @@ from transferqueue.wire.roles import CLIENTS
 
 
 class Observed(Message):
-    """Plain values, MessagePack-encoded: the keys are documented in `transferqueue docs observing`."""
+    """One of `transferqueue.wire.answers`, MessagePack-encoded."""
 
     value: msgspec.Raw
 
