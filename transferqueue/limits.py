@@ -557,10 +557,19 @@ room in another."""
 class Limits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The most that one table may hold. When it is full, producers wait or are refused; nothing is evicted.
 
-    rows: live rows. bytes: bytes of live blocks, as a number or text such as ``"8GiB"`` (None: only the arena bounds
-    them). Puts wait for room; results that come with an ack or an update do not wait. An eighth of all memory is
-    reserved for results. If results are a larger share of the data, set a lower bound for bytes. `UsageError` for other
-    values.
+    A put waits for room. Results that come with an ack or an update do not wait: an eighth of all memory is reserved
+    for them. If results are a larger share of the data, set a lower bound for `bytes`.
+
+    Args:
+        rows: live rows, at least 1; default 65536.
+        bytes: bytes of live blocks, as a number or text such as ``"8GiB"``; default None: only the arena bounds them.
+
+    Raises:
+        UsageError: a value that is no positive number of rows or bytes.
+
+    Example:
+        >>> Limits(rows=1024, bytes="2GiB").bytes_max
+        2147483648
     """
 
     rows: int = 65536

@@ -47,36 +47,52 @@ def _numbers(subject: str, **values: object) -> None:
 
 
 class Fifo(_Policy):
-    """Rows in the order in which they became ready."""
+    """Select rows in the order in which they became ready for the task."""
 
 
 class PutOrder(_Policy):
-    """Rows in the order in which they were put, by row id, whichever became ready first; of a group, its last row
-    counts."""
+    """Select rows in the order in which they were put, by row id, whichever became ready first.
+
+    A group counts by its row with the highest id.
+    """
 
 
 class OldestVersionFirst(_Policy):
-    """Smallest policy version first, then Fifo: the row nearest its staleness bound goes first."""
+    """Select the smallest policy version first, then as `Fifo`.
+
+    The rows nearest to their staleness bound go first. A group counts by its oldest row.
+    """
 
 
 class Freshest(_Policy):
-    """Largest policy version first, then the most recently put."""
+    """Select the largest policy version first, then the most recently put."""
 
 
 class LongestFirst(_Policy):
-    """Most tokens first, then Fifo: stragglers start early (StreamRL, arXiv 2504.15930, section 5)."""
+    """Select the rows with the most tokens first, then as `Fifo`, so that stragglers start early.
+
+    A group counts by the sum of its tokens. Source: StreamRL, arXiv 2504.15930, section 5.
+    """
 
 
 class Priority(_Policy):
-    """Largest `priority` first, then Fifo."""
+    """Select the largest `priority` first, then as `Fifo`.
+
+    A group counts by its row with the highest priority.
+    """
 
 
 class TokenBalanced(_Policy, kw_only=True):
-    """One agreed batch, chosen by `inner`, split over `world` ranks by tokens.
+    """Split one agreed batch over the ranks of a job, balanced by tokens.
 
-    `equal_counts`: every rank gets the same number of rows (or of groups); otherwise counts are free
-    and only tokens are balanced. The split is longest-processing-time first: the largest share is at
-    most 4/3 - 1/(3 world) of the best possible (Graham 1969) when counts are free.
+    The batch is chosen by `inner`. Each rank gets its share by ``lease(..., rank=, world=)``. The split is longest
+    processing time first: with free counts the largest share is at most 4/3 - 1/(3 world) of the best possible (Graham
+    1969).
+
+    Args:
+        inner: the selector that chooses the batch; default ``Fifo()``.
+        equal_counts: whether all ranks get the same number of rows, or of groups; default True. False: only the tokens
+            are balanced.
     """
 
     inner: Fifo | OldestVersionFirst | Freshest | LongestFirst | Priority | PutOrder = Fifo()
@@ -84,7 +100,14 @@ class TokenBalanced(_Policy, kw_only=True):
 
 
 class Plugin(_Policy):
-    """A selector registered on the server by entry point ``transferqueue.selectors``, by name."""
+    """Select rows by a selector that the server loaded from the entry point ``transferqueue.selectors``.
+
+    A request that declares a task with it raises `NotFound` if the server does not have the plugin.
+
+    Args:
+        name: of the entry point.
+        options: passed to the plugin when it is made; default: none.
+    """
 
     name: str
     options: dict[str, str | int | float | bool] = {}
@@ -96,26 +119,38 @@ Selector = Fifo | OldestVersionFirst | Freshest | LongestFirst | Priority | Toke
 
 
 class Refill(_Policy):
-    """Complete the group: leases of unfinished members end, and their rows become ready again. Members that were never
-    put are offered to the next `reserve` as `refills` (group_id, missing)."""
+    """Refill an incomplete group: its rows become ready again, and its missing members are asked for.
+
+    Leases of its unfinished members end. Members that were never put are offered to the next `reserve`, as `refills` of
+    pairs ``(group_id, missing)``.
+    """
 
 
 class DeliverPartial(_Policy, tag="Release"):
-    """Lease the members that are ready, if at least `min_size` are; drop the group otherwise. Its former name is
-    `Release`."""
+    """Lease the ready members of an incomplete group if they are at least `min_size`; otherwise drop the group.
+
+    Its former name is `Release`.
+    """
 
 
 class DropGroup(_Policy):
-    """Drop all members, with reason ``group_incomplete``."""
+    """Drop all members of an incomplete group, with reason ``group_incomplete``."""
 
 
 class Complete(_Policy, kw_only=True):
     """Lease whole groups only.
 
-    A group is whole when all `group_size` members are ready for the task. A group is *incomplete* when
-    it is not whole `deadline_s` seconds after its first member became ready (None: no deadline), or as
-    soon as a member was dropped; then `incomplete` says what happens. `min_size` (None: group_size) is
-    the fewest rows that `DeliverPartial` leases.
+    A group is whole when all its `group_size` members are ready for the task. A group is incomplete when it is not
+    whole `deadline_s` seconds after its first member became ready, or as soon as a member was dropped. Then
+    `incomplete` is applied.
+
+    Args:
+        min_size: the fewest rows that `DeliverPartial` leases, at least 1; default None: the group's size.
+        deadline_s: seconds from the first ready member until the group counts as incomplete; default None: no deadline.
+        incomplete: the rule for incomplete groups: `Refill`, `DeliverPartial` or `DropGroup`; default ``DropGroup()``.
+
+    Raises:
+        UsageError: `min_size` below 1, or `deadline_s` not above 0.
     """
 
     min_size: int | None = None
@@ -134,52 +169,59 @@ class Complete(_Policy, kw_only=True):
 
 
 class DropStale(_Policy):
-    """A row over the bound is dropped, with reason ``stale``."""
+    """Drop a row over the staleness bound, with reason ``stale``."""
 
 
 class KeepStale(_Policy):
-    """A row over the bound is never leased to this task again, but stays readable until it is deleted."""
+    """Keep a row over the staleness bound readable until it is deleted, and never lease it to the pacing task again."""
 
 
 class Requeue(_Policy):
-    """A row over the bound goes back to `task`: the fields that this task and later tasks gave are cleared.
+    """Send a row over the staleness bound back to an earlier task, which produces it anew.
 
-    A sealed table ends for these tasks only when the pacing task has no row left that could still come back.
+    The fields that this task and later tasks gave are cleared. A sealed table ends for these tasks only when the pacing
+    task has no row left that could still come back.
+
+    Args:
+        task: name of a task of the table that gives what the pacing task needs.
     """
 
     task: str
 
 
 class HoldClock(_Policy):
-    """The version clock waits: `advance` and `publish` block, with a deadline, while they would make a live row
-    stale."""
+    """Hold the version clock while its advance would make a live row stale.
+
+    `Table.advance` and `WeightChannel.publish` wait meanwhile, up to their `timeout_s`.
+    """
 
 
 OnStale = DropStale | KeepStale | Requeue | HoldClock
 
 
 class Acked(_Policy):
-    """A row is freed when every task of the table is done with it."""
+    """Free a row when every task of the table is done with it."""
 
 
 class Manual(_Policy):
-    """A row stays, readable, until `delete`."""
+    """Keep a row, readable, until `delete`."""
 
 
 class AckedColumns(Acked):
-    """As `Acked`, and each column is freed earlier, with its last task: when every task that needs it is done with the
-    row.
+    """Free rows as `Acked`, and each column earlier: when every task that needs it is done with the row.
 
     A column that no task needs stays as long as its row. A task leases only fields that it needs or gives, or that no
-    task needs, since others may be freed by then (`ColumnFreed`). Puts lay columns that end with different tasks into
-    memory of their own. Scalars of up to eight bytes are in the ledger and stay. A value that is lost with a shard is
-    given again only if what its task needs is not freed.
+    task needs, since others may be freed by then (`ColumnFreed`). A put lays columns that end with different tasks into
+    memory of their own. Scalars of up to 8 bytes are in the ledger and stay. A value that is lost with a shard is
+    produced again only if the fields that its task needs are not freed.
     """
 
 
 class ManualColumns(Manual):
-    """As `Manual`, and each column of `COLUMN_APART_BYTES` (256 KiB) or more of a put lies in memory of its own, which
-    `free_columns` returns at once. Of other tables, memory returns when every column of a put is freed.
+    """Keep rows as `Manual`, and let `free_columns` return the memory of single columns.
+
+    Each column of 256 KiB or more of a put lies in memory of its own, which `free_columns` returns at once. In other
+    tables memory returns when every column of a put is freed.
     """
 
 
@@ -189,14 +231,29 @@ Retention = Acked | Manual | AckedColumns | ManualColumns
 
 
 class TagIs(_Policy):
-    """Rows whose tag `name` equals `value`."""
+    """Choose rows whose tag has this value.
+
+    The tags 1 and True are different. A row without the tag is not chosen.
+
+    Args:
+        name: of the tag.
+        value: text, a number or a bool.
+    """
 
     name: str
     value: str | int | float | bool
 
 
 class VersionBetween(_Policy):
-    """Rows with `low <= policy_version <= high` (either may be None)."""
+    """Choose rows with ``low <= policy_version <= high``.
+
+    Args:
+        low: the smallest version; default None: no bound.
+        high: the largest version; default None: no bound.
+
+    Raises:
+        Impossible: `low` is above `high`.
+    """
 
     low: int | None = None
     high: int | None = None
@@ -210,8 +267,15 @@ class VersionBetween(_Policy):
 
 
 class Compare(_Policy):
-    """Rows whose inline scalar field (or metadata ``tokens``, ``priority``, ``ordinal``) compares with `value` by
-    `op`."""
+    """Choose rows whose scalar field, or fact, compares with a value.
+
+    A row that does not have the field is not chosen.
+
+    Args:
+        field: a field with one number of at most 8 bytes a row, or the fact ``tokens``, ``priority`` or ``ordinal``.
+        op: ``"<"``, ``"<="``, ``"=="``, ``"!="``, ``">="`` or ``">"``.
+        value: the number, or bool, on the right of `op`.
+    """
 
     field: str
     op: Literal["<", "<=", "==", "!=", ">=", ">"]
@@ -231,10 +295,13 @@ class Retry(_Policy, kw_only=True):
     fail, the task is paused, and one lease at a time is tried; such failures do not count.
 
     Args:
-        first_s: seconds after the first failure; 0: no wait.
-        factor: the factor from one wait to the next, at least 1.
-        max_s: the longest wait, in seconds.
-        attempts: a row is dropped with reason ``attempts`` after so many failures (None: never).
+        first_s: seconds after the first failure; default 1.0; 0: no wait.
+        factor: the factor from one wait to the next, at least 1; default 2.0.
+        max_s: the longest wait in seconds, at least `first_s`; default 60.0.
+        attempts: a row is dropped with reason ``attempts`` after so many failures; default None: never.
+
+    Raises:
+        UsageError: a value that is out of its range.
 
     Example:
         >>> [Retry().wait_s(failures) for failures in (1, 2, 3, 20)]
@@ -266,7 +333,11 @@ class Retry(_Policy, kw_only=True):
             )
 
     def wait_s(self, failures: int) -> float:
-        """Seconds that a row waits after so many failures, of which the last one was just now."""
+        """Return the seconds that a row waits after its latest failure.
+
+        Args:
+            failures: the failures of the row so far, at least 1.
+        """
         try:
             return min(self.first_s * self.factor ** (failures - 1), self.max_s)
         except OverflowError:
@@ -276,16 +347,33 @@ class Retry(_Policy, kw_only=True):
 class Task(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A named consumer of a table. Every row goes to every task; inside a task each row is done once.
 
-    needs: fields that must be complete before the task sees a row.
-    gives: fields that the task writes. Each ack must carry those that another task needs, unless the row has them
-    already; an ack without them is refused (drop a row that has no result). Leave out a field that another process
-    writes by `Table.update` after the ack: tasks that need it wait for it in any case. `Requeue` and the loss of bytes
-    return a row to the task that gives the missing field. selector: which ready rows next. groups: `Complete(...)` for
-    whole groups only. lease_s: seconds until a silent worker (dead, stopped, cut off) loses its rows; the client of a
-    live worker renews the lease in time. time_limit_s: seconds that a worker may hold a batch (None: half an hour, or
-    lease_s if that is more). A worker that holds it longer counts as hanging, and loses the rows though its process
-    lives. retry: when rows whose lease failed are leased again, and after how many failures they are dropped (never,
-    unless it says so). from_: "start": the task gets every live row; "now": only rows put after the task was declared.
+    An ack must carry the fields of `gives` that another task needs, unless the row has them already; an ack without
+    them is refused. Drop a row that has no result. Leave a field out of `gives` if another process writes it by
+    `Table.update` after the ack: tasks that need it wait for it in any case. `Requeue` and the loss of bytes return a
+    row to the task that gives the missing field.
+
+    Args:
+        name: of the task, unique in its table.
+        needs: fields that a row must have before the task gets it; default: none.
+        gives: fields that the task writes; default: none.
+        selector: which ready rows are leased next; default ``Fifo()``.
+        groups: ``Complete(...)``: lease whole groups only; default None: single rows.
+        lease_s: seconds until a silent worker (dead, stopped or cut off) loses its rows; default 60. The client of a
+            live worker renews the lease in time.
+        retry: when rows whose lease failed are leased again, and after how many failures they are dropped; default
+            ``Retry()``: never dropped.
+        from_: default ``"start"``: the task gets every live row; ``"now"``: only rows that are put after it was
+            declared.
+        time_limit_s: seconds that a worker may hold a batch, at least `lease_s`; default None: 1800, or `lease_s` if
+            that is more. A worker that holds it longer counts as hanging, and loses the rows though its process lives.
+
+    Raises:
+        UsageError: a value of the wrong type or out of its range.
+        Impossible: a field is in both `needs` and `gives`.
+
+    Example:
+        >>> Task("reward", needs=["answer"], gives=["reward"]).held_s_max
+        1800.0
     """
 
     name: str
@@ -341,13 +429,27 @@ _DEPTH_MAX = 2**31
 
 
 class Pacing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How far production may run ahead of the pacing task (usually the trainer).
+    """How far production may run ahead of the pacing task, usually the trainer.
 
-    batch_rows: rows per trainer step. depth: batches that may be outstanding beyond the current one; 0.25 allows a
-    quarter of a batch more (over-sampling). max_staleness: versions that a row may be behind when `task` leases it
-    (None: no bound). A row that was put without a `policy_version` has no age, and is never over the bound. on_stale:
-    the rule for a row over the bound. channel: the weight channel whose versions are this table's clock (None:
-    `table.advance` moves the clock).
+    A row that was put without a `policy_version` has no age, and is never over the bound.
+
+    Args:
+        task: name of the pacing task.
+        batch_rows: rows of one trainer step, at least 1.
+        depth: batches that may be outstanding beyond the current one; default 1. 0.25 allows a quarter of a batch more
+            (over-sampling); 0: one batch at a time.
+        max_staleness: versions that a row may be behind when `task` leases it; default None: no bound; 0: synchronous.
+        on_stale: the rule for a row over the bound: `DropStale`, `KeepStale`, `Requeue` or `HoldClock`; default
+            ``DropStale()``.
+        channel: the weight channel whose versions are the table's clock; default None: `Table.advance` moves the clock.
+
+    Raises:
+        UsageError: a value of the wrong type or out of its range.
+        Impossible: `max_staleness` below 0.
+
+    Example:
+        >>> Pacing("train", batch_rows=8, depth=1).rows_ahead_max
+        16
     """
 
     task: str

@@ -131,32 +131,32 @@ def _may_be_infinite(dtype: str) -> bool:
 class Field(
     msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dict=True, repr_omit_defaults=True
 ):
-    """A column's name, dtype and row shape, and what its values must be: ``Field("image", "uint8", (None, None, 3))``.
+    """A column's name, dtype and row shape, and the rules for its values: ``Field("image", "uint8", (None, None, 3))``.
+
+    By its name, a ragged field of shape ``(None,)`` with one value a token (``logprobs``, ``rollout_logprobs``,
+    ``loss_mask``, ``token_advantages`` and others, see ``transferqueue docs reference/table``) has as many values as
+    the row's ``response_ids``, or as prompt and response together. ``rewards``, log-probs, advantages, values and
+    returns of floating dtypes are finite.
+
+    The client checks both rules in the call that writes the field, and changes nothing if a row breaks one. It compares
+    lengths with a field of the same call; else, in an ack or release, with that field in the batch, and in an update
+    with `if_unchanged`, with that field in the rows that were read. A field that comes in another call, by an update of
+    row ids, is not compared: the server keeps no lengths. `finite` reads the written values once more, which adds 0.15
+    to a put of 4 MiB, and 0.6 to 0.7 to one of 32 MiB.
+
+    Properties are computed once and cached: a batch of many fields reads them often.
 
     Args:
         name: of the column.
         dtype: such as "float32", "bfloat16", "str", "bytes" or "value".
-        shape: the shape of one row's value: ``()`` for a scalar, None for a dimension in which rows differ. For "str",
-            "bytes" and "value" the shape is ``()``.
-        like: another field; each row has as many elements in its first dimension as it has of that one. None: by the
-            name, as below. "": any number.
-        finite: whether NaN and infinity are refused. None: by the name, as below.
+        shape: the shape of one row's value; default ``()``: a scalar. None stands for a dimension in which rows differ.
+            For "str", "bytes" and "value" the shape is ``()``.
+        like: another field; each row has as many elements in its first dimension as it has of that one. Default None:
+            by the name, as above. "": any number.
+        finite: whether NaN and infinity are refused; default None: by the name, as above.
 
     Raises:
         SchemaError: an invalid field.
-
-    Rules by the name: a ragged field of shape ``(None,)`` with one value a token (``logprobs``, ``rollout_logprobs``,
-    ``loss_mask``, ``token_advantages`` and others, see ``transferqueue docs reference/table``) has as many as the row's
-    ``response_ids``, or as prompt and response together. ``rewards``, log-probs, advantages, values and returns of
-    floating dtypes are finite.
-
-    The client checks both rules in the call that writes the field, which raises `SchemaError` with the row and changes
-    nothing. It compares lengths with a field of the same call; else, in an ack or release, with that field in the
-    batch, and in an update with `if_unchanged`, with that field in what was read. A field that comes in another call,
-    by an update of row ids, is not compared: the server keeps no lengths. `finite` reads the written values once more,
-    which adds 0.15 to a put of 4 MiB, and 0.6 to 0.7 to one of 32 MiB.
-
-    Properties are computed once and cached: a batch of many fields reads them often.
 
     Example:
         >>> Field("teacher_logprobs", "float32", (None,), like="response_ids", finite=True)
@@ -269,15 +269,22 @@ Range = tuple[int, int]
 
 
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="share", array_like=True):
-    """The index-th of `of` chunks of each row's first dimension, such as the share of one context-parallel rank:
-    ``Share(0, 4)``.
+    """One share of each row's first dimension, such as that of one context-parallel rank: ``Share(0, 4)``.
 
-    Chunks have ``length // of`` steps; the last one has the rest too. zigzag: each row has twice as many chunks, and
-    the share is chunks `index` and ``2 * of - 1 - index``, one after the other, as ring attention balances causal
-    masks. `UsageError` for an index that is none of ``0 .. of - 1``.
+    The dimension is divided into `of` chunks of ``length // of`` steps; the last chunk has the rest too.
 
-    >>> Share(0, 4, zigzag=True)
-    Share(index=0, of=4, zigzag=True)
+    Args:
+        index: of the share, from 0 to ``of - 1``.
+        of: the number of shares.
+        zigzag: default False: one chunk. True: each row has twice as many chunks, and the share is chunks `index` and
+            ``2 * of - 1 - index``, one after the other, as ring attention balances causal masks.
+
+    Raises:
+        UsageError: an index that is none of ``0 .. of - 1``.
+
+    Example:
+        >>> Share(0, 4, zigzag=True)
+        Share(index=0, of=4, zigzag=True)
     """
 
     index: int
@@ -298,24 +305,29 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="share"
 class Slice:
     """Part of each row's value, for `fields` of a lease or a read: ``fields={"experts": Slice(None, (12, 24))}``.
 
-    One entry for each dimension of a row's value, from the first on; missing entries and None are whole. An entry is
-    ``(start, stop)``, with ``0 <= start < stop``, or a `Share` of that dimension, zigzag only of the first. The shape
-    of the column is cut to it: of a field ``[None, 48, 4]``, one step a token, ``Slice(None, (12, 24))`` and
+    It has one entry for each dimension of a row's value, from the first on; missing entries and None are whole. The
+    shape of the column is cut to it: of a field ``[None, 48, 4]``, one step a token, ``Slice(None, (12, 24))`` and
     ``Slice(None, Share(1, 4))`` leave ``[None, 12, 4]``. Steps of a ragged row are taken as far as the row has them, so
-    a row that is shorter than `start` is empty. Fits dense and ragged fields with at least one dimension.
+    a row that is shorter than `start` is empty. A slice fits dense and ragged fields with at least one dimension. The
+    call that uses it raises `SchemaError` for any other field, and for one that is shorter than the slice.
 
-    `UsageError`: a range that is empty or negative, a zigzag share of another dimension than the first. `SchemaError`,
-    when it is used: a field that has no such dimension, is shorter there, is text, bytes, plain values or one number a
-    row, or varies in more than its first dimension.
+    Args:
+        first: of the first dimension: ``(start, stop)`` with ``0 <= start < stop``, or a `Share`; default None: all of
+            it.
+        *inner: of the further dimensions: ``(start, stop)``, a `Share` that is not zigzag, or None.
 
-    >>> Slice(None, (12, 24))  # layers 12 to 23 of all tokens
-    Slice(None, (12, 24))
-    >>> Slice((0, 512))  # the first 512 tokens of each row
-    Slice((0, 512))
-    >>> Slice(Share(1, 4), None, (0, 8))  # the second quarter of the tokens, the first 8 of the last dimension
-    Slice(Share(index=1, of=4, zigzag=False), None, (0, 8))
-    >>> Slice(None, Share(3, 8))  # the columns of a matrix that tensor-parallel rank 3 of 8 has
-    Slice(None, Share(index=3, of=8, zigzag=False))
+    Raises:
+        UsageError: a range that is empty or negative, or a zigzag share of another dimension than the first.
+
+    Example:
+        >>> Slice(None, (12, 24))  # layers 12 to 23 of all tokens
+        Slice(None, (12, 24))
+        >>> Slice((0, 512))  # the first 512 tokens of each row
+        Slice((0, 512))
+        >>> Slice(Share(1, 4), None, (0, 8))  # the second quarter of the tokens, the first 8 of the last dimension
+        Slice(Share(index=1, of=4, zigzag=False), None, (0, 8))
+        >>> Slice(None, Share(3, 8))  # the columns of a matrix that tensor-parallel rank 3 of 8 has
+        Slice(None, Share(index=3, of=8, zigzag=False))
     """
 
     __slots__ = ("first", "inner")
