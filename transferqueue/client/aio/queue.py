@@ -34,14 +34,15 @@ from transferqueue.wire.answers.stats import AuditAnswer, Stats
 
 
 class AsyncQueue(QueueBase):
-    """All tables of one deployment; what `transferqueue.aconnect` gives.
+    """All tables and weight channels of one deployment. Made by `transferqueue.aconnect`.
 
-    Of a deployment of several coordinators it is all of them: each table and weight channel is at one, which its name
-    says (`transferqueue docs cluster`).
+    In a deployment of several coordinators, each table and weight channel is at one of them, which its name determines
+    (`transferqueue docs cluster`). Every method may be called from any event loop. After `os.fork` the child gets
+    `Forked`: connect again there. Any call may raise a `PeerError`: `Unreachable` if the server does not answer in
+    time, `Disconnected` if it, or this session, is gone.
 
-    Every method may be called from any event loop. After `os.fork` the child gets `Forked`: connect again there.
-    Closing ends all waits of this client with `Disconnected`, gives its leases and reservations back, and, if the
-    server is embedded, ends that too. Use it as a context manager.
+    Use it as a context manager. Closing ends all waits of this client with `Disconnected`, gives its leases and
+    reservations back, and ends an embedded server.
     """
 
     async def create_table(
@@ -57,18 +58,44 @@ class AsyncQueue(QueueBase):
         replicas: int = 1,
         extra_fields: bool | None = None,
     ) -> AsyncTable:
-        """Make a table. Returns at once.
+        """Create a table, or open one that exists with the same terms. Waits for no other client.
 
-        tasks: who takes its rows; `add_task` declares more. limits: the most rows and bytes it holds; puts wait when it
-        is full. pacing: how far production may run ahead of one of the tasks (None: as far as the limits allow).
-        retention: when rows are freed. fields: those that rows may have, beside those that a task needs or gives.
-        Without any, the first put that brings a new field adds it, unless its name is near that of a parameter or of
-        another field: that is `UsageError`, with the name that was probably meant. extra_fields: True: rows may add any
-        further field, and names are taken as they come. False: none. None: any if no fields are declared. replicas:
-        shards that each block of columns is written to, all in one commit, so that rows outlive the loss of one less;
-        their bytes count as often. A copy that is lost with a shard is made again in another one. `AlreadyExists`
-        unless `exist_ok` and the terms are the same; `Impossible` for terms under which rows would wait for ever, with
-        the arithmetic, and with fewer shards than `replicas`.
+        If no fields are declared, the first put that brings a new field adds it, unless its name is near that of a
+        parameter or of another field: that is `UsageError`, with the name that was probably meant.
+
+        Args:
+            name: of the table: up to 128 letters, digits and ``_ . - /``, of which the first is a letter or ``_``.
+            fields: fields that rows may have, beside those that a task needs or gives; default: none are declared.
+            tasks: the consumers of its rows; default: none. `AsyncTable.add_task` declares more.
+            limits: the most rows and bytes that it holds; default ``Limits()``: 65536 rows. Puts wait while it is full.
+            pacing: how far production may run ahead of one of the tasks; default None: as far as the limits allow.
+            retention: when rows are freed; default ``Acked()``: when all tasks are done with them.
+            exist_ok: open the table if it exists with the same terms; default False.
+            replicas: shards that each block of columns is written to, 1 to 4, all in one commit; default 1. Rows
+                outlive the loss of one shard less, and their bytes count as often. A copy that is lost with a shard is
+                made again in another one.
+            extra_fields: whether rows may add further fields. True: any, and names are taken as they come. False: none.
+                Default None: any if no fields are declared, else none.
+
+        Returns:
+            The table.
+
+        Raises:
+            AlreadyExists: a table of this name exists, and `exist_ok` is False or its terms differ.
+            Impossible: terms under which rows would wait for ever, with the arithmetic; or fewer shards than
+                `replicas`.
+            NotFound: a selector `Plugin` that the server does not have.
+            Full: 4096 tables exist.
+            UsageError: an invalid name or term.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     tasks = [tq.Task("score", needs=["answer"], gives=["reward"]), tq.Task("train", needs=["reward"])]
+            ...     table = await queue.create_table("rollouts", tasks=tasks, limits=tq.Limits(rows=1024))
+            ...     names = await queue.tables()
+            >>> names
+            ['rollouts']
         """
         client = self._of(name)
         operation = tables.create_table(
@@ -81,7 +108,10 @@ class AsyncQueue(QueueBase):
 
         Args:
             name: of the table.
-            timeout_s: how long to wait for its creation. 0: not at all; None: until it is created.
+            timeout_s: seconds to wait for its creation; default 0: not at all; None: until it is created.
+
+        Returns:
+            The table.
 
         Raises:
             NotFound: it does not exist, or was not created in time. The text lists the tables that exist.
@@ -90,63 +120,176 @@ class AsyncQueue(QueueBase):
         return AsyncTable(client, await run_async(client.connection, tables.open_table(client, name, timeout_s)))
 
     async def tables(self) -> list[str]:
-        """Names of all tables, sorted."""
+        """Return the names of all tables, sorted."""
         return sorted([name for names in await self._each(tables.tables) for name in names])
 
     async def drop_table(self, name: str, *, empty: bool = False) -> None:
-        """Remove a table: its rows are dropped, whoever waits for it gets `NotFound`. empty: `UsageError` while it has
-        rows."""
+        """Remove a table with its rows. Calls that wait for it end with `NotFound`.
+
+        Args:
+            name: of the table.
+            empty: refuse to remove a table that has rows; default False.
+
+        Raises:
+            NotFound: there is no such table.
+            UsageError: `empty` is True and the table has rows.
+        """
         client = self._of(name)
         await run_async(client.connection, tables.drop_table(client, name, empty))
 
     def weights(self, channel: str, keep: int = 2) -> AsyncWeightChannel:
-        """The weight channel of this name; it exists once something is published. keep: versions kept."""
+        """Return a handle on a weight channel, without asking the server.
+
+        The channel exists once a version is published.
+
+        Args:
+            channel: name of the channel.
+            keep: the newest versions that stay after a publication by this handle; default 2.
+
+        Returns:
+            The handle.
+
+        Raises:
+            UsageError: an invalid name, or `keep` below 1.
+        """
         return AsyncWeightChannel(self._of(channel), *channel_name(channel, keep))
 
     async def stats(self, *, timeout_s: float | None = REPORT_S) -> Stats:
-        """Counts, bytes and ages of the whole deployment now (`transferqueue docs observing`).
+        """Return counts, bytes and ages of the whole deployment now (`transferqueue docs observing`).
 
-        Of several coordinators: their `tables` and `channels` together, and in `coordinators` what each said by its
-        address; an `UnreachableCoordinator` for one that is out of reach. So are `doctor` and `sessions`. `Unreachable`
-        if the server does not answer within `timeout_s` (None: no limit), as of all reports.
+        Of several coordinators it is their `tables` and `channels` together, and in `coordinators` the answer of each
+        by its address; an `UnreachableCoordinator` for one that is out of reach. `doctor` and `sessions` answer in the
+        same way.
+
+        Args:
+            timeout_s: seconds to wait for the server; default 10; None: no limit.
+
+        Returns:
+            The figures.
+
+        Raises:
+            Unreachable: the only coordinator did not answer in time.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = await table.put(x=[1, 2])
+            ...     figures = await queue.stats()
+            >>> figures.tables["t"].rows_live
+            2
         """
         return stats_together(await self._look_at_each(lambda: tables.observe(Stats, timeout_s=timeout_s)))
 
     async def audit(self, *, timeout_s: float | None = REPORT_S) -> AuditAnswer:
-        """For each table ``rows_put == rows_live + rows_done + rows_dropped``, each counted on its own. Of all
-        coordinators, or the error of the first that is out of reach."""
+        """Check for each table that ``rows_put == rows_live + rows_done + rows_dropped``, each counted on its own.
+
+        Args:
+            timeout_s: seconds to wait for each coordinator; default 10; None: no limit.
+
+        Returns:
+            The counts of each table, and whether they balance.
+
+        Raises:
+            Unreachable: a coordinator did not answer in time.
+        """
         return audit_together(await self._each(lambda: tables.observe(AuditAnswer, timeout_s=timeout_s)))
 
     async def doctor(self, table: str | None = None, *, timeout_s: float | None = REPORT_S) -> DoctorAnswer:
-        """Who waits for what, what is missing and who holds it; for one table or all."""
+        """Say which client waits for what, what is missing and which client holds it.
+
+        Args:
+            table: name of a table; default None: all tables.
+            timeout_s: seconds to wait for the server; default 10; None: no limit.
+
+        Returns:
+            The findings.
+
+        Raises:
+            NotFound: there is no such table.
+            Unreachable: the server did not answer in time.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     findings = await queue.doctor("t")
+            >>> list(findings.tables)
+            ['t']
+        """
         if table:
             operation = tables.observe(DoctorAnswer, table, timeout_s=timeout_s)
             return await run_async(self._of(table).connection, operation)
         return doctor_together(await self._look_at_each(lambda: tables.observe(DoctorAnswer, timeout_s=timeout_s)))
 
     async def inspect(self, table: str, row: int, *, timeout_s: float | None = REPORT_S) -> RowLife:
-        """One row: its facts, fields and what happened to it in each task."""
+        """Describe one row: its facts, its fields, and what happened to it in each task.
+
+        Args:
+            table: name of the table.
+            row: id of the row.
+            timeout_s: seconds to wait for the server; default 10; None: no limit.
+
+        Returns:
+            The description.
+
+        Raises:
+            NotFound: there is no such table, or the row was never put.
+            Unreachable: the server did not answer in time.
+        """
         return await run_async(self._of(table).connection, tables.observe(RowLife, table, row, timeout_s=timeout_s))
 
     async def events(
         self, table: str, *, after: int = -1, every: int = 1, timeout_s: float | None = REPORT_S
     ) -> EventsAnswer:
-        """What happened to rows of a table since an earlier answer, oldest first (`transferqueue docs observing`).
+        """List what happened to rows of a table since an earlier answer, oldest first.
 
-        after: `next` of that answer; -1: nothing is listed yet, and `next` is where the history ends now. every: of one
-        row in so many, which are the same ones in every answer. The server remembers about 4,096 requests of a table:
-        `missed` says how many it had forgotten. Ask again at once where `more` is true.
+        The server remembers about 4,096 requests of a table: `missed` says how many it had forgotten. Ask again at once
+        where `more` is true (`transferqueue docs observing`).
+
+        Args:
+            table: name of the table.
+            after: ``next`` of the earlier answer; default -1: list nothing, and let ``next`` be where the history ends
+                now.
+            every: list the events of one row in so many, the same rows in every answer; default 1: all rows.
+            timeout_s: seconds to wait for the server; default 10; None: no limit.
+
+        Returns:
+            The events, and where to go on.
+
+        Raises:
+            NotFound: there is no such table.
+            Unreachable: the server did not answer in time.
         """
         return await run_async(self._of(table).connection, tables.events(table, after, every, timeout_s))
 
     async def sessions(self, *, timeout_s: float | None = REPORT_S) -> Sessions:
-        """Connected clients by session number as text: label, process, last heard of, what they hold."""
+        """List connected clients: label, process, when each was last heard of, and its leases, reservations and pins.
+
+        Args:
+            timeout_s: seconds to wait for the server; default 10; None: no limit.
+
+        Returns:
+            The clients.
+
+        Raises:
+            Unreachable: the only coordinator did not answer in time.
+        """
         return sessions_together(await self._look_at_each(lambda: tables.sessions(timeout_s)))
 
     async def drain_shard(self, number: int) -> None:
-        """Lend nothing more of a remote shard (see ``stats().server.shards``). Returns at once; the shard's
-        process ends when the last row in it is done and the last view of it is gone. Again: nothing. `NotFound` for one
-        that has not joined."""
+        """Give out no more memory of a remote shard. Returns at once.
+
+        The shard's process ends when the last row in it is done and the last view of it is released. A second call does
+        nothing.
+
+        Args:
+            number: of the shard, as in ``stats().server.shards``.
+
+        Raises:
+            NotFound: a shard that has not joined.
+            UsageError: the queue is of several coordinators; connect to the one that is meant.
+        """
         await run_async(self._client.connection, tables.drain_shard(number))
 
     async def snapshot(
@@ -157,42 +300,69 @@ class AsyncQueue(QueueBase):
         timeout_s: float | None = SNAPSHOT_S,
         progress: Progress | None = None,
     ) -> list[StoredSnapshot]:
-        """Write everything there is at one moment, while all go on, as Arrow files that anything reads
-        (`transferqueue docs snapshots`).
+        """Write all tables and weights, as of one moment, as Arrow files, while all clients go on.
 
-        path: a directory under the server's root for snapshots (`serve --snapshots`; else ``$TRANSFERQUEUE_SNAPSHOTS``,
-        else ``snapshots`` where the server runs); the snapshot is a numbered directory in it, there whole or not at
-        all, and the newest `keep` stay. Blocks until it is written, up to `timeout_s` (0: not at all):
-        `DeadlineExceeded` then; the work goes on. progress: called with bytes done and about how many in all.
-        `OutOfMemory` if the disk is full: earlier ones are whole; `Full` if another is being written;
-        `ShardLost` or `Unreachable` if a shard that alone has rows is gone or silent. Each of several coordinators
-        writes its own snapshot, into a directory of its own in `path`: each table is whole, and tables of different
-        coordinators are of moments that lie apart.
+        Blocks until it is written (`transferqueue docs snapshots`). The snapshot is a numbered directory in `path`,
+        which is there whole or not at all. Each of several coordinators writes its own snapshot, into a directory of
+        its own in `path`: each table is whole, and tables of different coordinators are of moments that lie apart.
+
+        Args:
+            path: a directory under the server's root for snapshots (`serve --snapshots`; else
+                ``$TRANSFERQUEUE_SNAPSHOTS``, else ``snapshots`` where the server runs).
+            keep: the newest snapshots in `path` that stay; default 2.
+            timeout_s: seconds to wait; default 600; None: no limit; 0: return at once, and the work goes on.
+            progress: called with the bytes done and about how many there are in all; default None.
 
         Returns:
             Where the snapshot of each coordinator is, and when it was made, in the order of their numbers: mostly one.
+
+        Raises:
+            DeadlineExceeded: it was not written in time; the work goes on.
+            OutOfMemory: the disk is full. Earlier snapshots are whole.
+            Full: another snapshot is being written.
+            ShardLost: a shard that alone has some of the rows is gone.
+            Unreachable: such a shard, or a coordinator, does not answer.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = await table.put(x=[1, 2])
+            ...     (stored,) = await queue.snapshot("nightly")  # doctest: +SKIP
         """
         return (await self._carry_out(snapshot.snapshot(self._clients, path, keep, timeout_s, progress))).stored
 
     async def restore(
         self, path: str | os.PathLike[str], *, timeout_s: float | None = SNAPSHOT_S, progress: Progress | None = None
     ) -> list[StoredSnapshot]:
-        """Make this empty deployment what a snapshot is of: rows with ids, facts and states, steps, groups, clock,
-        weights.
+        """Fill this empty deployment from a snapshot.
 
-        path: a snapshot, or the directory that holds several: the newest. Leases have ended as no attempt, reservations
-        returned; the number of shards and the arena may be others. Blocks, up to `timeout_s`; nothing is there before
-        all is. `Corruption` names a file that is not as it was written; `UsageError` if there is a table or weights.
-        Each of several coordinators restores its newest snapshot under `path`, into as many coordinators. If one fails,
-        the error names it, and the others keep what they restored.
+        Rows come back with their ids, facts and states, and so do steps, groups, clocks and weights. Blocks until all
+        is there; before that, nothing is. Leases have ended, not counted as attempts, and reservations are returned.
+        The number of shards and the arena may differ from those of the snapshot. Each of several coordinators restores
+        its newest snapshot under `path`, into as many coordinators. If one fails, the error names it, and the others
+        keep what they restored.
+
+        Args:
+            path: a snapshot, or the directory that holds several, of which the newest is taken.
+            timeout_s: seconds to wait; default 600; None: no limit; 0: return at once, and the work goes on.
+            progress: called with the bytes done and about how many there are in all; default None.
 
         Returns:
             Which snapshot each coordinator restores, and when it was made, in the order of their numbers.
+
+        Raises:
+            UsageError: there is a table or a version of weights already.
+            Corruption: a file is not as it was written; the text names it.
+            DeadlineExceeded: it did not end in time; the work goes on.
         """
         return (await self._carry_out(snapshot.restore(self._clients, path, timeout_s, progress))).stored
 
     async def close(self) -> None:
-        """End the session, and an embedded server with it. Waits end with `Disconnected`. Again: nothing."""
+        """End the session, and an embedded server with it.
+
+        Calls that wait end with `Disconnected`. A second call does nothing.
+        """
         for client in self._clients:
             await asyncio.to_thread(client.close)
 

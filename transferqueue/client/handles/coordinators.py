@@ -47,17 +47,28 @@ class QueueBase(ProcessBound):
         return [client.address for client in self._clients]
 
     def coordinator_of(self, name: str) -> str:
-        """The address of the coordinator that a table or weight channel of this name belongs to, whether there is one
-        or not."""
+        """Return the address of the coordinator of a table or weight channel, which need not exist.
+
+        Args:
+            name: of the table or channel.
+
+        Raises:
+            UsageError: an invalid name.
+        """
         return self._of(check_name("table", name)).address
 
     def end_waits(self, why: TransferQueueError) -> None:
-        """From now on no call of this queue waits: a call that waits in any thread, or would have to, raises a copy of
-        `why`.
+        """End all waits of this queue, and let no call wait from now on.
 
-        What can be done at once is done as before. A supervisor calls this when whatever the calls wait for is gone, as
-        `workflows.flow.Flow` does. Callable from any thread; returns at once. `UsageError` if `why` is no error of the
-        queue.
+        A call that waits in any thread, or would have to, raises a copy of `why`. Calls that need not wait work as
+        before. A supervisor calls this when the rows that the calls wait for will not come, as `workflows.flow.Flow`
+        does. Callable from any thread; returns at once. `allow_waits` undoes it.
+
+        Args:
+            why: the error to raise.
+
+        Raises:
+            UsageError: `why` is no `TransferQueueError`.
         """
         if not isinstance(why, TransferQueueError):
             raise UsageError(
@@ -68,7 +79,7 @@ class QueueBase(ProcessBound):
             client.connection.end_waits(why)
 
     def allow_waits(self) -> None:
-        """Calls may wait again after `end_waits`."""
+        """Let calls wait again after `end_waits`."""
         for client in self._clients:
             client.connection.allow_waits()
 

@@ -70,7 +70,11 @@ class ReservationBase(ProcessBound):
         return list(self._reserved.refills)
 
     def used(self, rows: int) -> None:
-        """`rows` of it were put or returned."""
+        """Count rows of the reservation that were put or returned.
+
+        Args:
+            rows: their number.
+        """
         self._left.rows = max(0, self._left.rows - rows)
 
     def give_up(self) -> None:
