@@ -13,10 +13,10 @@ from transferqueue.storage.elements.process_bound import ProcessBound
 
 
 class AsyncLoader(ProcessBound):
-    """`Loader` for an event loop: ``async for batch in table.loader(...): async with batch: ...``.
+    """Batches in order, fetched ahead, until the table is sealed and drained. Made by `AsyncTable.loader`.
 
-    Fetching begins with the first batch that is asked for. It ends with the last batch, with `aclose` (or the end of
-    its ``async with``), or when the loader is collected.
+    ``async for batch in table.loader(...): async with batch: ...``. Fetching begins with the first batch that is asked
+    for. It ends with the last batch, with `aclose` (or the end of its ``async with``), or when the loader is collected.
     """
 
     _remedy: ClassVar[str] = "pass queue.address and names, and make the loader where the batches are used"
@@ -36,7 +36,10 @@ class AsyncLoader(ProcessBound):
             raise StopAsyncIteration from None
 
     async def aclose(self) -> None:
-        """As `Loader.close`."""
+        """Give back the batches that were not taken, not as failed, and end the fetching.
+
+        A second call does nothing.
+        """
         await self._ahead.aclose()
 
     async def __aenter__(self) -> Self:

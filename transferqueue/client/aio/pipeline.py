@@ -20,7 +20,7 @@ from transferqueue.errors import TransferQueueError
 
 
 class AsyncPromise(PromiseBase[T]):
-    """What a call of a pipeline will give."""
+    """The result of one call of a pipeline."""
 
     __slots__ = ("_pipeline",)
 
@@ -29,8 +29,14 @@ class AsyncPromise(PromiseBase[T]):
         self._pipeline = pipeline
 
     async def result(self) -> T:
-        """Wait until the server has answered this call and those before it, and return its result; raises what it was
-        refused with."""
+        """Wait until the server has answered this call and those before it, and return its result.
+
+        Returns:
+            The value that the call returns outside a pipeline.
+
+        Raises:
+            TransferQueueError: the error that the call was refused with.
+        """
         await self._pipeline._settle(self)
         return self.outcome()
 
@@ -45,7 +51,8 @@ class AsyncPipeline(PipelineBase[AsyncPromise[Any]]):
     An error is raised by `result` of its promise, else by the next call (which is not made then), by `drain`, or at the
     end of the block: it concerns its own call alone, and those after it are carried out. A call whose commit has to be
     made again, since a shard was lost, or a put that waits for room, may come after later ones. An exception that
-    leaves the block waits for what is in flight, and its errors are added to it as notes; a cancellation does not wait.
+    leaves the block waits for the calls in flight, and their errors are added to it as notes; a cancellation does not
+    wait.
 
     Not for several tasks at once: each makes its own.
     """
@@ -59,7 +66,22 @@ class AsyncPipeline(PipelineBase[AsyncPromise[Any]]):
         timeout_s: float | None = None,
         **columns: Any,
     ) -> AsyncPromise[NDArray[np.int64]]:
-        """Add rows; arguments as of `AsyncTable.put`, facts among them. The promise is for their ids."""
+        """Add rows, as `AsyncTable.put`, without waiting for the answer.
+
+        Args:
+            table: as of `AsyncTable.put`; default None.
+            reservation: as of `AsyncTable.put`; default None.
+            timeout_s: seconds that the server waits for room; default None: no limit; 0: not at all.
+            **columns: columns and facts, as of `AsyncTable.put`. Their values are copied before the call returns.
+
+        Returns:
+            The promise of the row ids.
+
+        Raises:
+            SchemaError: a column does not fit its field, as far as the client knows it.
+            UsageError: the pipeline is used outside its block.
+            TransferQueueError: an earlier call failed; then this one is not made.
+        """
         facts, columns = facts_among(columns)
         if table is not None:
             facts, columns = facts.with_table(table, columns)
@@ -73,7 +95,22 @@ class AsyncPipeline(PipelineBase[AsyncPromise[Any]]):
     async def update(
         self, /, rows: Any, *, overwrite: bool = False, if_unchanged: RowsBase | None = None, **columns: Any
     ) -> AsyncPromise[None]:
-        """Give existing rows more columns or facts; arguments as of `AsyncTable.update`."""
+        """Give existing rows more columns or facts, as `AsyncTable.update`, without waiting for the answer.
+
+        Args:
+            rows: as of `AsyncTable.update`.
+            overwrite: as of `AsyncTable.update`; default False.
+            if_unchanged: as of `AsyncTable.update`; default None.
+            **columns: columns and facts, as of `AsyncTable.update`. Their values are copied before the call returns.
+
+        Returns:
+            The promise of None.
+
+        Raises:
+            SchemaError: a column does not fit its field, as far as the client knows it.
+            UsageError: the pipeline is used outside its block.
+            TransferQueueError: an earlier call failed; then this one is not made.
+        """
         facts, columns = facts_among(columns)
         return await self._start(
             commit.update(self._client, self._terms, rows, facts, columns, overwrite, if_unchanged, refers=False)
@@ -82,12 +119,32 @@ class AsyncPipeline(PipelineBase[AsyncPromise[Any]]):
     async def ack(
         self, batch: AsyncBatch, /, rows: Any = None, *, step: int = -1, **columns: Any
     ) -> AsyncPromise[None]:
-        """The rows are done; arguments as of `AsyncBatch.ack`. The batch ends when the answer has come."""
+        """End rows of a batch as done, as `AsyncBatch.ack`, without waiting for the answer, with which the batch ends.
+
+        Args:
+            batch: the batch, leased by this connection.
+            rows: as of `AsyncBatch.ack`; default None: all that are left.
+            step: as of `AsyncBatch.ack`; default -1.
+            **columns: columns and facts, as of `AsyncBatch.ack`. Their values are copied before the call returns.
+
+        Returns:
+            The promise of None.
+
+        Raises:
+            LeaseExpired: the lease is known to be over.
+            SchemaError: a column does not fit its field, as far as the client knows it.
+            UsageError: the pipeline is used outside its block.
+            TransferQueueError: an earlier call failed; then this one is not made.
+        """
         facts, columns = facts_among(columns)
         return await self._start(lease.ack(lease_of(batch), rows, facts, columns, step, refers=False))
 
     async def drain(self) -> None:
-        """Wait until all calls are answered. Raises the first error that nobody has seen."""
+        """Wait until all calls are answered.
+
+        Raises:
+            TransferQueueError: the first error of a call that was not raised before; others are added to it as notes.
+        """
         while self._in_flight:
             await self._finish_oldest()
         self._raise_unseen()

@@ -13,12 +13,20 @@ from transferqueue.client.session.run import run_async
 class AsyncReservation(ReservationBase):
     """Permission to start producing `rows` rows, given by `AsyncTable.reserve` and used by ``put(reservation=...)``.
 
-    As a context manager it returns at the end what was not put. So does its collection, and the death of the
+    As a context manager it returns at its end the rows that were not put. So does its collection, and the death of the
     process. Rows that were put return when the pacing task is done with them, or when they are dropped.
     """
 
     async def release(self, rows: int | None = None) -> None:
-        """These rows (None: all that are left) will not be produced."""
+        """Return rows that will not be produced.
+
+        Args:
+            rows: the number of rows; default None: all that are left.
+
+        Raises:
+            NotFound: the reservation is used up or was returned.
+            UsageError: more rows than are left.
+        """
         await run_async(self._client.connection, tables.unreserve(self._terms, self.id, rows))
         self.used(self.left if rows is None else rows)
 

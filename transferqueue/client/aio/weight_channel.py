@@ -23,7 +23,10 @@ from transferqueue.client.session.run import Operation, T, run_async
 
 
 class AsyncWeightChannel(AsyncWeightChannelBase):
-    """Versioned publication of weights. Made by `AsyncQueue.weights`; any process may publish or pull."""
+    """A channel on which versions of weights are published and pulled. Made by `AsyncQueue.weights`.
+
+    Any process may publish or pull. Every method may be called from any event loop.
+    """
 
     async def publish(
         self,
@@ -35,19 +38,47 @@ class AsyncWeightChannel(AsyncWeightChannelBase):
         part: int = 0,
         timeout_s: float | None = None,
     ) -> int:
-        """Publish all `tensors` (torch or numpy, by name) as `version`, in one commit; versions ascend. Returns the
-        bytes written.
+        """Publish tensors as one version, in one commit. Tables whose pacing names this channel advance their clock.
 
-        Written once, into shared memory, from whatever device they are on; tensors that are as in the newest version
-        are not written: their bytes are part of both. adapter: `tensors` are those of this adapter (such as a LoRA's),
-        and the version is the newest with that adapter replaced or added; `NotFound` without a base. Tables whose
-        pacing names this channel advance their clock. The oldest versions beyond `keep` end; who still views one keeps
-        it. Waits up to `timeout_s` for memory (None: no limit). A tensor may be a `WeightSlice`, if all its rows are in
-        the version.
+        The bytes are written once, into shared memory, from whatever device the tensors are on. A tensor that is as in
+        the newest version is not written: its bytes are part of both, unless less than half of the memory that it
+        shares with others would be kept. The oldest versions beyond `keep` end; a reader that still views one keeps it.
+        Waits, up to `timeout_s`, for memory, and while a table with `HoldClock` holds its clock.
 
-        pending, part: publish one part of a version that `begin` began. Parts 1 and above return when they are written.
-        Part 0, of the session that began the version, waits up to `timeout_s` for the others, and all become visible in
-        one commit. If it raises, the version is given up. `VersionGivenUp` if it was before.
+        With `pending` and `part` it publishes one part of a version that `begin` began. Parts 1 and above return when
+        they are written. Part 0, of the session that began the version, waits up to `timeout_s` for the others, and all
+        become visible in one commit. If it raises, the version is given up.
+
+        Args:
+            version: a number above all versions of the channel, such as the trainer's step.
+            tensors: torch tensors or numpy arrays of numbers, by name. A tensor may be a `WeightSlice`, if all its rows
+                are in the version.
+            adapter: name of the adapter (such as a LoRA) that the tensors are of; the version is the newest one with
+                that adapter replaced or added. Default None: they are the whole base.
+            pending: the number that `begin` returned; default 0: the version is not in parts.
+            part: index of this part; default 0.
+            timeout_s: seconds to wait; default None: no limit.
+
+        Returns:
+            The number of bytes written.
+
+        Raises:
+            AlreadyExists: the version, or this part of it, is published.
+            DeadlineExceeded: memory, the other parts or the clocks of tables did not come in time.
+            NotFound: an adapter without a base, or an unknown `pending`.
+            SchemaError: a tensor that cannot be published, or slices that do not make up their tensor.
+            ShardLost: the base of the adapter is lost: publish it again.
+            UsageError: a version below the newest, or arguments that do not fit each other.
+            VersionGivenUp: the version of `pending` was given up.
+
+        Example:
+            >>> import numpy as np
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     channel = queue.weights("policy")
+            ...     written = await channel.publish(1, {"embed": np.zeros((4, 8), np.float32)})
+            >>> written
+            128
         """
         operation = publish_weights(
             self._client, self._name, self._keep, version, tensors, adapter, timeout_s, pending, part
@@ -55,20 +86,39 @@ class AsyncWeightChannel(AsyncWeightChannelBase):
         return await self._run(operation)
 
     async def begin(self, version: int, *, parts: int, length_s: float = BEGUN_S) -> int:
-        """Begin `version`, which `parts` sessions publish together, such as the ranks of a sharded trainer. Returns its
-        number, which each of them passes to `publish` as ``pending``.
+        """Begin a version that several sessions publish together, such as the ranks of a sharded trainer.
 
-        No reader has the version before all have come. The version is given up, its parts are freed, and later ones are
+        No reader has the version before all parts have come. It is given up, its parts are freed, and later ones are
         refused with `VersionGivenUp`: after `length_s` seconds, when this session ends, or when another version of the
         channel is begun.
+
+        Args:
+            version: a number above all versions of the channel.
+            parts: the number of parts, 1 to 1024.
+            length_s: seconds for all parts to come; default 60.
+
+        Returns:
+            The number that each session passes to `publish` as ``pending``.
+
+        Raises:
+            AlreadyExists: the version is published.
+            UsageError: a version below the newest, or an argument out of range.
         """
         return await self._run(begin_version(self._name, version, parts, length_s))
 
     async def mirror(self, weights: Weights, *, timeout_s: float | None = None) -> None:
-        """Publish weights that were pulled from another channel, such as another deployment's, as the version they are
-        there: base and adapters, in one commit, as they arrived (views that were changed in place since do not match
-        their checksums, and are refused by whoever pulls them). Otherwise as `publish`; what is unchanged here is
-        neither read nor written.
+        """Publish weights that were pulled from another channel, with their version.
+
+        The other channel may be of another deployment. Base and adapters become visible in one commit, as they arrived.
+        Views that were changed in place since do not match their checksums: a pull of them from here is refused. A
+        tensor that is unchanged here is neither read nor written.
+
+        Args:
+            weights: the weights, pulled whole.
+            timeout_s: seconds to wait for memory; default None: no limit.
+
+        Raises:
+            UsageError: weights that were pulled in part (``only=``). Other errors are those of `publish`.
         """
         await self._run(mirror_weights(self._client, self._name, self._keep, weights, timeout_s))
 
@@ -81,35 +131,75 @@ class AsyncWeightChannel(AsyncWeightChannelBase):
         only: Only | None = None,
         timeout_s: float | None = None,
     ) -> Weights:
-        """The newest version above `above` (or exactly `version`), waiting up to `timeout_s` for it (None: no limit).
+        """Get the newest version of the weights, or an exact one, waiting up to `timeout_s` for it.
 
-        since: weights that are held, not released, whose unchanged tensors are shared, not fetched; `Weights.changed`
-        says which are new. Of a tensor that is pulled in part, the same part must be held. Checksums of what is new are
-        compared: `Corruption` if they do not match twice. only: names of tensors, or a mapping from names to the part
-        of each: a `Slice` of ranges or shares along any of its dimensions, a range of rows along dimension 0, or None
-        for all of it. The weights have these alone. Where bytes cross a network, no others do; the server compares the
-        checksums of what crosses in part. `NotFound` for tensors or rows that the version does not have, `SchemaError`
-        for a `Slice` that does not fit its tensor.
+        Checksums of the tensors that are new here are compared. Where bytes cross a network, only the wanted ones do,
+        and the server compares the checksums of tensors that cross in part. A version that is published in parts, such
+        as by a relay, is fetched part by part while the call waits for the rest. It returns the whole version, or
+        raises; if the version is given up, it waits for the next.
 
-        Where bytes cross a network and a version is published in parts, such as by a relay, parts that have come are
-        fetched and their checksums compared while the call waits for the rest. It returns the whole version, or raises;
-        if the version is given up, it waits for the next.
+        Args:
+            above: get a version above this one; default -1: any.
+            version: get exactly this version; default None: the newest.
+            since: weights that are held and not released, whose unchanged tensors are shared, not fetched;
+                `Weights.changed` says which are new. Of a tensor that is pulled in part, the same part must be held.
+                Default None.
+            only: names of tensors, or a mapping from names to the part of each: a `Slice` of ranges or shares along any
+                of its dimensions, a range of rows along dimension 0, or None for all of it. Default None: all tensors.
+            timeout_s: seconds to wait; default None: no limit; 0: not at all.
+
+        Returns:
+            The weights: views of shared memory, pinned until they are released or collected.
+
+        Raises:
+            DeadlineExceeded: no such version was published in time.
+            NotFound: the exact version is no longer kept, or it lacks a tensor or rows of `only`.
+            SchemaError: a `Slice` does not fit its tensor.
+            Corruption: bytes did not match their checksums, twice.
+            ShardLost: the version's bytes are lost; wait for the next.
+            UsageError: arguments of the wrong type.
+
+        Example:
+            >>> import numpy as np
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     channel = queue.weights("policy")
+            ...     _ = await channel.publish(1, {"embed": np.arange(4.0), "head": np.zeros(2)})
+            ...     with await channel.pull(only=["embed"]) as weights:
+            ...         values = weights.numpy()["embed"].tolist()
+            >>> values
+            [0.0, 1.0, 2.0, 3.0]
         """
         return await self._run(pull_weights(self._client, self._name, above, version, since, timeout_s, only))
 
     async def applied(self, version: int) -> None:
-        """This process generates with `version` from now on; that is a fact of its own, recorded beside publication."""
+        """Report that this process generates with a version from now on. Statistics show it, beside the publication.
+
+        Args:
+            version: of the weights.
+
+        Raises:
+            NotFound: the version was never published.
+        """
         await self._run(report_applied(self._name, version))
 
     @asynccontextmanager
     async def turn(
         self, *, at_once: int = 1, length_s: float = TURN_S, timeout_s: float | None = None
     ) -> AsyncGenerator[None]:
-        """Change weights while at most `at_once` sessions do: generation as a whole never stops. Waits up to
-        `timeout_s`.
+        """Change weights while at most `at_once` sessions do, so that generation as a whole never stops.
 
-        The turn ends with the block, with this session, or after `length_s`: who is dead or slow does not block the
-        others.
+        Waits, up to `timeout_s`, for a turn. The turn ends with the block, with this session, or after `length_s`: a
+        dead or slow session does not block the others.
+
+        Args:
+            at_once: the most sessions that change weights together; default 1.
+            length_s: the longest turn in seconds; default 30.
+            timeout_s: seconds to wait; default None: no limit; 0: not at all.
+
+        Raises:
+            DeadlineExceeded: no turn was free in time; the text names the sessions that have one.
+            NotFound: nothing was published on the channel.
         """
         await self._run(acquire_update_slot(self._name, at_once, length_s, timeout_s))
         try:

@@ -34,14 +34,18 @@ class WeightChannelBase(AsyncWeightChannelBase):
     """A channel for threads, which can also be subscribed to."""
 
     def subscribe(self) -> Subscription:
-        """Version after version, of each what changed."""
+        """Return a subscription, which pulls version after version.
+
+        It fetches of each only the tensors that changed.
+        """
         return Subscription(self._client, self._name)
 
 
 class Subscription:
-    """The versions of a channel as one reader takes them: each pull gives what is newer, and fetches only what changed.
+    """The versions of a channel as one reader takes them. Made by `WeightChannel.subscribe`.
 
-    The weights of the pull before are released by the next, as soon as that has succeeded. One thread at a time.
+    Each pull gets a newer version, and fetches only the tensors that changed. It releases the weights of the pull
+    before as soon as it has succeeded. One thread at a time.
     """
 
     def __init__(self, client: ClientSession, channel: str) -> None:
@@ -54,7 +58,15 @@ class Subscription:
         return -1 if self._held is None else self._held.version
 
     def pull(self, *, version: int | None = None, timeout_s: float | None = None) -> Weights:
-        """The newest version above the last (or exactly `version`), waiting up to `timeout_s` for it."""
+        """Get the newest version above that of the last pull, or an exact one. Errors as of `WeightChannel.pull`.
+
+        Args:
+            version: get exactly this version; default None: the newest above the last one.
+            timeout_s: seconds to wait; default None: no limit; 0: not at all.
+
+        Returns:
+            The weights, which the next pull releases.
+        """
         before = self._held
         operation = pull_weights(self._client, self._channel, self.version, version, before, timeout_s)
         self._held = run_sync(self._client.connection, operation)
@@ -63,7 +75,7 @@ class Subscription:
         return self._held
 
     def close(self) -> None:
-        """Release what is held. Again: nothing."""
+        """Release the weights of the last pull. A second call does nothing."""
         if self._held is not None:
             self._held.release()
 

@@ -52,12 +52,19 @@ BASE: Final = "_"
 class WeightSlice:
     """Some rows of a tensor along dimension 0, for `WeightChannel.publish`: a rank's shard.
 
-    values: torch or numpy, ``[n, ...]``, not copied here. first: the tensor's row that ``values[0]`` is. rows: rows of
-    the whole tensor. `SchemaError` for values without rows; `UsageError` if they do not end within the tensor.
+    Args:
+        values: torch tensor or numpy array ``[n, ...]``, not copied here.
+        first: the row of the tensor that ``values[0]`` is, from 0.
+        rows: rows of the whole tensor.
 
-    >>> import numpy as np
-    >>> WeightSlice(np.zeros((4, 8)), first=4, rows=8).last
-    8
+    Raises:
+        SchemaError: values without rows.
+        UsageError: the slice does not end within the tensor.
+
+    Example:
+        >>> import numpy as np
+        >>> WeightSlice(np.zeros((4, 8)), first=4, rows=8).last
+        8
     """
 
     values: Any
@@ -79,7 +86,7 @@ class WeightSlice:
 
     @property
     def last(self) -> int:
-        """The row behind the last one."""
+        """The row of the tensor that follows the last one of the slice."""
         return self.first + int(self.values.shape[0])
 
 

@@ -117,11 +117,11 @@ class RowKeys(list[str]):
 
 
 class RowsBase(ProcessBound):
-    """Rows with their facts and lazy columns: what `Rows` and the batches of both fronts are.
+    """Rows with their facts and lazy columns: the base of `Rows` and of the batches of both APIs.
 
-    ``len(rows)`` is the number of rows; ``rows["field"]`` is a `Column`, nothing of which is copied before
-    one of its views is asked for. Facts are arrays in the order of `rows`, this process's own. ``dict(rows)`` and
-    ``**rows`` are its columns by name; iteration gives their names, in the order of the table.
+    ``len(rows)`` is the number of rows; ``rows["field"]`` is a `Column`, nothing of which is copied before one of its
+    views is asked for. Facts are arrays in the order of `rows`, this process's own. ``dict(rows)`` and ``**rows`` are
+    its columns by name; iteration gives their names, in the order of the table.
     """
 
     _remedy: ClassVar[str] = (
@@ -200,11 +200,11 @@ class RowsBase(ProcessBound):
         return RowKeys(self._content.keys if self._content.keys is not None else [""] * len(self), self.fields)
 
     def items(self) -> Iterator[tuple[str, Column]]:
-        """Columns with their names, as of a dict."""
+        """Iterate over names and columns, as of a dict."""
         return ((name, self[name]) for name in self.fields)
 
     def values(self) -> Iterator[Column]:
-        """The columns, as of a dict."""
+        """Iterate over the columns, as of a dict."""
         return (self[name] for name in self.fields)
 
     @property
@@ -213,10 +213,17 @@ class RowsBase(ProcessBound):
         return self._content.tags if self._content.tags is not None else [{} for _ in range(len(self))]
 
     def arrow(self, *, facts: bool = False) -> pa.Table:
-        """All columns as an Arrow table, for polars, duckdb or Parquet. Keeps its own hold on the memory.
+        """Return all columns as an Arrow table, for polars, duckdb or Parquet.
 
-        facts: with `row_id`, `key`, `group_id`, `group_size`, `ordinal`, `policy_version`, `policy_version_max`,
-        `tokens` and `priority` of each row before them. `UsageError` if a column has such a name.
+        The table keeps the memory alive by itself.
+
+        Args:
+            facts: put `row_id`, `key`, `group_id`, `group_size`, `ordinal`, `policy_version`, `policy_version_max`,
+                `tokens` and `priority` of each row before the columns; default False.
+
+        Raises:
+            BatchEnded: the batch has ended, or the rows were released.
+            UsageError: `facts` is True and a column has the name of a fact.
         """
         import pyarrow as pa
 
@@ -283,8 +290,11 @@ class RowsBase(ProcessBound):
         }
 
     def tensordict(self) -> TensorDict:
-        """All columns as a `tensordict.TensorDict` of batch size ``[rows]``: dense columns as tensors, ragged ones as
-        jagged nested tensors, text, bytes and plain values as non-tensor data. Needs torch and tensordict."""
+        """Return all columns as a `tensordict.TensorDict` of batch size ``[rows]``. Needs torch and tensordict.
+
+        Dense columns become tensors, ragged ones jagged nested tensors, and text, bytes and plain values non-tensor
+        data.
+        """
         tensordict = require_torch("tensordict")
         columns: dict[str, Any] = {}
         for name, field in self._source.fields.items():
@@ -299,11 +309,11 @@ class RowsBase(ProcessBound):
 
 
 class Rows(RowsBase):
-    """Rows that were read without a lease.
+    """Rows that were read without a lease. Made by `Table.read`.
 
-    The memory of their columns is pinned at the server until `release`, the end of a ``with`` block, or until
-    this object is collected; a view that was taken before stays valid for as long as it is held, and may be
-    changed in place without anyone else seeing it. After the end a column is `BatchEnded`.
+    The memory of their columns is pinned at the server until `release`, the end of a ``with`` block, or until this
+    object is collected. A view that was taken before stays valid for as long as it is held, and may be changed in
+    place, which no other process sees. After the end, using a column is `BatchEnded`.
     """
 
     def __init__(self, content: m.ReplyRows, source: ColumnSource, left_out: tuple[str, ...] = ()) -> None:
@@ -322,7 +332,7 @@ class Rows(RowsBase):
         return f"{super().__repr__()[:-1]}{missing}{ended}>"
 
     def release(self) -> None:
-        """Return the memory of the columns; views taken before stay valid. Again: nothing."""
+        """Return the memory of the columns. Views that were taken before stay valid. A second call does nothing."""
         self._source.end("was released")
 
     def __enter__(self) -> Self:

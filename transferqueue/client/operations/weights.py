@@ -62,7 +62,7 @@ class Weights(ProcessBound, Mapping[str, Any]):
 
     ``weights[name]`` is a torch tensor where torch is installed, else a numpy array; `torch` and `numpy` give all of
     them as one or the other, of the base or of an adapter. They are views of this process's own: they may be changed in
-    place without anyone else seeing it, and stay valid for as long as they are held; those that a pull took over from
+    place, which no other process sees, and stay valid for as long as they are held; those that a pull took over from
     weights before (``since``) are the same memory as there. A tensor that was published in several slices is put
     together in new memory each time it is asked for: one copy. The version's memory is pinned until `release`, the end
     of a ``with`` block, or collection.
@@ -106,19 +106,34 @@ class Weights(ProcessBound, Mapping[str, Any]):
         return sorted({name.partition("/")[0] for name in self._tensors if not name.startswith(publish.BASE)})
 
     def changed(self, adapter: str | None = None) -> frozenset[str]:
-        """Names of tensors of the base (or of an adapter) that are not those of ``since``: all, where none was
-        given."""
+        """Return the names of tensors that are not those of ``since``: all, where none was given.
+
+        Args:
+            adapter: name of the adapter whose tensors are meant; default None: the base.
+
+        Raises:
+            NotFound: the version does not have the adapter.
+        """
         prefix = self._prefix(adapter)
         changed = {self._tensor_of(field) for field in self._changed}
         return frozenset(name[len(prefix) :] for name in changed if name.startswith(prefix))
 
     def fields(self, adapter: str | None = None) -> dict[str, Field]:
-        """Dtype and shape of each tensor of the base (or of an adapter), as it is in this mapping; reads no bytes."""
+        """Return dtype and shape of each tensor, as it is in this mapping. Reads no bytes.
+
+        Args:
+            adapter: name of the adapter whose tensors are meant; default None: the base.
+
+        Raises:
+            NotFound: the version does not have the adapter.
+        """
         return self._of_each(adapter, self._field)
 
     def published(self) -> dict[str, Field]:
-        """Dtype and shape of each tensor of the base as it was published, also of those that were not pulled; reads no
-        bytes."""
+        """Return dtype and shape of each tensor of the base as it was published, also of those that were not pulled.
+
+        Reads no bytes.
+        """
         fields, slices = self._published
         if fields is None:
             return self.fields()
@@ -131,12 +146,18 @@ class Weights(ProcessBound, Mapping[str, Any]):
         return found
 
     def torch(self, adapter: str | None = None, *, device: Any = None) -> dict[str, torch.Tensor]:
-        """All tensors of the base (or of an adapter), as ``model.load_state_dict`` takes them; only those in several
-        slices are copied.
+        """Return all tensors as ``model.load_state_dict`` takes them. Only those in several slices are copied.
 
-        device: copied there, as by a lease with ``device=``: the calling thread's stream comes after the copies, and
-        the memory stays pinned until they have ended. Tensors that were ``since`` are copied again. `UsageError` for a
-        device that is not here, `OutOfMemory` if it has no room.
+        Args:
+            adapter: name of the adapter whose tensors are meant; default None: the base.
+            device: a device that the tensors are copied to, as by a lease with ``device=``: the calling thread's stream
+                comes after the copies, and the memory stays pinned until they have ended. Tensors of ``since`` are
+                copied again. Default None: views of shared memory.
+
+        Raises:
+            NotFound: the version does not have the adapter.
+            OutOfMemory: the device has no room.
+            UsageError: a device that is not here.
         """
         if device is None:
             return self._of_each(adapter, self._torch)
@@ -153,7 +174,14 @@ class Weights(ProcessBound, Mapping[str, Any]):
         return land(columns, accelerator(device))
 
     def numpy(self, adapter: str | None = None) -> dict[str, NDArray[Any]]:
-        """As `torch`, as numpy arrays; bf16 and fp8 need ml_dtypes."""
+        """Return all tensors as numpy arrays, as `torch`. bf16 and fp8 need ml_dtypes.
+
+        Args:
+            adapter: name of the adapter whose tensors are meant; default None: the base.
+
+        Raises:
+            NotFound: the version does not have the adapter.
+        """
         return self._of_each(adapter, self._numpy)
 
     def _of_each(self, adapter: str | None, value_of: Callable[[str, list[str]], T]) -> dict[str, T]:
@@ -250,7 +278,10 @@ class Weights(ProcessBound, Mapping[str, Any]):
         return sum(1 for _ in self)
 
     def release(self) -> None:
-        """Return the memory, as soon as no view of it is left and no later version shares it. Again: nothing."""
+        """Return the memory, as soon as no view of it is left and no later version shares it.
+
+        A second call does nothing.
+        """
         interrupts = DeferredInterrupts()  # one between two tensors would keep the others, or the lock that all share
         interrupts.begin()
         try:

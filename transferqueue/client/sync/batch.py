@@ -14,12 +14,12 @@ from transferqueue.errors import LeaseExpired, TransferQueueError, UsageError
 
 
 class Batch(BatchBase):
-    """Rows lent to this worker, their facts and lazy columns (see `Rows`), and the verbs that end the lease.
+    """Rows lent to this worker, with their facts and lazy columns (see `Rows`), and the verbs that end the lease.
 
-    As a context manager: a clean exit acks the rows that are left; an exception releases them as failed, with
-    its text (an interrupt releases them without counting an attempt), and goes on. If that ack is refused, because
-    results are missing, the rows are released as failed too. A batch that is collected without either is released.
-    After the end its columns are `BatchEnded`; views taken before stay valid.
+    As a context manager: a clean exit acks the rows that are left; an exception releases them as failed, with its text,
+    and goes on (an interrupt releases them without counting an attempt). If that ack is refused, because results are
+    missing, the rows are released as failed too. A batch that is collected without an ack or a release is released.
+    After the end, using a column is `BatchEnded`; views that were taken before stay valid.
 
     Safe from any thread, one verb at a time.
     """
@@ -41,15 +41,47 @@ class Batch(BatchBase):
         step: int = -1,
         **columns: Any,
     ) -> None:
-        """The rows are done. Result columns and facts commit together with the ack, or neither does.
+        """End rows as done. Result columns and facts commit together with the ack, or neither does.
 
-        rows: ids of those that are done; None: all that are left. Columns and facts have one value for each, in this
-        order, or one for all; they are given as to `Table.put`. step: the trainer's; the rows are then kept until
-        `Table.checkpointed` covers it, and given out again by a `Table.rollback` to an earlier one; -1: they
-        are done at once. `LeaseExpired` if the lease is over: nothing was changed, and the rows are somebody else's.
-        `SchemaError` if a column does not fit: still leased. Rows that were dropped meanwhile, or taken back for a
-        refill of their group, are left out; if all were: `LeaseExpired`. `UsageError` if a row would end without a
-        field that the task gives and another task needs: still leased; `drop` ends rows that have no result.
+        Columns and facts have one value for each of `rows`, in this order, or one for all. Rows that were dropped
+        meanwhile, or taken back for a refill of their group, are left out. After `SchemaError` and `UsageError` the
+        rows are still leased.
+
+        Args:
+            rows: ids of the rows that are done; default None: all that are left.
+            group_id: refused: the group of a row stays as it was put.
+            group_size: refused, as `group_id`.
+            ordinal: as of `Table.put`.
+            policy_version: as of `Table.put`.
+            policy_version_max: as of `Table.put`.
+            tokens: as of `Table.put`.
+            priority: as of `Table.put`.
+            key: as of `Table.put`.
+            tags: as of `Table.put`; they replace all tags of the row.
+            step: the trainer's step; the rows are kept until `Table.checkpointed` covers it, and leased again
+                after a `Table.rollback` to an earlier one. Default -1: they are done at once.
+            **columns: values of result fields, by name, as of `Table.put`.
+
+        Raises:
+            LeaseExpired: the lease is over, or all rows were dropped meanwhile. Nothing was changed, and other workers
+                have the rows.
+            BatchEnded: this worker has ended the batch before.
+            NotFound: a row that is not, or no longer, in this batch.
+            SchemaError: a column does not fit its field.
+            AlreadyExists: a row has one of the fields already, or another row has the key.
+            UsageError: a row would end without a field that the task gives and another task needs (`drop` ends rows
+                that have no result); or a part of a group of a task that takes groups.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("double", needs=["x"], gives=["y"])])
+            ...     rows = table.put(x=[1, 2])
+            ...     batch = table.lease("double", rows=2)
+            ...     batch.ack(rows[:1], y=[2])
+            ...     batch.drop("not_needed", rows[1:])
+            ...     batch.ended
+            True
         """
         facts = GivenFacts(
             group_id=group_id,
@@ -65,7 +97,19 @@ class Batch(BatchBase):
         self._run(lease.ack(self._lease, rows, facts, columns, step))
 
     def drop(self, reason: str, rows: Any = None) -> None:
-        """The rows (None: all that are left) end as dropped with this reason, for every task of the table."""
+        """Drop rows of the batch for every task of the table.
+
+        Args:
+            reason: a name that statistics count the rows under, such as ``"too_long"``; at most 256 different ones a
+                table.
+            rows: ids of rows of the batch; default None: all that are left.
+
+        Raises:
+            LeaseExpired: the lease is over. Nothing was changed.
+            BatchEnded: this worker has ended the batch before.
+            NotFound: a row that is not, or no longer, in this batch.
+            UsageError: an invalid reason, or a part of a group of a task that takes groups.
+        """
         self._run(lease.drop(self._lease, reason, rows))
 
     def release(
@@ -82,11 +126,29 @@ class Batch(BatchBase):
         tags: TagsGiven = None,
         **columns: Any,
     ) -> None:
-        """The rows (None: all that are left) go back to ready. failed: counts as an attempt, with `reason`.
+        """Return rows to ready, so that any worker of the task may lease them.
 
-        Columns and facts say how far an unfinished row is: they replace what it had, and commit together with the
-        release, or neither does. So any worker of the task may go on where this one stopped. One row of each for every
-        row, in this order. `LeaseExpired` and `SchemaError` as of `ack`.
+        Columns and facts say how far an unfinished row is: they replace the values that it had, and commit together
+        with the release, or neither does. So any worker of the task may go on where this one stopped. There is one
+        value of each for every row, in this order.
+
+        Args:
+            rows: ids of rows of the batch; default None: all that are left.
+            failed: count the lease as a failed attempt, after which `Retry` of the task applies; default False.
+            reason: why it failed, for people; default "".
+            policy_version: as of `Table.put`.
+            policy_version_max: as of `Table.put`.
+            tokens: as of `Table.put`.
+            priority: as of `Table.put`.
+            tags: as of `Table.put`; they replace all tags of the row.
+            **columns: values of fields, by name, as of `Table.put`.
+
+        Raises:
+            LeaseExpired: the lease is over. Nothing was changed.
+            BatchEnded: this worker has ended the batch before.
+            NotFound: a row that is not, or no longer, in this batch.
+            SchemaError: a column does not fit its field; the rows are still leased.
+            UsageError: a part of a group of a task that takes groups, or of a batch that replicas share.
 
         Example:
             >>> import transferqueue as tq
@@ -109,9 +171,19 @@ class Batch(BatchBase):
         self._run(lease.release(self._lease, rows, failed, reason, facts, columns))
 
     def renew(self, lease_s: float | None = None) -> float:
-        """Keep the rows for `lease_s` seconds from now (None: the task's). Returns how long that is.
+        """Keep the rows for some time from now. The time limit of the batch counts from here.
 
-        `LeaseExpired` if it is too late.
+        The client renews leases by itself; this is for a worker whose batch takes longer than its time limit.
+
+        Args:
+            lease_s: seconds from now; default None: as long as the lease was given before.
+
+        Returns:
+            The seconds that were granted.
+
+        Raises:
+            LeaseExpired: the lease is over, and other workers may have the rows.
+            BatchEnded: this worker has ended the batch before.
         """
         self._lease_s = self._run(lease.renew(self._lease, lease_s))
         return self._lease_s

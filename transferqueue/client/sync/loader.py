@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Loader(ProcessBound):
-    """Batches in order, until the table is sealed and drained; what `Table.loader` gives.
+    """Batches in order, fetched ahead, until the table is sealed and drained. Made by `Table.loader`.
 
     An iterator and a context manager. Each batch is the caller's to ack or release. A thread of its own fetches; it
     ends with the last batch, with `close`, or when the loader is collected. ``next`` may be called from any thread.
@@ -61,7 +61,10 @@ class Loader(ProcessBound):
             raise
 
     def close(self) -> None:
-        """Give back what was not taken, not as failed, and end the thread. Again, or in a forked child: nothing."""
+        """Give back the batches that were not taken, not as failed, and end the thread.
+
+        A second call, or one in a forked child, does nothing.
+        """
         with self._guard:
             self._closed = True
         self._stop()
