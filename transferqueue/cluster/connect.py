@@ -48,33 +48,44 @@ def connect(
     data: Data = "auto",
     verify: bool = False,
 ) -> Queue:
-    """Open a queue. Blocks until the server answers.
+    """Open a queue on a running server, or on one embedded in this process. Blocks until the server answers.
 
-    address: ``ipc://...`` or ``tcp://...`` of a running server; ``ray://NAMESPACE/NAME`` of a deployment that
-    `deploy_ray` started in the Ray cluster of this process (``ray``: the one with the default names); or ``embedded``
-    for a server inside this process. None: the server that ``$TRANSFERQUEUE_ADDRESS`` names, else
-    ``$TRANSFERQUEUE_TOKEN``, else this user's server, as for every command; if none runs, an embedded server, which is
-    logged as a warning. With arena_bytes or runtime it is embedded in any case (`transferqueue docs environment`). A
-    variable that is set and empty is `UsageError`.
+    Without an address it is the server that ``$TRANSFERQUEUE_ADDRESS`` names, else ``$TRANSFERQUEUE_TOKEN``, else this
+    user's server, as for every command. If none runs, it is an embedded server, which is logged as a warning. With
+    `arena_bytes` or `runtime` it is embedded in any case (`transferqueue docs environment`).
 
-    To join a deployment of several coordinators, give the addresses of all, in any order, in a list or separated by
-    commas (`transferqueue docs cluster`); `UsageError` unless each coordinator of one deployment is named exactly once.
-    A queue with the address of one coordinator has the tables of that coordinator only.
+    To join a deployment of several coordinators, give the addresses of all (`transferqueue docs cluster`). A queue with
+    the address of one coordinator has the tables of that coordinator only. To join a server with keys, give a token
+    (``tqjoin_...``, from `transferqueue keys token`) as the address, or as `key` beside a tcp address.
 
-    To join a server with keys, give a token (``tqjoin_...``, from `transferqueue keys token`) as the address, or as
-    `key` beside a tcp address. If neither is given, the token of ``$TRANSFERQUEUE_TOKEN`` is used.
-
-    timeout_s: seconds to wait for the server's answer, then `Unreachable`. label: the name of this client in
-    `transferqueue top`. arena_bytes: the most memory of an embedded server, such as ``"8GiB"``. runtime: a private
-    directory for the socket of an embedded server (None: the user's). data: ``"remote"`` makes a tcp client send and
-    receive its bytes over the network even if it could map the server's memory, as clients on other machines do.
-    verify: compare each block that a lease or a read names with its checksum, once. Blocks have checksums if the server
-    keeps them on a disk (``--durability disk``). `Corruption` then names the damaged rows, and the client delivers none
-    of them.
-
-    An embedded server ends with the queue. Until then other processes of the same user can connect to `Queue.address`.
     The queue may be used from any thread. ``with``, `Queue.close`, the collection of its last handle, or the exit of
-    the process closes it.
+    the process closes it. An embedded server ends with the queue; until then other processes of the same user can
+    connect to `Queue.address`.
+
+    Args:
+        address: ``ipc://...`` or ``tcp://...`` of a running server; ``ray://NAMESPACE/NAME`` of a deployment that
+            `deploy_ray` started in the Ray cluster of this process (``ray``: the one with the default names); a join
+            token; or ``embedded`` for a server in this process. Of several coordinators: a list, or text with commas,
+            in any order. Default None: as above.
+        key: the join token for a tcp address; default None: that of ``$TRANSFERQUEUE_TOKEN``, if it is set; "": none.
+        timeout_s: seconds to wait for the server's answer; default 10.
+        label: name of this client in `transferqueue top`; default "".
+        arena_bytes: the most memory of an embedded server, as a number or text such as ``"8GiB"``; default None: 8 GiB,
+            or the free space of its file system if that is less.
+        runtime: a private directory for the socket of an embedded server; default None: the user's.
+        data: default ``"auto"``: map the server's memory where possible. ``"remote"``: a tcp client sends and receives
+            its bytes over the network, as clients on other machines do.
+        verify: compare each block that a lease or a read names with its checksum, once; default False. Blocks have
+            checksums if the server keeps them on a disk (``--durability disk``). `Corruption` then names the damaged
+            rows, and the client delivers none of them.
+
+    Returns:
+        The queue.
+
+    Raises:
+        Unreachable: nothing answered in time.
+        UsageError: arguments that do not fit each other, an environment variable that is set and empty, or addresses
+            that do not name each coordinator of one deployment exactly once.
 
     Example:
         >>> import transferqueue as tq
@@ -99,9 +110,33 @@ def aconnect(
     data: Data = "auto",
     verify: bool = False,
 ) -> AwaitableContext[AsyncQueue]:
-    """Open a queue for event loops, without blocking the loop. Arguments and errors as of `connect`.
+    """Open a queue for event loops, as `connect`, without blocking the loop.
 
-    ``queue = await tq.aconnect()``, or ``async with tq.aconnect() as queue``.
+    Await it, or use it as a context manager: ``queue = await tq.aconnect()``, or ``async with tq.aconnect() as queue``.
+
+    Args:
+        address: as of `connect`; default None.
+        key: as of `connect`; default None.
+        timeout_s: seconds to wait for the server's answer; default 10.
+        label: as of `connect`; default "".
+        arena_bytes: as of `connect`; default None.
+        runtime: as of `connect`; default None.
+        data: as of `connect`; default ``"auto"``.
+        verify: as of `connect`; default False.
+
+    Returns:
+        The queue.
+
+    Raises:
+        Unreachable: nothing answered in time.
+        UsageError: as of `connect`.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> async with tq.aconnect("embedded") as queue:
+        ...     names = await queue.tables()
+        >>> names
+        []
     """
 
     async def make() -> AsyncQueue:

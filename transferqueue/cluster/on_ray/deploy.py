@@ -47,8 +47,10 @@ LEVELS: Final = tuple(Level)
 
 
 class Deployment:
-    """A handle on a deployment on Ray. `close` and ``with`` end the deployment if this handle owns it, and do nothing
-    otherwise."""
+    """A handle on a deployment on Ray. Made by `deploy_ray`.
+
+    `close`, and the end of a ``with`` block, end the deployment if this handle owns it, and do nothing otherwise.
+    """
 
     def __init__(
         self, named: DeploymentName, actors: Mapping[DeploymentName, Any], *, owned: bool, shards: Sequence[Any] = ()
@@ -61,17 +63,25 @@ class Deployment:
         self._shards = list(shards)
 
     def token(self, role: str = "producer", timeout_s: float = DEPLOY_S) -> str:
-        """A join token for processes outside Ray: treat it as a password. Of several coordinators, the tokens of all,
-        joined by commas.
+        """Return a join token for processes outside Ray. Treat it as a password.
 
-        role: admin, producer, consumer or observer (`transferqueue docs security`). Blocks for `timeout_s` seconds at
-        most, then `Unreachable`.
+        Of several coordinators it is the tokens of all, joined by commas. Blocks until they answer.
+
+        Args:
+            role: ``"admin"``, ``"producer"``, ``"consumer"`` or ``"observer"`` (`transferqueue docs security`); default
+                ``"producer"``.
+            timeout_s: seconds to wait for each coordinator; default 60.
+
+        Raises:
+            Unreachable: a coordinator did not answer in time.
         """
         return ",".join(ask_endpoints(named, actor, timeout_s, role).token for named, actor in self._actors.items())
 
     def close(self) -> None:
-        """End the deployment if this handle owns it, and remove all that it keeps outside `state`. A second call does
-        nothing."""
+        """End the deployment if this handle owns it, and remove all that it keeps outside `state`.
+
+        A second call does nothing.
+        """
         actors, self._actors = self._actors, {}
         if actors and self.owned:
             stop_shards(self._shards)
@@ -109,30 +119,46 @@ def deploy_ray(
     exist_ok: bool = False,
     timeout_s: float = DEPLOY_S,
 ) -> Deployment:
-    """Start a server as a Ray actor, and return when it listens. `connect` finds it as ``ray://NAMESPACE/NAME``, and
-    the one with the default names as ``ray``. Joins the Ray cluster of this process, or starts one on this machine.
+    """Start a server as a Ray actor, and return when it listens.
 
-    coordinators: how many servers share the work. Each has the tables whose names hash to it
-    (`transferqueue docs cluster`), its own arena of `arena_bytes`, its own `shards`, and its own directory under
-    `state` and `snapshots`. They are spread over the nodes that fit. durability: with ``process`` everything survives
-    the death of the actor, with ``disk`` that of its machine, with ``memory`` nothing. state: an absolute path on the
-    node; a later deployment with the same path continues from it. None: a directory that is removed with the
-    deployment. arena_bytes, snapshots: as of `transferqueue serve`.
+    `connect` finds it as ``ray://NAMESPACE/NAME``, and the one with the default names as ``ray``. It joins the Ray
+    cluster of this process, or starts one on this machine. After an error nothing of the new deployment is left. The
+    bytes in a remote shard are lost with its node, unless the table has `replicas`; the deployment goes on.
 
-    shards: remote shards of memory, each an actor: a number, spread over the nodes, or ``"per-node"``: one on each node
-    except the server's, which has its own arena. shard_bytes: the most that each may hold. The bytes in a shard are
-    lost with its node, unless the table has `replicas`; the deployment goes on.
+    Args:
+        name: of the deployment; default ``"default"``.
+        namespace: the Ray namespace of its actors; default ``"transferqueue"``.
+        coordinators: servers that share the work, 1 to 64; default 1. Each has the tables whose names hash to it
+            (`transferqueue docs cluster`), its own arena of `arena_bytes`, its own `shards`, and its own directory
+            under `state` and `snapshots`. They are spread over the nodes that fit.
+        durability: default ``"process"``: everything survives the death of the actor; ``"disk"``: that of its machine;
+            ``"memory"``: nothing.
+        state: an absolute path on the node; a later deployment with the same path continues from it. Default None: a
+            directory that is removed with the deployment.
+        arena_bytes: as of `transferqueue serve`; default None.
+        shards: remote shards of memory, each an actor: a number, spread over the nodes, or ``"per-node"``: one on each
+            node except the server's, which has its own arena. Default 0.
+        shard_bytes: the most that each shard may hold, as a number or text such as ``"64GiB"``; default None.
+        snapshots: an absolute path, as of `transferqueue serve`; default None.
+        node: a Ray node id; default None: this process's node if it has `resources` and `labels`, else the first node
+            that has.
+        resources: Ray resources that the actor reserves, such as ``{"CPU": 1}``; default None: nothing.
+        labels: Ray labels that the node must have; default None.
+        port: the tcp port for other machines, with keys; default 0: a free one, kept across restarts.
+        max_restarts: how often Ray may restart the actor; default 30; -1: without limit.
+        detached: the deployment outlives this driver and this `Deployment`; `close` or ``ray.kill`` ends it. Default
+            False.
+        exist_ok: if the name is in use, return a handle on that deployment, which does not own it; default False.
+        timeout_s: seconds that each step may take; default 60.
 
-    node: a Ray node id; None: this process's node if it has `resources` and `labels`, else the first node that has. The
-    actor reserves the resources (``{"CPU": 1}``; None: nothing) and stays on its node. port: the tcp port for other
-    machines, with keys; 0: a free one, kept across restarts. max_restarts: how often Ray may restart the actor; -1:
-    without limit. detached: the deployment outlives this driver and this `Deployment`; `close` or ``ray.kill`` ends it.
-    exist_ok: if the name is in use, return a handle on that deployment, which does not own it. timeout_s: seconds that
-    each step may take.
+    Returns:
+        The handle that owns the deployment.
 
-    Raises `UsageError` for arguments that do not fit, `Impossible` if no node fits, `AlreadyExists` for a name in use,
-    and `Unreachable` if a server does not listen within `timeout_s`. After an error nothing of the new deployment is
-    left.
+    Raises:
+        AlreadyExists: the name is in use.
+        Impossible: no node fits.
+        Unreachable: a server does not listen in time.
+        UsageError: arguments that do not fit each other.
 
     Example:
         >>> with tq.deploy_ray(durability="process") as deployment:  # doctest: +SKIP

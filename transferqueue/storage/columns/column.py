@@ -73,8 +73,15 @@ class Column(ProcessBound):
 
     @classmethod
     def of_inline(cls, field: Field, data: bytes | NDArray[Any]) -> Column:
-        """A column of an inline field. data: its little-endian bytes, which are copied, or an array of its values,
-        which is not. `UsageError` for other data, and for a field of more than one number a row."""
+        """Make a column of numbers, one a row, of values that this process has.
+
+        Args:
+            field: a `Field` of a number's dtype, without a shape.
+            data: little-endian bytes of the values, which are copied, or a numpy array ``[rows]``, which is not.
+
+        Raises:
+            UsageError: other data, or a field of more than one number a row.
+        """
         if not isinstance(field, Field) or field.shape or field.dtype in ("str", "bytes", "value"):
             raise UsageError(
                 f"field={shown(field)} is no field of one number a row; give a Field of a number's dtype, without a "
@@ -129,9 +136,17 @@ class Column(ProcessBound):
         return f"[{', '.join(shown + ['...'] * (self._rows > SHOWN_ROWS))}]"
 
     def shown(self, rows: int) -> list[str] | str:
-        """The first `rows` rows, each shortened, for a person to read; one text for all of them if there is nothing to
-        read: ``"ended"``, or ``"..."`` for values that only torch can convert. Reads only those rows, in memory that
-        this process has."""
+        """Return the first rows, each shortened, for a person to read.
+
+        Reads only those rows, in memory that this process has.
+
+        Args:
+            rows: the most rows.
+
+        Returns:
+            A text for each row; or one text for all of them if they cannot be read: ``"ended"``, or ``"..."`` for
+            values that only torch can convert.
+        """
         if self.dtype in TORCH_ONLY_DTYPES and ml_dtype(self.dtype) is None:
             return "..."  # only torch can convert them, and its import takes seconds
         count = min(self._rows, rows)
@@ -204,25 +219,49 @@ class Column(ProcessBound):
         return shapes_of(self._load())
 
     def load(self) -> None:
-        """Gather the rows now instead of at first use, for example in another thread before they are needed."""
+        """Gather the rows now instead of at first use, for example in another thread before they are needed.
+
+        Raises:
+            BatchEnded: the batch has ended.
+        """
         self._load()
 
     def numpy(self) -> NDArray[Any]:
-        """Dense rows: a writable array ``[rows, *shape]`` of the field's dtype. bf16 and fp8 need ml_dtypes."""
+        """Return dense rows as a writable array ``[rows, *shape]`` of the field's dtype. bf16 and fp8 need ml_dtypes.
+
+        Raises:
+            BatchEnded: the batch has ended.
+            UsageError: the field is not dense.
+        """
         if not self.field.dense:
             raise self._unfit("numpy")
         dense, shown = self._dense(), shown_dtype(self.field.dtype)
         return dense if dense.dtype == shown else dense.view(shown)
 
     def torch(self) -> Tensor:
-        """Dense rows: a CPU tensor ``[rows, *shape]`` of the field's dtype, over the same memory as `numpy()`."""
+        """Return dense rows as a tensor ``[rows, *shape]`` of the field's dtype.
+
+        It is on the CPU, over the same memory as `numpy()`; after a lease with ``device=`` it is on that device.
+
+        Raises:
+            BatchEnded: the batch has ended.
+            UsageError: the field is not dense.
+        """
         if not self.field.dense:
             raise self._unfit("torch")
         return as_torch(self._dense(), self.field.dtype)  # type: ignore[no-any-return]
 
     def ragged(self) -> tuple[NDArray[Any], I64]:
-        """Ragged rows: the values ``[steps, *shape[1:]]`` of all rows in order, and offsets int64 ``[rows + 1]``. Row i
-        is ``values[offsets[i]:offsets[i + 1]]``."""
+        """Return ragged rows as the values of all rows in order, and where each row begins.
+
+        Returns:
+            The values ``[steps, *shape[1:]]``, and offsets int64 ``[rows + 1]``. Row i is ``values[offsets[i]:offsets[i
+            + 1]]``.
+
+        Raises:
+            BatchEnded: the batch has ended.
+            UsageError: the field is not ragged.
+        """
         if not self.field.ragged:
             raise self._unfit("ragged")
         placement, cut = self._placement, self._cut
@@ -237,18 +276,40 @@ class Column(ProcessBound):
         return steps.view(shown_dtype(self.field.dtype)), offsets_of(loaded)
 
     def nested(self) -> Tensor:
-        """Ragged rows: a jagged nested tensor ``[rows, None, *shape[1:]]`` on the CPU, over the same memory."""
+        """Return ragged rows as a jagged nested tensor ``[rows, None, *shape[1:]]``.
+
+        It is on the CPU, over the same memory as `ragged()`; after a lease with ``device=`` it is on that device.
+
+        Raises:
+            BatchEnded: the batch has ended.
+            UsageError: the field is not ragged.
+        """
         if not self.field.ragged:
             raise self._unfit("nested")
         loaded = self._load()
         return cast("Tensor", as_jagged(as_torch(self._steps(loaded), self.field.dtype), offsets_of(loaded)))
 
     def padded(self, value: float = 0, multiple_of: int = 1, side: Literal["left", "right"] = "right") -> NDArray[Any]:
-        """The rows in one new array ``[rows, *longest]`` of the field's dtype, with `value` beyond the end of shorter
-        rows.
+        """Return the rows in one new array ``[rows, *longest]`` of the field's dtype, padded to the longest row.
 
-        multiple_of: the size of each varying dimension is rounded up to a multiple of it. side: which side of the first
-        dimension is padded. ``torch.from_numpy`` takes the result without a copy. Of a dense field: as `numpy()`.
+        ``torch.from_numpy`` takes the result without a copy. Of a dense field it is `numpy()`.
+
+        Args:
+            value: stands beyond the end of shorter rows; default 0.
+            multiple_of: the size of each varying dimension is rounded up to a multiple of it; default 1.
+            side: the side of the first dimension that is padded, ``"left"`` or ``"right"``; default ``"right"``.
+
+        Raises:
+            BatchEnded: the batch has ended.
+            UsageError: the field is text, bytes or plain values, or an argument is out of range.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["ids"])])
+            ...     rows = table.put(ids=[[1, 2, 3], [4]])
+            ...     table.read(rows)["ids"].padded(multiple_of=4).tolist()
+            [[1, 2, 3, 0], [4, 0, 0, 0]]
         """
         if self.field.blob:
             raise self._unfit("padded")
@@ -268,12 +329,15 @@ class Column(ProcessBound):
         return out.view(shown_dtype(self.field.dtype))
 
     def arrow(self) -> pa.Array:
-        """The rows as an Arrow array, over the same memory where Arrow has the layout.
+        """Return the rows as an Arrow array, over the same memory where Arrow has the layout.
 
         Scalars become their Arrow type (bool is packed, which copies), dense rows fixed-size lists, ragged rows
         large_list, varied rows a struct of `shape` and `values`, str large_string, bytes and MessagePack values
         large_binary. Arrow lacks bf16 and fp8: these become their bits in uint16 and uint8. Complex numbers become
         fixed-size lists of two floats.
+
+        Raises:
+            BatchEnded: the batch has ended.
         """
         return arrow_array(self.field, self._load())
 
@@ -287,9 +351,12 @@ class Column(ProcessBound):
         return arrow_type(self.field).__arrow_c_schema__()
 
     def list(self) -> list[Any]:
-        """One plain Python value for each row: a number, str, bytes, nested list of numbers, or decoded value.
+        """Return one plain Python value for each row: a number, str, bytes, nested list of numbers, or decoded value.
 
         Makes a Python object for each element. To get an array for each row, iterate over the column instead.
+
+        Raises:
+            BatchEnded: the batch has ended.
         """
         return to_python(self.field, self._load())
 
