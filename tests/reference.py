@@ -1,15 +1,17 @@
-"""Public names against the API reference: which are missing there, and which have no example.
+"""Public names against the API reference: which are missing there, which have no example or unexplained parameters.
 ``python -m tests.reference`` prints the counts."""
 
 import ast
 import importlib
 import importlib.util
 import inspect
+import itertools
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import transferqueue as tq
 from tests.markdown import ROOT, blocks, scripts
@@ -108,6 +110,62 @@ def without_example() -> list[str]:
     return core + [f"{module}.{name}" for module in DOCUMENTED for name in names_of(module) if name not in all_code]
 
 
+def without_arguments() -> list[str]:
+    """Parameters of public callables that their docstring does not explain: ``Table.put: timeout_s``.
+
+    A callable is a public function, a public method of a public class, or a class that its users make; not a method
+    that a class has from elsewhere. A line of ``Args:`` names one parameter.
+    """
+    unexplained = []
+    for name, value, docstring in _callables():
+        explained = _arguments(docstring or "")
+        lacking = [parameter for parameter in _parameters(value) if parameter not in explained]
+        if lacking:
+            unexplained.append(f"{name}: {', '.join(lacking)}")
+    return unexplained
+
+
+MADE_BY_THE_QUEUE = ("Column", "Deployment", "Rows", "Weights")
+"""Classes, beside the handles of both APIs, whose objects come from a call: how they are made is no contract."""
+
+
+def _callables() -> Iterator[tuple[str, Any, str | None]]:
+    handles = {name for name in tq.__all__ if name.startswith(OF_A_TABLE)}
+    handles |= {name.removeprefix(OF_A_TABLE) for name in handles} | set(MADE_BY_THE_QUEUE)
+    for name in tq.__all__:
+        value = getattr(tq, name)
+        if inspect.isfunction(value) or (_is_described(value) and name not in handles):
+            yield name, value, value.__doc__
+        if _is_described(value):
+            yield from _methods_of(name, value)
+
+
+def _is_described(value: Any) -> bool:
+    return inspect.isclass(value) and not issubclass(value, BaseException)
+
+
+def _methods_of(name: str, value: type) -> Iterator[tuple[str, Any, str | None]]:
+    for member in dir(value):
+        function = inspect.getattr_static(value, member)
+        function = getattr(function, "__func__", function)  # of a class method
+        is_ours = inspect.isfunction(function) and function.__module__.startswith("transferqueue.")
+        if is_ours and not member.startswith("_"):
+            yield f"{name}.{member}", function, function.__doc__
+
+
+def _parameters(value: Any) -> list[str]:
+    return [name for name in inspect.signature(value).parameters if name not in ("self", "cls")]
+
+
+def _arguments(docstring: str) -> set[str]:
+    """The names that the ``Args:`` section of a docstring explains."""
+    lines = inspect.cleandoc(docstring).split("\n")
+    if "Args:" not in lines:
+        return set()
+    section = itertools.takewhile(lambda line: line.startswith(" "), lines[lines.index("Args:") + 1 :])
+    return set(re.findall(r"^    \*{0,2}(\w+): ", "\n".join(section), re.MULTILINE))
+
+
 def dead_links(out: Path) -> list[str]:
     """Links of all pages that lead to no file, as the documentation site is prepared into `out`."""
     return list(_prepare().prepare(out))
@@ -130,6 +188,7 @@ if __name__ == "__main__":
             "public names without a contract in the reference": missing_contracts(),
             "names in the reference that are gone": gone(),
             "public names without an example": without_example(),
+            "public callables with unexplained parameters": without_arguments(),
             "dead links": dead_links(Path(folder)),
         }
     for subject, entries in counts.items():
