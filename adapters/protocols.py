@@ -67,9 +67,16 @@ class Pause(enum.Enum):
 class Sampling:
     """How tokens are drawn.
 
-    tokens_max: length limit of a completion, including the tokens of `Prompt.begun`. temperature: 0 is greedy. top_p: 1
-    keeps all tokens. stop_ids: tokens that end a completion; the stop token is part of it. seed: with the same seed, an
-    engine that supports seeds draws the same completions again; None: unseeded.
+    Args:
+        tokens_max: length limit of a completion in tokens, including those of `Prompt.begun`; at least 1.
+        temperature: divides the logits; default 1.0; 0 is greedy.
+        top_p: share of probability that is kept, in (0, 1]; default 1.0: all tokens.
+        stop_ids: tokens that end a completion; the stop token is part of it. Default: none.
+        seed: with the same seed, an engine that supports seeds draws the same completions again; default None:
+            unseeded.
+
+    Raises:
+        UsageError: a value out of its range.
     """
 
     tokens_max: int
@@ -90,9 +97,14 @@ class Sampling:
 class Completion:
     """One completion, finished or cut short.
 
-    prompt, sample: index of the prompt in the request, and of the sample of that prompt. ids: int32 ``[tokens]``,
-    including the stop token. logprobs: float32 ``[tokens]``. spans: ``(version, tokens)`` pairs in order, which cover
-    all tokens.
+    Args:
+        prompt: index of the prompt in the request.
+        sample: index of the sample of that prompt.
+        ids: token ids, int32 ``[tokens]``, including the stop token.
+        logprobs: log-probabilities of the tokens under the distribution that they were drawn from: float32
+            ``[tokens]``.
+        finish_reason: ``"stop"``, ``"length"`` or ``"abort"``.
+        spans: pairs of a version and a number of tokens, in order, which cover all tokens.
     """
 
     prompt: int
@@ -120,11 +132,17 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """Token ids to complete: int ``[tokens]``. samples: number of completions. begun: a completion to continue (then
-    samples is 1).
+    """Token ids to complete.
 
-    seed: of this prompt's completions, whatever else is in the request; None: `Sampling.seed` and the prompt's place
-    decide.
+    Args:
+        ids: int ``[tokens]``, at least one.
+        samples: number of completions, at least 1; default 1.
+        begun: a completion to continue, with `samples` 1; default None.
+        seed: of this prompt's completions, whatever else is in the request; default None: `Sampling.seed` and the place
+            of the prompt in the request decide.
+
+    Raises:
+        UsageError: no tokens, no samples, or several samples of a completion to continue.
     """
 
     ids: Ids
@@ -142,7 +160,16 @@ class Prompt:
 
     @classmethod
     def of(cls, ids: Iterable[int] | Ids, samples: int = 1) -> Self:
-        """Make a prompt from any sequence of integers."""
+        """Make a prompt from any sequence of integers.
+
+        Args:
+            ids: the token ids.
+            samples: number of completions; default 1.
+
+        Example:
+            >>> Prompt.of([5, 6, 7], samples=4).samples
+            4
+        """
         return cls(ids=np.fromiter(ids, np.int32), samples=samples)
 
 
@@ -152,7 +179,12 @@ Completions = PythonGenerator[Completion, None, None]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of a tensor. dtype: torch's name, such as ``bfloat16``."""
+    """Shape and dtype of a tensor.
+
+    Args:
+        shape: of the tensor.
+        dtype: torch's name, such as ``"bfloat16"``.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -163,7 +195,7 @@ class WeightSource(Protocol):
     """Weights of one version. It can be iterated more than once; each iteration may move one tensor at a time."""
 
     def metadata(self) -> Mapping[str, TensorSpec]:
-        """Names, shapes and dtypes of all tensors. Moves no tensor."""
+        """Return names, shapes and dtypes of all tensors. Moves no tensor."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and tensors. A tensor is valid until the next one is yielded; copy it to keep it."""
@@ -181,14 +213,30 @@ class Generator(Protocol):
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, timeout_s: float = GENERATE_S) -> Completions:
         """Yield each completion when it is finished, in any order. Blocks until the next one is finished.
 
-        Closing the iterator early aborts the completions that are left. Several threads may iterate at once. Raises
-        `DeadlineExceeded` when not all completions are finished after `timeout_s` (pauses count); the rest is aborted.
+        Closing the iterator early aborts the completions that are left. Several threads may iterate at once.
+
+        Args:
+            prompts: the prompts, at least one.
+            sampling: how their tokens are drawn.
+            timeout_s: seconds until all completions must be finished, pauses included; default 600. The rest is
+                aborted.
+
+        Raises:
+            DeadlineExceeded: not all completions were finished in time.
+            UsageError: a request that the engine cannot carry out, such as one longer than its context.
+            Unsupported: the engine does not have an option of `sampling`.
+            Disconnected: the generator was closed, or its server is gone.
         """
 
     def pause(self, mode: Pause, *, timeout_s: float = PAUSE_S) -> None:
         """Return when no more tokens are drawn. Requests that arrive during the pause wait. A second call does nothing.
 
-        Raises `DeadlineExceeded` when that takes longer than `timeout_s`: the generator is then not paused.
+        Args:
+            mode: what happens to completions that are being generated.
+            timeout_s: seconds to wait; default 60.
+
+        Raises:
+            DeadlineExceeded: it took longer; then the generator is not paused.
         """
 
     def resume(self) -> None:
@@ -197,9 +245,18 @@ class Generator(Protocol):
     def update_weights(self, source: WeightSource, version: int, *, timeout_s: float = PAUSE_S) -> None:
         """Replace the weights between two tokens; tokens drawn after the return are stamped `version`.
 
-        Completions that are being generated continue under the new weights, with their context computed again. Raises
-        `UsageError` if names, shapes or dtypes do not fit, and `DeadlineExceeded` after `timeout_s`; in both cases the
-        old weights stay.
+        Completions that are being generated continue under the new weights, with their context computed again. After an
+        error the old weights stay.
+
+        Args:
+            source: the tensors.
+            version: of the weights.
+            timeout_s: seconds to wait; default 60.
+
+        Raises:
+            DeadlineExceeded: it took longer.
+            UsageError: names, shapes or dtypes do not fit.
+            Unsupported: the engine takes no weights.
         """
 
     def close(self) -> None:
@@ -215,10 +272,14 @@ class Learner(Protocol):
         """Version of the initial weights plus the number of steps taken."""
 
     def step(self, batch: Mapping[str, Any]) -> Mapping[str, float]:
-        """Take one step on `batch` (columns by name) and return its metrics. Blocks."""
+        """Take one step, and return its metrics. Blocks.
+
+        Args:
+            batch: columns by name.
+        """
 
     def weights(self) -> WeightSource:
-        """The current weights; valid until the next step."""
+        """Return the current weights. They are valid until the next step."""
 
 
 @runtime_checkable
@@ -234,7 +295,11 @@ class StageFunction(Protocol):
         """Names of the fields that it writes."""
 
     def __call__(self, batch: Any) -> Mapping[str, Any] | Iterable[PartialResult]:
-        """Return columns for all rows of the batch, or yield parts of it as they are finished."""
+        """Return columns for all rows of the batch, or yield parts of it as they are finished.
+
+        Args:
+            batch: a leased `Batch` with the columns of `needs`.
+        """
 
 
 @runtime_checkable
@@ -245,19 +310,27 @@ class Producer(Protocol):
         """Return how many rows to reserve for the next put; 0 when there are no more rows."""
 
     def __call__(self, rows: int) -> Mapping[str, Any]:
-        """Return the arguments of `Table.put` for exactly `rows` new rows."""
+        """Return the arguments of `Table.put` for new rows.
+
+        Args:
+            rows: the number of rows to produce, exactly.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartialResult:
     """Results for some rows of a batch, yielded by a function that finishes rows at different times.
 
-    at: positions of the rows in the batch (None: all that are left). columns: results in that order. facts:
-    `policy_version`, `policy_version_max`, `tokens` and other facts that `Batch.ack` takes.
+    Args:
+        columns: results by name, in the order of `at`.
+        at: positions of the rows in the batch, ``[rows]``; default None: all that are left.
+        facts: `policy_version`, `policy_version_max`, `tokens` and other facts that `Batch.ack` takes; default: none.
+        unfinished: the columns replace the rows' values, and the rows are released, so that any worker may lease and
+            continue them; default False.
+        drop: the reason with which the rows are dropped; default "": they are not.
 
-    unfinished: the columns replace the rows' values, and the rows are released, so that any worker may lease and
-    continue them. drop: the rows end as dropped with this reason. Raises `UsageError` for both together, for an
-    unfinished part without positions, and for a dropped part with columns.
+    Raises:
+        UsageError: an unfinished part without positions or with a `drop`, or a dropped part with columns.
     """
 
     columns: Mapping[str, Any]

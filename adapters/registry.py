@@ -31,14 +31,26 @@ ADAPTERS: Final = Plugins(
 
 
 def names() -> list[str]:
-    """All registered names, sorted."""
+    """Return all registered names, sorted."""
     return sorted(ADAPTERS.places)
 
 
 def load(name: str) -> Any:
-    """Import the class or function that is registered as `name`.
+    """Import an adapter by its registered name.
 
-    Raises `NotFound` for an unknown name, and `UsageError` if the import fails because its engine is not installed.
+    Args:
+        name: such as ``"vllm"`` or ``"transformers"``.
+
+    Returns:
+        The class or function.
+
+    Raises:
+        NotFound: no adapter of this name is registered.
+        UsageError: its engine is not installed.
+
+    Example:
+        >>> load("rewards").__name__
+        'Rewards'
     """
     if name not in ADAPTERS.places:
         raise NotFound(f'no adapter "{name}" is registered; there are {listing(ADAPTERS.places)}')

@@ -25,16 +25,20 @@ INLINE, PLACED = "field/", "at/"
 
 
 def read_table(path: str | os.PathLike[str], table: str, *, fields: Sequence[str] | None = None) -> pa.Table:
-    """Read the rows of `table` in the snapshot at `path`, or in the newest snapshot under it: facts, fields, and their
-    state for each task.
+    """Read a table of a snapshot as one Arrow table: facts, fields, and the state of each row for each task.
 
-    fields: the fields to read (None: all); values that were not set are null. Column types are those of `Column.arrow`;
-    `transferqueue docs snapshots` names facts and task columns. A field that has the name of a fact becomes
-    ``field/NAME``. Every file is compared with its checksum first. Values that rows share are repeated; file contents
-    are memory-mapped.
+    Reads files only; needs no server. Column types are those of `Column.arrow`; `transferqueue docs snapshots` names
+    facts and task columns. A field that has the name of a fact becomes ``field/NAME``. Every file is compared with its
+    checksum first. Values that rows share are repeated; file contents are memory-mapped.
 
-    Raises `NotFound` for a missing snapshot, table or field, and `Corruption` for a file that was changed or that no
-    server has written.
+    Args:
+        path: of a snapshot, or of a directory that holds several, of which the newest is read.
+        table: name of the table.
+        fields: the fields to read; default None: all. Values that were not set are null.
+
+    Raises:
+        NotFound: a missing snapshot, table or field.
+        Corruption: a file that was changed, or that no server has written.
     """
     snapshot = SnapshotReader.open(Path(path), lambda _: None)
     about = _about(snapshot, table)

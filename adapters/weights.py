@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 
 
 class TensorWeights:
-    """A weight source over tensors by name: a state dict, or a version pulled from a channel
-    (`transferqueue.Weights`)."""
+    """A weight source over tensors by name.
+
+    Args:
+        tensors: a state dict, or a version pulled from a channel (`transferqueue.Weights`). Not copied.
+    """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
@@ -33,10 +36,14 @@ class TensorWeights:
 
 
 class ChannelWeights(TensorWeights):
-    """A version pulled from a channel, with the address of the channel: an engine in another process reads the version
-    there itself.
+    """A version pulled from a channel, with the address of the channel: an engine in another process reads it there
+    itself.
 
     Of tensors that were published in slices, one at a time is put together.
+
+    Args:
+        address: of the queue.
+        weights: the version, held for as long as the source is used.
     """
 
     def __init__(self, address: str, weights: tq.Weights) -> None:
@@ -50,11 +57,14 @@ class ChannelWeights(TensorWeights):
 
 
 class ModuleWeights(TensorWeights):
-    """A weight source over a module's parameters and buffers, named as in its state dict. Not copied: valid until the
-    next step.
+    """A weight source over a module's parameters and buffers, named as in its state dict.
 
-    Tied tensors (an embedding that is also the output layer) occur once, as engines expect. Shards are gathered one
-    tensor at a time during iteration, so every rank must iterate, in the same order.
+    The tensors are not copied: they are valid until the next step. Tied tensors (an embedding that is also the output
+    layer) occur once, as engines expect. Shards are gathered one tensor at a time during iteration, so every rank must
+    iterate, in the same order.
+
+    Args:
+        module: the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -73,14 +83,23 @@ class ModuleWeights(TensorWeights):
 
 
 def spec(tensor: torch.Tensor) -> TensorSpec:
-    """Return shape and dtype of a tensor."""
+    """Return shape and dtype of a tensor.
+
+    Args:
+        tensor: a torch tensor.
+    """
     return TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 def check_fits(source: WeightSource, wanted: Mapping[str, TensorSpec]) -> None:
-    """Raise `SchemaError` unless each tensor of `source` is in `wanted` with the same shape.
+    """Check that each tensor of a source is wanted, in this shape. Dtypes may differ: engines convert.
 
-    Tensors of `wanted` may be missing from `source`: they are tied or unchanged. Dtypes may differ; engines convert.
+    Args:
+        source: the weights. Tensors may be missing: they are tied or unchanged.
+        wanted: the tensors of the model, by name.
+
+    Raises:
+        SchemaError: a tensor that is not wanted, or in another shape.
     """
     for name, offered in source.metadata().items():
         if name not in wanted:
@@ -90,17 +109,26 @@ def check_fits(source: WeightSource, wanted: Mapping[str, TensorSpec]) -> None:
 
 
 def copy_weights(source: WeightSource, module: nn.Module) -> None:
-    """Copy the tensors of `source` into `module`, by name; dtypes are converted. Tensors that the source lacks stay as
-    they are.
+    """Copy tensors into a module, by name; dtypes are converted. Tensors that the source lacks stay as they are.
 
-    Raises `SchemaError`, before anything is copied, for a tensor that the module does not have or has in another shape.
+    Args:
+        source: the weights.
+        module: the module.
+
+    Raises:
+        SchemaError: a tensor that the module does not have, or has in another shape. Nothing was copied.
     """
     check_fits(source, ModuleWeights(module).metadata())
     copy_fitting_weights(source, module)
 
 
 def copy_fitting_weights(source: WeightSource, module: nn.Module) -> None:
-    """Do as `copy_weights`, for a source that `check_fits` has accepted."""
+    """Copy tensors into a module, as `copy_weights`, from a source that `check_fits` has accepted.
+
+    Args:
+        source: the weights.
+        module: the module.
+    """
     import torch
 
     tensors = module.state_dict()
@@ -110,8 +138,10 @@ def copy_fitting_weights(source: WeightSource, module: nn.Module) -> None:
 
 
 class WeightHandoff:
-    """Gives engines in other processes a channel to read weights from: the channel that the weights came from, or one
-    that it publishes."""
+    """Gives engines in other processes a channel to read weights from.
+
+    It is the channel that the weights came from, or one that this object publishes.
+    """
 
     _CHANNEL: Final = "relay"
 
@@ -120,9 +150,15 @@ class WeightHandoff:
         self._published = -1
 
     def place(self, source: WeightSource) -> tuple[tuple[str, str], int]:
-        """Return address and channel where the weights of `source` can be read, and their version there.
+        """Return where the weights of a source can be read.
 
         Weights that come from a channel stay there; others are published to a queue that this object embeds.
+
+        Args:
+            source: the weights.
+
+        Returns:
+            Address and channel, and the version there.
         """
         if isinstance(source, ChannelWeights):
             return (source.address, source.channel), source.version
@@ -140,7 +176,14 @@ class WeightHandoff:
 
 
 def checkpoint_specs(directory: Path) -> dict[str, TensorSpec]:
-    """Read names and shapes of the tensors in a directory of safetensors files; only the headers are read."""
+    """Read shapes and dtypes of the tensors in a directory of safetensors files. Only the headers are read.
+
+    Args:
+        directory: with ``*.safetensors`` files.
+
+    Returns:
+        Shape and dtype of each tensor, by name; empty if there are no such files.
+    """
     specs: dict[str, TensorSpec] = {}
     for path in sorted(directory.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -157,6 +200,12 @@ class WeightUpdater:
     `follow` waits at the server for a newer version, passes it to `update`, and reports it as applied. Call it between
     two batches, and no completion sees a change of weights. Call it in a thread beside the engine, and weights change
     in flight while generation continues.
+
+    Args:
+        queue: the queue that the channel is of.
+        channel: name of the weight channel.
+        update: called with a weight source and its version, such as `Generator.update_weights`.
+        version: that the engine has already; default -1: none.
     """
 
     def __init__(
@@ -168,8 +217,14 @@ class WeightUpdater:
         self._update = update
 
     def follow(self, timeout_s: float = 0.0) -> bool:
-        """Wait at most `timeout_s` for a version newer than the current one, and apply the newest. Return whether there
-        was one."""
+        """Apply the newest version of the channel, if it is newer than the current one.
+
+        Args:
+            timeout_s: seconds to wait for one; default 0: not at all.
+
+        Returns:
+            Whether there was one.
+        """
         try:
             weights = self._channel.pull(above=self.version, timeout_s=timeout_s)
         except tq.DeadlineExceeded:

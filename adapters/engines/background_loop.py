@@ -21,7 +21,11 @@ CANCEL_S: Final = 10.0
 
 
 class BackgroundLoop:
-    """A running event loop, called from other threads. name: of its thread, and of its owner in error texts."""
+    """A running event loop in a thread of its own, called from other threads.
+
+    Args:
+        name: of the thread, and of the loop's owner in error texts.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -41,16 +45,33 @@ class BackgroundLoop:
             raise Disconnected(f"the {self._name} was closed")
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine on the loop."""
+        """Start a coroutine on the loop. Returns at once.
+
+        Args:
+            coroutine: to run.
+
+        Returns:
+            The future of its result.
+
+        Raises:
+            Disconnected: the loop was closed.
+        """
         if self._closed:
             coroutine.close()
             self.check()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
-        """Run a coroutine on the loop and return its result.
+        """Run a coroutine on the loop and return its result. Blocks.
 
-        After `timeout_s` the coroutine is cancelled and `DeadlineExceeded` is raised; its text begins with `what`.
+        Args:
+            coroutine: to run.
+            timeout_s: seconds until it is cancelled.
+            what: the beginning of the text of `DeadlineExceeded`.
+
+        Raises:
+            DeadlineExceeded: it did not end in time.
+            Disconnected: the loop was closed.
         """
         waiting = self.submit(coroutine)
         try:
@@ -62,8 +83,10 @@ class BackgroundLoop:
             raise DeadlineExceeded(f"{what} after {timeout_s:g} s") from error
 
     def close(self) -> None:
-        """Cancel what runs on the loop, wait at most `CANCEL_S` for it, and stop the loop and its thread. A second call
-        does nothing."""
+        """Cancel the coroutines on the loop, wait at most 10 s for them, and stop the loop and its thread.
+
+        A second call does nothing.
+        """
         if not self._closed:
             self._closed = True
             ending = asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)
@@ -75,11 +98,18 @@ class BackgroundLoop:
     def as_finished(
         self, jobs: Sequence[Callable[[], Coroutine[Any, Any, Completion]]], timeout_s: float
     ) -> Completions:
-        """Run all jobs at once and yield each result when it is ready. The first job that raises ends all others, and
-        its error is raised.
+        """Run all jobs at once, and yield each result when it is ready.
 
-        Closing the iterator cancels the jobs that are left. Raises `DeadlineExceeded` when not all are finished after
-        `timeout_s`.
+        The first job that raises ends all others, and its error is raised. Closing the iterator cancels the jobs that
+        are left.
+
+        Args:
+            jobs: functions without arguments that return coroutines.
+            timeout_s: seconds until all must be finished.
+
+        Raises:
+            DeadlineExceeded: not all were finished in time.
+            Disconnected: the loop was closed.
         """
         deadline = time.monotonic() + timeout_s
         finished: queues.SimpleQueue[Completion | BaseException] = queues.SimpleQueue()

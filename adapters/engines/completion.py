@@ -14,8 +14,16 @@ Span = tuple[int, int]
 
 
 def check_request(prompts: Sequence[Prompt], sampling: Sampling, context_max: int | None) -> None:
-    """Raise `UsageError` for a request without prompts, one longer than `context_max` (None: unknown), or one with no
-    tokens left."""
+    """Check a request before it is sent to an engine.
+
+    Args:
+        prompts: of the request.
+        sampling: of the request.
+        context_max: context length of the engine in tokens; None: unknown.
+
+    Raises:
+        UsageError: no prompts, a prompt longer than the context, or a begun completion with no tokens left to draw.
+    """
     if not prompts:
         raise UsageError("generate was called with 0 prompts; give at least one")
     longest = max(len(prompt.ids) for prompt in prompts) + sampling.tokens_max
@@ -73,7 +81,17 @@ def completed(
     finish_reason: str,
     spans: Sequence[Span],
 ) -> Completion:
-    """Join the tokens that were begun, if any, and the tokens drawn now into one completion."""
+    """Join the tokens that were begun, if any, and the tokens drawn now into one completion.
+
+    Args:
+        index: of the prompt in the request.
+        sample: index of the sample of that prompt.
+        prompt: the prompt.
+        ids: ids of the tokens drawn now.
+        logprobs: log-probabilities of the tokens drawn now.
+        finish_reason: ``"stop"``, ``"length"`` or ``"abort"``.
+        spans: pairs of a version and a number of tokens drawn now, in order.
+    """
     begun = prompt.begun
     before = ((), (), (), sample) if begun is None else (begun.ids, begun.logprobs, begun.spans, begun.sample)
     return Completion(

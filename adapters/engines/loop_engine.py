@@ -36,7 +36,18 @@ class LoopEngine(ABC):
         return self._version
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, timeout_s: float = GENERATE_S) -> Completions:
-        """Yield each completion when it is finished (`protocols.Generator.generate`)."""
+        """Yield each completion when it is finished (`protocols.Generator.generate`).
+
+        Args:
+            prompts: the prompts, at least one.
+            sampling: how their tokens are drawn.
+            timeout_s: seconds until all completions must be finished, pauses included; default 600.
+
+        Raises:
+            DeadlineExceeded: not all completions were finished in time.
+            Disconnected: the generator was closed.
+            UsageError: a request that the engine cannot carry out.
+        """
         self._beside.check()
         check_request(prompts, sampling, self._context_max)
         jobs = [
@@ -47,7 +58,15 @@ class LoopEngine(ABC):
         return self._beside.as_finished(jobs, timeout_s)
 
     def pause(self, mode: Pause, *, timeout_s: float = PAUSE_S) -> None:
-        """Stop drawing tokens (`protocols.Generator.pause`). A server stops for all its clients."""
+        """Stop drawing tokens (`protocols.Generator.pause`). A server stops for all its clients.
+
+        Args:
+            mode: what happens to completions that are being generated.
+            timeout_s: seconds to wait; default 60.
+
+        Raises:
+            DeadlineExceeded: it took longer; then the generator is not paused.
+        """
         try:
             self._wait(self._pause(mode), timeout_s, f"pause ({mode.value}) was not in force")
         except DeadlineExceeded:

@@ -64,9 +64,14 @@ def logprobs_of(choice: Mapping[str, Any]) -> list[float]:
 class OpenAIGenerator(ResendingEngine):
     """A generator (`protocols.Generator`) over ``POST {base_url}/completions``.
 
-    base_url: with its ``/v1``. model: its name at the endpoint. version: of the weights that it serves; every token is
-    stamped with it. context_max: context length in tokens, if known; longer requests are then refused on this side.
-    body: further fields for each request.
+    Args:
+        base_url: of the endpoint, with its ``/v1``.
+        model: its name at the endpoint.
+        api_key: sent as a bearer token; default None: none is sent.
+        version: of the weights that the endpoint serves, with which every token is stamped; default 0.
+        context_max: context length in tokens, if known; longer requests are then refused on this side. Default None.
+        connections_max: concurrent requests to the endpoint; default 256. Further requests wait on this side.
+        body: further fields for each request; default None.
     """
 
     def __init__(
@@ -85,7 +90,16 @@ class OpenAIGenerator(ResendingEngine):
         self._body = dict(body or {})
 
     def update_weights(self, source: WeightSource, version: int, *, timeout_s: float = PAUSE_S) -> None:
-        """Always raises `Unsupported`: an endpoint takes no weights."""
+        """Raise `Unsupported`: an endpoint takes no weights.
+
+        Args:
+            source: not used.
+            version: not used.
+            timeout_s: not used.
+
+        Raises:
+            Unsupported: always.
+        """
         raise Unsupported("an OpenAI-compatible endpoint takes no weights; vllm_server.VllmServer does")
 
     async def _part(self, index: int, sample: int, prompt: Prompt, sampling: Sampling, running: Running) -> Completion:

@@ -38,9 +38,15 @@ class RowDraws:
 
 
 def draw(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw one token a row. Return ids int64 ``[rows]`` and log-probabilities float32 ``[rows]``.
+    """Draw one token a row. Temperature 0 takes the most likely token, with log-probability 0.
 
-    Temperature 0 takes the most likely token, with log-probability 0.
+    Args:
+        logits_BV: ``[rows, vocabulary]``.
+        sampling: temperature and top_p.
+        generator: torch's source of random numbers, on the device of the logits.
+
+    Returns:
+        Ids int64 ``[rows]`` and log-probabilities float32 ``[rows]``.
     """
     numbers_B = torch.randint(0, 1 << _BITS, logits_BV.shape[:1], generator=generator, device=logits_BV.device)
     return draw_by(logits_BV, sampling, numbers_B.double() * 2.0**-_BITS)

@@ -38,10 +38,15 @@ from transferqueue.errors import PeerError, ProtocolError
 class SglangServer(ServerEngine, ResendingEngine):
     """A generator (`protocols.Generator`) over a running SGLang server.
 
-    url: of the server, without ``/v1``. weights: an empty folder for new versions, which the server sees under the same
-    path. version: of the weights that the server was started with; a server that has loaded newer weights keeps their
-    version. checkpoint: a
-    directory with the model's tensors, to check new weights against; None: the directory that the server reports.
+    Args:
+        url: of the server, without ``/v1``.
+        weights: an empty folder for new versions, which the server sees under the same path.
+        api_key: sent as a bearer token; default None: none is sent.
+        version: of the weights that the server was started with; default 0. A server that has loaded newer weights
+            keeps their version.
+        checkpoint: a directory with the model's tensors, to check new weights against; default None: the directory that
+            the server reports.
+        connections_max: concurrent requests to the server; default 256. Further requests wait on this side.
     """
 
     def __init__(
@@ -66,7 +71,19 @@ class SglangServer(ServerEngine, ResendingEngine):
     # ------------------------------------------------------------ completions
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, timeout_s: float = GENERATE_S) -> Completions:
-        """Yield each completion when it is finished (`protocols.Generator.generate`)."""
+        """Yield each completion when it is finished (`protocols.Generator.generate`).
+
+        Args:
+            prompts: the prompts, at least one.
+            sampling: how their tokens are drawn; `top_p` is 1.
+            timeout_s: seconds until all completions must be finished, pauses included; default 600.
+
+        Raises:
+            DeadlineExceeded: not all completions were finished in time.
+            Disconnected: the generator was closed.
+            Unsupported: `top_p` is below 1.
+            UsageError: a request that the server cannot carry out.
+        """
         if sampling.top_p < 1:
             raise Unsupported(f"top_p={sampling.top_p}: SGLang tells log-probabilities before that cut; give 1")
         return super().generate(prompts, sampling, timeout_s=timeout_s)

@@ -42,10 +42,16 @@ ROWS_MAX: Final = 256
 class TransformersGenerator:
     """A generator (`protocols.Generator`) over a loaded model. It owns the model's mode and weights until `close`.
 
-    model: a causal language model of transformers, on any device. version: of its current weights. rows_max:
-    completions that run at once; further ones wait. shared_batch: False makes each request a batch of its own, of any
-    size: with a seed for each prompt its tokens and log-probabilities are then the same, bit for bit, whatever else is
-    generated and whenever. Raises `UsageError` unless rows_max is positive.
+    Args:
+        model: a causal language model of transformers, on any device.
+        version: of its current weights; default -1.
+        rows_max: completions that run at once; default 256. Further ones wait.
+        shared_batch: default True: all requests run in one batch. False: each request is a batch of its own, of any
+            size: with a seed for each prompt its tokens and log-probabilities are then the same, bit for bit, whatever
+            else is generated and whenever.
+
+    Raises:
+        UsageError: `rows_max` is below 1.
     """
 
     def __init__(self, model: Any, *, version: int = -1, rows_max: int = ROWS_MAX, shared_batch: bool = True) -> None:
@@ -69,7 +75,18 @@ class TransformersGenerator:
         return self._version
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, timeout_s: float = GENERATE_S) -> Completions:
-        """Yield each completion when it is finished (`protocols.Generator.generate`)."""
+        """Yield each completion when it is finished (`protocols.Generator.generate`).
+
+        Args:
+            prompts: the prompts, at least one.
+            sampling: how their tokens are drawn.
+            timeout_s: seconds until all completions must be finished, pauses included; default 600.
+
+        Raises:
+            DeadlineExceeded: not all completions were finished in time.
+            Disconnected: the generator was closed.
+            UsageError: a request that the model cannot carry out.
+        """
         check_request(prompts, sampling, getattr(self._model.config, "max_position_embeddings", None))
         return self._generate(_Request(prompts, sampling), time.monotonic() + timeout_s, timeout_s)
 
@@ -82,7 +99,15 @@ class TransformersGenerator:
             self._leave(request)
 
     def pause(self, mode: Pause, *, timeout_s: float = PAUSE_S) -> None:
-        """Stop drawing tokens (`protocols.Generator.pause`)."""
+        """Stop drawing tokens (`protocols.Generator.pause`).
+
+        Args:
+            mode: what happens to completions that are being generated.
+            timeout_s: seconds to wait; default 60.
+
+        Raises:
+            DeadlineExceeded: it took longer; then the generator is not paused.
+        """
         with self._turn:
             before, self._paused = self._paused, mode
             if not self._control(self._is_still, timeout_s):
@@ -99,7 +124,17 @@ class TransformersGenerator:
             self._turn.notify_all()
 
     def update_weights(self, source: WeightSource, version: int, *, timeout_s: float = PAUSE_S) -> None:
-        """Copy new weights into the model between two tokens (`protocols.Generator.update_weights`)."""
+        """Copy new weights into the model between two tokens (`protocols.Generator.update_weights`).
+
+        Args:
+            source: the tensors.
+            version: of the weights.
+            timeout_s: seconds to wait; default 60.
+
+        Raises:
+            DeadlineExceeded: it took longer; the old weights stay.
+            SchemaError: a tensor does not fit the model; the old weights stay.
+        """
         check_fits(source, ModuleWeights(self._model).metadata())
         with self._turn:
             if not self._control(lambda: not self._stepping, timeout_s):

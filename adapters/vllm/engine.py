@@ -41,11 +41,17 @@ _START_S: Final = 300.0
 
 
 class VllmGenerator(LoopEngine):
-    """A generator (`protocols.Generator`) over vLLM's ``AsyncLLM``.
+    """A generator (`protocols.Generator`) over vLLM's ``AsyncLLM``, in this process.
 
-    model: a directory or name that vLLM loads. version: of the weights that it loads at start. engine:
-    further arguments of ``AsyncEngineArgs``. Blocks while the engine starts (seconds to minutes). Prompts and
-    completions are token ids; no tokenizer is needed.
+    Blocks while the engine starts (seconds to minutes). Prompts and completions are token ids; no tokenizer is needed.
+
+    Args:
+        model: a directory or name that vLLM loads.
+        version: of the weights that it loads at start; default 0.
+        **engine: further arguments of ``AsyncEngineArgs``.
+
+    Raises:
+        DeadlineExceeded: the engine did not start within 300 s.
     """
 
     def __init__(self, model: str, *, version: int = 0, **engine: Any) -> None:

@@ -50,11 +50,17 @@ _GENERATE: Final = "/inference/v1/generate"
 class VllmServer(ServerEngine):
     """A generator (`protocols.Generator`) over a running vLLM server.
 
-    url: of the server, without ``/v1``. version: of the weights that the server was started with; a server that has
-    loaded newer weights keeps their version. checkpoint: a directory with the model's tensors, to check weights against
-    before they are sent; None: the server's model directory, if it exists here.
+    Args:
+        url: of the server, without ``/v1``.
+        api_key: sent as a bearer token; default None: none is sent.
+        version: of the weights that the server was started with; default 0. A server that has loaded newer weights
+            keeps their version.
+        checkpoint: a directory with the model's tensors, to check weights against before they are sent; default None:
+            the server's model directory, if it exists here.
+        connections_max: concurrent requests to the server; default 256. Further requests wait on this side.
 
-    Raises `UsageError` if the server lacks the endpoints: start it as above.
+    Raises:
+        UsageError: the server lacks the endpoints: start it as the module says.
     """
 
     def __init__(
