@@ -34,19 +34,33 @@ _aten: Final = torch.ops.aten
 
 
 def parts_of(module: nn.Module) -> dict[str, tq.Slice | None]:
-    """The part of each parameter and buffer that this rank has, for ``pull(only=)``; None: all of it. What this rank
-    has nothing of is left out.
+    """Return the part of each parameter and buffer that this rank has, for ``pull(only=)``.
 
-    `Unsupported` for a parameter that is split otherwise than in even chunks along its dimensions.
+    Tensors of which this rank has nothing are left out.
+
+    Args:
+        module: with `DTensor` parameters.
+
+    Returns:
+        A `Slice` by name; None: all of the tensor.
+
+    Raises:
+        Unsupported: a parameter that is split otherwise than in even chunks along its dimensions.
     """
     return {name: _slice_of(box, tensor) for name, tensor, box in _placed(module) if all(a < b for a, b in box)}
 
 
 def copy_parts(weights: tq.Weights, module: nn.Module) -> None:
-    """Copy weights that were pulled with ``only=parts_of(module)`` into the parameters that this rank has; dtypes are
-    converted.
+    """Copy weights that were pulled with ``only=parts_of(module)`` into the parameters that this rank has.
 
-    `SchemaError`, before anything is copied, for a tensor that is missing, in another shape, or no part of the module.
+    Dtypes are converted.
+
+    Args:
+        weights: the weights.
+        module: the module.
+
+    Raises:
+        SchemaError: a tensor that is missing, in another shape, or no part of the module. Nothing was copied.
     """
     into = {
         name: getattr(tensor, "to_local", lambda whole=tensor: whole)()
@@ -104,13 +118,16 @@ def _slice_of(box: Box, tensor: Any) -> tq.Slice | None:
 
 
 class PartsLoader:
-    """Loads versions of a channel by an engine's own ``load_weights`` in one worker, of each tensor only what the
-    worker takes.
+    """Loads versions of a channel in one worker of an engine, by the engine's own ``load_weights``.
 
-    It gives `load_weights` tensors without bytes, which can be narrowed, indexed, split and transposed; what remains is
-    read when it is used. Of the first version whole tensors are pulled, and what the worker takes of each is noted:
-    later versions are pulled in these parts, in one pull, so that a version is held until it is loaded. Where memory is
-    mapped, parts are views, as whole tensors are. For one thread.
+    Of each tensor only the part that the worker takes is read. The loader gives `load_weights` tensors without bytes,
+    which can be narrowed, indexed, split and transposed; the part that remains is read when it is used. Of the first
+    version whole tensors are pulled, and the part that the worker takes of each is noted: later versions are pulled in
+    these parts, in one pull, so that a version is held until it is loaded. Where memory is mapped, parts are views, as
+    whole tensors are. For one thread.
+
+    Args:
+        channel: the weight channel.
     """
 
     def __init__(self, channel: tq.WeightChannel) -> None:
@@ -124,8 +141,17 @@ class PartsLoader:
         return {name: _slice_of(box, self._published[name]) for name, box in self._taken.items() if box is not None}
 
     def load(self, load_weights: LoadWeights, *, version: int, timeout_s: float) -> None:
-        """Load the version. It is held for as long as a tensor that `load_weights` was given. Raises as
-        `WeightChannel.pull` before anything is loaded, and what `load_weights` raises."""
+        """Load one version. It is held for as long as a tensor that `load_weights` was given.
+
+        Args:
+            load_weights: takes the tensors of the model by name, as ``load_weights`` of vLLM's models does.
+            version: to load.
+            timeout_s: seconds to wait for it.
+
+        Raises:
+            DeadlineExceeded: the version did not come in time; as are other errors of `WeightChannel.pull`. Nothing was
+                loaded.
+        """
         weights = self._pull(version, timeout_s)
         held = {name: self._taken[name] or _whole(self._published[name]) for name in weights}
         load_weights(_Loading(weights, held, self._published, self._taken, self._more).tensors())

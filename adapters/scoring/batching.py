@@ -14,17 +14,25 @@ from transferqueue.errors import UsageError
 def micro_batches(
     lengths: Sequence[int] | npt.NDArray[np.int64], tokens: int = 8192, *, padded: bool = False
 ) -> list[list[int]]:
-    """Split rows into micro-batches of at most `tokens` tokens; a longer row is alone in its own.
+    """Split rows into micro-batches of at most `tokens` tokens. A longer row is alone in its own.
 
-    lengths: prompt and response tokens of each row. Returns positions of rows; every row is in exactly one micro-batch.
-    padded: a micro-batch counts as its longest row times its rows, and rows of about one length stay together; use it
-    for a model that cannot score packed rows (`transferqueue.adapters.scoring.is_packed`). Raises `UsageError` if
-    `tokens` is below 1.
+    Args:
+        lengths: prompt and response tokens of each row.
+        tokens: the most tokens of a micro-batch, at least 1; default 8192.
+        padded: count a micro-batch as its longest row times its rows, and keep rows of about one length together;
+            default False. For a model that cannot score packed rows (`transferqueue.adapters.scoring.is_packed`).
 
-    >>> micro_batches([4, 9, 3, 12, 2], tokens=10)
-    [[0, 2, 4], [1], [3]]
-    >>> micro_batches([4, 9, 3, 12, 2], tokens=10, padded=True)
-    [[3], [1], [0, 2], [4]]
+    Returns:
+        Positions of rows; every row is in exactly one micro-batch.
+
+    Raises:
+        UsageError: `tokens` below 1.
+
+    Example:
+        >>> micro_batches([4, 9, 3, 12, 2], tokens=10)
+        [[0, 2, 4], [1], [3]]
+        >>> micro_batches([4, 9, 3, 12, 2], tokens=10, padded=True)
+        [[3], [1], [0, 2], [4]]
     """
     if tokens < 1:
         raise UsageError(f"tokens={tokens}: a micro-batch of no tokens; give at least 1")

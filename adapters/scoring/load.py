@@ -28,9 +28,19 @@ def load_causal_lm(
 ) -> Any:
     """Load a causal language model of transformers, or the built-in one, in evaluation mode, for `response_logprobs`.
 
-    path: a directory, or an id that transformers downloads. dtype: of all weights. device: "auto" is a GPU if there is
-    one. Raises `NotFound` if there is no model at `path`, and `UsageError` if its files lack weights, or for an unknown
-    dtype.
+    Args:
+        path: a directory, or an id that transformers downloads.
+        dtype: of all weights: ``"bfloat16"`` (default), ``"float16"`` or ``"float32"``.
+        device: torch's name; default ``"auto"``: a GPU if there is one, else the CPU.
+        revision: of an id that is downloaded; default "": the newest.
+        trust_remote_code: run code that the model brings; default False.
+
+    Returns:
+        The model, with dropout off.
+
+    Raises:
+        NotFound: there is no model at `path`.
+        UsageError: its files lack weights, or an unknown dtype.
     """
     if is_builtin(path):
         from transferqueue.adapters.builtin.model import BuiltinModel
@@ -52,7 +62,21 @@ def load_value_model(
     """Load a critic for `response_values`: a token classifier with one label, or any model that can start as one.
 
     A reward model (a sequence classifier with one label) brings its score layer. A language model has none: the values
-    start at 0. Raises as `load_causal_lm`.
+    start at 0.
+
+    Args:
+        path: as of `load_causal_lm`.
+        dtype: as of `load_causal_lm`; default ``"bfloat16"``.
+        device: as of `load_causal_lm`; default ``"auto"``.
+        revision: as of `load_causal_lm`; default "".
+        trust_remote_code: as of `load_causal_lm`; default False.
+
+    Returns:
+        The model, with dropout off.
+
+    Raises:
+        NotFound: there is no model at `path`.
+        UsageError: its files lack other weights than those of the score layer, or an unknown dtype.
     """
     model, missing = _loaded(
         "AutoModelForTokenClassification", path, dtype, device, revision, trust_remote_code, num_labels=1
@@ -74,7 +98,19 @@ def load_classifier(
 ) -> Any:
     """Load a reward model for `rewards_of`: a sequence classifier with one label.
 
-    Raises as `load_causal_lm`, and `UsageError` for a model without a trained score layer: its rewards would be random.
+    Args:
+        path: as of `load_causal_lm`.
+        dtype: as of `load_causal_lm`; default ``"bfloat16"``.
+        device: as of `load_causal_lm`; default ``"auto"``.
+        revision: as of `load_causal_lm`; default "".
+        trust_remote_code: as of `load_causal_lm`; default False.
+
+    Returns:
+        The model, with dropout off.
+
+    Raises:
+        NotFound: there is no model at `path`.
+        UsageError: its files lack weights, so that rewards would be random; several labels; or an unknown dtype.
     """
     model, missing = _loaded("AutoModelForSequenceClassification", path, dtype, device, revision, trust_remote_code)
     _check_complete(path, missing)
@@ -84,11 +120,15 @@ def load_classifier(
 
 
 def checkpoint_gradients(model: Any) -> None:
-    """Let the model keep only the inputs of its layers for the backward pass, and compute the rest again: less memory,
-    a third more time.
+    """Let a model keep only the inputs of its layers for the backward pass, and compute the rest again.
 
-    The model is in training mode afterwards; its dropout stays off. Raises `Unsupported` for a model without
-    transformers' switch.
+    It takes less memory and a third more time. The model is in training mode afterwards; its dropout stays off.
+
+    Args:
+        model: a model of transformers.
+
+    Raises:
+        Unsupported: a model without transformers' switch.
     """
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise Unsupported(f"{type(model).__name__} cannot checkpoint gradients; set gradient_checkpointing=false")

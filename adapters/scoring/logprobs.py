@@ -32,10 +32,14 @@ _LOGITS_MAX: Final = {"cpu": 2**24, "cuda": 2**27}
 
 @dataclass(frozen=True)
 class ResponseScores:
-    """Scores of N response tokens, rows one after the other. What was not asked for is None.
+    """Scores of N response tokens, rows one after the other. Scores that were not asked for are None.
 
-    logprobs_N, entropy_N: with a gradient unless gradients are off. top_ids_NK (int64), top_logprobs_NK: the most
-    probable tokens, best first, without a gradient. logprobs_NK: of the tokens `at_ids`, with a gradient.
+    Args:
+        logprobs_N: of the tokens, float32, with a gradient unless gradients are off.
+        entropy_N: of their distributions, in nats, with a gradient unless gradients are off.
+        top_ids_NK: the most probable tokens, best first: int64.
+        top_logprobs_NK: of the most probable tokens, without a gradient.
+        logprobs_NK: of the tokens `at_ids`, with a gradient.
     """
 
     logprobs_N: Tensor
@@ -53,20 +57,28 @@ def response_logprobs(
     temperature: float = 1.0,
     logits_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the log-probability of each response token: float32 ``[N]``, rows one after the other, with a gradient
-    unless gradients are off.
+    """Return the log-probability of each response token: float32 ``[N]``, rows one after the other.
 
-    prompts, responses: integers ``[P]`` and ``[T]`` of each row, in any number; of a row with several turns, what came
-    before its first drawn token, and all after it (mask what the model did not draw). temperature: that the tokens were
-    drawn with. logits_dtype: in which the output layer computes logits; the softmax is float32 always.
+    It has a gradient unless gradients are off. One forward pass for all rows: give a micro-batch (`micro_batches`). The
+    result of a row does not depend on the others but for rounding. The model must not be used by another thread at the
+    same time.
 
-    One forward pass for all rows: give a micro-batch (`micro_batches`). The result of a row does not depend on the
-    others but for rounding. The model must not be used by another thread at the same time. Raises `UsageError` for rows
-    that the model cannot take, and for a temperature of 0 or less; `Unsupported` for a model that is not causal.
+    Args:
+        model: a causal language model.
+        prompts: integers ``[P]`` of each row, in any number; of a row with several turns, the tokens before its first
+            drawn one.
+        responses: integers ``[T]`` of each row; of a row with several turns, all tokens after the prompt (mask those
+            that the model did not draw).
+        temperature: above 0, that the tokens were drawn with; default 1.0.
+        logits_dtype: in which the output layer computes logits; default ``torch.float32``. The softmax is always
+            float32.
 
-    Example::
+    Raises:
+        UsageError: rows that the model cannot take, or a temperature of 0 or less.
+        Unsupported: a model that is not causal.
 
-        logprobs_N = response_logprobs(model, [[5, 6], [7]], [[8, 1], [9, 9, 1]])  # 5 numbers
+    Example:
+        >>> logprobs_N = response_logprobs(model, [[5, 6], [7]], [[8, 1], [9, 9, 1]])  # doctest: +SKIP
     """
     return response_scores(model, prompts, responses, temperature=temperature, logits_dtype=logits_dtype).logprobs_N
 
@@ -82,11 +94,21 @@ def response_scores(
     top_k: int = 0,
     at_ids: Iterable[Any] | None = None,
 ) -> ResponseScores:
-    """Return log-probabilities and what else is asked of the same logits; arguments and errors as of
-    `response_logprobs`.
+    """Return log-probabilities, and other scores of the same logits, as `response_logprobs`.
 
-    entropy: of the distribution of each response token, in nats. top_k: how many most probable tokens (0: none).
-    at_ids: integers ``[T, K]`` of each row: return their log-probabilities too.
+    Args:
+        model: a causal language model.
+        prompts: as of `response_logprobs`.
+        responses: as of `response_logprobs`.
+        temperature: as of `response_logprobs`; default 1.0.
+        logits_dtype: as of `response_logprobs`; default ``torch.float32``.
+        entropy: return the entropy of each response token's distribution, in nats; default False.
+        top_k: how many most probable tokens to return; default 0: none.
+        at_ids: integers ``[T, K]`` of each row, whose log-probabilities are returned too; default None.
+
+    Raises:
+        UsageError: rows that the model cannot take, a temperature of 0 or less, or `top_k` above the vocabulary.
+        Unsupported: a model that is not causal.
     """
     if not temperature > 0:
         raise UsageError(
@@ -119,10 +141,22 @@ def teacher_top_k(
     temperature: float = 1.0,
     logits_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Return the most probable tokens at each response token, best first: ids int64 ``[N, k]`` and log-probs float32
-    ``[N, k]``.
+    """Return the most probable tokens at each response token, best first, without a gradient.
 
-    k 0: the drawn token alone, ``[N, 1]``. Arguments and errors as of `response_scores`; no gradient.
+    Args:
+        model: a causal language model.
+        prompts: as of `response_logprobs`.
+        responses: as of `response_logprobs`.
+        k: how many tokens; 0: the drawn token alone, ``[N, 1]``.
+        temperature: as of `response_logprobs`; default 1.0.
+        logits_dtype: as of `response_logprobs`; default ``torch.float32``.
+
+    Returns:
+        Ids int64 ``[N, k]`` and log-probs float32 ``[N, k]``.
+
+    Raises:
+        UsageError: as of `response_scores`.
+        Unsupported: a model that is not causal.
     """
     responses = list(responses)
     scores = response_scores(model, prompts, responses, temperature=temperature, logits_dtype=logits_dtype, top_k=k)

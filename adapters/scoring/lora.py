@@ -60,12 +60,22 @@ class LoraLinear(nn.Linear):
 
 
 def add_lora(model: nn.Module, *, rank: int, alpha: float = 16.0, dtype: torch.dtype | None = None) -> list[str]:
-    """Give every linear layer of `model`, but its output layer, a product of rank `rank`; freeze all else. Returns the
-    names of the layers.
+    """Give every linear layer of a model, but its output layer, a trained product of low rank, and freeze all else.
 
-    dtype: of A and B (None: of the layer's weight). Call it before the model is sharded and before its optimizer is
-    made. A is drawn from torch's global generator. Raises `UsageError` for a rank below 1 or a model that has adapters,
-    and `Unsupported` if there is no linear layer.
+    Call it before the model is sharded and before its optimizer is made. A is drawn from torch's global generator.
+
+    Args:
+        model: the model, which is changed.
+        rank: of the products, at least 1.
+        alpha: the products are scaled by ``alpha / rank``; above 0; default 16.0.
+        dtype: of A and B; default None: that of the layer's weight.
+
+    Returns:
+        The names of the layers.
+
+    Raises:
+        UsageError: a rank below 1, an alpha of 0 or less, or a model that has adapters.
+        Unsupported: there is no linear layer.
     """
     if rank < 1 or not alpha > 0:
         raise UsageError(f"rank={rank}, alpha={alpha}: give a rank of at least 1 and a positive alpha")
@@ -98,13 +108,22 @@ def _adapt(layer: nn.Linear, rank: int, alpha: float, dtype: torch.dtype | None)
 
 
 def has_lora(model: nn.Module) -> bool:
-    """Whether `add_lora` was called with the model."""
+    """Return whether `add_lora` was called with the model.
+
+    Args:
+        model: the model.
+    """
     return any(isinstance(module, LoraLinear) for module in model.modules())
 
 
 def published_weights(model: nn.Module) -> ModuleWeights | MergedWeights:
-    """Return the weights that engines take, under the names of the model without adapters. Not copied, but for merged
-    ones: valid until the next step."""
+    """Return the weights that engines take, under the names of the model without adapters.
+
+    They are valid until the next step: only merged ones are copied.
+
+    Args:
+        model: the model, with or without adapters.
+    """
     return MergedWeights(model) if has_lora(model) else ModuleWeights(model)
 
 
@@ -141,10 +160,17 @@ class MergedWeights:
 
 
 def save_adapter(model: nn.Module, directory: str | Path, *, base: str) -> None:
-    """Write the adapters in the format of the library peft, for engines and tools that read it. base: path or id of the
-    model without them.
+    """Write the adapters in the format of the library peft, for engines and tools that read it.
 
-    Raises `UsageError` for a model without adapters. Every rank of a sharded model must call it; each writes the same.
+    Every rank of a sharded model must call it; each writes the same.
+
+    Args:
+        model: the model.
+        directory: where the files are written; made if it does not exist.
+        base: path or id of the model without adapters.
+
+    Raises:
+        UsageError: a model without adapters.
     """
     from safetensors.torch import save_file
 

@@ -51,10 +51,19 @@ class ScoringPlan:
 
 
 def plan_for(model: nn.Module) -> ScoringPlan:
-    """Return how `model` is run, by experiment at the first call. Sets its attention implementation if rows are packed.
+    """Find out how a model is run over rows, by experiment at the first call.
 
-    Raises `Unsupported` for a model that is not causal, and `UsageError` for a first call with a model that is sharded
-    or on the meta device: make the plan before.
+    Sets the model's attention implementation if rows are packed.
+
+    Args:
+        model: a causal language model.
+
+    Returns:
+        The plan, which the model keeps.
+
+    Raises:
+        Unsupported: the model is not causal.
+        UsageError: a first call with a model that is sharded or on the meta device: make the plan before.
     """
     inner = unwrapped(model)
     plan: ScoringPlan | None = getattr(inner, _PLAN, None)
@@ -66,7 +75,11 @@ def plan_for(model: nn.Module) -> ScoringPlan:
 
 
 def is_packed(model: nn.Module) -> bool:
-    """Whether rows of a call of the model are packed; see `micro_batches`."""
+    """Return whether rows of a call of the model are packed; see `micro_batches`. Errors as of `plan_for`.
+
+    Args:
+        model: a causal language model.
+    """
     return plan_for(model).packed
 
 

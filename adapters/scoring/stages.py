@@ -32,9 +32,16 @@ Refresh = Callable[["tq.Batch"], object]
 class ScoringStage(ABC):
     """A stage (`protocols.StageFunction`) that runs a model over micro-batches of rows.
 
-    model: of `transferqueue.adapters.scoring`'s loaders. gives: name of its column or columns. prompts, responses:
-    names of the columns with token ids. tokens: of one forward pass, at most (a longer row is alone in one). refresh:
-    called with each batch before it is scored.
+    Args:
+        model: a model from the loaders of `transferqueue.adapters.scoring`.
+        gives: name of its column, or names of its columns.
+        prompts: name of the column with the prompts' token ids; default ``"prompt_ids"``.
+        responses: name of the column with the responses' token ids; default ``"response_ids"``.
+        tokens: the most tokens of one forward pass, at least 1; default 8192. A longer row is alone in one.
+        refresh: called with each batch before it is scored, to bring the weights up to date; default None.
+
+    Raises:
+        UsageError: `tokens` below 1.
     """
 
     def __init__(
@@ -64,7 +71,11 @@ class ScoringStage(ABC):
         return self._gives
 
     def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:
-        """Yield scores of the rows of a batch, a micro-batch at a time."""
+        """Yield scores of the rows of a batch, a micro-batch at a time, the shortest rows first.
+
+        Args:
+            batch: a leased batch with prompts and responses.
+        """
         if self._refresh is not None:
             self._refresh(batch)
         prompts, responses = (list(batch[name]) for name in self._needs)
@@ -86,11 +97,24 @@ class ScoringStage(ABC):
 
     @abstractmethod
     def score(self, prompts: Sequence[Any], responses: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the values of each column for the rows of one forward pass. Called without gradients."""
+        """Return the values of each column for the rows of one forward pass. Called without gradients.
+
+        Args:
+            prompts: token ids of each row.
+            responses: token ids of each row.
+        """
 
 
 class LogProbs(ScoringStage):
-    """Log-probs of response tokens: float32 ``[T]`` a row, of the distribution at `temperature`."""
+    """Log-probs of response tokens: float32 ``[T]`` a row, of the distribution at `temperature`.
+
+    Args:
+        model: a causal language model of `load_causal_lm`.
+        gives: name of the column; default ``"ref_logprobs"``.
+        temperature: that the tokens were drawn with; default 1.0.
+        logits_dtype: in which the output layer computes logits; default ``torch.float32``.
+        **stage: `prompts`, `responses`, `tokens` and `refresh`, as of `RewardModel`.
+    """
 
     def __init__(
         self,
@@ -105,7 +129,12 @@ class LogProbs(ScoringStage):
         self._temperature, self._logits_dtype = temperature, logits_dtype
 
     def score(self, prompts: Sequence[Any], responses: Sequence[Any]) -> tuple[Any, ...]:
-        """See `ScoringStage`."""
+        """Return the log-probs of the rows of one forward pass.
+
+        Args:
+            prompts: token ids of each row.
+            responses: token ids of each row.
+        """
         logprobs_N = response_logprobs(
             self._model, prompts, responses, temperature=self._temperature, logits_dtype=self._logits_dtype
         )
@@ -113,29 +142,56 @@ class LogProbs(ScoringStage):
 
 
 class Values(ScoringStage):
-    """The critic's value before each response token: float32 ``[T]`` a row."""
+    """The critic's value before each response token: float32 ``[T]`` a row.
+
+    Args:
+        model: a critic of `load_value_model`.
+        gives: name of the column; default ``"values"``.
+        **stage: `prompts`, `responses`, `tokens` and `refresh`, as of `RewardModel`.
+    """
 
     def __init__(self, model: nn.Module, *, gives: str = "values", **stage: Any) -> None:
         super().__init__(model, gives=gives, **stage)
 
     def score(self, prompts: Sequence[Any], responses: Sequence[Any]) -> tuple[Any, ...]:
-        """See `ScoringStage`."""
+        """Return the values of the rows of one forward pass.
+
+        Args:
+            prompts: token ids of each row.
+            responses: token ids of each row.
+        """
         return (_by_row(response_values(self._model, prompts, responses), responses),)
 
 
 class RewardModel(ScoringStage):
-    """The score of a reward model: float32, one a row. The policy's tokens must be those of the reward model."""
+    """The score of a reward model: float32, one a row. The policy's tokens must be those of the reward model.
+
+    Args:
+        model: a reward model of `load_classifier`.
+        gives: name of the column; default ``"rewards"``.
+        **stage: `prompts` and `responses`, names of the columns with token ids (``"prompt_ids"``, ``"response_ids"``);
+            `tokens`, the most of one forward pass (8192); `refresh`, called with each batch before it is scored (None).
+    """
 
     def __init__(self, model: nn.Module, *, gives: str = "rewards", **stage: Any) -> None:
         super().__init__(model, gives=gives, **stage)
 
     def score(self, prompts: Sequence[Any], responses: Sequence[Any]) -> tuple[Any, ...]:
-        """See `ScoringStage`."""
+        """Return the scores of the rows of one forward pass.
+
+        Args:
+            prompts: token ids of each row.
+            responses: token ids of each row.
+        """
         return (rewards_of(self._model, prompts, responses).cpu().numpy(),)
 
     def rewards(self, prompts: Sequence[Any], responses: Sequence[Any]) -> Any:
-        """Return the scores of rows in their order, for a stage that adds several rewards: float32 ``[rows]``. prompts,
-        responses: token ids."""
+        """Return the scores of rows in their order, for a stage that adds several rewards: float32 ``[rows]``.
+
+        Args:
+            prompts: token ids of each row.
+            responses: token ids of each row.
+        """
         rewards_R = np.empty(len(prompts), np.float32)
         for rows in self._micro_batches(prompts, responses):
             rewards_R[rows] = self.score([prompts[row] for row in rows], [responses[row] for row in rows])[0]
@@ -143,10 +199,16 @@ class RewardModel(ScoringStage):
 
 
 class TeacherTopK(ScoringStage):
-    """The teacher's most probable tokens at each response token: ids int32 ``[T, k]`` and log-probs float32 ``[T, k]``
-    a row.
+    """The teacher's most probable tokens at each response token.
 
-    k 0: the drawn token alone, ``[T, 1]``. gives: names of the two columns.
+    The columns are ids int32 ``[T, k]`` and log-probs float32 ``[T, k]`` a row.
+
+    Args:
+        model: a causal language model of `load_causal_lm`.
+        k: how many tokens; 0: the drawn token alone, ``[T, 1]``.
+        gives: names of the two columns; default ``("teacher_ids", "teacher_logprobs")``.
+        temperature: divides the teacher's logits; default 1.0.
+        **stage: `prompts`, `responses`, `tokens` and `refresh`, as of `RewardModel`.
     """
 
     def __init__(
@@ -162,7 +224,12 @@ class TeacherTopK(ScoringStage):
         self._k, self._temperature = k, temperature
 
     def score(self, prompts: Sequence[Any], responses: Sequence[Any]) -> tuple[Any, ...]:
-        """See `ScoringStage`."""
+        """Return the ids and log-probs of the rows of one forward pass.
+
+        Args:
+            prompts: token ids of each row.
+            responses: token ids of each row.
+        """
         ids_NK, logprobs_NK = teacher_top_k(self._model, prompts, responses, k=self._k, temperature=self._temperature)
         return _by_row(ids_NK.int(), responses), _by_row(logprobs_NK, responses)
 

@@ -15,12 +15,18 @@ from transferqueue.errors import UsageError
 
 
 def response_values(model: nn.Module, prompts: Iterable[Any], responses: Iterable[Any]) -> Tensor:
-    """Return the value before each response token: float32 ``[N]``, rows one after the other, with a gradient unless
-    gradients are off.
+    """Return the value before each response token: float32 ``[N]``, rows one after the other.
 
-    model: a token classifier with one label (`load_value_model`). The value of token t reads the prompt and the tokens
-    before t: it is the expected return of what is still to be drawn. One forward pass for all rows. Raises `UsageError`
-    for rows that the model cannot take, and for a model of another kind.
+    The value of token t reads the prompt and the tokens before t: it is the expected return of the tokens that are
+    still to be drawn. It has a gradient unless gradients are off. One forward pass for all rows.
+
+    Args:
+        model: a token classifier with one label (`load_value_model`).
+        prompts: integers ``[P]`` of each row.
+        responses: integers ``[T]`` of each row.
+
+    Raises:
+        UsageError: rows that the model cannot take, or a model of another kind.
     """
     rows = lay_out(model, prompts, responses)
     values_BT1 = model(**inputs(rows)).logits
@@ -37,10 +43,17 @@ def response_values(model: nn.Module, prompts: Iterable[Any], responses: Iterabl
 def rewards_of(model: nn.Module, prompts: Iterable[Any], responses: Iterable[Any]) -> Tensor:
     """Return the score of each row: float32 ``[R]``, without a gradient.
 
-    model: a sequence classifier with one label over a causal model (`load_classifier`). The score is that of the last
-    token that the row has, whatever the padding token is. (Of transformers' own forward it is that of the last token
-    that is not padding: an end token that pads too is overlooked.) One forward pass for all rows. Raises `UsageError`
-    for rows that the model cannot take, and `Unsupported` for a classifier without a layer ``score``.
+    The score is that of the last token that the row has, whatever the padding token is. (Transformers' own forward
+    takes the last token that is not padding: an end token that pads too is overlooked.) One forward pass for all rows.
+
+    Args:
+        model: a sequence classifier with one label over a causal model (`load_classifier`).
+        prompts: integers ``[P]`` of each row.
+        responses: integers ``[T]`` of each row.
+
+    Raises:
+        UsageError: rows that the model cannot take.
+        Unsupported: a classifier without a layer ``score``.
     """
     inner = unwrapped(model)
     head = getattr(inner, "score", None)

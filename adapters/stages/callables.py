@@ -29,10 +29,18 @@ _COMPLETION_IDS: Final = "response_ids"
 class Rewards:
     """The stage ``reward``: the weighted sum of several reward functions.
 
-    functions: in TRL's form; each gets the parameters that it names, which are fields of the rows (`columns` adds
-    fields for functions that take ``**kwargs``). Coroutine functions work too. weights: one for each function (None:
-    all 1). prompts, completions: names of those fields. decode: turns the ids of one row into text, if the two fields
-    hold token ids.
+    Args:
+        *functions: in TRL's form; each gets the parameters that it names, which are fields of the rows. Coroutine
+            functions work too.
+        weights: one for each function; default None: all 1.
+        prompts: name of the field with prompts; default ``"prompt"``.
+        completions: name of the field with completions; default ``"completion"``.
+        columns: further fields, for functions that take ``**kwargs``; default: none.
+        decode: turns the ids of one row into text, if the two fields hold token ids; default None.
+        gives: name of the column of rewards; default ``"rewards"``.
+
+    Raises:
+        UsageError: no function, or another number of weights.
     """
 
     def __init__(
@@ -70,8 +78,18 @@ class Rewards:
         return (self._gives,)
 
     def __call__(self, batch: tq.Batch) -> Mapping[str, Any]:
-        """Score all rows: float32 ``[rows]``. Raises `RewardFailed` if a function raises or gives no score, with the
-        row and its text, and `UsageError` for a row to which no function applies."""
+        """Score all rows of a batch.
+
+        Args:
+            batch: a leased batch.
+
+        Returns:
+            The column of rewards: float32 ``[rows]``.
+
+        Raises:
+            RewardFailed: a function raised or gave no score; the text has the row.
+            UsageError: a row to which no function applies.
+        """
         values = {name: self._texts(batch[field].list()) for name, field in self._given.items()}
         scores_FB = np.stack(
             [self._scores(call, names, values, batch) for call, names in zip(self._calls, self._columns, strict=True)]
@@ -134,15 +152,24 @@ class AgentRecorder(Protocol):
 
 
 class Agents:
-    """A stage of agents: ``async run(data, base_url=…)``, once for each row, at most `concurrency_max` at once.
-
-    agent: the coroutine function, or an object with a coroutine method ``run``. It gets the row's fields by name and
-    returns its reward, or a mapping with the columns of `gives`. base_url: endpoint of the model. Or recorder: each row
-    gets its own endpoint, and tokens and log-probabilities of its calls become columns too. arguments: further
-    arguments of ``run``.
+    """A stage of agents: ``async run(data, base_url=…)``, once for each row.
 
     Rows come back one at a time, as agents finish. An agent that raises, or that takes longer than `timeout_s`, ends
     the batch: the remaining rows fail and are leased again.
+
+    Args:
+        agent: the coroutine function, or an object with a coroutine method ``run``. It gets the row's fields by name
+            and returns its reward, or a mapping with the columns of `gives`.
+        needs: fields that an agent gets.
+        gives: columns that agents return; default ``("rewards",)``.
+        base_url: endpoint of the model. Give this or `recorder`.
+        recorder: gives each row its own endpoint, and tokens and log-probabilities of its calls become columns too.
+        concurrency_max: agents that run at once, at least 1; default 64.
+        timeout_s: seconds that one agent may take; default 600.
+        **arguments: further arguments of ``run``.
+
+    Raises:
+        UsageError: both or neither of `base_url` and `recorder`, or `concurrency_max` below 1.
     """
 
     def __init__(
@@ -178,7 +205,15 @@ class Agents:
         return (*self._gives, *(() if self._recorder is None else self._recorder.gives))
 
     def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:
-        """Yield each row when its agent is finished. All agents are suspended while the caller acks a part."""
+        """Yield each row when its agent is finished. All agents are suspended while the caller acks a part.
+
+        Args:
+            batch: a leased batch with the fields of `needs`.
+
+        Raises:
+            DeadlineExceeded: an agent took too long.
+            UsageError: an agent returned other columns than those of `gives`.
+        """
         columns = [batch[name].list() for name in self._needs]
         rows = [dict(zip(self._needs, values, strict=True)) for values in zip(*columns, strict=True)]
         with asyncio.Runner() as runner:

@@ -182,14 +182,25 @@ def as_they_end(play: Callable[[int, Callable[[], bool]], T], rows: int, at_once
 
 
 class Episodes:
-    """The stage ``play``: each row is played as an episode and gets its token sequence, the sum of its rewards, the
-    rewards of its turns, and its number of turns. Rows come back one at a time, as their episodes end.
+    """The stage ``play``: each row is played as an episode.
 
-    make: creates an environment for a row, in the thread that plays it. fields: passed to ``reset`` as ``options``.
-    seed: name of the field that is the ``seed``, if any. encode: token ids of an observation and the number of its turn
-    (from 0). decode: an action from the token ids that the model drew. sampling: for each turn. turns_max: an episode
-    that is not over after so many turns is truncated. at_once: episodes of a batch that are played at once. timeout_s:
-    of each request.
+    It gets the token sequence of the episode, the sum of its rewards, the rewards of its turns, and its number of
+    turns. Rows come back one at a time, as their episodes end.
+
+    Args:
+        make: creates an environment for a row, in the thread that plays it.
+        generator: draws the actions.
+        sampling: of each turn.
+        encode: token ids of an observation and the number of its turn, from 0.
+        decode: an action from the token ids that the model drew.
+        turns_max: an episode that is not over after so many turns is truncated; at least 1.
+        fields: passed to ``reset`` as ``options``; default: none.
+        seed: name of the field that is the ``seed``; default None.
+        at_once: episodes of a batch that are played at once, at least 1; default 64.
+        timeout_s: seconds for each request to the generator; default 600.
+
+    Raises:
+        UsageError: a number below 1, or neither `fields` nor `seed`.
     """
 
     def __init__(
@@ -233,7 +244,11 @@ class Episodes:
         return (*FIELDS, "rewards", "turn_rewards", "turns")
 
     def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:
-        """Yield each row as its episode ends."""
+        """Yield each row as its episode ends.
+
+        Args:
+            batch: a leased batch with the fields of `needs`.
+        """
         columns = [batch[name].list() for name in self.needs]
         rows = [dict(zip(self.needs, values, strict=True)) for values in zip(*columns, strict=True)]
         for at, episode in as_they_end(lambda row, given_up: self._play(rows[row], given_up), len(rows), self._at_once):

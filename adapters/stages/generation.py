@@ -48,20 +48,30 @@ def row_seed(seed: int, ordinal: int) -> int:
 
 
 class Generate:
-    """The stage ``generate``: a completion for each row, by any `Generator`. It may be called from several threads at
-    once.
+    """The stage ``generate``: a completion for each row, by any `Generator`.
 
-    Rows come back in parts of `part_rows`, each stamped with the versions of its tokens. token_versions: also give the
-    version of each token as a column, for weights that change in flight. budget: tokens that one lease adds to a
-    completion at most (0: no bound). parts: completions that were cut short are released with their tokens, and what
-    was begun is read from the columns `BEGUN`; a budget implies it. A completion that was begun more than
-    `max_staleness` versions ago starts again.
+    It may be called from several threads at once. Rows come back in parts of `part_rows`, each stamped with the
+    versions of its tokens. With `whole_groups` each request is one whole group (ordinals ``n * whole_groups`` and the
+    next ones), even if the lease has a part of it; the other rows are generated and not used. With an engine that keeps
+    requests apart, tokens and log-probabilities are then the same, bit for bit, however rows were leased.
 
-    seed: each row draws with the seed `row_seed(seed, its ordinal)`, on engines that take a seed for each prompt.
-    whole_groups: the number of rows of a group. Each request is then one whole group (ordinals ``n * whole_groups`` and
-    the next ones), even if the lease has a part of it; the other rows are generated and not used. With an engine that
-    keeps requests apart, tokens and log-probabilities are the same, bit for bit, however rows were leased. Raises
-    `UsageError` for a negative budget, and for whole groups without a seed or with a budget.
+    Args:
+        generator: the engine.
+        sampling: how tokens are drawn.
+        prompt_field: name of the field with the prompt's token ids; default ``"prompt_ids"``.
+        part_rows: rows of a part; default 16.
+        token_versions: give the version of each token as a column, for weights that change in flight; default False.
+        budget: the most tokens that one lease adds to a completion; default 0: no bound.
+        parts: release completions that were cut short with their tokens, and read begun ones from the columns `BEGUN`;
+            default False; a budget implies it.
+        max_staleness: a completion that was begun more versions ago starts again; default None: no bound.
+        seed: each row draws with the seed `row_seed(seed, its ordinal)`, on engines that take a seed for each prompt;
+            default None.
+        whole_groups: the number of rows of a group; default 0: requests are not whole groups.
+        timeout_s: seconds for each request; default 600.
+
+    Raises:
+        UsageError: a negative budget, or whole groups without a seed, with a budget or with parts.
     """
 
     def __init__(
@@ -108,11 +118,20 @@ class Generate:
         return ("response_ids", "rollout_logprobs", "finish_reason", *(("token_versions",) * self._token_versions))
 
     def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:
-        """Yield the rows of a batch as they are finished; those with the most tokens are generated first."""
+        """Yield the rows of a batch as they are finished. Those with the most tokens are generated first.
+
+        Args:
+            batch: a leased batch with the fields of `needs`.
+        """
         yield from self.of(batch, range(len(batch)))
 
     def of(self, batch: tq.Batch, rows: Collection[int]) -> Iterator[PartialResult]:
-        """Do the same for some rows of a batch, given by their positions."""
+        """Yield some rows of a batch as they are finished.
+
+        Args:
+            batch: a leased batch with the fields of `needs`.
+            rows: positions of the rows in the batch.
+        """
         prompts = self._prompts(batch)
         if self._whole_groups:
             for group in _groups(batch.ordinal, rows, self._whole_groups):

@@ -26,13 +26,23 @@ class Dataset(Protocol):
 class PromptSource:
     """A producer (`protocols.Producer`) of prompts: each becomes a group of `group_size` rows that share its values.
 
-    source: an Arrow table; a Parquet or Arrow IPC file; or a ``datasets.Dataset``. Held in memory, or memory-mapped
-    where Arrow can. columns: source columns to use, and the names of their fields (``{"question": "prompt"}``); None:
-    all, with their names. epochs: how often each prompt is used. seed: each epoch gets its own order; None: the order
-    of the source. groups_per_put: prompts in one put. start: number of the first prompt, counted over all epochs:
-    `Table.cursor` says where a stopped job continues.
-
     Rows have the facts ``ordinal`` and ``group_id``, both the number of the prompt.
+
+    Args:
+        source: an Arrow table; a Parquet or Arrow IPC file; or a ``datasets.Dataset``. Held in memory, or memory-mapped
+            where Arrow can.
+        columns: source columns to use, or a mapping from them to names of fields (``{"question": "prompt"}``); default
+            None: all, with their names.
+        group_size: rows of each prompt, at least 1; default 1.
+        groups_per_put: prompts in one put, at least 1; default 16.
+        epochs: how often each prompt is used, at least 1; default 1.
+        seed: each epoch gets its own order; default None: the order of the source.
+        start: number of the first prompt, counted over all epochs; default 0. `Table.cursor` says where a stopped job
+            continues.
+
+    Raises:
+        NotFound: there is no such file or column.
+        UsageError: a source without rows or of another kind, or a number out of range.
     """
 
     def __init__(
@@ -63,7 +73,11 @@ class PromptSource:
         return self._group_size * max(0, min(self._groups_per_put, self._end - self._at))
 
     def __call__(self, rows: int) -> Mapping[str, Any]:
-        """Return the next groups, as arguments of `Table.put`."""
+        """Return the next groups, as arguments of `Table.put`.
+
+        Args:
+            rows: as `wants` returned.
+        """
         ordinals = np.arange(self._at, self._at + rows // self._group_size)
         rows_of_source = self._table.take(pa.array(self._places(ordinals)))
         self._at += len(ordinals)

@@ -99,8 +99,15 @@ def _goes_on_with(trajectories: list[Trajectory], prompt_ids: Sequence[int]) -> 
 class RecordingProxy:
     """The proxy (`callables.AgentRecorder`): listens on this machine from its creation until `close`.
 
-    upstream: base URL of the endpoint, with its ``/v1``. version: returns the version of the weights that it serves
-    now, such as ``lambda: generator.version``.
+    Args:
+        upstream: base URL of the endpoint, with its ``/v1``.
+        api_key: sent to the endpoint as a bearer token; default None: none is sent.
+        version: returns the version of the weights that the endpoint serves now, such as ``lambda: generator.version``;
+            default: always 0.
+        host: address to listen on; default ``"127.0.0.1"``.
+
+    Raises:
+        DeadlineExceeded: it did not listen within 30 s.
     """
 
     gives: Sequence[str] = FIELDS

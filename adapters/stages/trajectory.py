@@ -23,8 +23,13 @@ elsewhere the log-probability is 0.
 class Trajectory:
     """Tokens, a mask of those that the model drew, their log-probabilities, and the versions that drew them.
 
-    token_versions: -1 where nothing was drawn; the oldest possible one where only the versions of a whole answer are
-    known.
+    Args:
+        ids: the tokens; default: none.
+        drawn: whether the model drew each token.
+        logprobs: of each token; 0 where it was not drawn.
+        token_versions: of each token; -1 where it was not drawn; the oldest possible one where only the versions of a
+            whole answer are known.
+        versions: all versions that drew a token.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -34,21 +39,34 @@ class Trajectory:
     versions: set[int] = field(default_factory=set)
 
     def add_input(self, ids: Sequence[int] | Ids) -> None:
-        """Append tokens that the model read: int ``[tokens]``."""
+        """Append tokens that the model read.
+
+        Args:
+            ids: int ``[tokens]``.
+        """
         self.ids += [int(token) for token in ids]
         self.drawn += [False] * len(ids)
         self.logprobs += [0.0] * len(ids)
         self.token_versions += [-1] * len(ids)
 
     def add_output(self, ids: Sequence[int] | Ids, logprobs: Iterable[float], versions: Iterable[int]) -> None:
-        """Append tokens that the model drew, with their log-probabilities and the versions of the weights that drew
-        them."""
+        """Append tokens that the model drew.
+
+        Args:
+            ids: int ``[tokens]``.
+            logprobs: of each token.
+            versions: of the weights that drew them.
+        """
         drew = set(versions)
         self._add_drawn(ids, logprobs, [min(drew, default=-1)] * len(ids))
         self.versions |= drew
 
     def add_completion(self, completion: Completion) -> None:
-        """Append the tokens of a completion, each with its version."""
+        """Append the tokens of a completion, each with its version.
+
+        Args:
+            completion: the completion.
+        """
         self._add_drawn(completion.ids, completion.logprobs, completion.versions.tolist())
         self.versions |= {version for version, _ in completion.spans}
 
@@ -64,8 +82,13 @@ class Trajectory:
         return dict(zip(FIELDS, values, strict=True))
 
     def response(self, prompt: int) -> Mapping[str, Any]:
-        """The values of one row without its first `prompt` tokens: `response_ids`, `loss_mask`, `rollout_logprobs`,
-        `token_versions`."""
+        """Return the values of one row without its prompt.
+
+        They are `response_ids`, `loss_mask`, `rollout_logprobs` and `token_versions`.
+
+        Args:
+            prompt: the number of tokens of the prompt.
+        """
         return {
             "response_ids": np.array(self.ids[prompt:], np.int32),
             "loss_mask": np.array(self.drawn[prompt:], bool),

@@ -26,20 +26,23 @@ Columns = dict[str, Any]
 def on_device(
     batches: Iterable[Mapping[str, Any]], device: torch.device | str | int | Accelerator, *, ahead: int = 1
 ) -> Iterator[Columns]:
-    """Yield batches in order, with their tensors (dense or jagged) on `device`; other columns are unchanged.
+    """Yield batches in order, with their tensors (dense or jagged) on a device. Other columns are unchanged.
 
-    batches: columns by name, such as `torch_data.tensors` makes of a leased batch. ahead: number of batches copied
-    beyond the one that was yielded. On a device a batch is read completely before the next one is taken from `batches`,
-    so its lease may end then; use the yielded tensors on the stream that is current at that time. On the CPU tensors
-    are yielded without a copy.
+    On a device a batch is read completely before the next one is taken from `batches`, so its lease may end then; use
+    the yielded tensors on the stream that is current at that time. On the CPU tensors are yielded without a copy.
 
-    Raises `UsageError` at once for a device that does not exist or `ahead` below 0, and during iteration for an item
-    that is no mapping.
+    Args:
+        batches: columns by name, such as `torch_data.tensors` makes of a leased batch.
+        device: torch's name or device.
+        ahead: batches that are copied beyond the one that was yielded, 0 or more; default 1.
 
-    Example::
+    Raises:
+        UsageError: at once for a device that does not exist or `ahead` below 0, and during iteration for an item that
+            is no mapping.
 
-        for batch in on_device(map(tensors, table.leases("train", rows=64)), "cuda"):
-            train(batch)
+    Example:
+        >>> for batch in on_device(map(tensors, table.leases("train", rows=64)), "cuda"):  # doctest: +SKIP
+        ...     train(batch)
     """
     if ahead < 0:
         raise UsageError(f"ahead={ahead} is negative; 0 copies each batch when it is asked for")

@@ -27,8 +27,13 @@ from transferqueue.errors import EndOfTable, UsageError
 
 @dataclass(frozen=True)
 class LossSum:
-    """Loss of a micro-batch: the sum, and the number of rows or tokens it is over. figures: sums of other metrics, by
-    name."""
+    """Loss of a micro-batch, as a sum.
+
+    Args:
+        total: the sum, with a gradient.
+        weight: the number of rows or tokens that it is over.
+        figures: sums of other metrics, by name; default: none.
+    """
 
     total: Tensor
     weight: float
@@ -45,8 +50,17 @@ Split = Callable[[Any], Sequence[Any]]
 class TorchLearner:
     """A learner (`protocols.Learner`) over a module and its optimizer.
 
-    module: plain, wrapped by ``DistributedDataParallel``, or sharded by ``fully_shard``. In the last two cases every
-    rank of the default process group creates a learner and calls every method in the same order.
+    With a module that is wrapped or sharded, every rank of the default process group creates a learner and calls every
+    method in the same order. The loss of a step is the sum over all micro-batches of all ranks, divided by their
+    weight, so it does not depend on how rows were split.
+
+    Args:
+        module: plain, wrapped by ``DistributedDataParallel``, or sharded by ``fully_shard``.
+        optimizer: of the module's parameters.
+        loss: computes the `LossSum` of a micro-batch, with one call of the module.
+        split: splits a batch into micro-batches, in any form that `loss` takes.
+        gradient_norm_max: gradients are clipped to this norm; default None: they are not.
+        version: of the initial weights; default 0.
     """
 
     def __init__(
@@ -70,10 +84,17 @@ class TorchLearner:
         return self._version
 
     def step(self, batch: Any | None) -> Mapping[str, float]:
-        """Take one step on `batch`; None on a rank that has no rows. Returns metrics, as means over the whole step.
+        """Take one step, on all ranks together. Blocks.
 
-        Raises `UsageError` if no rank has rows, or if a rank without rows has never had any: it has nothing to run the
-        module on.
+        Args:
+            batch: the rows of this rank; None: it has none.
+
+        Returns:
+            Metrics, as means over the whole step.
+
+        Raises:
+            UsageError: no rank has rows, the losses have no weight, or a rank without rows has never had any: it has
+                nothing to run the module on.
         """
         parts = list(self._split(batch)) if batch is not None else []
         rounds = int(_over_ranks(torch.tensor([len(parts)]), dist.ReduceOp.MAX)[0])
@@ -94,7 +115,7 @@ class TorchLearner:
         return figures
 
     def weights(self) -> WeightSource:
-        """The current weights. Iterating gathers shards: do it on every rank, in the same order."""
+        """Return the current weights. Iterating gathers shards: do it on every rank, in the same order."""
         inner = self._module.module if isinstance(self._module, nn.parallel.DistributedDataParallel) else self._module
         return ModuleWeights(inner)
 
@@ -122,11 +143,19 @@ class TorchLearner:
 
 
 def rank_leases(table: tq.Table, task: str, *, rows: int, **lease: Any) -> Iterator[tq.Batch | None]:
-    """Yield batches of this rank of the default process group: its share, balanced by tokens, of one batch of `rows`
-    rows for all ranks.
+    """Yield this rank's shares, balanced by tokens, of batches for all ranks of the default process group.
 
     All ranks get the same number of batches: at the end of a table, a rank without rows gets None while another still
-    has some. lease: further arguments of `Table.lease`. The caller acks each batch.
+    has some. The caller acks each batch.
+
+    Args:
+        table: the table.
+        task: name of its task.
+        rows: rows of a batch for all ranks together.
+        **lease: further arguments of `Table.lease`.
+
+    Raises:
+        DeadlineExceeded: as of `Table.lease`, as are other errors but `EndOfTable`.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     while True:

@@ -11,13 +11,25 @@ from transferqueue.errors import Impossible, UsageError
 
 
 def pack(lengths: Sequence[int] | npt.NDArray[np.int64], tokens_max: int) -> list[list[int]]:
-    """Put rows into micro-batches of at most `tokens_max` tokens by first-fit decreasing.
+    """Put rows into micro-batches of at most `tokens_max` tokens, by first-fit decreasing.
 
-    lengths: tokens of each row. Returns positions of rows, ascending in each micro-batch; micro-batches are ordered by
-    their first row. Uses at
-    most 11/9 of the smallest possible number, plus one (Johnson, "Near-optimal bin packing algorithms", 1973). Raises
-    `Impossible` for a row
-    that is longer than the budget.
+    It uses at most 11/9 of the smallest possible number of micro-batches, plus one (Johnson, "Near-optimal bin packing
+    algorithms", 1973).
+
+    Args:
+        lengths: tokens of each row.
+        tokens_max: the most tokens of a micro-batch, at least 1.
+
+    Returns:
+        Positions of rows, ascending in each micro-batch; micro-batches are ordered by their first row.
+
+    Raises:
+        Impossible: a row is longer than `tokens_max`.
+        UsageError: `tokens_max` below 1.
+
+    Example:
+        >>> pack([4, 9, 3, 2], tokens_max=10)
+        [[0, 2, 3], [1]]
     """
     if tokens_max < 1:
         raise UsageError(f"tokens_max={tokens_max}; give at least 1")

@@ -34,7 +34,11 @@ class Step(NamedTuple, Generic[T]):
 
 
 def tensors(batch: tq.Batch) -> dict[str, Any]:
-    """Return columns by name: dense ones as tensors, ragged ones as jagged nested tensors, others as lists."""
+    """Return columns by name: dense ones as tensors, ragged ones as jagged nested tensors, others as lists.
+
+    Args:
+        batch: a leased batch.
+    """
     return {name: _tensor(batch[name]) for name in batch.fields}
 
 
@@ -50,16 +54,22 @@ def tensordict(batch: tq.Batch) -> Any:
 
 
 class QueueDataset(IterableDataset[Step[T]]):
-    """Yields batches of a task, as steps, until the table is sealed and drained. For
-    ``DataLoader(…, batch_size=None)``.
+    """Yields batches of a task, as steps, until the table is sealed and drained.
 
-    address: of the queue; each iterating process connects by itself. form: converts a leased batch, in the
-    process that leased it; an importable function if workers are spawned. start: number of the first step.
-    lease: arguments of `Table.lease`, such as ``rows=64``; with ``device=`` the tensors are on that device, and a
-    loader must not have workers.
+    It is for ``DataLoader(…, batch_size=None)``.
 
-    ``state_dict`` and ``load_state_dict`` let ``StatefulDataLoader`` restore it; the job itself must then call
-    `Table.rollback` to get the rows again.
+    Each batch is acked with its step when it is yielded. ``state_dict`` and ``load_state_dict`` let
+    ``StatefulDataLoader`` restore the dataset; the job itself must then call `Table.rollback` to get the rows again.
+
+    Args:
+        address: of the queue; each iterating process connects by itself.
+        table: name of the table.
+        task: name of the task.
+        form: converts a leased batch, in the process that leased it; an importable function if workers are spawned.
+            Default `tensors`.
+        start: number of the first step; default 0.
+        **lease: arguments of `Table.lease`, such as ``rows=64``. With ``device=`` the tensors are on that device, and a
+            loader must not have workers.
     """
 
     def __init__(
@@ -96,25 +106,34 @@ class QueueDataset(IterableDataset[Step[T]]):
         return {"step": self._last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after that step."""
+        """Continue after the step of a state.
+
+        Args:
+            state: from `state_dict`.
+        """
         self._last = state["step"]
 
 
 class QueueLoader(Generic[T]):
     """An iterable over a `QueueDataset` with a state, in place of ``DataLoader`` or ``StatefulDataLoader``.
 
-    num_workers: processes that lease and convert batches beside the training; 0: this process. options: of
-    ``DataLoader``, such as ``prefetch_factor`` or ``pin_memory``. Workers are spawned unless
-    ``multiprocessing_context`` says otherwise.
+    Workers are spawned unless ``multiprocessing_context`` says otherwise.
 
-    Example::
+    Args:
+        dataset: the dataset.
+        num_workers: processes that lease and convert batches beside the training; default 0: this process.
+        **options: of ``DataLoader``, such as ``prefetch_factor`` or ``pin_memory``.
 
-        loader = QueueLoader(QueueDataset(queue.address, "rollouts", "train", rows=64), num_workers=2)
-        for batch in loader:
-            train(batch)
-            if time_to_save():
-                save(model, loader.state_dict())
-                loader.checkpointed()
+    Raises:
+        UsageError: workers for a dataset with ``device=``.
+
+    Example:
+        >>> loader = QueueLoader(QueueDataset(queue.address, "t", "train", rows=64), num_workers=2)  # doctest: +SKIP
+        >>> for batch in loader:  # doctest: +SKIP
+        ...     train(batch)
+        ...     if time_to_save():
+        ...         save(model, loader.state_dict())
+        ...         loader.checkpointed()
     """
 
     def __init__(self, dataset: QueueDataset[T], *, num_workers: int = 0, **options: Any) -> None:
@@ -156,8 +175,14 @@ class QueueLoader(Generic[T]):
         return {"step": self._step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the position: the next iteration yields again what came after it. Raises `UsageError` during an
-        iteration."""
+        """Set the position: the next iteration yields again the batches that came after it.
+
+        Args:
+            state: from `state_dict`.
+
+        Raises:
+            UsageError: the loader is being iterated, or this is no state of a loader.
+        """
         if self._iterating:
             raise UsageError("a loader's state cannot change while it is being iterated; load it before")
         if not isinstance(state.get("step", ""), int | None):
@@ -165,10 +190,12 @@ class QueueLoader(Generic[T]):
         self._step = state["step"]
 
     def checkpointed(self) -> int:
-        """Mark the model as saved after the last batch: the rows of that batch and of those before it are done. Return
-        how many rows.
+        """Mark the model as saved after the last batch: the rows of that batch and of those before it are done.
 
         With several ranks, call it on one rank, after all have reached that step.
+
+        Returns:
+            The number of rows.
         """
         if self._step is None:
             return 0

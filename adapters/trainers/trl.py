@@ -51,10 +51,13 @@ REWARDS: Final = "queue_rewards"
 
 
 def rollout_tasks(*others: tq.Task, needs: Iterable[str] = ()) -> list[tq.Task]:
-    """Return the tasks of a table for `QueueRollouts`: ``rollout``, the others, and ``train``, which takes whole
-    groups.
+    """Return the tasks of a table for `QueueRollouts`: ``rollout``, the others, and ``train``.
 
-    needs: further fields that a row must have before it is trained, such as ``rewards``.
+    The last one takes whole groups.
+
+    Args:
+        *others: further tasks, such as one that gives ``rewards``.
+        needs: further fields that a row must have before it is trained, such as ``rewards``; default: none.
     """
     generated = ("response_ids", "rollout_logprobs")
     return [
@@ -65,18 +68,26 @@ def rollout_tasks(*others: tq.Task, needs: Iterable[str] = ()) -> list[tq.Task]:
 
 
 def queued_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
-    """A reward function for TRL that returns the column ``rewards`` of the table."""
+    """Return the column ``rewards`` of the table: a reward function for TRL.
+
+    Args:
+        completions: not used.
+        **columns: as TRL gives them.
+    """
     return [float(value) for value in columns[REWARDS]]
 
 
 def rollout_pacing(
     rows: int, *, ahead: int = 1, max_staleness: int | None = None, channel: str = "policy"
 ) -> tq.Pacing:
-    """Return the pacing of a table for `QueueRollouts`: at most ``ahead`` requests of ``rows`` rows beyond the current
-    one.
+    """Return the pacing of a table for `QueueRollouts`: at most `ahead` requests beyond the current one.
 
-    max_staleness: steps that a row may be behind (None: ``ahead``, for requests of one step each). Rows over it are
-    generated again.
+    Args:
+        rows: of one request.
+        ahead: requests; default 1.
+        max_staleness: steps that a row may be behind; rows over it are generated again. Default None: `ahead`, for
+            requests of one step each.
+        channel: weight channel; default ``"policy"``.
     """
     return tq.Pacing(
         "train",
@@ -89,11 +100,20 @@ def rollout_pacing(
 
 
 class BehaviourRatio:
-    """Before ``GRPOTrainer`` in the bases of a class: the loss is clipped around the policy that drew the tokens,
-    whenever it drew them."""
+    """A base class to name before ``GRPOTrainer``.
+
+    The loss is clipped around the policy that drew the tokens, whenever it drew them.
+    """
 
     def compute_loss(self, model: Any, inputs: Mapping[str, Any], *given: Any, **options: Any) -> Any:
-        """Compute TRL's loss with the log-probs that came with the rows as those of the old policy."""
+        """Compute TRL's loss with the log-probs that came with the rows as those of the old policy.
+
+        Args:
+            model: as of TRL.
+            inputs: as of TRL.
+            *given: as of TRL.
+            **options: as of TRL.
+        """
         drawn = inputs.get("sampling_per_token_logps")
         if drawn is not None:
             inputs = {**inputs, "old_per_token_logps": drawn}
@@ -118,11 +138,19 @@ class _Request:
 class QueueRollouts(TrainerCallback):  # type: ignore[misc]
     """TRL's ``rollout_func``, and the trainer callback that publishes weights and ends leases.
 
-    table: has the tasks of `rollout_tasks`, and is this trainer's alone. channel: weight channel. ahead: requests that
-    are put before the trainer asks for them (0: none). timeout_s: longest wait for the rows of a request. lease_s:
-    longest time that the steps on one request's rows take. Supports one trainer process. `UsageError` for a pacing that
-    drops stale rows, which a request would wait for, and, at the first request, for ``ahead`` that a staleness bound
-    excludes.
+    It supports one trainer process.
+
+    Args:
+        queue: the queue.
+        table: name of a table with the tasks of `rollout_tasks`, which is this trainer's alone.
+        channel: weight channel; default ``"policy"``.
+        ahead: requests that are put before the trainer asks for them; default 0.
+        timeout_s: longest wait in seconds for the rows of a request; default 600.
+        lease_s: longest time in seconds that the steps on one request's rows take; default 600.
+
+    Raises:
+        UsageError: a pacing that drops stale rows, which a request would wait for; at the first request, an `ahead`
+            that a staleness bound excludes.
     """
 
     def __init__(
@@ -152,8 +180,15 @@ class QueueRollouts(TrainerCallback):  # type: ignore[misc]
         self._ahead: deque[_Request] = deque()
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Return the completions of `prompts` (one for each completion) in that order. Blocks until they are
-        complete."""
+        """Return the completions of prompts, in their order. Blocks until they are complete.
+
+        Args:
+            prompts: one for each completion.
+            trainer: TRL's trainer.
+
+        Raises:
+            DeadlineExceeded: they were not complete within the time limit.
+        """
         self._ended()
         training = trainer.model.training
         request = self._requested(prompts, trainer) if training else self._put(prompts, trainer, 1)
@@ -166,16 +201,37 @@ class QueueRollouts(TrainerCallback):  # type: ignore[misc]
         return _rollouts(batch, request)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Drop the rows of an earlier trainer and publish the initial weights."""
+        """Drop the rows of an earlier trainer and publish the initial weights.
+
+        Args:
+            args: as of transformers.
+            state: as of transformers.
+            control: as of transformers.
+            **given: as of transformers.
+        """
         self._drop((), "restarted")
         self._publish(given["model"], state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Publish the weights after the step."""
+        """Publish the weights after the step.
+
+        Args:
+            args: as of transformers.
+            state: as of transformers.
+            control: as of transformers.
+            **given: as of transformers.
+        """
         self._publish(given["model"], state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """End the last lease, and drop what was put ahead."""
+        """End the last lease, and drop the rows that were put ahead.
+
+        Args:
+            args: as of transformers.
+            state: as of transformers.
+            control: as of transformers.
+            **given: as of transformers.
+        """
         self._ended()
         self._drop_ahead()
 
