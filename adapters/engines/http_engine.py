@@ -249,7 +249,15 @@ class ServerEngine(HttpEngine):
     def update_weights(self, source: WeightSource, version: int, *, timeout_s: float = PAUSE_S) -> None:
         """Load new weights between two tokens (`protocols.Generator.update_weights`).
 
-        Raises `Unsupported` if the served model's tensors are unknown here.
+        Args:
+            source: the tensors.
+            version: of the weights.
+            timeout_s: seconds to wait; default 60.
+
+        Raises:
+            DeadlineExceeded: the server did not load them in time.
+            SchemaError: a tensor does not fit the served model; the old weights stay.
+            Unsupported: the served model's tensors are not known here.
         """
         if not self._wanted:
             raise Unsupported(

@@ -50,14 +50,23 @@ _PAIR: Final = 40503
 
 
 class LengthRanker:
-    """Expected lengths of answers. prompts_max: prompts whose history is kept.
+    """Expected lengths of answers, learned from finished rows while a job runs.
 
-    >>> ranker = LengthRanker()
-    >>> ranker.observe([[1, 2], [8, 9]] * 50, [10, 1000] * 50)
-    >>> ranker.refit()
-    >>> short, long = ranker.predict([[1, 2], [8, 9]])
-    >>> bool(short < 50 < 500 < long)
-    True
+    One thread may predict while another learns.
+
+    Args:
+        prompts_max: prompts whose history is kept, those seen last; at least 1; default 65536.
+
+    Raises:
+        UsageError: `prompts_max` below 1.
+
+    Example:
+        >>> ranker = LengthRanker()
+        >>> ranker.observe([[1, 2], [8, 9]] * 50, [10, 1000] * 50)
+        >>> ranker.refit()
+        >>> short, long = ranker.predict([[1, 2], [8, 9]])
+        >>> bool(short < 50 < 500 < long)
+        True
     """
 
     def __init__(self, *, prompts_max: int = PROMPTS_MAX) -> None:
@@ -72,8 +81,14 @@ class LengthRanker:
         self.version = 0
 
     def observe(self, prompts: Sequence[Any], lengths: Sequence[int] | Lengths) -> None:
-        """Add finished rows: token ids of each prompt, and the tokens of its answer. Raises `UsageError` for other than
-        one positive length a prompt.
+        """Add finished rows. They count in predictions after the next `refit`.
+
+        Args:
+            prompts: token ids of each prompt.
+            lengths: tokens of its answer, at least 1.
+
+        Raises:
+            UsageError: other than one positive length a prompt.
         """
         logs_R = _logs(len(prompts), lengths)
         features_RF = _features(prompts)
@@ -85,8 +100,10 @@ class LengthRanker:
         self.rows += len(prompts)
 
     def refit(self) -> None:
-        """Make what was observed count in predictions. Blocks for tens of milliseconds. Raises `UsageError` before the
-        first row.
+        """Make the observed rows count in predictions. Blocks for tens of milliseconds.
+
+        Raises:
+            UsageError: no row was observed.
         """
         if not self.rows:
             raise UsageError("this ranker has seen no lengths; let it observe finished rows first")
@@ -97,7 +114,14 @@ class LengthRanker:
         self.version += 1
 
     def predict(self, prompts: Sequence[Any]) -> Lengths:
-        """Return expected lengths: int64 ``[rows]``, at least 1. Raises `UsageError` before the first `refit`."""
+        """Return expected lengths: int64 ``[rows]``, at least 1.
+
+        Args:
+            prompts: token ids of each prompt.
+
+        Raises:
+            UsageError: before the first `refit`.
+        """
         weights_F = self._weights
         if weights_F is None:
             raise UsageError("this ranker has not been fitted; call refit after it has observed finished rows")
@@ -125,7 +149,15 @@ class LengthRanker:
 
     @classmethod
     def restored(cls, arrays: dict[str, NDArray[Any]], *, prompts_max: int = PROMPTS_MAX) -> LengthRanker:
-        """Return the ranker that `saved` gave `arrays`. Raises `UsageError` if they are of another form."""
+        """Make a ranker from the arrays that `saved` returned.
+
+        Args:
+            arrays: by name.
+            prompts_max: as of `LengthRanker`; default 65536.
+
+        Raises:
+            UsageError: arrays of another form.
+        """
         ranker = cls(prompts_max=prompts_max)
         shapes = {name: array.shape for name, array in arrays.items()}
         if shapes.get("products") != (FEATURES, FEATURES) or shapes.get("targets") != (FEATURES,):

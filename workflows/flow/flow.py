@@ -75,7 +75,7 @@ that error."""
 
 
 class StageFailed(PeerError):
-    """A stage cannot work. stage: its label. last_words: its traceback, or the end of its output."""
+    """A stage cannot work. `stage` is its label, `last_words` its traceback or the end of its output."""
 
     def __init__(self, text: str, *, stage: str = "", last_words: str = "") -> None:
         super().__init__(text)
@@ -84,12 +84,20 @@ class StageFailed(PeerError):
 
 
 class Flow:
-    """Runs `jobs`, each in a process, against `queue`. A context manager: leaving it ends all processes.
+    """Runs jobs, each in a process, against a queue. A context manager: leaving it ends all processes.
 
-    directory: gets one log file a process (its stdout and stderr). queue: must accept other processes at
-    its address, and stays open. environment: variables of the processes, beside those of this one.
-    prepare: called with a name of `StageJob.together` before the processes of that name start, first or again. When a
-    stage cannot work, calls of `queue` that wait raise `StageFailed` (rule 4).
+    When a stage cannot work, `run`, and every call of the queue that waits, raises `StageFailed`.
+
+    Args:
+        queue: accepts other processes at its address, and stays open.
+        jobs: the processes.
+        directory: gets one log file for each process, with its stdout and stderr.
+        observe: is called for each event, with the label of its process, by the supervising thread. If it raises, the
+            flow fails with that error.
+        restarts_max: restarts of a process without work in between; default 2.
+        environment: variables of the processes, beside those of this one; default None.
+        prepare: is called with a name of `StageJob.together` before the processes of that name start, first or again;
+            default: does nothing.
     """
 
     def __init__(
@@ -150,10 +158,14 @@ class Flow:
         return {label: child.process.pid for label, child in list(self._children.items())}
 
     def add(self, job: StageJob) -> None:
-        """Start one more process; returns at once, from any thread. An event `ADDED` follows.
+        """Start one more process. Returns at once, from any thread. The event `ADDED` follows.
 
-        Raises `AlreadyExists` if a process with the label of `job` has not ended, and `UsageError` if the flow does not
-        run.
+        Args:
+            job: the process.
+
+        Raises:
+            AlreadyExists: a process with its label has not ended.
+            UsageError: the flow does not run.
         """
         with self._lock:
             check_addition(job, self._labels, runs=self._runs)
@@ -162,12 +174,22 @@ class Flow:
             os.eventfd_write(self._wake, 1)
 
     def remove(self, label: str, *, deadline_s: float = DRAIN_S) -> Future[Removed]:
-        """Ask the process to drain (rule 7); returns at once, from any thread. The future ends when the process has; do
-        not wait for it in `observe`.
+        """Ask a process to drain. Returns at once, from any thread.
 
-        Raises `NotFound` if no such process runs, `UsageError` if it is a source or a loop, which do not drain, if
-        `deadline_s` is negative, and if the flow does not run. The event `REMOVED` follows. A second call for a process
-        that drains may shorten its deadline.
+        The process takes no new row, ends those that it has, and exits; after the deadline it is killed, and its rows
+        go to others. The event `REMOVED` follows. A second call for a process that drains may shorten its deadline.
+
+        Args:
+            label: of the process, such as ``"rollout-0"``.
+            deadline_s: seconds until it is killed; default 60.
+
+        Returns:
+            A future that ends when the process has. Do not wait for it in `observe`.
+
+        Raises:
+            NotFound: no such process runs.
+            UsageError: it is a source or a loop, which do not drain; `deadline_s` is negative; or the flow does not
+                run.
         """
         removal = Removal(label, deadline_s)
         with self._lock:
@@ -181,7 +203,11 @@ class Flow:
         return not (self._left or self._ended.is_set())
 
     def run(self) -> None:
-        """Wait until every process has exited with success; raise `StageFailed` when one cannot work."""
+        """Wait until every process has exited with success.
+
+        Raises:
+            StageFailed: a stage cannot work.
+        """
         with signal_pipe() as signals:
             while not self._ended.is_set():
                 select.select([self._over, *signals], [], [])

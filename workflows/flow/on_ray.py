@@ -69,12 +69,19 @@ def run_on_ray(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Run `jobs` against the queue at `address` until all have ended with success; blocks. Ray must be initialised
-    (``ray.init``).
+    """Run jobs as Ray actors until all have ended with success. Blocks. Ray must be initialised (``ray.init``).
 
-    observe: called for each event, with the label of its job, in this thread. options: arguments of the ``options`` of
-    a Ray actor (``num_gpus``, ``resources``, ``scheduling_strategy``, …), by the name of a job or the label of one of
-    its processes. environment: variables of the actors' processes. Raises `StageFailed` (rule 2).
+    Args:
+        address: of the queue.
+        jobs: the processes.
+        observe: is called for each event, with the label of its job, in this thread.
+        restarts_max: restarts of a job without work in between; default 2.
+        options: arguments of the ``options`` of a Ray actor (``num_gpus``, ``resources``, ``scheduling_strategy``, …),
+            by the name of a job or the label of one of its processes; default None.
+        environment: variables of the actors' processes; default None.
+
+    Raises:
+        StageFailed: a stage cannot work.
     """
     terms: dict[str, Any] = {"restarts_max": restarts_max, "options": options, "environment": environment}
     with RayFlow(address, jobs, observe=observe, **terms) as flow:
@@ -82,12 +89,20 @@ def run_on_ray(
 
 
 class RayFlow:
-    """Runs `jobs` as `run_on_ray` does, and lets jobs come and go meanwhile. A context manager: leaving it kills all
-    actors.
+    """Runs jobs as `run_on_ray` does, and lets jobs come and go meanwhile.
 
-    prepare: called with a name of `StageJob.together` before the jobs of that name start, first or again, when none of
-    them lives. Between entering and `run` nobody listens; call `run` soon. `add` and `remove` may be called from any
-    thread, also from `observe`.
+    A context manager: leaving it kills all actors. Events are received only in `run`: call it soon after entering.
+    `add` and `remove` may be called from any thread, also from `observe`.
+
+    Args:
+        address: of the queue.
+        jobs: the processes.
+        observe: is called for each event, with the label of its job, in the thread of `run`.
+        restarts_max: restarts of a job without work in between; default 2.
+        options: as of `run_on_ray`; default None.
+        environment: variables of the actors' processes; default None.
+        prepare: is called with a name of `StageJob.together` before the jobs of that name start, first or again, when
+            none of them lives; default: does nothing.
     """
 
     def __init__(
@@ -133,14 +148,26 @@ class RayFlow:
         return {}
 
     def add(self, job: StageJob) -> None:
-        """Start one more job; returns at once. Raises as `Flow.add` does."""
+        """Start one more job. Returns at once. Raises as `Flow.add` does.
+
+        Args:
+            job: the job.
+        """
         with self._lock:
             check_addition(job, self._labels, runs=self._runs)
             self._labels[job.label] = job
             self._asked.append(job)
 
     def remove(self, label: str, *, deadline_s: float = DRAIN_S) -> Future[Removed]:
-        """Ask the job to drain; returns at once. Raises as `Flow.remove` does."""
+        """Ask a job to drain. Returns at once. Raises as `Flow.remove` does.
+
+        Args:
+            label: of the job, such as ``"rollout-0"``.
+            deadline_s: seconds until it is killed; default 60.
+
+        Returns:
+            A future that ends when the job has.
+        """
         removal = Removal(label, deadline_s)
         with self._lock:
             check_removal(label, deadline_s, self._labels, runs=self._runs)
@@ -148,7 +175,11 @@ class RayFlow:
         return removal.ended
 
     def run(self) -> None:
-        """Wait until every job has ended with success. Raises `StageFailed` (rule 2)."""
+        """Wait until every job has ended with success.
+
+        Raises:
+            StageFailed: a stage cannot work.
+        """
         while not self._is_over():
             self._do_what_was_asked()
             streams = {running.stream: running for running in self._running.values()}

@@ -46,13 +46,26 @@ fails its flow then."""
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
     """A task, and how many rows one call of its function gets.
 
-    Exactly one of rows, tokens and groups is positive, as in `Table.lease`; at_least: take fewer once this many
-    are ready (0: the full number). slots: rows in work at once, in as many calls as that takes, each of at most `rows`
-    or `groups` and begun as soon as there is room for `at_least`: an engine is kept full (0: one call at a time). The
-    function must then be callable from several threads at once. stall_s: longest wait for rows (default: no limit).
-    failures_max: end the process with `StageFailedInProcess` after so many failures in a row (None: never, it tries
-    again as the task's `Retry` says). where: rows that the stage leases first; others only while none of these is
-    ready, so that rows which no process prefers are generated too.
+    Exactly one of `rows`, `tokens` and `groups` is positive, as in `Table.lease`.
+
+    Args:
+        task: the task.
+        rows: rows of one call; default 0.
+        tokens: the most tokens of one call; default 0.
+        groups: whole groups of one call; default 0.
+        at_least: take fewer once this many rows, tokens or groups are ready; default 0: wait for the full number.
+        slots: rows in work at once, in as many calls as that takes, each of at most `rows` or `groups` and begun as
+            soon as there is room for `at_least`: an engine is kept full. The function must then be callable from
+            several threads at once. Default 0: one call at a time.
+        stall_s: longest wait for rows in seconds; default 1e9: no limit.
+        failures_max: end the process with `StageFailedInProcess` after so many failures in a row; default None: never,
+            it tries again as the task's `Retry` says.
+        where: predicates of rows that the stage leases first; others only while none of these is ready, so that rows
+            which no process prefers are generated too. Default: none.
+
+    Raises:
+        UsageError: not exactly one of `rows`, `tokens` and `groups`, or slots that do not fit them.
+        Impossible: `at_least` is more than one call may get.
     """
 
     task: tq.Task
@@ -83,8 +96,14 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     def lease(
         self, table: tq.Table, most: int | None = None, timeout_s: float | None = None, where: Where = ()
     ) -> tq.Batch:
-        """Lease the rows of one call: at most `most` rows or groups, if given, and only rows that satisfy `where`.
-        Waits and raises as `Table.lease` does."""
+        """Lease the rows of one call. Waits and raises as `Table.lease` does.
+
+        Args:
+            table: the table.
+            most: the most rows or groups, if that is less than those of the stage; default None.
+            timeout_s: seconds to wait; default None: `stall_s`.
+            where: predicates that every row must satisfy; default: none.
+        """
         return table.lease(
             self.task.name,
             rows=(self.rows if most is None else min(self.rows, most)) or None,
@@ -129,11 +148,17 @@ Produce = Producer
 
 
 class Context:
-    """What a factory and its function may use: the queue, the table, the settings, and methods to report events.
+    """The queue, the table and the settings of a stage, and methods to report events. Its factory and function get it.
 
-    instance: number of this process among those of the stage, from 0. emit: must be callable from one thread at a time.
-    directory: folder of the run; None if it has none. drain: says when the process shall end with the rows that it has.
-    weights: has the channels of weights; it is `queue` unless the process is at another site.
+    Args:
+        queue: the queue.
+        table: the table of the stage.
+        emit: is called with each event, from one thread at a time.
+        settings: plain values, for `Context.settings`; default None: none.
+        instance: number of this process among those of the stage, from 0; default 0.
+        directory: folder of the run; default None: it has none.
+        drain: says when the process shall end with the rows that it has; default None: never.
+        weights: the queue that has the channels of weights, at another site than the stage's; default None: `queue`.
     """
 
     def __init__(
@@ -158,20 +183,36 @@ class Context:
         self._settings = dict(settings or {})
 
     def settings(self, into: type[T]) -> T:
-        """Return the settings as `into` (a dataclass or struct). Raises `UsageError` if they do not fit."""
+        """Return the settings as a value of a type.
+
+        Args:
+            into: a dataclass or struct.
+
+        Raises:
+            UsageError: they do not fit.
+        """
         try:
             return msgspec.convert(self._settings, into)
         except msgspec.ValidationError as error:
             raise UsageError(f"settings {self._settings} are not {into.__name__}: {error}") from error
 
     def figures(self, kind: str, **values: Any) -> None:
-        """Report metrics of this stage, such as the loss of a step. Values are numbers, text and lists of them."""
+        """Report metrics of this stage, such as the loss of a step.
+
+        Args:
+            kind: of the metrics, such as ``"step"``.
+            **values: numbers, text and lists of them, by name.
+        """
         self.emit(Figures(kind=kind, at=time.monotonic(), values=values))
 
     @contextmanager
     def span(self, name: str, version: int = -1) -> Iterator[None]:
-        """Report the block as a span of the timeline, beside busy and waiting time. version: of the weights it is
-        about, or -1."""
+        """Report the block as a span of the timeline, beside busy and waiting time.
+
+        Args:
+            name: of the span.
+            version: of the weights that it is about; default -1: of none.
+        """
         start = time.monotonic()
         try:
             yield
@@ -183,7 +224,15 @@ Factory = Callable[[Context], AbstractContextManager[Any]]
 
 
 def load(named: str) -> Factory:
-    """Import the factory ``package.module:function``. Raises `UsageError` or `NotFound` if `named` names none."""
+    """Import a factory.
+
+    Args:
+        named: ``package.module:function``.
+
+    Raises:
+        NotFound: the module has no such function.
+        UsageError: another form, a module that cannot be imported, or an object that cannot be called.
+    """
     module_name, _, name = named.partition(":")
     if not module_name or not name:
         raise UsageError(f"factory {named!r} is not named as package.module:function")

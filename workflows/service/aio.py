@@ -21,8 +21,9 @@ from transferqueue.workflows.service.samples import TRAIN, Request, StreamBase, 
 
 
 class AsyncExperienceStream:
-    """Batches of a stage with their indices: ``async for``, ``async with``. Made by
-    `AsyncService.create_stream_data_loader`.
+    """Batches of a stage with their indices: ``async for``, ``async with``.
+
+    Made by `AsyncService.create_stream_data_loader`.
     """
 
     def __init__(self, loader: tq.AsyncLoader) -> None:
@@ -52,12 +53,11 @@ class AsyncExperienceStream:
 
 
 class AsyncCompletionStream(StreamBase[tq.AsyncBatch]):
-    """Finished samples of one request: ``async for`` gives each `Completion`. Use ``async with``, from one event loop
-    at a time. Made by `AsyncService.generate`.
+    """Finished samples of one request: ``async for`` gives each `Completion`. Made by `AsyncService.generate`.
 
-    With groups, a sample is done with the last of its group. The wait for the next one ends after the stream's
-    `timeout_s` (`DeadlineExceeded`, or `SamplesLost`). Leaving the block by an exception releases the sample in use,
-    too.
+    Use ``async with``, from one event loop at a time. With groups, a sample is done with the last of its group. The
+    wait for the next one ends after the stream's `timeout_s` (`DeadlineExceeded`, or `SamplesLost`). Leaving the block
+    by an exception releases the sample in use, too.
     """
 
     def __init__(self, table: tq.AsyncTable, request: int, left: int, burst: int, timeout_s: float | None) -> None:
@@ -77,11 +77,18 @@ class AsyncCompletionStream(StreamBase[tq.AsyncBatch]):
         return self._due.popleft()
 
     async def batches(self, rows: int, *, at_least: int = 1) -> AsyncIterator[tq.AsyncBatch]:
-        """Yield up to `rows` samples at a time, as soon as `at_least` are finished, fewer at the end: a trainer's
-        dynamic batches.
+        """Yield samples as batches, as soon as enough are finished, fewer at the end: a trainer's dynamic batches.
 
         The caller acks or releases each batch, now or later: batches may be held to the end of the stream and acked
         together (`AsyncTable.ack`). Released samples come again. With groups, both numbers count rows of whole groups.
+
+        Args:
+            rows: the most samples of a batch.
+            at_least: the fewest samples of a batch; default 1.
+
+        Raises:
+            DeadlineExceeded: no sample came within the stream's `timeout_s`.
+            SamplesLost: samples of the request were dropped.
         """
         await self._settle(failed=False)
         while await self._more():
@@ -94,8 +101,10 @@ class AsyncCompletionStream(StreamBase[tq.AsyncBatch]):
         self._due.clear()
 
     async def cancel(self) -> int:
-        """Close, and drop the rest of the request, including what is being generated. Return the number of rows
-        dropped.
+        """Close, and drop the rest of the request, including the samples that are being generated.
+
+        Returns:
+            The number of rows dropped.
         """
         await self.aclose()
         while True:
@@ -142,22 +151,47 @@ class AsyncCompletionStream(StreamBase[tq.AsyncBatch]):
 
 
 class AsyncService:
-    """A job's table and weight channel by the calls of AsyncFlow and StreamRL. Made by `init_engines` or `join`."""
+    """A job's table and weight channel by the calls of AsyncFlow and StreamRL. Made by `init_engines` or `join`.
+
+    Every method may be called from any event loop.
+    """
 
     def __init__(self, queue: tq.AsyncQueue, table: tq.AsyncTable, channel: tq.AsyncWeightChannel) -> None:
         self._queue, self._table, self._channel = queue, table, channel
 
     @classmethod
     async def init_engines(cls, queue: tq.AsyncQueue, engines: Engines) -> Self:
-        """Declare the job, or join it if it was declared the same way. Raises `AlreadyExists` if it was declared
-        differently.
+        """Declare a job, or join it if it was declared the same way. Starts no engine.
+
+        Args:
+            queue: the queue.
+            engines: the declaration.
+
+        Returns:
+            The service.
+
+        Raises:
+            AlreadyExists: a job of this name was declared differently.
+            UsageError: an invalid declaration.
         """
         table = await queue.create_table(engines.table, **engines.terms())
         return cls(queue, table, queue.weights(engines.table))
 
     @classmethod
     async def join(cls, queue: tq.AsyncQueue, *, name: str = NAME, timeout_s: float = 30.0) -> Self:
-        """Join the job of this name; wait at most `timeout_s` for its declaration."""
+        """Join a job that is declared, or wait for its declaration.
+
+        Args:
+            queue: the queue.
+            name: of the job; default ``"experience"``.
+            timeout_s: seconds to wait; default 30.
+
+        Returns:
+            The service.
+
+        Raises:
+            NotFound: it was not declared in time.
+        """
         return cls(queue, await queue.table(name, timeout_s=timeout_s), queue.weights(name))
 
     @property
@@ -185,18 +219,21 @@ class AsyncService:
     async def put_prompts_data(
         self, prompts_data: Mapping[str, Any], *, samples: int = 1, timeout_s: float | None = None, **facts: Any
     ) -> NDArray[np.int64]:
-        """Put each prompt as a group of `samples` rows. Return their row ids, int64 ``[prompts * samples]``, those of a
-        prompt together.
+        """Put each prompt as a group of `samples` rows. Waits for room.
 
         Args:
             prompts_data: columns, each with one value for each prompt.
-            samples: rows of each prompt.
-            timeout_s: longest wait for room; None: no limit.
-            facts: as of `AsyncTable.put`, one for all or one for each prompt. With a key, the rows of a prompt have it
-                with the suffixes ``/0``, ``/1`` and so on; an existing key is `AlreadyExists`, so a repeated call
+            samples: rows of each prompt; default 1.
+            timeout_s: longest wait for room in seconds; default None: no limit.
+            **facts: as of `AsyncTable.put`, one for all or one for each prompt. With a key, the rows of a prompt have
+                it with the suffixes ``/0``, ``/1`` and so on; an existing key is `AlreadyExists`, so a repeated call
                 changes nothing.
 
+        Returns:
+            Row ids, int64 ``[prompts * samples]``, those of a prompt together.
+
         Raises:
+            AlreadyExists: a row has one of the keys.
             DeadlineExceeded: there was no room in time.
             Impossible: there never can be.
         """
@@ -212,14 +249,19 @@ class AsyncService:
         experience_count: int | None = None,
         **terms: Any,
     ) -> tuple[tq.AsyncBatch, ExperienceIndex[tq.AsyncBatch]]:
-        """Lease rows of a stage, waiting for them. Return the batch and its index, by which `put_experience_data` takes
-        results.
+        """Lease rows of a stage, waiting for them.
 
         Args:
             experience_consumer_stage: the stage.
-            experience_columns: those to bring; None: what the stage needs.
-            experience_count: how many rows.
-            terms: further arguments of `AsyncTable.lease`, such as ``groups`` or ``tokens`` instead of a count.
+            experience_columns: columns to bring; default None: those that the stage needs.
+            experience_count: the number of rows; default None: `terms` says how many.
+            **terms: further arguments of `AsyncTable.lease`, such as ``groups`` or ``tokens`` instead of a count.
+
+        Returns:
+            The batch and its index, by which `put_experience_data` takes results.
+
+        Raises:
+            DeadlineExceeded: as of `AsyncTable.lease`, as are other errors.
         """
         wanted = lease_terms(experience_columns, experience_count, terms)
         batch = await self._table.lease(experience_consumer_stage, **wanted)
@@ -237,10 +279,14 @@ class AsyncService:
 
         Args:
             experience_data: columns, each with one value for each row.
-            index: what the rows came with: the index or the batch. With row ids instead, the columns are late columns
-                of these rows.
-            rows: ids of those rows of the batch that the results are of; None: all that are left.
-            facts: as of `AsyncTable.put`.
+            index: the index or the batch that the rows came with. With row ids instead, the columns are late columns of
+                these rows.
+            rows: ids of those rows of the batch that the results are of; default None: all that are left.
+            **facts: as of `AsyncTable.put`.
+
+        Raises:
+            LeaseExpired: the rows belong to another worker. Nothing was changed. Other errors are those of
+                `AsyncBatch.ack`, or of `AsyncTable.update` for row ids.
         """
         arguments = {**check_facts(facts), **check_columns(experience_data)}
         taken = index.batch if isinstance(index, ExperienceIndex) else index
@@ -257,15 +303,33 @@ class AsyncService:
         notice: Any = None,
         timeout_s: float | None = None,
     ) -> None:
-        """Announce weights of `version`: as these tensors, or where the notice says (any JSON of at most 4096 bytes).
+        """Announce weights of a version: as tensors, or with a notice that says where they are.
 
         Versions ascend. This advances the table's clock to `version`; it waits while rows in the table would become too
         old.
+
+        Args:
+            version: of the weights.
+            tensors: to publish, by name; default None: none.
+            notice: any JSON of at most 4096 bytes, such as the path of a checkpoint; default None.
+            timeout_s: seconds to wait; default None: no limit.
+
+        Raises:
+            DeadlineExceeded: the clock was held, or there was no memory, for all that time.
+            UsageError: a version that is not above the newest, or a notice that is no JSON or too long.
         """
         await self._channel.publish(version, announcement(tensors, notice), timeout_s=timeout_s)
 
     async def get_weights(self, above: int = -1, *, timeout_s: float | None = None) -> tq.Weights:
-        """Wait for a version above `above` and return the newest; `notice_of` returns its notice."""
+        """Wait for a version of the weights, and return the newest. `notice_of` returns its notice.
+
+        Args:
+            above: wait for a version above this one; default -1: any.
+            timeout_s: seconds to wait; default None: no limit.
+
+        Raises:
+            DeadlineExceeded: no such version came in time.
+        """
         return await self._channel.pull(above, timeout_s=timeout_s)
 
     def create_stream_data_loader(
@@ -279,8 +343,13 @@ class AsyncService:
     ) -> AsyncExperienceStream:
         """Return a stream of ``(batch, index)`` of a stage, fetched ahead, until the table is sealed and drained.
 
-        Arguments as of `get_experience_data`. prefetch: batches leased and brought while one is computed with. terms
-        with ``rank`` and ``world`` give each rank its share of one agreed batch.
+        Args:
+            experience_consumer_stage: the stage.
+            experience_columns: columns to bring; default None: those that the stage needs.
+            experience_count: the number of rows of a batch; default None: `terms` says how many.
+            prefetch: batches that are leased and brought while one is computed with; default 2.
+            **terms: further arguments of `AsyncTable.lease`. With ``rank`` and ``world`` each rank gets its share of
+                one agreed batch.
         """
         wanted = lease_terms(experience_columns, experience_count, terms)
         return AsyncExperienceStream(self._table.loader(experience_consumer_stage, prefetch=prefetch, **wanted))
@@ -290,9 +359,20 @@ class AsyncService:
     async def update(
         self, weights: Mapping[str, Any], *, version: int | None = None, timeout_s: float | None = None
     ) -> int:
-        """Publish weights for all engines, as `version` (None: the one after the newest), and return the version.
+        """Publish weights for all engines.
 
         Engines load them between two requests; this call does not wait for that, and generation continues.
+
+        Args:
+            weights: tensors by name.
+            version: of the weights; default None: the one after the newest.
+            timeout_s: seconds to wait; default None: no limit.
+
+        Returns:
+            The version.
+
+        Raises:
+            DeadlineExceeded: as of `weight_sync_notify`, as are other errors.
         """
         if version is None:
             channel = (await self._queue.stats()).channels.get(self._channel.name)
@@ -309,20 +389,29 @@ class AsyncService:
         number: int | None = None,
         timeout_s: float | None = None,
     ) -> AsyncCompletionStream:
-        """Request completions of `prompts` of a job of `stream_engines`, and return the stream of their samples.
-        Generation starts at once.
+        """Request completions of prompts, and return the stream of their samples. Generation starts at once.
 
-        Waits while there is no room, or while the pace does not admit the rows.
+        The job is one of `stream_engines`. Waits while there is no room, or while the pace does not admit the rows.
 
         Args:
             prompts: token ids, and how many samples of each.
-            scores: expected length of each prompt's answers, such as a ranker's scores; only the order counts.
+            scores: expected length of each prompt's answers, such as a ranker's scores; only the order counts. Default
+                None.
             expected: the same in tokens, by which engines may choose samples (`serve(where=)`); it orders nothing
-                (`LengthRequests` does both).
-            number: of the request, such as the trainer's step; None: a random one. If rows of this number are in the
-                table, they are not put again: the call resumes them. So a trainer that was killed asks again for what
-                it may have asked for; one process at a time asks for a number.
-            timeout_s: longest wait, of this call and of the stream for each next sample; None: no limit.
+                (`LengthRequests` does both). Default None.
+            number: of the request, such as the trainer's step; default None: a random one. If rows of this number are
+                in the table, they are not put again: the call resumes them. So a trainer that was killed asks again for
+                the samples that it may have asked for; one process at a time asks for a number.
+            timeout_s: longest wait in seconds, of this call and of the stream for each next sample; default None: no
+                limit.
+
+        Returns:
+            The stream.
+
+        Raises:
+            DeadlineExceeded: the rows were not admitted in time.
+            SchemaError: the job has other stages than those of `stream_engines`.
+            UsageError: no prompts, one with a begun completion, or other numbers of scores or tokens.
         """
         check_stages(self._table)
         request = Request.of(prompts, scores, number, expected)
@@ -336,7 +425,15 @@ class AsyncService:
         return AsyncCompletionStream(self._table, request.number, request.rows, request.burst, timeout_s)
 
     async def resume(self, request: int, *, timeout_s: float | None = None) -> AsyncCompletionStream:
-        """Return the stream of a request's remaining samples, in any process. If nothing is left, it ends at once."""
+        """Return the stream of a request's remaining samples, in any process. If nothing is left, it ends at once.
+
+        Args:
+            request: number of the request.
+            timeout_s: longest wait of the stream for each next sample in seconds; default None: no limit.
+
+        Raises:
+            SchemaError: the job has other stages than those of `stream_engines`.
+        """
         check_stages(self._table)
         with await self._table.read(where=tq.Compare("request", "==", request), fields=[]) as read:
             burst = burst_of(read.group_size)
@@ -349,5 +446,5 @@ class AsyncService:
         return await self._table.stats()
 
     async def seal(self) -> None:
-        """Put no more prompts: engines drain the table, then see `EndOfTable`."""
+        """Put no more prompts: engines drain the table, then get `EndOfTable`."""
         await self._table.seal()

@@ -107,6 +107,10 @@ def announcement(tensors: Mapping[str, Any] | None, notice: Any) -> Mapping[str,
 
 
 def notice_of(weights: tq.Weights) -> Any:
-    """Return the notice of a version; None if it was published without one."""
+    """Return the notice of a version; None if it was published without one.
+
+    Args:
+        weights: of `Service.get_weights`.
+    """
     notice = weights.numpy().get(NOTICE)
     return None if notice is None else msgspec.json.decode(notice.tobytes())

@@ -29,15 +29,23 @@ from transferqueue.workflows.service.sync import CompletionStream, Service
 
 
 class LengthRequests:
-    """Puts requests of `service` by expected length, for generators that `serve` with ``dispatch=``. A context manager;
-    one process at a time plans for a service.
+    """Puts requests of a service by expected length, for generators that `serve` with ``dispatch=``.
 
-    queue: of the service. dispatcher: one that has learned before (None: a new one for batches of `batch_rows`
-    samples). overlapping: the next request is put before this one's samples are all there, as with `stream_engines` of
-    depth 1: plans then count what each request adds, not how soon one alone would end.
+    A context manager; one process at a time plans for a service.
 
-    Example: ``stream = requests.generate(prompts)``; then, for each batch of the stream: ``requests.learn(batch)``
-    before the ack.
+    Args:
+        queue: of the service.
+        service: the service.
+        batch_rows: samples of a batch, for a new dispatcher.
+        overlapping: the next request is put before this one's samples are all there, as with `stream_engines` of depth
+            1: plans then count the time that each request adds, not how soon one alone would end. Default False.
+        dispatcher: one that has learned before; default None: a new one.
+
+    Example:
+        >>> with LengthRequests(queue, service, batch_rows=64) as requests:  # doctest: +SKIP
+        ...     for batch in requests.generate(prompts).batches(64):
+        ...         requests.learn(batch)
+        ...         batch.ack()
     """
 
     def __init__(
@@ -59,7 +67,16 @@ class LengthRequests:
     def generate(
         self, prompts: Sequence[Prompt], *, number: int | None = None, timeout_s: float | None = None
     ) -> CompletionStream:
-        """Rank `prompts`, publish the plan, and request them as `Service.generate` does; same errors, same waits."""
+        """Rank prompts, publish the plan, and request them as `Service.generate` does; same errors, same waits.
+
+        Args:
+            prompts: token ids, and how many samples of each.
+            number: as of `Service.generate`; default None.
+            timeout_s: as of `Service.generate`; default None: no limit.
+
+        Returns:
+            The stream.
+        """
         expected = self._dispatcher.expect([prompt.ids for prompt in prompts]).tokens
         plan = self.plan(np.repeat(expected, [prompt.samples for prompt in prompts]))
         scores = expected.tolist() if plan.order == "longest" else None
@@ -68,8 +85,13 @@ class LengthRequests:
         )
 
     def plan(self, expected: Any) -> Plan:
-        """Plan a batch of samples with `expected` tokens ``[rows]`` for the generators that live now, publish the plan,
-        and return it.
+        """Plan a batch of samples for the generators that live now, and publish the plan.
+
+        Args:
+            expected: tokens of each sample, ``[rows]``.
+
+        Returns:
+            The plan.
         """
         table = self._service.table.name
         engines = live_engines(self._queue, table)
@@ -79,8 +101,12 @@ class LengthRequests:
         return plan
 
     def learn(self, batch: tq.Batch) -> None:
-        """Learn from finished samples of the service, before they are acked. Returns at once; raises the error of an
-        earlier lesson, if one failed.
+        """Learn from finished samples of the service, before they are acked. Returns at once.
+
+        Raises the error of an earlier lesson, if one failed.
+
+        Args:
+            batch: a batch of `CompletionStream.batches`.
         """
         prompts = [np.array(ids) for ids in batch["prompt_ids"]]
         groups, expected = batch.group_id.tolist(), batch[EXPECTED].numpy().astype(np.int64)
@@ -93,7 +119,10 @@ class LengthRequests:
             return self._dispatcher.figures()
 
     def close(self) -> None:
-        """End the thread after its last lesson. Raises the error of a failed lesson. A second call does nothing."""
+        """End the thread after its last lesson. A second call does nothing.
+
+        Raises the error of a lesson that failed.
+        """
         self._thread.shutdown()
         self._raise_failures()
 

@@ -38,9 +38,12 @@ _ORDERS: Final[dict[str, Callable[[], tq.Selector]]] = {
 
 
 class ColumnSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A declared column: its dtype and the shape of one row's value, with null where rows differ.
+    """A declared column. Undeclared columns get their type from the first values put.
 
-    Undeclared columns get their type from the first values put.
+    Args:
+        name: of the column.
+        dtype: such as "float32" or "str".
+        shape: of one row's value, with null where rows differ; default ``[]``: a scalar.
     """
 
     name: Name
@@ -51,7 +54,11 @@ class ColumnSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The stage takes whole groups only.
 
-    incomplete: what happens to a group that lost a row, or is not whole `deadline_s` after its first row was ready.
+    Args:
+        incomplete: what happens to a group that lost a row, or is not whole in time: ``"drop"`` (default), ``"refill"``
+            or ``"release"`` (`DeliverPartial`).
+        min_size: the fewest rows that ``"release"`` leases; default null: the group's size.
+        deadline_s: seconds from the first ready row until the group counts as incomplete; default null: no deadline.
     """
 
     incomplete: Literal["drop", "refill", "release"] = "drop"
@@ -60,8 +67,13 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class RetrySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When rows of a failed lease are leased again: after `first_s` seconds, then `factor` times longer each time, at
-    most `max_s`. After `attempts` failures a row is dropped (null: never).
+    """When rows of a failed lease are leased again.
+
+    Args:
+        first_s: seconds after the first failure; default 1.0.
+        factor: the factor from one wait to the next; default 2.0.
+        max_s: the longest wait in seconds; default 60.0.
+        attempts: failures after which a row is dropped; default null: never.
     """
 
     first_s: float = 1.0
@@ -75,8 +87,18 @@ class RetrySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class EngineStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A stage: the fields its engines need and give. A row is ready when all it `needs` is set, and goes to the stage
-    once.
+    """A stage: the fields that its engines need and give.
+
+    A row is ready when all its `needs` are set, and goes to the stage once.
+
+    Args:
+        name: of the stage.
+        needs: fields that a row must have.
+        gives: fields that the stage writes; default: none.
+        order: ``"fifo"`` (default), ``"oldest_version_first"``, ``"freshest"``, ``"longest_first"`` or ``"priority"``.
+        groups: take whole groups only; default null: single rows.
+        lease_s: seconds until a silent worker loses its rows; default 60.
+        retry: when rows of a failed lease are leased again; default ``RetrySpec()``.
     """
 
     name: Name
@@ -101,10 +123,16 @@ class EngineStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class PacingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How far prompts may run ahead of `stage`, usually the trainer: `depth` batches beyond the current one,
-    `max_staleness` versions.
+    """How far prompts may run ahead of a stage, usually the trainer.
 
-    on_stale: a row that is too old is dropped, kept, holds the clock (wait), or goes back to the stage `requeue_to`.
+    Args:
+        stage: name of the stage.
+        batch_rows: rows of one of its steps.
+        depth: batches that may be outstanding beyond the current one; default 1.
+        max_staleness: versions that a row may be behind; default null: no bound.
+        on_stale: a row that is too old is dropped (``"drop"``, default), kept (``"keep"``), holds the clock
+            (``"wait"``), or goes back (``"requeue"``).
+        requeue_to: the stage that rows go back to, with ``"requeue"``; default "".
     """
 
     stage: Name
@@ -115,7 +143,14 @@ class PacingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     requeue_to: str = ""
 
     def pacing(self, channel: str) -> tq.Pacing:
-        """Return it as a pacing of the queue; the weight channel `channel` is the clock."""
+        """Return it as a pacing of the queue.
+
+        Args:
+            channel: the weight channel that is the clock.
+
+        Raises:
+            UsageError: `requeue_to` without ``"requeue"``, or the other way round.
+        """
         return tq.Pacing(
             self.stage,
             batch_rows=self.batch_rows,
@@ -137,8 +172,14 @@ class PacingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class Engines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A job: its stages, and how far it may run ahead. Declaring the same job again changes nothing.
 
-    keep_rows: rows stay readable after the last stage, until they are deleted. rows_max: bound of live rows;
-    put_prompts waits at it.
+    Args:
+        stages: of the job, 1 to 64.
+        table: name of the table and of its weight channel; default ``"experience"``.
+        columns: declared columns; default: none.
+        pace: how far prompts may run ahead; default null: as far as there is room.
+        rows_max: the most live rows, at which prompts wait; default 65536.
+        bytes_max: the most bytes; default null: only the arena bounds them.
+        keep_rows: rows stay readable after the last stage, until they are deleted; default False.
     """
 
     stages: Annotated[list[EngineStage], msgspec.Meta(min_length=1, max_length=TASKS_MAX)]
@@ -150,7 +191,11 @@ class Engines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     keep_rows: bool = False
 
     def terms(self) -> dict[str, Any]:
-        """Return the arguments of `Queue.create_table`. Raises `UsageError` for an invalid declaration."""
+        """Return the arguments of `Queue.create_table`.
+
+        Raises:
+            UsageError: an invalid declaration.
+        """
         return {
             "fields": [tq.Field(column.name, column.dtype, tuple(column.shape)) for column in self.columns],
             "extra_fields": True,  # AsyncFlow's callers add columns as they go

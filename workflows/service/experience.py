@@ -25,10 +25,12 @@ BatchT = TypeVar("BatchT", tq.Batch, tq.AsyncBatch)
 
 
 class ExperienceIndex(Generic[BatchT]):
-    """Which rows a batch has: the key by which its results return. An array of row ids, int64 ``[rows]``, to numpy and
-    in a loop.
+    """The rows of a batch: the key by which its results return. To numpy and in a loop it is int64 ``[rows]``, row ids.
 
-    It holds the lease: a batch whose index is forgotten goes back to others.
+    It holds the lease: a batch whose index is collected goes back to others.
+
+    Args:
+        batch: the batch.
     """
 
     __slots__ = ("__weakref__", "batch")

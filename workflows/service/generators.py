@@ -45,16 +45,34 @@ def serve(
     emit: Callable[[Event], None] = lambda event: None,
     stall_s: float = STALL_S,
 ) -> int:
-    """Generate for the service `name` until it is sealed and drained, or until `stop` is set; return the number of
-    samples.
+    """Generate for a service until it is sealed and drained, or until `stop` is set.
 
-    rows: prompts of one request to `engine`; finished samples are committed one by one. slots: prompts that run at
-    once, in requests of at most `rows` (0: one request at a time). where: samples that this process prefers, such as
-    ``[tq.Compare("tokens", ">=", 1000)]``; it takes others while none of these is ready. dispatch: name of this engine,
-    unique in the service: it is measured, and takes samples as the plans of `LengthRequests` say (it needs slots).
-    weights: queue to pull weights from, such as the one of this host (None: `queue`). stall_s: longest wait for the
-    service, the first weights, newer ones, and prompts; raises `DeadlineExceeded` then. Failures of the engine are
-    handled as in `run_stage`. The caller closes the engine.
+    Failures of the engine are handled as in `run_stage`. The caller closes the engine.
+
+    Args:
+        queue: the queue of the service.
+        engine: the generator.
+        sampling: how its tokens are drawn.
+        name: of the service; default ``"experience"``.
+        weights: the queue to pull weights from, such as the one of this host; default None: `queue`.
+        rows: prompts of one request to `engine`; default 8. Finished samples are committed one by one.
+        slots: prompts that run at once, in requests of at most `rows`; default 0: one request at a time.
+        where: samples that this process prefers, such as ``[tq.Compare("tokens", ">=", 1000)]``; it takes others while
+            none of these is ready. Default: none.
+        dispatch: name of this engine, unique in the service: it is measured, and takes samples as the plans of
+            `LengthRequests` say (it needs slots). Default "": it is not.
+        stop: ends the loop; default None.
+        emit: is called with each event; default: does nothing.
+        stall_s: longest wait in seconds for the service, the first weights, newer ones, and prompts; default 1e9: no
+            limit.
+
+    Returns:
+        The number of samples.
+
+    Raises:
+        DeadlineExceeded: a wait took longer than `stall_s`.
+        SchemaError: the service has other stages than those of `stream_engines`.
+        UsageError: `dispatch` without slots.
     """
     if dispatch and not slots:
         raise UsageError(f'dispatch="{dispatch}" with slots=0: a plan says how many samples run at once; give slots')

@@ -86,13 +86,14 @@ def stream_engines(
     generated again.
 
     Args:
-        table: name of the table and of its weight channel.
-        groups: samples of a prompt are consumed together.
-        batch_rows: rows of a training step, by which requests are paced; None: only the room of the table bounds them.
-        depth: batches that may run ahead of the one being trained.
-        max_staleness: versions that a sample's weights may be behind; None: any number.
-        rows_max: bound of live rows.
-        lease_s: lease of the samples that a stream yields.
+        table: name of the table and of its weight channel; default ``"experience"``.
+        groups: samples of a prompt are consumed together; default False.
+        batch_rows: rows of a training step, by which requests are paced; default None: only the room of the table
+            bounds them.
+        depth: batches that may run ahead of the one being trained; default 1.
+        max_staleness: versions that a sample's weights may be behind; default 1; None: any number.
+        rows_max: the most live rows; default 65536.
+        lease_s: lease in seconds of the samples that a stream yields; default 600.
     """
     pace = None
     if batch_rows is not None:

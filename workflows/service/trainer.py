@@ -44,7 +44,17 @@ class JobService(Service):
         notice: Any = None,
         timeout_s: float | None = None,
     ) -> None:
-        """As `Service.weight_sync_notify`. Engines load all that is published, so tensors travel without a notice."""
+        """Announce weights, as `Service.weight_sync_notify`. Engines load all that is published.
+
+        Args:
+            version: of the weights.
+            tensors: to publish, by name; default None: none. They travel without a notice.
+            notice: any JSON of at most 4096 bytes; default None.
+            timeout_s: seconds to wait; default None: no limit.
+
+        Raises:
+            UsageError: tensors with a notice. Other errors are those of `Service.weight_sync_notify`.
+        """
         if tensors and notice is not None:
             raise UsageError(
                 "tensors with a notice: the job's engines would load the notice as a weight; give one of them"
@@ -53,12 +63,18 @@ class JobService(Service):
 
 
 class JobTrainer:
-    """A job: `fit` runs all of it, `init_engines` all but the stages that the caller plays. A context manager: leaving
-    it ends all processes.
+    """A job: `fit` runs all of it, `init_engines` all but the stages that the caller plays.
 
-    plays: names of processes that are not started, such as ``prompts`` and ``train``. folder: of the run (None: a new
-    one in ``runs/``). code: folder whose modules rewards may name. `UsageError` for a name that the job has no process
-    of, and all that refuses a job.
+    A context manager: leaving it ends all processes.
+
+    Args:
+        job: the job.
+        plays: names of processes that are not started, such as ``prompts`` and ``train``; default: none.
+        folder: of the run; default None: a new one in ``runs/``.
+        code: folder whose modules rewards may name; default None.
+
+    Raises:
+        UsageError: a name that the job has no process of, or a job that cannot run.
     """
 
     def __init__(
@@ -74,14 +90,24 @@ class JobTrainer:
         self._service: JobService | None = None
 
     def fit(self) -> JobOutcome:
-        """Run the whole job to its end, as `transferqueue train` does. `UsageError` if the caller plays a stage."""
+        """Run the whole job to its end, as `transferqueue train` does. Blocks.
+
+        Raises:
+            UsageError: the caller plays a stage.
+            StageFailed: a stage cannot work.
+        """
         if self._plays:
             raise UsageError(f"the caller plays {listing(self._plays)}: call init_engines, play, seal and wait")
         return run_job(self.job, folder=self._folder, code=self._code)
 
     def init_engines(self) -> JobService:
-        """Start the server and the processes, and return the service: `put_prompts_data`, `get_experience_data` and the
-        others.
+        """Start the server and the processes.
+
+        Returns:
+            The service: `put_prompts_data`, `get_experience_data` and the others.
+
+        Raises:
+            UsageError: the engines of this trainer were started before.
         """
         if self._service is not None:
             raise UsageError("the engines of this trainer were started; make another one for another run")
@@ -113,7 +139,7 @@ class JobTrainer:
             self._flow.run()
 
     def close(self) -> None:
-        """End all processes. Again: nothing."""
+        """End all processes. A second call does nothing."""
         self._stack.close()
 
     def __enter__(self) -> Self:

@@ -44,11 +44,22 @@ def run_stage(
     emit: Callable[[Event], None],
     stop: threading.Event | None = None,
 ) -> int:
-    """Serve `stage` until its table ends, or until `stop` is set; return the number of rows done.
+    """Serve a stage until its table ends, or until `stop` is set. Blocks until every batch that was begun has ended.
 
-    Blocks until every batch that was begun has ended; a stop takes `LEASE_WAIT_S` more at most. Raises
-    `DeadlineExceeded` when no row came for ``stage.stall_s`` (its text says what is missing), `StageFailedInProcess`
-    (rule 3), and `PeerError` when the queue is gone.
+    Args:
+        table: the table.
+        stage: its task, and the rows of one call.
+        work: the function of the stage.
+        emit: is called with each event, from one thread at a time.
+        stop: ends the loop, within 2 s if it waits for rows; default None.
+
+    Returns:
+        The number of rows done.
+
+    Raises:
+        DeadlineExceeded: no row came for ``stage.stall_s``; the text says what is missing.
+        StageFailedInProcess: the function said that another try would fail the same, or failed too often.
+        PeerError: the queue is gone.
     """
     if stage.slots:
         return Feeder(table, stage, work, emit=emit, stop=stop).run()
@@ -98,11 +109,23 @@ def run_source(
     stop: threading.Event | None = None,
     stall_s: float = STALL_S,
 ) -> int:
-    """Put rows as fast as the table admits them, until the source has no more or `stop` is set; return the number of
-    rows put.
+    """Put rows as fast as the table admits them, until the source has no more or `stop` is set.
 
-    Also ends when the table is sealed. Blocks: waits for room at the server, at most `stall_s` (then
-    `DeadlineExceeded`). An error of `produce` is raised unchanged, and its reservation is released.
+    Also ends when the table is sealed. Blocks: waits for room at the server. An error of `produce` is raised unchanged,
+    and its reservation is released.
+
+    Args:
+        table: the table.
+        produce: the source.
+        emit: is called with each event.
+        stop: ends the loop before the next put; default None.
+        stall_s: longest wait for room in seconds; default 1e9: no limit.
+
+    Returns:
+        The number of rows put.
+
+    Raises:
+        DeadlineExceeded: there was no room for `stall_s`.
     """
     rows_put = 0
     while not (stop and stop.is_set()) and (rows := produce.wants()):

@@ -33,16 +33,28 @@ EXIT_FINAL: Final = 65
 
 
 class StageJob(msgspec.Struct, frozen=True, kw_only=True):
-    """The work of one process. factory: ``package.module:function``. stage: None for a source.
+    """The work of one process.
 
-    settings: plain values, for the factory. instance: number of this process among those of the stage. loop: the
-    function of the factory is called once, without arguments, and leases rows itself until it returns. directory:
-    folder of the run, for files of the process ("": none). elastic: the process is one of several that come and go:
-    SIGTERM by its host drains it, and it is not started again. weights: address of the server whose channels have the
-    weights, such as that of the site ("": the queue's). together: processes with the same name here work only together,
-    such as ranks: if one dies, all are started again ("": alone). stall_s: longest wait of a source for room; a stage
-    has its own. place: directory that relative paths are of, for a process that is started on another machine ("": the
-    process's own).
+    Args:
+        name: of the stage or source.
+        table: name of its table.
+        factory: ``package.module:function``.
+        stage: its task, and the rows of one call; default None: it is a source.
+        settings: plain values, for the factory; default: none.
+        instance: number of this process among those of the stage; default 0.
+        timeout_s: seconds to wait for the server and for the table; default 30.
+        loop: call the function of the factory once, without arguments; it leases rows itself until it returns. Default
+            False.
+        directory: folder of the run, for files of the process; default "": none.
+        elastic: the process is one of several that come and go: SIGTERM by its host drains it, and it is not started
+            again. Default False.
+        together: processes with the same name here work only together, such as ranks: if one dies, all are started
+            again. Default "": alone.
+        weights: address of the server whose channels have the weights, such as that of the site; default "": the
+            queue's.
+        stall_s: longest wait of a source for room in seconds; default 1e9: no limit. A stage has its own.
+        place: directory that relative paths are of, for a process that is started on another machine; default "": the
+            process's own.
     """
 
     name: str

@@ -38,17 +38,28 @@ class Logger(Protocol):
     """Stores metrics of steps. Called by one thread; steps ascend, and a step may come twice."""
 
     def __call__(self, step: int, figures: Mapping[str, float], /) -> None:
-        """Store `figures` of `step`."""
+        """Store metrics of a step.
+
+        Args:
+            step: number of the step.
+            figures: the metrics, by name.
+        """
 
 
 def logged(log: Logger, observe: Observe = lambda label, event: None) -> Observe:
-    """An `observe` for a flow that tells `log` of each step and evaluation, and `observe` of every event.
+    """Return an `observe` for a flow that passes each step and evaluation to a logger.
 
-    >>> seen = []
-    >>> hear = logged(lambda step, figures: seen.append((step, dict(figures))))
-    >>> hear("train-0", Figures(kind="step", at=0.0, values={"step": 3, "loss": 0.5, "staleness": {"0": 1, "1": 3}}))
-    >>> seen
-    [(3, {'loss': 0.5, 'staleness': 0.75})]
+    Args:
+        log: the logger.
+        observe: is called with every event, too; default: does nothing.
+
+    Example:
+        >>> seen = []
+        >>> hear = logged(lambda step, figures: seen.append((step, dict(figures))))
+        >>> values = {"step": 3, "loss": 0.5, "staleness": {"0": 1, "1": 3}}
+        >>> hear("train-0", Figures(kind="step", at=0.0, values=values))
+        >>> seen
+        [(3, {'loss': 0.5, 'staleness': 0.75})]
     """
     last = 0
 
@@ -123,7 +134,14 @@ LOGGERS: Final = {"tensorboard": tensorboard, "wandb": wandb}
 
 
 def logger_named(name: str) -> Callable[[Path], Any]:
-    """Return one of `LOGGERS`; raises `NotFound` that lists them."""
+    """Return a logger by its name: a context manager that is called with the folder of a run.
+
+    Args:
+        name: ``"tensorboard"`` or ``"wandb"``.
+
+    Raises:
+        NotFound: another name; the text lists the known ones.
+    """
     if name not in LOGGERS:
         raise NotFound(f"logger {name!r} is unknown; there are {', '.join(LOGGERS)}")
     return LOGGERS[name]
