@@ -14,7 +14,7 @@
     │   ├── Forked                    a handle used in a forked child
     │   ├── PermissionDenied          this client's role may not do that
     │   └── AddressInUse              a second server on one address
-    ├── FlowSignal                nobody: wait, drop or finish
+    ├── FlowSignal                no fault: wait, drop or finish
     │   ├── EndOfTable                sealed and drained: no row will come any more
     │   ├── RowsEnded                 rows that a lease waits for were dropped, deleted or finished
     │   ├── DeadlineExceeded          a wait ended by its deadline; says what is missing and who holds it
@@ -99,7 +99,7 @@ class AddressInUse(UsageError):
 
 
 class FlowSignal(TransferQueueError):
-    """Nobody is at fault: wait, drop or finish."""
+    """The flow of rows, and no fault: wait, drop or finish."""
 
 
 class EndOfTable(FlowSignal):
@@ -109,7 +109,7 @@ class EndOfTable(FlowSignal):
 class RowsEnded(FlowSignal):
     """Rows that a lease waited for have ended, so it waits for them no longer. The call changed nothing.
 
-    ordinals: first and last ordinal of each awaited span of which every row has ended.
+    `ordinals` has the first and the last ordinal of each awaited span of which every row has ended.
     """
 
     def __init__(self, text: str, ordinals: tuple[tuple[int, int], ...] = ()) -> None:
@@ -178,7 +178,7 @@ class DiskFailed(JournalFailed):
     """The disk of a server's state is full, or gives errors. Nothing is damaged. The server ends, or waits with its
     start, until the disk works.
 
-    is_full: it may work again with more room.
+    `is_full` says whether it may work again with more room.
     """
 
     def __init__(self, text: str, *, is_full: bool = True) -> None:

@@ -44,9 +44,12 @@ class NemoRlMissing(NotFound, KeyError):
 
 
 class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
-    """NeMo-RL's data plane on `queue`. Every method may be called from any thread.
+    """NeMo-RL's data plane on a queue. Every method may be called from any thread.
 
-    samples_max: of one partition. owned: a resource that `close` ends besides the queue.
+    Args:
+        queue: the queue, which `close` ends.
+        samples_max: the most samples of one partition; default 1048576.
+        owned: ends a resource that `close` ends besides the queue; default None.
     """
 
     def __init__(
@@ -72,8 +75,16 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
     ) -> None:
         """Declare a partition and its consumers. A second call adds consumers; samples and claims stay.
 
-        fields, grpo_group_size, enums: ignored; puts create fields, and text is stored as text. Raises `Impossible` for
-        more samples than a partition may have.
+        Args:
+            partition_id: name of the partition.
+            fields: ignored; puts create fields.
+            num_samples: the most samples that it will have.
+            consumer_tasks: names of the consumers.
+            grpo_group_size: ignored.
+            enums: ignored; text is stored as text.
+
+        Raises:
+            Impossible: more samples than a partition may have.
         """
         del fields, grpo_group_size, enums
         if num_samples > self._samples_max:
@@ -95,13 +106,26 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
         blocking: bool = True,
         timeout_s: float = 60.0,
     ) -> KVBatchMeta:
-        """Claim samples for `task_name` that have `required_fields`. A sample is claimed once for a task.
+        """Claim samples for a task that have the required fields. A sample is claimed once for a task.
 
-        With `blocking`, waits at the server for `batch_size` samples; without, claims those that are ready, at most
-        that many. dp_rank: ignored.
-        Raises `DeadlineExceeded` (a ``TimeoutError``) that says what is missing, with nothing claimed; `NemoRlMissing`
-        for a partition or task that was not registered; `UsageError` for other fields than in the task's earlier
-        claims.
+        Args:
+            partition_id: name of the partition.
+            task_name: name of the task.
+            required_fields: fields that a sample must have.
+            batch_size: the number of samples.
+            dp_rank: ignored.
+            blocking: wait at the server for `batch_size` samples; default True. False: claim those that are ready, at
+                most that many.
+            timeout_s: seconds to wait; default 60.
+
+        Returns:
+            Ids, tags and lengths of the samples.
+
+        Raises:
+            DeadlineExceeded: too few samples in time (a ``TimeoutError``, whose text says what is missing). None was
+                claimed.
+            NemoRlMissing: a partition or task that was not registered.
+            UsageError: other fields than in the task's earlier claims, or a `batch_size` below 1.
         """
         del dp_rank
         if batch_size < 1:
@@ -128,8 +152,16 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
         )
 
     def get_data(self, meta: KVBatchMeta, select_fields: list[str] | None = None) -> TensorDict:
-        """Read fields of the samples in `meta`, by default the fields in `meta`. Raises `UsageError` if neither names
-        fields."""
+        """Read fields of samples that were claimed or put.
+
+        Args:
+            meta: the samples.
+            select_fields: the fields; default None: those in `meta`.
+
+        Raises:
+            UsageError: neither names fields.
+            NemoRlMissing: a sample is missing, or does not have a field.
+        """
         fields = meta.fields if select_fields is None else select_fields
         if fields is None:
             raise UsageError(
@@ -139,7 +171,15 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
         return self.get_samples(meta.sample_ids, meta.partition_id, list(fields))
 
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
-        """Whether there are samples, and each task has claimed all of them."""
+        """Return whether there are samples, and each task has claimed all of them.
+
+        Args:
+            partition_id: name of the partition.
+            task_names: the tasks.
+
+        Raises:
+            NemoRlMissing: the partition was not registered.
+        """
         table = self._partition(partition_id)
         stats = table.stats()
         claims = [stats.tasks.get(_claims(task)) for task in task_names]
@@ -154,10 +194,19 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
         fields: TensorDict | None = None,
         tags: list[dict[str, Any]] | None = None,
     ) -> KVBatchMeta:
-        """Write fields and merge tags of samples in one commit; creates samples and partition if they are new.
+        """Write fields and merge tags of samples in one commit. New samples and a new partition are created.
 
-        fields: tensors of any layout, and non-tensor leaves of plain values (never pickled). A device's tensors are
-        copied directly from it. Raises `SchemaError` for values that do not fit the field, `Full` for too many samples.
+        Args:
+            sample_ids: keys of the samples.
+            partition_id: name of the partition.
+            fields: tensors of any layout, and non-tensor leaves of plain values (never pickled); default None. A
+                device's tensors are copied directly from it.
+            tags: one dict for each sample; default None.
+
+        Raises:
+            Full: too many samples.
+            SchemaError: values that do not fit the field.
+            UsageError: another number of fields or tags than of samples.
         """
         _check_put(sample_ids, partition_id, fields, tags)
         if sample_ids:
@@ -172,11 +221,18 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
         )
 
     def get_samples(self, sample_ids: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
-        """Read fields of samples, claimed or not. Tensors are dense if all of these samples have one shape, else
-        nested.
+        """Read fields of samples, claimed or not.
 
-        Columns that lie together in memory are not copied. Raises `NemoRlMissing` for missing samples, and for fields
-        that not all of them have.
+        Tensors are dense if all of these samples have one shape, else nested. Columns that lie together in memory are
+        not copied.
+
+        Args:
+            sample_ids: keys of the samples.
+            partition_id: name of the partition.
+            select_fields: the fields.
+
+        Raises:
+            NemoRlMissing: a sample is missing, or not all of them have a field.
         """
         if not sample_ids:
             return TensorDict({}, batch_size=(0,))
@@ -190,7 +246,12 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
         return TensorDict({name: _uniform(samples.get(name)) for name in select_fields}, batch_size=(len(sample_ids),))
 
     def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None:
-        """Delete samples; None: all samples of the partition. Samples that do not exist are ignored."""
+        """Delete samples. Samples that do not exist are ignored.
+
+        Args:
+            sample_ids: keys of the samples; None: all samples of the partition.
+            partition_id: name of the partition.
+        """
         table = self._partitions.find(partition_id)
         rows: list[int] = []
         if table is not None and sample_ids is None:
@@ -238,12 +299,19 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
 
 
 def build(cfg: DataPlaneConfig, *, bootstrap: bool = True) -> QueueDataPlaneClient:
-    """Create the client for `cfg`, as NeMo-RL's factory calls it.
+    """Create the client for a configuration, as NeMo-RL's factory calls it.
 
-    ``controller_address``: address or join token of a running server. Without it, and with Ray, the driver
-    (`bootstrap`) deploys a server on Ray, which ends with the client, and workers look it up; without Ray the driver
-    embeds one. ``storage_capacity`` bounds the samples of a partition. Options of other implementations, such as
-    ``backend``, are ignored.
+    ``controller_address`` is the address or join token of a running server. Without it, and with Ray, the driver
+    deploys a server on Ray, which ends with the client, and workers look it up; without Ray the driver embeds one.
+    ``storage_capacity`` bounds the samples of a partition. Options of other implementations, such as ``backend``, are
+    ignored.
+
+    Args:
+        cfg: the configuration.
+        bootstrap: this is the driver; default True.
+
+    Raises:
+        UsageError: a worker without an address and without Ray.
     """
     samples_max = int(cfg["storage_capacity"])
     address = cfg.get("controller_address")

@@ -55,7 +55,17 @@ ROWS_MAX: Final = 1024
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine as it tells of itself. name: unique among engines. serves: the class that its settings bind it to."""
+    """An engine as it reports itself.
+
+    Args:
+        name: unique among engines.
+        slots: rows that it can generate at once, at least 1.
+        serves: the class that its settings bind it to; default ``"any"``.
+        curve: its time for a token; default: nothing was measured.
+
+    Raises:
+        UsageError: `slots` below 1.
+    """
 
     name: str
     slots: int
@@ -68,15 +78,27 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineLane(msgspec.Struct, frozen=True):
-    """What a plan says to one engine: the class that it prefers, and the rows that it runs at once."""
+    """The part of a plan that is for one engine.
+
+    Args:
+        lane: the class of rows that it prefers.
+        slots: the rows that it runs at once.
+    """
 
     lane: Lane
     slots: int
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan for one batch. lanes: by the name of the engine; one that is not named prefers none. predicted_s, given_s:
-    simulated seconds of this plan and of the given order (0: nothing was simulated). why: in words.
+    """A plan for one batch.
+
+    Args:
+        order: ``"longest"``: the longest rows first; default ``"given"``: as given.
+        cut: expected tokens from which a row is of the tail; default 0.
+        lanes: by the name of the engine; one that is not named prefers no class. Default: none.
+        predicted_s: simulated seconds of this plan; default 0.0: nothing was simulated.
+        given_s: simulated seconds of the given order; default 0.0.
+        why: the reason, in words.
     """
 
     order: Literal["given", "longest"] = "given"
@@ -100,11 +122,20 @@ def plan_batch(
     seed: int = 0,
     overlapping: bool = False,
 ) -> Plan:
-    """Return the plan for rows of `expected` tokens ``[rows]``. ratios: actual over expected lengths of earlier rows
-    (empty: predictions are exact).
+    """Plan which engine generates which rows of a batch.
 
-    seed: which ratio each row gets. overlapping: the next batch may be generated before this one has ended (rule 5).
-    Raises `UsageError` for no rows or for lengths below 1.
+    Args:
+        expected: expected tokens of each row, ``[rows]``, at least 1.
+        engines: the engines.
+        ratios: actual over expected lengths of earlier rows; empty: predictions are exact.
+        seed: chooses which ratio each row gets; default 0.
+        overlapping: the next batch may be generated before this one has ended; default False.
+
+    Returns:
+        The plan.
+
+    Raises:
+        UsageError: no rows, or lengths below 1.
     """
     if expected.ndim != 1 or not expected.size or expected.min() < 1:
         raise UsageError(f"expected {expected.shape}: give one positive number of tokens a row, for at least one row")

@@ -43,12 +43,20 @@ RowT = TypeVar("RowT")
 
 
 class DecodeCurve(msgspec.Struct, frozen=True):
-    """Milliseconds for a token at each batch size, both ascending. Empty: nothing was measured. refill_ms: of a slot
-    between two rows, one slot after another.
+    """Milliseconds for a token at each batch size.
 
-    >>> curve = DecodeCurve((1.0, 4.0), (10.0, 13.0))
-    >>> [curve.token_ms(rows) for rows in (0.5, 1, 2, 4, 8)]
-    [10.0, 10.0, 11.0, 13.0, 26.0]
+    Args:
+        rows: batch sizes, ascending; default: nothing was measured.
+        ms: milliseconds for a token at each of them, ascending.
+        refill_ms: milliseconds of a slot between two rows, one slot after another; default 0.0.
+
+    Raises:
+        UsageError: numbers that are no curve.
+
+    Example:
+        >>> curve = DecodeCurve((1.0, 4.0), (10.0, 13.0))
+        >>> [curve.token_ms(rows) for rows in (0.5, 1, 2, 4, 8)]
+        [10.0, 10.0, 11.0, 13.0, 26.0]
     """
 
     rows: tuple[float, ...] = ()
@@ -65,10 +73,16 @@ class DecodeCurve(msgspec.Struct, frozen=True):
             raise UsageError(f"refill_ms={self.refill_ms} is no time; give 0 or more milliseconds")
 
     def token_ms(self, rows: float) -> float:
-        """Return the milliseconds of a token of each of `rows` rows. Raises `UsageError` if nothing was measured.
+        """Return the milliseconds of a token of each of `rows` rows.
 
         Between two measurements it is linear. Fewer rows than were measured are no faster than the fewest; more cost as
         many times more as they are more.
+
+        Args:
+            rows: rows at once.
+
+        Raises:
+            UsageError: nothing was measured.
         """
         if not self.rows:
             raise UsageError("this curve has no measurement; let the engine generate first")
@@ -78,8 +92,13 @@ class DecodeCurve(msgspec.Struct, frozen=True):
 
 
 class LaneEngine(msgspec.Struct, frozen=True):
-    """An engine as a plan uses it: its slots, its curve, the class that it prefers, and the seconds of a row before its
-    first token (rule 1).
+    """An engine as a plan uses it.
+
+    Args:
+        slots: rows that it generates at once.
+        curve: its time for a token.
+        lane: the class of rows that it prefers; default ``"any"``.
+        prompt_s: seconds of a row before its first token; default 0.0.
     """
 
     slots: int
@@ -230,9 +249,17 @@ class Generation(Generic[RowT]):
 def generation_s(
     lengths: Lengths, expected: Lengths, engines: Sequence[LaneEngine], *, longest_first: bool, cut: int = 0
 ) -> float:
-    """Return the seconds until all rows are generated. lengths, expected: ``[rows]`` positive tokens.
+    """Return the seconds until all rows are generated.
 
-    Raises `UsageError` for other shapes, for no engine, and for one without slots or curve.
+    Args:
+        lengths: tokens of each row, ``[rows]``, positive.
+        expected: tokens that the dispatch expects of each row, ``[rows]``, positive.
+        engines: the engines.
+        longest_first: generate rows in the order of their expected lengths, not as given.
+        cut: expected tokens from which a row is of the tail; default 0.
+
+    Raises:
+        UsageError: other shapes, no engine, or one without slots or curve.
     """
     return _batch_ends(lengths, expected, engines, longest_first, cut, copies=1)[0]
 
@@ -244,8 +271,17 @@ _COPIES = 4
 def period_s(
     lengths: Lengths, expected: Lengths, engines: Sequence[LaneEngine], *, longest_first: bool, cut: int = 0
 ) -> float:
-    """Return the seconds that each of many such batches adds, if the next is always there to fill free slots. Otherwise
-    as `generation_s`.
+    """Return the seconds that each of many such batches adds, if the next is always there to fill free slots.
+
+    Args:
+        lengths: as of `generation_s`.
+        expected: as of `generation_s`.
+        engines: as of `generation_s`.
+        longest_first: as of `generation_s`.
+        cut: as of `generation_s`; default 0.
+
+    Raises:
+        UsageError: as of `generation_s`.
     """
     ends = _batch_ends(lengths, expected, engines, longest_first, cut, copies=_COPIES)
     return max(0.0, (ends[-2] - ends[0]) / (_COPIES - 2))

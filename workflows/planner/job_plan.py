@@ -58,10 +58,17 @@ Objective = Literal["speed", "money"]
 
 
 class DevicePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How to run the job. instances: by stage (`train`: units that share a batch). micro_rows: the trainer's
-    `at_least`. slots: rows that an instance generates at once.
+    """How to run a job.
 
-    generates_on, trains_on: names of the kinds of devices. price: of all devices for an hour.
+    Args:
+        instances: by stage; of ``train``: units that share a batch.
+        micro_rows: the trainer's `at_least`.
+        depth: batches that may be outstanding beyond the current one.
+        devices: all devices.
+        slots: rows that an instance generates at once.
+        generates_on: name of the kind of devices that generate; default "".
+        trains_on: name of the kind of devices that train; default "".
+        price: of all devices for an hour; default 0.0.
     """
 
     instances: dict[str, int]
@@ -80,8 +87,15 @@ class DevicePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan with its bound and its simulation. bound_s, step_s: seconds of a step, the first one's wait included.
-    idle: idle share by stage. cost: price of a step's devices.
+    """A plan with its bound and its simulation.
+
+    Args:
+        plan: the plan.
+        bound_s: lower bound of a step in seconds, the first one's wait included.
+        step_s: simulated seconds of a step, the first one's wait included.
+        cost: price of a step's devices.
+        idle: idle share by stage.
+        simulated: the simulation.
     """
 
     plan: DevicePlan
@@ -97,12 +111,24 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
         return float(np.median(np.diff(self.simulated.steps))) if len(self.simulated.steps) > 1 else self.step_s
 
     def objective(self, objective: Objective) -> float:
-        """What is to be small."""
+        """Return the figure to minimise.
+
+        Args:
+            objective: ``"money"``: the cost; ``"speed"``: the seconds of a step.
+        """
         return self.cost if objective == "money" else self.step_s
 
 
 def plan(profile: Profile, objective: Objective = "speed") -> list[Planned]:
-    """Return the plans that were simulated, best first. Raises `UsageError` for a profile without a possible plan."""
+    """Return the plans that were simulated, best first.
+
+    Args:
+        profile: costs and budget of the job.
+        objective: ``"speed"`` (default) or ``"money"``.
+
+    Raises:
+        UsageError: a profile without a possible plan.
+    """
     check(profile)
     lengths, simulated = draw_lengths(profile), list[Planned]()
     first = algorithm_1(profile)

@@ -100,8 +100,13 @@ class StageProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TrialFactors(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a trial run showed. generation, train: their busy time over that of the same plan predicted from each alone.
-    wait_s: of a step beyond that.
+    """Factors that a trial run showed.
+
+    Args:
+        depth: of the trial.
+        generation: busy time of generation over that of the same plan predicted from generation alone; default 1.0.
+        train: the same of training; default 1.0.
+        wait_s: seconds of a step beyond that; default 0.0.
     """
 
     depth: int
@@ -110,12 +115,20 @@ class TrialFactors(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wait_s: float = 0.0
 
     def generating(self, alone: GenerationProfile) -> GenerationProfile:
-        """Return the costs of generation in the whole job."""
+        """Return the costs of generation in the whole job.
+
+        Args:
+            alone: costs of generation alone.
+        """
         token_ms = [(rows, ms * self.generation) for rows, ms in alone.token_ms]
         return msgspec.structs.replace(alone, token_ms=token_ms, prompt_ms=alone.prompt_ms * self.generation)
 
     def training(self, alone: StageProfile) -> StageProfile:
-        """Return the costs of training in the whole job. A step waits before its weights generate."""
+        """Return the costs of training in the whole job. A step waits before its weights generate.
+
+        Args:
+            alone: costs of training alone.
+        """
         return msgspec.structs.replace(
             alone,
             row_s=alone.row_s * self.train,
@@ -126,8 +139,15 @@ class TrialFactors(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DeviceKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Devices of one kind at one site. generation, train: costs on them (None: those of the profile). price: of one
-    device for an hour.
+    """Devices of one kind at one site.
+
+    Args:
+        name: of the kind.
+        devices: their number.
+        price: of one device for an hour, in any currency; default 1.0.
+        site: name of the site; default "".
+        generation: costs on them; default None: those of the profile.
+        train: costs on them; default None: those of the profile.
     """
 
     name: str
@@ -178,8 +198,15 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load(path: Path) -> Profile:
-    """Read and check a profile. Raises `NotFound` for a file that does not exist, `UsageError` for an invalid
-    profile."""
+    """Read and check a profile.
+
+    Args:
+        path: of a TOML file.
+
+    Raises:
+        NotFound: the file does not exist.
+        UsageError: an invalid profile.
+    """
     try:
         profile = msgspec.toml.decode(path.read_bytes(), type=Profile)
     except FileNotFoundError as error:
@@ -273,10 +300,21 @@ def _need(holds: bool, subject: str, value: object, rule: str) -> None:
 
 
 def calibrated(profile: Profile, timeline: Path) -> tuple[Profile, dict[str, float]]:
-    """Return `profile` with `row_s` of every stage that works in `timeline` (written by `write_chrome_trace`), and
-    these values by stage.
+    """Return a profile with the seconds a row that a run's timeline shows.
 
-    `row_s` is the busy time over the rows; `call_s` of such a stage becomes 0, since the busy time includes it.
+    `row_s` of each stage that works in the timeline is its busy time over its rows; its `call_s` becomes 0, since the
+    busy time includes it.
+
+    Args:
+        profile: the profile.
+        timeline: a file that `write_chrome_trace` wrote.
+
+    Returns:
+        The profile, and the seconds a row by stage.
+
+    Raises:
+        NotFound: the timeline does not exist.
+        UsageError: it is no trace of a flow, or shows none of the profile's stages.
     """
     try:
         events = json.loads(timeline.read_text(encoding="utf-8"))["traceEvents"]
