@@ -137,7 +137,7 @@ class PartsLoader:
 
     @property
     def parts(self) -> dict[str, tq.Slice | None]:
-        """What is pulled of the next version (None: all of the tensor); empty: everything."""
+        """The part of each tensor that is pulled of the next version; None: all of it. Empty: all tensors, whole."""
         return {name: _slice_of(box, self._published[name]) for name, box in self._taken.items() if box is not None}
 
     def load(self, load_weights: LoadWeights, *, version: int, timeout_s: float) -> None:

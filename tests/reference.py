@@ -2,6 +2,8 @@
 ``python -m tests.reference`` prints the counts."""
 
 import ast
+import contextlib
+import enum
 import importlib
 import importlib.util
 import inspect
@@ -125,19 +127,37 @@ def without_arguments() -> list[str]:
     return unexplained
 
 
-MADE_BY_THE_QUEUE = ("Column", "Deployment", "Rows", "Weights")
+MADE_BY_A_CALL = (
+    *("Column", "Deployment", "Rows", "Weights"),
+    *("CompletionStream", "ExperienceStream", "JobService", "Service"),
+)
 """Classes, beside the handles of both APIs, whose objects come from a call: how they are made is no contract."""
 
 
 def _callables() -> Iterator[tuple[str, Any, str | None]]:
     handles = {name for name in tq.__all__ if name.startswith(OF_A_TABLE)}
-    handles |= {name.removeprefix(OF_A_TABLE) for name in handles} | set(MADE_BY_THE_QUEUE)
-    for name in tq.__all__:
-        value = getattr(tq, name)
-        if inspect.isfunction(value) or (_is_described(value) and name not in handles):
+    handles |= {name.removeprefix(OF_A_TABLE) for name in handles}
+    for name, value in _public_values():
+        last = name.rpartition(".")[2]
+        made_by_a_call = last in handles or last.removeprefix(OF_A_TABLE) in MADE_BY_A_CALL
+        if inspect.isfunction(value) or (_is_described(value) and not made_by_a_call and not _is_abstract(value)):
             yield name, value, value.__doc__
         if _is_described(value):
             yield from _methods_of(name, value)
+
+
+def _public_values() -> Iterator[tuple[str, Any]]:
+    """Every public name with its value, but those whose engine or framework is not installed."""
+    yield from ((name, getattr(tq, name)) for name in tq.__all__)
+    for module in DOCUMENTED:
+        for name in names_of(module):
+            with contextlib.suppress(ModuleNotFoundError):
+                yield f"{module}.{name}", getattr(importlib.import_module(f"transferqueue.{module}"), name)
+
+
+def _is_abstract(value: type) -> bool:
+    """Whether it is a protocol or an enumeration, whose objects are not made by calls."""
+    return getattr(value, "_is_protocol", False) or issubclass(value, enum.Enum)
 
 
 def _is_described(value: Any) -> bool:
@@ -149,7 +169,7 @@ def _methods_of(name: str, value: type) -> Iterator[tuple[str, Any, str | None]]
         function = inspect.getattr_static(value, member)
         function = getattr(function, "__func__", function)  # of a class method
         is_ours = inspect.isfunction(function) and function.__module__.startswith("transferqueue.")
-        if is_ours and not member.startswith("_"):
+        if is_ours and (member == "__call__" or not member.startswith("_")):
             yield f"{name}.{member}", function, function.__doc__
 
 

@@ -38,7 +38,7 @@ class AsyncExperienceStream:
         return self._outstanding.add(await anext(self._loader))
 
     async def aclose(self) -> None:
-        """Release what was not taken and every batch without results. A second call does nothing."""
+        """Release the batches that were not taken, and every batch without results. A second call does nothing."""
         await self._loader.aclose()
         for batch in self._outstanding.left():
             await batch.release()

@@ -39,7 +39,7 @@ class ExperienceStream:
         return self._outstanding.add(next(self._loader))
 
     def close(self) -> None:
-        """Release what was not taken and every batch without results. A second call does nothing."""
+        """Release the batches that were not taken, and every batch without results. A second call does nothing."""
         self._loader.close()
         for batch in self._outstanding.left():
             batch.release()

@@ -78,7 +78,7 @@ class ReservationBase(ProcessBound):
         self._left.rows = max(0, self._left.rows - rows)
 
     def give_up(self) -> None:
-        """Return what is left without waiting for an answer, as after an error, which is the one to see."""
+        """Return the rows that are left, without waiting for an answer, as after an error, which is the one to see."""
         _return_at_collection(self._client, self._left, self._unreserve)
 
 

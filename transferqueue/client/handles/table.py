@@ -40,7 +40,7 @@ class TableBase(ProcessBound):
 
     @property
     def limits(self) -> Limits:
-        """What the table may hold."""
+        """The most rows and bytes that the table may hold."""
         return self._terms.last.limits
 
     @property

@@ -196,7 +196,7 @@ class Queue(QueueBase):
         return audit_together(self._each(lambda: tables.observe(AuditAnswer, timeout_s=timeout_s)))
 
     def doctor(self, table: str | None = None, *, timeout_s: float | None = REPORT_S) -> DoctorAnswer:
-        """Say which client waits for what, what is missing and which client holds it.
+        """Say which clients wait, for which rows, and which clients hold those rows.
 
         Args:
             table: name of a table; default None: all tables.
@@ -341,7 +341,7 @@ class Queue(QueueBase):
         is there; before that, nothing is. Leases have ended, not counted as attempts, and reservations are returned.
         The number of shards and the arena may differ from those of the snapshot. Each of several coordinators restores
         its newest snapshot under `path`, into as many coordinators. If one fails, the error names it, and the others
-        keep what they restored.
+        keep the rows that they restored.
 
         Args:
             path: a snapshot, or the directory that holds several, of which the newest is taken.
