@@ -143,14 +143,12 @@ class PartsLoader:
     def load(self, load_weights: LoadWeights, *, version: int, timeout_s: float) -> None:
         """Load one version. It is held for as long as a tensor that `load_weights` was given.
 
+        Before anything is loaded it raises the errors of `WeightChannel.pull`, later those of `load_weights`.
+
         Args:
             load_weights: takes the tensors of the model by name, as ``load_weights`` of vLLM's models does.
             version: to load.
             timeout_s: seconds to wait for it.
-
-        Raises:
-            DeadlineExceeded: the version did not come in time; as are other errors of `WeightChannel.pull`. Nothing was
-                loaded.
         """
         weights = self._pull(version, timeout_s)
         held = {name: self._taken[name] or _whole(self._published[name]) for name in weights}

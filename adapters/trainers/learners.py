@@ -146,16 +146,13 @@ def rank_leases(table: tq.Table, task: str, *, rows: int, **lease: Any) -> Itera
     """Yield this rank's shares, balanced by tokens, of batches for all ranks of the default process group.
 
     All ranks get the same number of batches: at the end of a table, a rank without rows gets None while another still
-    has some. The caller acks each batch.
+    has some. The caller acks each batch. Waits and raises as `Table.lease`, but for `EndOfTable`.
 
     Args:
         table: the table.
         task: name of its task.
         rows: rows of a batch for all ranks together.
         **lease: further arguments of `Table.lease`.
-
-    Raises:
-        DeadlineExceeded: as of `Table.lease`, as are other errors but `EndOfTable`.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     while True:

@@ -249,7 +249,7 @@ class AsyncService:
         experience_count: int | None = None,
         **terms: Any,
     ) -> tuple[tq.AsyncBatch, ExperienceIndex[tq.AsyncBatch]]:
-        """Lease rows of a stage, waiting for them.
+        """Lease rows of a stage. Waits and raises as `AsyncTable.lease`.
 
         Args:
             experience_consumer_stage: the stage.
@@ -259,9 +259,6 @@ class AsyncService:
 
         Returns:
             The batch and its index, by which `put_experience_data` takes results.
-
-        Raises:
-            DeadlineExceeded: as of `AsyncTable.lease`, as are other errors.
         """
         wanted = lease_terms(experience_columns, experience_count, terms)
         batch = await self._table.lease(experience_consumer_stage, **wanted)
@@ -277,6 +274,8 @@ class AsyncService:
     ) -> None:
         """Give results of rows, and end their lease, in one commit.
 
+        Raises as `AsyncBatch.ack`; with row ids, as `AsyncTable.update`.
+
         Args:
             experience_data: columns, each with one value for each row.
             index: the index or the batch that the rows came with. With row ids instead, the columns are late columns of
@@ -285,8 +284,7 @@ class AsyncService:
             **facts: as of `AsyncTable.put`.
 
         Raises:
-            LeaseExpired: the rows belong to another worker. Nothing was changed. Other errors are those of
-                `AsyncBatch.ack`, or of `AsyncTable.update` for row ids.
+            LeaseExpired: the rows belong to another worker. Nothing was changed.
         """
         arguments = {**check_facts(facts), **check_columns(experience_data)}
         taken = index.batch if isinstance(index, ExperienceIndex) else index
@@ -359,7 +357,7 @@ class AsyncService:
     async def update(
         self, weights: Mapping[str, Any], *, version: int | None = None, timeout_s: float | None = None
     ) -> int:
-        """Publish weights for all engines.
+        """Publish weights for all engines. Raises as `weight_sync_notify`.
 
         Engines load them between two requests; this call does not wait for that, and generation continues.
 
@@ -370,9 +368,6 @@ class AsyncService:
 
         Returns:
             The version.
-
-        Raises:
-            DeadlineExceeded: as of `weight_sync_notify`, as are other errors.
         """
         if version is None:
             channel = (await self._queue.stats()).channels.get(self._channel.name)

@@ -250,7 +250,7 @@ class Service:
         experience_count: int | None = None,
         **terms: Any,
     ) -> tuple[tq.Batch, ExperienceIndex[tq.Batch]]:
-        """Lease rows of a stage, waiting for them.
+        """Lease rows of a stage. Waits and raises as `Table.lease`.
 
         Args:
             experience_consumer_stage: the stage.
@@ -260,9 +260,6 @@ class Service:
 
         Returns:
             The batch and its index, by which `put_experience_data` takes results.
-
-        Raises:
-            DeadlineExceeded: as of `Table.lease`, as are other errors.
         """
         wanted = lease_terms(experience_columns, experience_count, terms)
         batch = self._table.lease(experience_consumer_stage, **wanted)
@@ -278,6 +275,8 @@ class Service:
     ) -> None:
         """Give results of rows, and end their lease, in one commit.
 
+        Raises as `Batch.ack`; with row ids, as `Table.update`.
+
         Args:
             experience_data: columns, each with one value for each row.
             index: the index or the batch that the rows came with. With row ids instead, the columns are late columns of
@@ -286,8 +285,7 @@ class Service:
             **facts: as of `Table.put`.
 
         Raises:
-            LeaseExpired: the rows belong to another worker. Nothing was changed. Other errors are those of
-                `Batch.ack`, or of `Table.update` for row ids.
+            LeaseExpired: the rows belong to another worker. Nothing was changed.
         """
         arguments = {**check_facts(facts), **check_columns(experience_data)}
         taken = index.batch if isinstance(index, ExperienceIndex) else index
@@ -358,7 +356,7 @@ class Service:
     # ---------------------------------------------------------------- StreamRL
 
     def update(self, weights: Mapping[str, Any], *, version: int | None = None, timeout_s: float | None = None) -> int:
-        """Publish weights for all engines.
+        """Publish weights for all engines. Raises as `weight_sync_notify`.
 
         Engines load them between two requests; this call does not wait for that, and generation continues.
 
@@ -369,9 +367,6 @@ class Service:
 
         Returns:
             The version.
-
-        Raises:
-            DeadlineExceeded: as of `weight_sync_notify`, as are other errors.
         """
         if version is None:
             channel = (self._queue.stats()).channels.get(self._channel.name)

@@ -373,7 +373,8 @@ class AsyncTable(TableBase):
         Each batch is the caller's to ack or release: ``async for batch in table.leases("train", rows=64): async with
         batch: ...``. A batch that is collected without either goes back, comes again, and is logged as a warning. A
         batch that was held past its time limit belongs to others: its ack is refused, and changes nothing. In this loop
-        that ends only the ``async with`` block of the batch, with a warning in the log; the loop goes on.
+        that ends only the ``async with`` block of the batch, with a warning in the log; the loop goes on. Errors are
+        those of `lease`, but for `EndOfTable`, which ends the loop.
 
         Args:
             task: name of the task.
@@ -392,8 +393,7 @@ class AsyncTable(TableBase):
             device: as of `lease`.
 
         Raises:
-            DeadlineExceeded: a batch did not come in time; leasing may go on. Other errors are those of `lease`,
-                without `EndOfTable`, which ends the loop.
+            DeadlineExceeded: a batch did not come in time.
 
         Example:
             >>> import transferqueue as tq

@@ -111,14 +111,14 @@ class AsyncWeightChannel(AsyncWeightChannelBase):
 
         The other channel may be of another deployment. Base and adapters become visible in one commit, as they arrived.
         Views that were changed in place since do not match their checksums: a pull of them from here is refused. A
-        tensor that is unchanged here is neither read nor written.
+        tensor that is unchanged here is neither read nor written. Other errors are those of `publish`.
 
         Args:
             weights: the weights, pulled whole.
             timeout_s: seconds to wait for memory; default None: no limit.
 
         Raises:
-            UsageError: weights that were pulled in part (``only=``). Other errors are those of `publish`.
+            UsageError: weights that were pulled in part (``only=``).
         """
         await self._run(mirror_weights(self._client, self._name, self._keep, weights, timeout_s))
 
