@@ -32,7 +32,7 @@ def load_causal_lm(
         path: a directory, or an id that transformers downloads.
         dtype: of all weights: ``"bfloat16"`` (default), ``"float16"`` or ``"float32"``.
         device: torch's name; default ``"auto"``: a GPU if there is one, else the CPU.
-        revision: of an id that is downloaded; default "": the newest.
+        revision: of an id that is downloaded; default "": ``main``.
         trust_remote_code: run code that the model brings; default False.
 
     Returns:

@@ -71,7 +71,7 @@ def connect(
         timeout_s: seconds to wait for the server's answer; default 10.
         label: name of this client in `transferqueue top`; default "".
         arena_bytes: the most memory of an embedded server, as a number or text such as ``"8GiB"``; default None: 8 GiB,
-            or the free space of its file system if that is less.
+            or three quarters of the machine's memory if that is less.
         runtime: a private directory for the socket of an embedded server; default None: the user's.
         data: default ``"auto"``: map the server's memory where possible. ``"remote"``: a tcp client sends and receives
             its bytes over the network, as clients on other machines do.

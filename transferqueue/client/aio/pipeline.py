@@ -132,6 +132,7 @@ class AsyncPipeline(PipelineBase[AsyncPromise[Any]]):
 
         Raises:
             LeaseExpired: the lease is known to be over.
+            BatchEnded: this worker has ended the batch before.
             SchemaError: a column does not fit its field, as far as the client knows it.
             UsageError: the pipeline is used outside its block.
             TransferQueueError: an earlier call failed; then this one is not made.

@@ -325,9 +325,8 @@ class AsyncTable(TableBase):
             ...     rows = await table.put(x=[1, 2])
             ...     async with table.lease("double", rows=2, timeout_s=10) as batch:
             ...         await batch.ack(y=batch["x"].numpy() * 2)
-            ...     audit = await table.audit()
-            >>> audit.rows_done
-            2
+            ...     batch.ended
+            True
         """
         spec = lease.lease_spec(
             self._terms.name,

@@ -264,7 +264,7 @@ class Queue(QueueBase):
         return run_sync(self._of(table).connection, tables.events(table, after, every, timeout_s))
 
     def sessions(self, *, timeout_s: float | None = REPORT_S) -> Sessions:
-        """List connected clients: label, process, when each was last heard of, and its leases, reservations and pins.
+        """List connected clients: label, process, how long each has been silent, and the rows that it holds.
 
         Args:
             timeout_s: seconds to wait for the server; default 10; None: no limit.

@@ -323,9 +323,8 @@ class Table(TableBase):
             ...     rows = table.put(x=[1, 2])
             ...     with table.lease("double", rows=2, timeout_s=10) as batch:
             ...         batch.ack(y=batch["x"].numpy() * 2)
-            ...     audit = table.audit()
-            >>> audit.rows_done
-            2
+            ...     batch.ended
+            True
         """
         spec = lease.lease_spec(
             self._terms.name,
