@@ -324,11 +324,15 @@ class AsyncQueue(QueueBase):
             Unreachable: such a shard, or a coordinator, does not answer.
 
         Example:
+            >>> import contextlib, tempfile
             >>> import transferqueue as tq
-            >>> async with tq.aconnect("embedded") as queue:
-            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
-            ...     rows = await table.put(x=[1, 2])
-            ...     (stored,) = await queue.snapshot("nightly")  # doctest: +SKIP
+            >>> with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # where an embedded server runs
+            ...     async with tq.aconnect("embedded") as queue:
+            ...         table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...         rows = await table.put(x=[1, 2])
+            ...         (stored,) = await queue.snapshot("nightly")
+            >>> stored.path.endswith("/snapshots/nightly/000001")
+            True
         """
         return (await self._carry_out(snapshot.snapshot(self._clients, path, keep, timeout_s, progress))).stored
 

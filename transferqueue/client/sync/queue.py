@@ -324,11 +324,15 @@ class Queue(QueueBase):
             Unreachable: such a shard, or a coordinator, does not answer.
 
         Example:
+            >>> import contextlib, tempfile
             >>> import transferqueue as tq
-            >>> with tq.connect("embedded") as queue:
-            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
-            ...     rows = table.put(x=[1, 2])
-            ...     (stored,) = queue.snapshot("nightly")  # doctest: +SKIP
+            >>> with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # where an embedded server runs
+            ...     with tq.connect("embedded") as queue:
+            ...         table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...         rows = table.put(x=[1, 2])
+            ...         (stored,) = queue.snapshot("nightly")
+            >>> stored.path.endswith("/snapshots/nightly/000001")
+            True
         """
         return (self._carry_out(snapshot.snapshot(self._clients, path, keep, timeout_s, progress))).stored
 
