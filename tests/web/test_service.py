@@ -498,6 +498,10 @@ def test_the_document_names_every_call_and_what_it_refers_to_is_there(service):
     found = {part.partition('"')[0] for part in text.split('"$ref": "#/components/schemas/')[1:]}
     assert found <= set(document["components"]["schemas"])
     assert document["components"]["schemas"]["GetExperienceData"]["additionalProperties"] is False
+    column = document["components"]["schemas"]["ColumnSpec"]
+    assert column["description"].startswith("A declared column.")
+    assert column["properties"]["name"]["description"] == "of the column."
+    assert "Args:" not in text
     validator = pytest.importorskip("openapi_spec_validator")
     validator.validate(document)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from html import escape
+from inspect import cleandoc
 from typing import Any, Final
 
 import msgspec
@@ -61,6 +62,9 @@ _METRICS: Final = {
 }
 
 
+_ARGUMENT: Final = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
+
+
 def _operation(action: Action) -> dict[str, Any]:
     refused: dict[str, dict[str, Any]] = {status: {"description": text} for status, text in _REFUSALS.items()}
     for status, refusal in refused.items():
@@ -84,10 +88,15 @@ def _doc(kind: Any) -> str:
 
 
 def _plain(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema whose description is of one line."""
-    if "description" in schema:
-        return schema | {"description": " ".join(schema["description"].split())}
-    return schema
+    """A schema whose description is of one line; each line of its ``Args:`` describes the property of that name."""
+    if "description" not in schema:
+        return schema
+    about, _, arguments = cleandoc(schema["description"]).partition("\nArgs:\n")
+    plain = schema | {"description": " ".join(about.split())}
+    for name, text in _ARGUMENT.findall(arguments):
+        explained = plain["properties"][name] | {"description": " ".join(text.split())}
+        plain["properties"] = plain["properties"] | {name: explained}
+    return plain
 
 
 # ---------------------------------------------------------------- for people
@@ -144,7 +153,9 @@ def _shown_schema(name: str, schema: Mapping[str, Any]) -> Iterator[str]:
     required = set(schema.get("required", ()))
     for member, kind in schema.get("properties", {}).items():
         default = "required" if member in required else f"default {JSON.encode(kind.get('default')).decode()}"
-        yield f"<tr><td><code>{escape(member)}</code></td><td>{_type(kind)}</td><td>{escape(default)}</td></tr>"
+        about = escape(kind.get("description", ""))
+        cells = (f"<code>{escape(member)}</code>", _type(kind), escape(default), about)
+        yield f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
     yield "</table>"
 
 
