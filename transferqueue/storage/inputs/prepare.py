@@ -98,7 +98,15 @@ class Repeat:
         return f"Repeat({type(self.values).__name__}, counts={self.counts!r})"
 
     def slots(self, stored_rows: int, subject: str) -> I32:
-        """The index of the value of each row, int32 ``[rows]``; without counts each row has its own."""
+        """Return the index of the value of each row, int32 ``[rows]``; without counts each row has its own.
+
+        Args:
+            stored_rows: number of the values.
+            subject: what an error text calls the column.
+
+        Raises:
+            SchemaError: the counts do not fit the values.
+        """
         counts = np.array(1) if self.counts is None else self.counts
         if counts.ndim and len(counts) != stored_rows:
             raise SchemaError(
