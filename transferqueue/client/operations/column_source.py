@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from transferqueue.client.client import ClientSession
 from transferqueue.client.memory.mapped import MappedMemory, placement_of
 from transferqueue.client.memory.shards import OWN
+from transferqueue.client.operations.device import Destination
 from transferqueue.client.session.run import BlockingWork, Operation, request_reply
 from transferqueue.client.table_info import ReplyFields, TableInfo
 from transferqueue.errors import NotFound, ProtocolError, SchemaError, listing
@@ -21,11 +22,19 @@ from transferqueue.storage.elements.dtypes import I64
 from transferqueue.text import SHOWN_CHARS, shortened
 from transferqueue.wire import messages as m
 
-if TYPE_CHECKING:
-    from transferqueue.storage.devices.accelerator import Accelerator
-
 Memory = Mapping[int, NDArray[np.uint8]]
 """The bytes of blocks, by block."""
+
+
+class ColumnsWanted(NamedTuple):
+    """How a caller of a lease or a read wants the columns."""
+
+    slices: Mapping[str, Slice] = NO_SLICES
+    """Of the fields that are not wanted whole."""
+    destination: Destination | None = None
+    """Where the tensors are to be; None: views of shared memory."""
+    values: bool = True
+    """False: only the names of the columns are wanted."""
 
 
 class ColumnSource:
@@ -113,14 +122,11 @@ class ColumnSource:
                 return
         raise ProtocolError(f'the reply defines field "{name}", and has no values of it')
 
-    def land(self, device: Accelerator) -> Operation[None]:
-        """Begin to copy all columns that are tensors to the device, where their tensors are from now on. Errors as of
-        `device_copy.land`."""
-        from transferqueue.storage.devices.device_copy import land
-
+    def land(self, destination: Destination) -> Operation[None]:
+        """Begin to copy all columns that are tensors to their destination. Errors as of `device_copy.land`."""
         columns = {name: self.column(name) for name in self.fields}
         nbytes = sum(block.nbytes for part in self._content.parts for block in part.blocks)
-        yield BlockingWork(nbytes, lambda: self._columns.update(land(columns, device)))
+        yield BlockingWork(nbytes, lambda: self._columns.update(destination(columns)))
 
     def end(self, how: str) -> None:
         """Return the memory as soon as no view of it is left. Views that were taken stay valid; taking another one is
@@ -139,12 +145,11 @@ def content_source(
     content: m.ReplyRows,
     terms: TableInfo,
     subject: str,
-    slices: Mapping[str, Slice] = NO_SLICES,
-    *,
-    values: bool = True,
+    wanted: ColumnsWanted,
 ) -> Operation[ColumnSource]:
-    """The columns of a reply, those in `slices` cut. Its pins return when the source has ended and no view is left, or
-    at once if this fails or if no `values` are wanted. `SchemaError` for a slice that does not fit its field."""
+    """The columns of a reply, as they are wanted. Its pins return when the source has ended and no view is left, or at
+    once if this fails or if no values are wanted. `SchemaError` for a slice that does not fit its field."""
+    slices = wanted.slices
     named = {block.block: block for part in content.parts for block in part.blocks}
     fields = terms.reply_fields(content.definitions)
     if not fields.known.keys() >= {name for block in named.values() for name in block.fields}:
@@ -160,20 +165,24 @@ def content_source(
         except SchemaError:
             client.connection.unpin(list(named))
             raise
-    if not values:
+    if not wanted.values:
         client.connection.unpin(list(named))
         source = ColumnSource(subject, content, fields, {})
         source.end("was read without values")
         return source
     own = client.memory
     if client.verifier is None and isinstance(own, MappedMemory) and {at.shard for at in named.values()} <= {OWN}:
-        return ColumnSource(subject, content, fields, own.pin(OWN, named.values()), slices=slices)
-    placed, held = yield from client.shards.columns(content.parts, fields.known, len(content.rows) // 8, slices)
-    if client.verifier is not None:
-        try:
+        memory, placed, held = own.pin(OWN, named.values()), dict[str, Column](), list[MappedBlocks]()
+    else:
+        memory = {}
+        placed, held = yield from client.shards.columns(content.parts, fields.known, len(content.rows) // 8, slices)
+    source = ColumnSource(subject, content, fields, memory, placed, held, slices)
+    try:
+        if client.verifier is not None:
             yield from client.verifier.check(content, placed, held, subject)
-        except BaseException:
-            for blocks in held:
-                blocks.end(f"the batch of {subject} was not handed out")
-            raise
-    return ColumnSource(subject, content, fields, {}, placed, held, slices)
+        if wanted.destination is not None:
+            yield from source.land(wanted.destination)
+    except BaseException:
+        source.end("was not handed out")
+        raise
+    return source

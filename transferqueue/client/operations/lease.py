@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from transferqueue.client.client import ClientSession
 from transferqueue.client.memory.verify import Damaged
 from transferqueue.client.operations import arguments as checks
-from transferqueue.client.operations.column_source import ColumnSource, content_source
+from transferqueue.client.operations.column_source import ColumnSource, ColumnsWanted, content_source
 from transferqueue.client.operations.commit import commit
+from transferqueue.client.operations.device import destination
 from transferqueue.client.operations.facts import GivenFacts
 from transferqueue.client.session.calls import ENDLESS_S, Deadline, seconds, timeout
 from transferqueue.client.session.lease_renewal import RenewedLease
@@ -24,12 +25,9 @@ from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import BatchEnded, LeaseExpired, NotFound, RowsEnded, ShardLost, UsageError, listing
 from transferqueue.limits import check_name
 from transferqueue.policies import Predicate
-from transferqueue.schema import NO_SLICES, FieldsWanted, Slice, cut_fields
+from transferqueue.schema import FieldsWanted, cut_fields
 from transferqueue.text import shown
 from transferqueue.wire import messages as m
-
-if TYPE_CHECKING:
-    from transferqueue.storage.devices.accelerator import Accelerator
 
 B = TypeVar("B")
 
@@ -49,10 +47,7 @@ class LeaseSpec(NamedTuple):
     request: m.LeaseRequest
     time_limit_s: float | None
     """How long the client renews the lease. None: as long as the task allows; 0: not at all."""
-    slices: Mapping[str, Slice] = NO_SLICES
-    """Of the fields that are not wanted whole."""
-    device: Accelerator | None = None
-    """Where the tensors of the batch are to be; None: views of shared memory."""
+    wanted: ColumnsWanted = ColumnsWanted()
 
 
 def lease_spec(
@@ -93,14 +88,7 @@ def lease_spec(
         awaited=_spans(awaited),
         but_held=bool(but_held),
     )
-    return LeaseSpec(request, limit_s, slices, None if device is None else named_device(device))
-
-
-def named_device(device: Any) -> Accelerator:
-    """The device that a caller names; torch is imported only here. Errors as of `device_copy.accelerator`."""
-    from transferqueue.storage.devices.device_copy import accelerator
-
-    return accelerator(device)
+    return LeaseSpec(request, limit_s, ColumnsWanted(slices, destination(device)))
 
 
 def _checked(
@@ -180,18 +168,18 @@ def lease(
 ) -> Operation[B]:
     """Lease rows and make a batch of them. If that fails, release them. If a shard that had some of them is gone, lease
     others."""
-    request, time_limit_s, slices, device = spec
-    if slices:
-        cut_fields(terms.fields, slices)  # what this client knows is refused before rows are leased
+    request, time_limit_s, wanted = spec
+    if wanted.slices:
+        cut_fields(terms.fields, wanted.slices)  # what this client knows is refused before rows are leased
     deadline: Deadline = yield Within(request.wait_s)
     if terms.forgotten:
         _log_forgotten(terms)
     for _ in range(LOST_MAX):
         try:
-            return (yield from _lease(client, terms, request, batch, time_limit_s, slices, device))
+            return (yield from _lease(client, terms, request, batch, time_limit_s, wanted))
         except ShardLost:
             request = msgspec.structs.replace(request, wait_s=deadline.left())
-    return (yield from _lease(client, terms, request, batch, time_limit_s, slices, device))
+    return (yield from _lease(client, terms, request, batch, time_limit_s, wanted))
 
 
 def _log_forgotten(terms: TableInfo) -> None:
@@ -213,8 +201,7 @@ def _lease(
     request: m.LeaseRequest,
     batch: Callable[[BatchLease, m.Leased], B],
     time_limit_s: float | None,
-    slices: Mapping[str, Slice],
-    device: Accelerator | None,
+    wanted: ColumnsWanted,
 ) -> Operation[B]:
     leased = yield request
     if type(leased) is m.OrdinalsEnded:
@@ -231,10 +218,8 @@ def _lease(
             lease_s = max(request.lease_s, leased.lease_s)
             renewal = RenewedLease(terms.name, leased.lease, leased.token, lease_s, time_limit_s)
         source = yield from content_source(
-            client, leased.content, terms, f'task "{request.task}" (table "{terms.name}")', slices
+            client, leased.content, terms, f'task "{request.task}" (table "{terms.name}")', wanted
         )
-        if device is not None:
-            yield from source.land(device)
         return batch(BatchLease(client, terms, request.task, leased, source, renewal), leased)
     except BaseException as error:
         if isinstance(error, Damaged):  # these count as failed, or they would come again for ever

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,16 +12,17 @@ from numpy.typing import NDArray
 from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations import near_misses
-from transferqueue.client.operations.column_source import content_source
+from transferqueue.client.operations.column_source import ColumnsWanted, content_source
+from transferqueue.client.operations.device import destination
 from transferqueue.client.operations.facts import check_key
-from transferqueue.client.operations.lease import LOST_MAX, named_device, predicates
+from transferqueue.client.operations.lease import LOST_MAX, predicates
 from transferqueue.client.operations.rows import Rows
 from transferqueue.client.session.run import Operation, request_reply
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import DeadlineExceeded, NotFound, ShardLost, Unreachable, UsageError
 from transferqueue.limits import FIELDS_MAX, REPORT_S, ROWS_DESCRIBED_MAX, TASKS_MAX, Limits, check_name
 from transferqueue.policies import Pacing, Predicate, Retention, Task
-from transferqueue.schema import Field, FieldsWanted, Slice, cut_fields
+from transferqueue.schema import Field, FieldsWanted, cut_fields
 from transferqueue.text import shown
 from transferqueue.wire import messages as m
 from transferqueue.wire.answers.doctor import DoctorAnswer
@@ -30,9 +31,6 @@ from transferqueue.wire.answers.row import RowLife
 from transferqueue.wire.answers.sessions import Sessions, SessionStats
 from transferqueue.wire.answers.stats import AuditAnswer, Stats, TableAudit, TableStats
 from transferqueue.wire.codec import decode_observed
-
-if TYPE_CHECKING:
-    from transferqueue.storage.devices.accelerator import Accelerator
 
 R = TypeVar("R")
 A = TypeVar("A")
@@ -168,9 +166,7 @@ def read(
 ) -> Operation[Rows]:
     """Read rows without a lease."""
     values = checks.flag("values", values)
-    if device is not None and not values:
-        raise UsageError(f"device={shown(device)} with values=False: no values are read; leave out one of the two")
-    where_to = None if device is None else named_device(device)
+    to = destination(device, values=values)
     names, slices = checks.field_slices(fields)
     cut_fields(terms.fields, slices)
     request = m.ReadRequest(
@@ -180,30 +176,18 @@ def read(
         where=predicates(where),
         limit=0 if limit is None else checks.positive("limit", limit),
     )
+    wanted = ColumnsWanted(slices, to, values)
     for _ in range(LOST_MAX):
         try:
-            return (yield from _read(client, terms, request, slices, values, where_to))
+            return (yield from _read(client, terms, request, wanted))
         except ShardLost:
             continue  # the next reply names copies in other shards, or says that the rows are gone
-    return (yield from _read(client, terms, request, slices, values, where_to))
+    return (yield from _read(client, terms, request, wanted))
 
 
-def _read(
-    client: ClientSession,
-    terms: TableInfo,
-    request: m.ReadRequest,
-    slices: Mapping[str, Slice],
-    values: bool,
-    device: Accelerator | None,
-) -> Operation[Rows]:
+def _read(client: ClientSession, terms: TableInfo, request: m.ReadRequest, wanted: ColumnsWanted) -> Operation[Rows]:
     content = (yield from request_reply(request, m.ReadRows)).content
-    source = yield from content_source(client, content, terms, f'table "{terms.name}"', slices, values=values)
-    if device is not None:
-        try:
-            yield from source.land(device)
-        except BaseException:
-            source.end("was not handed out")
-            raise
+    source = yield from content_source(client, content, terms, f'table "{terms.name}"', wanted)
     left_out = [name for name in terms.fields if name not in source.fields] if request.fields is None else []
     return Rows(content, source.without(left_out), tuple(left_out))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar
 
@@ -28,6 +29,7 @@ from transferqueue.client.operations.arriving import (
     release_all,
     return_pins,
 )
+from transferqueue.client.operations.device import destination
 from transferqueue.client.operations.tensor_parts import WHOLE, Only, TensorParts
 from transferqueue.client.session.calls import Deadline, seconds
 from transferqueue.client.session.deferred_interrupts import DeferredInterrupts
@@ -159,19 +161,12 @@ class Weights(ProcessBound, Mapping[str, Any]):
             OutOfMemory: the device has no room.
             UsageError: a device that is not here.
         """
-        if device is None:
-            return self._of_each(adapter, self._torch)
-        columns = self._landed(adapter, device)
-        return self._of_each(adapter, partial(self._torch, columns=columns))
+        to = destination(device)
+        columns = self._columns(chain.from_iterable(self._of_each(adapter, lambda _, fields: fields).values()))
+        return self._of_each(adapter, partial(self._torch, columns if to is None else to(columns)))
 
-    def _landed(self, adapter: str | None, device: Any) -> dict[str, Column]:
-        """The columns of all fields of the base (or of an adapter), on the device; of fields with a wanted part, that
-        alone."""
-        from transferqueue.storage.devices.device_copy import accelerator, land
-
-        wanted = self._of_each(adapter, lambda _, fields: fields).values()
-        columns = {field: self._tensors[field].column for of_tensor in wanted for field in of_tensor}
-        return land(columns, accelerator(device))
+    def _columns(self, fields: Iterable[str]) -> dict[str, Column]:
+        return {field: self._tensors[field].column for field in fields}
 
     def numpy(self, adapter: str | None = None) -> dict[str, NDArray[Any]]:
         """Return all tensors as numpy arrays, as `torch`. bf16 and fp8 need ml_dtypes.
@@ -214,8 +209,8 @@ class Weights(ProcessBound, Mapping[str, Any]):
             return Field(name, found[0].dtype, found[0].shape)
         return Field(name, found[0].dtype, (sum(each.fixed[0] for each in found), *found[0].shape[1:]))
 
-    def _torch(self, name: str, fields: list[str], columns: Mapping[str, Column] | None = None) -> Any:
-        values = [(self._tensors[field].column if columns is None else columns[field]).torch()[0] for field in fields]
+    def _torch(self, columns: Mapping[str, Column], name: str, fields: list[str]) -> Any:
+        values = [columns[field].torch()[0] for field in fields]
         return self._put_together(name, fields, values, values[0].new_empty)
 
     def _numpy(self, name: str, fields: list[str]) -> Any:
@@ -269,7 +264,7 @@ class Weights(ProcessBound, Mapping[str, Any]):
                 f'tensor "{name}" is not in version {self._version} of channel "{self._channel}"; it has '
                 f"{listing(self)}"
             )
-        return self._torch(full, fields) if _has_torch() else self._numpy(full, fields)
+        return self._torch(self._columns(fields), full, fields) if _has_torch() else self._numpy(full, fields)
 
     def __iter__(self) -> Iterator[str]:
         return (name[1:] for name in self._places if name.startswith(publish.BASE))
