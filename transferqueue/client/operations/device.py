@@ -18,8 +18,8 @@ Destination = Callable[[Mapping[str, Column]], dict[str, Column]]
 
 
 def destination(device: Any, *, values: bool = True) -> Destination | None:
-    """The destination that a caller names, see `device_copy.accelerator`; None: views of shared memory. `UsageError` for
-    a device that is not here, or if no `values` are wanted."""
+    """The destination that a caller names, see `device_copy.accelerator`; None: views of shared memory. `UsageError`
+    for a device that is not here, or if no `values` are wanted."""
     if device is None:
         return None
     if not values:

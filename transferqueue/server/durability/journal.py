@@ -18,7 +18,7 @@ The rules:
 6. `read_journal` changes no byte. A server writes only to a journal that was read and checked completely.
 
 The `Level` says how durable a commit is: ``process`` hands it to the operating system, so it survives the crash of any
-process; ``disk`` waits until the device has it, so it survives a power failure.
+process; ``disk`` waits until the disk has it, so it survives a power failure.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Level(enum.StrEnum):
 
     @property
     def survives_reboot(self) -> bool:
-        """Whether each commit waits for the device."""
+        """Whether each commit waits for the disk."""
         return self is Level.DISK
 
     @property
@@ -92,7 +92,7 @@ class Head(Protocol):
         """Note that a turn was written, as durably as the level requires."""
 
     def sync(self) -> None:
-        """Return when all notes so far are on the device."""
+        """Return when all notes so far are on disk."""
 
 
 class NoHead:
@@ -287,7 +287,7 @@ def _image_digest(turn: int, before: bytes, image: bytes) -> bytes:
 class SqliteJournal:
     """A journal in one SQLite database in WAL mode. See `Journal`.
 
-    path: the database, created (0600) if missing. level: ``PROCESS`` never waits for the device, ``DISK`` always.
+    path: the database, created (0600) if missing. level: ``PROCESS`` never waits for the disk, ``DISK`` always.
     origin: for a new journal; None: a random one. head: notes each commit. An existing journal is not read completely
     here: see `read_journal`. `JournalFailed` if it cannot be opened, `Corruption` if it is no journal.
     """

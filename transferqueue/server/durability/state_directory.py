@@ -8,7 +8,7 @@ The rules:
 2. The arena is on shared memory at level ``process`` (in the state directory if that has no room), and in the state
    directory at level ``disk``. The link is made last: an arena to which no link leads belongs to nobody.
 3. The changes of a turn are told to clients only after `commit`. At level ``disk`` the bytes of its blocks are then on
-   the device; at both levels its records are in the journal. Blocks in an arena in the state directory have checksums.
+   disk; at both levels its records are in the journal. Blocks in an arena in the state directory have checksums.
    The client that writes a block computes its checksum and commits both: so the server hashes nothing while it serves,
    and a client with a wrong checksum loses only its own rows. Each start compares all checksums, reports blocks that
    differ, and drops their rows as lost.
@@ -64,8 +64,8 @@ from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.server")
 HEAD_SYNC_S: Final = 0.25
-"""At level disk the head is flushed to the device this often while commits continue. A flush for each would double
-their cost."""
+"""At level disk the head is flushed to disk this often while commits continue. A flush for each would double their
+cost."""
 
 
 class Durability(Protocol):

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from transferqueue.limits import MIB
 from transferqueue.storage.devices.accelerator import Accelerator
+from transferqueue.storage.devices.device_copy import accelerator
 from transferqueue.storage.devices.in_flight import in_flight
 from transferqueue.storage.devices.registered import RegisteredRange, registered_range
 from transferqueue.storage.elements.dtypes import U8
@@ -22,7 +23,7 @@ fresh each time."""
 
 def pack(tensors: Sequence[Any]) -> Any:
     """The values of the tensors (at least one), row after row, as one tensor ``uint8`` on their device. None if they
-    are on several, or the device has no room for it: then copy them one by one."""
+    are on several, or the device has no room for it."""
     torch = require_torch("torch")
     if len({tensor.device for tensor in tensors}) > 1:
         return None
@@ -31,6 +32,15 @@ def pack(tensors: Sequence[Any]) -> Any:
         packed = flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
         return packed.resolve_conj().resolve_neg().view(torch.uint8)
     return None
+
+
+def fill(out: U8, tensors: Sequence[Any]) -> bool:
+    """Copy the values of the tensors into `out`, which has their size, as `store` does. False, and nothing is copied,
+    if they cannot be packed: then copy them one by one."""
+    packed = pack(tensors) if len(tensors) else None
+    if packed is not None:
+        store(accelerator(packed.device), packed, out)
+    return packed is not None
 
 
 def store(device: Accelerator, packed: Any, out: U8) -> None:

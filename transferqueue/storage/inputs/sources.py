@@ -85,14 +85,10 @@ class DeviceTensors(ValueSource):
 
     def write(self, out: U8) -> None:
         """Fill `out`. Blocks until the device has copied."""
-        from transferqueue.storage.devices.device_copy import accelerator
-        from transferqueue.storage.devices.packing import pack, store
+        from transferqueue.storage.devices.packing import fill
 
-        packed = pack(self.tensors) if len(self.tensors) else None
-        if packed is None:
+        if not fill(out, self.tensors):
             self._write_each(out)
-        else:
-            store(accelerator(packed.device), packed, out)
 
     def _write_each(self, out: U8) -> None:
         into, at = as_torch(out.view(stored_dtype(self.dtype)), self.dtype), 0

@@ -14,10 +14,10 @@ Rules:
    a Python process this keeps the promise of at most 1.3 x live payload + 150 MiB.
 4. An arena may end with a *margin*: pages behind `capacity` that are never allocated. The owner stores there what must
    lie in the same file as the bytes (see `server.durability.journal_head`). Clients do not map it.
-5. Memory that a device has registered keeps its pages: after `MADV_REMOVE` and a new write the device would read the
-   old pages for ever. So the owner's process sets `before_punch`, which gives the registration up or refuses. `guard`
-   is held over that call and the removal of the pages: nobody registers between the two. Other processes hold the pages
-   that they have registered (`page_holds`), and these stay too.
+5. Pages that a device has registered stay: after `MADV_REMOVE` and a new write it would read the old pages for ever.
+   So the owner's process sets `before_punch`, which gives the registration up or refuses. `guard` is held over that
+   call and the removal of the pages: nobody registers between the two. Other processes hold the pages that they have
+   registered (`page_holds`), and these stay too.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Arena:
         self._can_punch = True
         self.guard: Final = threading.RLock()
         self.before_punch: Callable[[int, int], bool] = lambda _offset, _nbytes: True
-        """Called with `guard` held, before pages are returned. False: keep them, since a device reads them now."""
+        """Called with `guard` held, before pages are returned. False: keep them, since a registration uses them now."""
         self.held = False
         """Whether the last `trim` left free pages because a process holds them."""
         self._unreturned = Intervals()  # by `punch`, for that reason or because a process holds them
@@ -154,7 +154,7 @@ class Arena:
             self._backed.add(*part)
 
     def sync(self) -> None:
-        """Block until all bytes that any process has written are on the device. `OutOfMemory` if that fails.
+        """Block until all bytes that any process has written are on disk. `OutOfMemory` if that fails.
 
         For an arena in a file on a disk. On shared memory it does nothing useful.
         """
@@ -171,7 +171,7 @@ class Arena:
         self._map[start : start + len(data)] = data
 
     def sync_margin(self) -> None:
-        """Block until the margin is on the device. `OutOfMemory` if that fails."""
+        """Block until the margin is on disk. `OutOfMemory` if that fails."""
         if self._map is None:
             raise InternalError("the arena is closed; its margin cannot be written to its disk")
         try:
@@ -241,15 +241,15 @@ class Arena:
 
     def punch(self, offset: int, nbytes: int) -> None:
         """Return the pages of these bytes to the system, if the file system supports that. The bytes must be unused.
-        Those that a device may read now are returned by `punch_again`, or a later `punch`, unless `ensure` wants them
-        before."""
+        Those that are registered and in use are returned by `punch_again`, or a later `punch`, unless `ensure` wants
+        them before."""
         if self._can_punch:
             with self.guard:
                 self._unreturned.add(offset, offset + nbytes)
                 self.punch_again()
 
     def punch_again(self) -> None:
-        """Return the pages that `punch` could not, as far as no device may read them any more. From any thread."""
+        """Return the pages that `punch` could not, as far as no registration uses them any more. From any thread."""
         if not self._unreturned.total:
             return
         with self.guard:

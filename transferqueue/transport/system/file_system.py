@@ -1,4 +1,4 @@
-"""Whether a directory lies on a device or in memory."""
+"""Whether a directory lies on a disk or in memory."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Block until the names in this directory are on the device."""
+    """Block until the names in this directory are on disk."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -34,7 +34,7 @@ class Welcome(Message):
     bulk_port: of the bulk endpoint, on the host that the client dialled; 0: the server has none. bulk_plain: it asks
     for no keys and encrypts nothing, whatever the control port does. durable: the session outlives the server: when it
     is gone, wait for the next one at the same address. checksums: each block is committed with the checksum of its
-    bytes, since after a reboot that tells whether the device has them. seat: which of the coordinators of its
+    bytes, since after a reboot that tells whether the disk has them. seat: which of the coordinators of its
     deployment this is.
     """
 
