@@ -22,7 +22,7 @@ import transferqueue as tq
 from tests.client.deployments import Served, Worker
 from tests.scale import only_long
 from transferqueue.client.memory import remote
-from transferqueue.client.memory.transfers import FetchTransfer, rows_of
+from transferqueue.client.memory.transfers import FetchTransfer, RequestedColumns, rows_of
 from transferqueue.limits import BULK_TRIES
 from transferqueue.schema import Field
 from transferqueue.storage.memory.buffer_pool import BufferPool
@@ -584,7 +584,8 @@ def test_a_request_names_each_row_once_and_knows_whether_they_lie_apart(
 
 def test_a_frame_of_another_transfer_puts_no_byte_where_those_of_this_one_are_due():
     part = m.ReplyColumns(["x"], [m.BlockLocation(1, 0, 1, 0, 64, 8, ["x"], [0])], bytes(4), bytes(4))
-    fetch = FetchTransfer(2, 7, 0, {"x": Field("x", "int64")}, [rows_of(part, 8)], BufferPool())
+    asked = RequestedColumns(7, 0, {"x": Field("x", "int64")}, [rows_of(part, 8)])
+    fetch = FetchTransfer(2, asked, BufferPool())
     head, _ = b.message(b.ReadFrame(2, 0, [b.PartHead(0, [0])], last=False))
     fetch.expect(head, 0)
     late, _ = b.message(b.ReadFrame(1, 0, [], last=True), [bytes(64)])

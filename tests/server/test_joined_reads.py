@@ -11,7 +11,7 @@ import pytest
 
 from tests.server.test_bulk import Bench
 from tests.storage.shards import Block, opened_shard
-from transferqueue.client.memory.transfers import FetchTransfer, rows_of
+from transferqueue.client.memory.transfers import FetchTransfer, RequestedColumns, rows_of
 from transferqueue.schema import Field, Slice, cut_fields
 from transferqueue.server.shards import bulk_endpoint, transfers
 from transferqueue.server.shards.block_checks import BlockChecks
@@ -66,7 +66,7 @@ def selection(rng: Any, total: int) -> Any:
 
 def fetched(asked: list[Any], backing: ArenaBacking, fields: dict[str, Field], rng: Any, join: Any) -> FetchTransfer:
     """What a client has after it took all frames, some of which wait a while."""
-    fetch = FetchTransfer(1, 7, 0, fields, asked, BufferPool())
+    fetch = FetchTransfer(1, RequestedColumns(7, 0, fields, asked), BufferPool())
     read, digests = fetch._request(), FrameDigests()
     parts = parts_of(read, backing, BlockChecks(), BufferPool().take, join=join)
     waiting: deque[b.Message] = deque()

@@ -24,7 +24,7 @@ from transferqueue.adapters.carriers.nixl.client.one_sided import OneSidedMemory
 from transferqueue.adapters.carriers.nixl.shard.carrier import OneSidedShard
 from transferqueue.adapters.protocols import Unsupported
 from transferqueue.client.memory import remote
-from transferqueue.client.memory.transfers import RequestedRows
+from transferqueue.client.memory.transfers import RequestedColumns, RequestedRows
 from transferqueue.errors import OutOfMemory
 from transferqueue.limits import ALIGNMENT, MIB
 from transferqueue.schema import Field, align
@@ -175,7 +175,8 @@ class CarriedBacking:
     def read(self, ranges: Sequence[Range]) -> list[U8]:
         fields: dict[str, Field] = {}
         asked = [self._asked(number, wanted, fields) for number, wanted in enumerate(ranges)]
-        fetched = self.client._fetch(SHARD, fields, [rows for rows, _ in asked], _caller(self.client))
+        wanted = RequestedColumns(SESSION, SHARD, fields, [rows for rows, _ in asked])
+        fetched = self.client._fetch(wanted, _caller(self.client))
         return [
             fetched.landed[number].memory[skipped : skipped + wanted.nbytes]
             for number, (wanted, (_, skipped)) in enumerate(zip(ranges, asked, strict=True))

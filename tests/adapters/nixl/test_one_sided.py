@@ -27,7 +27,7 @@ from transferqueue.adapters.carriers.nixl.shard.client_memory import ClientMemor
 from transferqueue.adapters.carriers.nixl.shard.registered_arena import RegisteredArena
 from transferqueue.client.client import _carrier_to
 from transferqueue.client.memory import remote
-from transferqueue.client.memory.transfers import RequestedRows
+from transferqueue.client.memory.transfers import RequestedColumns, RequestedRows
 from transferqueue.errors import Corruption, Unreachable, UsageError
 from transferqueue.limits import MIB
 from transferqueue.schema import Field
@@ -97,7 +97,9 @@ def test_rows_that_lie_apart_are_staged_and_read_in_few_ranges(backing: CarriedB
     wanted = RequestedRows(b.RowSelection(["x"], [["x"]], [block], b"", order.tobytes()), 2048, order)
     for _ in range(3):
         before = agent.reads
-        fetched = backing.client._fetch(SHARD, {"x": field}, [wanted], remote.Caller(backing.client._interrupt))
+        fetched = backing.client._fetch(
+            RequestedColumns(SESSION, SHARD, {"x": field}, [wanted]), remote.Caller(backing.client._interrupt)
+        )
         assert np.array_equal(fetched.landed[0].memory.reshape(2048, 4096), rows[order])
         assert agent.reads - before == 4, "one for each 2 MiB"
     assert backing.shard.answer("sent") == {"stream": 0, "one_sided": 3 * rows.nbytes}

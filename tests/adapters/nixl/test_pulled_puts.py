@@ -20,6 +20,7 @@ from transferqueue.adapters.carriers.nixl.shard.carrier import OneSidedShard
 from transferqueue.adapters.carriers.nixl.shard.client_memory import ClientMemory
 from transferqueue.adapters.carriers.nixl.shard.registered_arena import RegisteredArena
 from transferqueue.client.memory import remote
+from transferqueue.client.memory.transfers import write_head
 from transferqueue.client.session.calls import Deadline
 from transferqueue.errors import DeadlineExceeded, Forked, Unreachable
 from transferqueue.limits import MIB
@@ -192,7 +193,8 @@ def test_the_first_frame_leaves_before_the_next_ones_are_hashed(backing: Carried
     data = backing.carrier.writer.take(3 * protocol.RANGES_FRAME_BYTES)
     assert data is not None
     granted = m.Granted(1, 0, 0, len(data))
-    messages = iter(pulled_store.PulledStore(1, 7, 1, granted, 0, data.data, backing.carrier.writer).opening())
+    head = write_head(1, 7, granted, 0, len(data))
+    messages = iter(pulled_store.PulledStore(head, data.data, 1, backing.carrier.writer).opening())
     next(messages)
     data[:] = 7
     (second,) = protocol.to_shard(next(messages)[0]).ranges[:1]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
-from transferqueue.client.memory.transfers import ClientTransfer, FetchTransfer, RequestedRows
+from transferqueue.client.memory.transfers import ClientTransfer, FetchTransfer, RequestedColumns
 from transferqueue.errors import TransferQueueError
-from transferqueue.schema import Field
 from transferqueue.storage.elements.dtypes import U8
-from transferqueue.wire import messages as m
+from transferqueue.transport.bulk import protocol as b
 
 
 class MemoryCarrier(Protocol):
@@ -21,17 +20,9 @@ class MemoryCarrier(Protocol):
     def end_read(self) -> None:
         """The read is over, whether it succeeded or failed."""
 
-    def fetch(
-        self,
-        number: int,
-        session: int,
-        shard: int,
-        fields: Mapping[str, Field],
-        parts: Sequence[RequestedRows],
-        check: Callable[[float], None],
-    ) -> FetchTransfer:
-        """A transfer that reads these columns. check: to be called every moment with the seconds since the carrier
-        began to move bytes; it raises if the transfer should end."""
+    def fetch(self, number: int, asked: RequestedColumns, check: Callable[[float], None]) -> FetchTransfer:
+        """Transfer `number`, which reads these columns. check: to be called every moment with the seconds since the
+        carrier began to move bytes; it raises if the transfer should end."""
 
     def read_failed(self, error: TransferQueueError) -> None:
         """A transfer of `fetch` failed, and the stream carries its bytes. Decide when `begin_read` is true again."""
@@ -39,11 +30,9 @@ class MemoryCarrier(Protocol):
     def write_buffer(self, nbytes: int) -> U8 | None:
         """Memory for a put of `nbytes` which the carrier can move. None: it had better cross over the stream."""
 
-    def store(
-        self, number: int, session: int, epoch: int, granted: m.Granted, at: int, data: memoryview
-    ) -> ClientTransfer:
-        """A transfer that writes `data`, a buffer of `write_buffer`, to byte `at` of the arena, inside a granted
-        extent. The data must not change before the transfer is `done`. epoch: the life of the server."""
+    def store(self, head: b.WriteExtent, data: memoryview, epoch: int) -> ClientTransfer:
+        """A transfer that writes `data`, a buffer of `write_buffer`, as `head` names it. The data must not change
+        before the transfer is `done`. epoch: the life of the server."""
 
     def write_failed(self, error: TransferQueueError) -> None:
         """A transfer of `store` failed, and the stream carries its bytes. Decide when `write_buffer` gives memory

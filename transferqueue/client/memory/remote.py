@@ -19,7 +19,15 @@ import numpy as np
 
 from transferqueue.client.memory.carrier import MemoryCarrier
 from transferqueue.client.memory.grants import CommitOutcome, WriteRegion
-from transferqueue.client.memory.transfers import ClientTransfer, FetchTransfer, RequestedRows, StoreTransfer, rows_of
+from transferqueue.client.memory.transfers import (
+    ClientTransfer,
+    FetchTransfer,
+    RequestedColumns,
+    RequestedRows,
+    StoreTransfer,
+    rows_of,
+    write_head,
+)
 from transferqueue.client.session.calls import Deadline
 from transferqueue.client.session.run import BlockingWork, Operation
 from transferqueue.errors import (
@@ -128,7 +136,9 @@ class RemoteMemory:
         session = self._welcome.session
         try:
             self._carry(
-                lambda number: carrier.store(number, session, self._welcome.epoch, granted, offset, data),
+                lambda number: carrier.store(
+                    write_head(number, session, granted, offset, len(data)), data, self._welcome.epoch
+                ),
                 caller,
                 tries=1,
             )
@@ -144,7 +154,7 @@ class RemoteMemory:
 
     def _store(self, granted: m.Granted, offset: int, data: memoryview, caller: Caller) -> None:
         session = self._welcome.session
-        self._carry(lambda number: StoreTransfer(number, session, granted, offset, data), caller)
+        self._carry(lambda number: StoreTransfer(write_head(number, session, granted, offset, len(data)), data), caller)
 
     def columns(
         self,
@@ -163,9 +173,10 @@ class RemoteMemory:
             found: list[FetchTransfer] = []
             if asked and rows:
                 caller = Caller(self._interrupt)
+                wanted = RequestedColumns(self._welcome.session, _shard_of(parts), fields, asked)
                 yield BlockingWork(
                     sum(at.nbytes for one in asked for at in one.wanted.blocks),
-                    lambda: found.append(self._fetch(_shard_of(parts), fields, asked, caller)),
+                    lambda: found.append(self._fetch(wanted, caller)),
                     abandon=caller.leave,
                     bound=caller.bound,
                 )
@@ -195,24 +206,20 @@ class RemoteMemory:
         for line in self._busy.copy():
             line.interrupt()
 
-    def _fetch(
-        self, shard: int, fields: Mapping[str, Field], asked: Sequence[RequestedRows], caller: Caller
-    ) -> FetchTransfer:
-        session, carrier = self._welcome.session, self.carrier
+    def _fetch(self, asked: RequestedColumns, caller: Caller) -> FetchTransfer:
+        carrier = self.carrier
         if carrier is not None and carrier.begin_read():
 
             def check(elapsed_s: float) -> None:
                 self._check_read(elapsed_s, caller)
 
             try:
-                return self._carry(
-                    lambda number: carrier.fetch(number, session, shard, fields, asked, check), caller, tries=1
-                )
+                return self._carry(lambda number: carrier.fetch(number, asked, check), caller, tries=1)
             except _CARRIER_ERRORS as error:
                 carrier.read_failed(error)
             finally:
                 carrier.end_read()
-        return self._carry(lambda number: FetchTransfer(number, session, shard, fields, asked, self.buffers), caller)
+        return self._carry(lambda number: FetchTransfer(number, asked, self.buffers), caller)
 
     def _check_read(self, elapsed_s: float, caller: Caller) -> None:
         """Raise if it makes no sense to wait longer for a read by the carrier that began so long ago."""

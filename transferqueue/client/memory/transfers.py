@@ -108,6 +108,22 @@ def _located(at: m.BlockLocation, layouts: dict[tuple[str, ...], int]) -> b.Bulk
     return b.BulkBlock(at.block, at.extent, at.offset, at.nbytes, at.rows, layout_of, at.counts, at.ticket)
 
 
+class RequestedColumns(msgspec.Struct, frozen=True):
+    """What one read asks of one shard: columns of `fields`, by name, for rows of each part."""
+
+    session: int
+    shard: int
+    fields: Mapping[str, Field]
+    parts: Sequence[RequestedRows]
+
+    def message(self, number: int) -> b.ReadColumns:
+        """The request, as transfer `number`."""
+        named = {name for part in self.parts for names in part.wanted.layouts for name in names}
+        asked = {name for part in self.parts for name in part.wanted.fields}
+        fields = [self.fields[name] for name in sorted(named | asked)]
+        return b.ReadColumns(number, self.session, self.shard, fields, [part.wanted for part in self.parts])
+
+
 class ReceivedBlock(msgspec.Struct, frozen=True):
     """A part that arrived: a block of `rows` rows."""
 
@@ -132,21 +148,13 @@ class _StreamTransfer:
 class FetchTransfer(_StreamTransfer):
     """Reads columns of rows from one shard. landed: the block of each part, by its number, complete once `done`."""
 
-    def __init__(
-        self,
-        number: int,
-        session: int,
-        shard: int,
-        fields: Mapping[str, Field],
-        parts: Sequence[RequestedRows],
-        buffers: BufferPool,
-    ) -> None:
+    def __init__(self, number: int, asked: RequestedColumns, buffers: BufferPool) -> None:
         self.done = False
         self.landed: dict[int, ReceivedBlock] = {}
         self._number: Final = number
-        self._session, self._shard = session, shard
-        self._fields, self._parts, self._buffers = fields, parts, buffers
-        self._is_gathered = any(part.lie_apart for part in parts)
+        self._asked, self._buffers = asked, buffers
+        self._fields, self._parts = asked.fields, asked.parts
+        self._is_gathered = any(part.lie_apart for part in asked.parts)
         self._intake = b.ReceiveWindow()
         self._due: deque[memoryview] = deque()
         self._arriving: b.ReadFrame | b.RangesFrame | None = None
@@ -156,11 +164,7 @@ class FetchTransfer(_StreamTransfer):
         return [b.message(self._request())]
 
     def _request(self) -> b.ReadColumns:
-        named = {name for part in self._parts for names in part.wanted.layouts for name in names}
-        asked = {name for part in self._parts for name in part.wanted.fields}
-        fields = [self._fields[name] for name in sorted(named | asked)]
-        parts = [part.wanted for part in self._parts]
-        return b.ReadColumns(self._number, self._session, self._shard, fields, parts)
+        return self._asked.message(self._number)
 
     @property
     def coming(self) -> int:
@@ -294,21 +298,16 @@ class WritingTransfer:
 
 
 class StoreTransfer(WritingTransfer, _StreamTransfer):
-    """Writes bytes into a granted extent. The bytes must not change before it is `done`."""
+    """Writes the bytes that `head` names. They must not change before it is `done`."""
 
-    def __init__(self, number: int, session: int, granted: m.Granted, at: int, data: memoryview) -> None:
-        head = b.WriteExtent(
-            number,
-            session,
-            granted.shard,
-            granted.extent,
-            granted.offset,
-            granted.nbytes,
-            granted.ticket,
-            at,
-            len(data),
-        )
-        super().__init__(number, _frames(head, data))
+    def __init__(self, head: b.WriteExtent, data: memoryview) -> None:
+        super().__init__(head.transfer, _frames(head, data))
+
+
+def write_head(number: int, session: int, granted: m.Granted, at: int, nbytes: int) -> b.WriteExtent:
+    """The head of transfer `number`, which writes `nbytes` from byte `at` of the arena on, inside a granted extent."""
+    extent = granted.shard, granted.extent, granted.offset, granted.nbytes, granted.ticket
+    return b.WriteExtent(number, session, *extent, at, nbytes)
 
 
 def _frames(head: b.WriteExtent, data: memoryview) -> Iterator[b.Message]:

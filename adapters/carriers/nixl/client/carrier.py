@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Final
 
 from transferqueue.adapters.carriers.nixl.client.one_sided import OneSidedMemory, ShardReader
 from transferqueue.adapters.carriers.nixl.client.pulled_store import PulledStore, ShardWriter
 from transferqueue.adapters.carriers.nixl.client.ranged_fetch import RangedFetch
-from transferqueue.client.memory.transfers import RequestedRows
+from transferqueue.client.memory.transfers import RequestedColumns
 from transferqueue.errors import TransferQueueError
-from transferqueue.schema import Field
 from transferqueue.storage.elements.dtypes import U8
-from transferqueue.wire import messages as m
+from transferqueue.transport.bulk import protocol as b
 
 
 class OneSidedCarrier:
@@ -38,17 +37,9 @@ class OneSidedCarrier:
         """See `MemoryCarrier`."""
         self.reader.end()
 
-    def fetch(
-        self,
-        number: int,
-        session: int,
-        shard: int,
-        fields: Mapping[str, Field],
-        parts: Sequence[RequestedRows],
-        check: Callable[[float], None],
-    ) -> RangedFetch:
+    def fetch(self, number: int, asked: RequestedColumns, check: Callable[[float], None]) -> RangedFetch:
         """See `MemoryCarrier`."""
-        return RangedFetch(number, session, shard, fields, parts, self.reader, check)
+        return RangedFetch(number, asked, self.reader, check)
 
     def read_failed(self, error: TransferQueueError) -> None:
         """See `MemoryCarrier`."""
@@ -58,11 +49,9 @@ class OneSidedCarrier:
         """See `MemoryCarrier`."""
         return self.writer.take(nbytes)
 
-    def store(
-        self, number: int, session: int, epoch: int, granted: m.Granted, at: int, data: memoryview
-    ) -> PulledStore:
+    def store(self, head: b.WriteExtent, data: memoryview, epoch: int) -> PulledStore:
         """See `MemoryCarrier`."""
-        return PulledStore(number, session, epoch, granted, at, data, self.writer)
+        return PulledStore(head, data, epoch, self.writer)
 
     def write_failed(self, error: TransferQueueError) -> None:
         """See `MemoryCarrier`."""

@@ -27,7 +27,6 @@ from transferqueue.limits import FRAME_BYTES, KIB
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.private_pages import memory_address
 from transferqueue.transport.bulk import protocol as b
-from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.client")
 PULLED_BYTES_MIN: Final = 256 * KIB
@@ -80,33 +79,24 @@ class ShardWriter:
 
 
 class PulledStore(WritingTransfer):
-    """Has the shard read `data`, a registered buffer of `writer`, into a granted extent. The bytes must not change
+    """Has the shard read `data`, a registered buffer of `writer`, to where `head` names. The bytes must not change
     before it is `done`."""
 
     serve_s = SERVE_S
 
-    def __init__(
-        self, number: int, session: int, epoch: int, granted: m.Granted, at: int, data: memoryview, writer: ShardWriter
-    ) -> None:
+    def __init__(self, head: b.WriteExtent, data: memoryview, epoch: int, writer: ShardWriter) -> None:
         self._writer, self._epoch, self._nbytes = writer, epoch, len(data)
         self._version, metadata = writer.description(epoch)
         self._served = 0
-        head = b.WriteRanges(
-            number,
-            session,
-            granted.shard,
-            granted.extent,
-            granted.offset,
-            granted.nbytes,
-            granted.ticket,
-            at,
-            len(data),
-            writer.memory.agent.name,
-            *self._version,
-            metadata,
-            [],
+        first = b.WriteRanges(
+            **msgspec.structs.asdict(head),
+            agent=writer.memory.agent.name,
+            generation=self._version[0],
+            regions=self._version[1],
+            metadata=metadata,
+            ranges=[],
         )
-        super().__init__(number, _frames(head, data))
+        super().__init__(head.transfer, _frames(first, data))
 
     def serve(self) -> bool:
         """Make progress for the shard's reads. Whether the shard should be asked now."""

@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from transferqueue.adapters.carriers.nixl.agent import CopiedRange
 from transferqueue.adapters.carriers.nixl.client.one_sided import ShardReader
-from transferqueue.client.memory.transfers import FetchTransfer, RequestedRows
+from transferqueue.client.memory.transfers import FetchTransfer, RequestedColumns
 from transferqueue.errors import Corruption
-from transferqueue.schema import Field
 from transferqueue.storage.memory.private_pages import memory_address
 from transferqueue.transport.bulk import protocol as b
 
@@ -22,27 +22,18 @@ class RangedFetch(FetchTransfer):
     """Reads columns of rows from one shard one-sided. reader: of that shard's memory. check: see `ShardReader.read`."""
 
     def __init__(
-        self,
-        number: int,
-        session: int,
-        shard: int,
-        fields: Mapping[str, Field],
-        parts: Sequence[RequestedRows],
-        reader: ShardReader,
-        check: Callable[[float], None],
+        self, number: int, asked: RequestedColumns, reader: ShardReader, check: Callable[[float], None]
     ) -> None:
-        super().__init__(number, session, shard, fields, parts, reader.memory.buffers)
+        super().__init__(number, asked, reader.memory.buffers)
         self._reader: Final = reader
         self._check: Final = check
         self._open: deque[tuple[int, memoryview]] = deque()  # with their addresses
         self._wanted: list[tuple[CopiedRange, memoryview, bytes]] = []
 
     def _request(self) -> b.ReadColumns:
-        asked = super()._request()
         agent, generation, regions = self._reader.loaded
-        return b.ReadRanges(
-            asked.transfer, asked.session, asked.shard, asked.fields, asked.parts, agent, generation, regions
-        )
+        asked = msgspec.structs.asdict(super()._request())
+        return b.ReadRanges(**asked, agent=agent, generation=generation, regions=regions)
 
     def _owe(self, memory: memoryview) -> None:
         self._open.append((memory_address(np.frombuffer(memory, np.uint8)), memory))
