@@ -207,7 +207,7 @@ def test_a_full_disk_leaves_the_old_one_whole(queue: tq.Queue, root: Path, monke
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(snapshot_directory, "sync_directory", full)
+        patched.setattr(snapshot_directory, "sync_path", full)
         with pytest.raises(OutOfMemory, match=r"does not fit its disk \(No space left.*those before it are whole"):
             queue.snapshot("s")
     assert [one.name for one in (root / "s").iterdir()] == ["000001"]

@@ -35,6 +35,7 @@ from transferqueue.storage.elements.dtypes import stored_dtype
 from transferqueue.storage.elements.torch_interop import as_torch
 from transferqueue.storage.elements.values import decode
 from transferqueue.storage.inputs.from_snapshot import columns_from_arrow
+from transferqueue.transport.system.private_files import sync_path
 
 FOLDER: Final = "storage"
 MANIFEST: Final = "manifest.json"
@@ -136,7 +137,7 @@ def _save_group(table: tq.Table, rows: Rows, fields: list[str], path: Path, numb
         out.write_batch(first)
         for batch in batches:
             out.write_batch(batch)
-    checksummed_json.sync(file)
+    sync_path(file)
     return SampleFile(file.name, rows.size, fields, checksummed_json.part(file))
 
 

@@ -18,6 +18,7 @@ import msgspec
 import xxhash
 
 from transferqueue.errors import Corruption, UsageError
+from transferqueue.transport.system.private_files import sync_path
 
 METADATA: Final = "metadata.json"
 """The file at the top of a checkpoint, as documented."""
@@ -43,7 +44,7 @@ def write(path: Path, kind: str, content: Mapping[str, Any]) -> FileRecord:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    sync(path.parent)
+    sync_path(path.parent)
     return FileRecord(len(text), xxhash.xxh3_64_hexdigest(text))
 
 
@@ -109,7 +110,7 @@ def directory(path: Path, mark: str) -> Iterator[Path]:
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        sync(temporary)
+        sync_path(temporary)
         shutil.rmtree(old, ignore_errors=True)
         if path.exists():
             path.rename(old)
@@ -119,17 +120,8 @@ def directory(path: Path, mark: str) -> Iterator[Path]:
         if old.exists() and not path.exists():
             old.rename(path)
         raise
-    sync(path.parent)
+    sync_path(path.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def sync(path: Path) -> None:
-    """Sync a file's bytes, or a directory's entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _seal(content: Mapping[str, Any]) -> str:

@@ -33,7 +33,7 @@ import xxhash
 from transferqueue.errors import Corruption, NotFound, OutOfMemory, PeerError, UsageError
 from transferqueue.limits import MIB
 from transferqueue.storage.memory.room import room
-from transferqueue.transport.system.private_files import make_directories, sync_directory
+from transferqueue.transport.system.private_files import make_directories, sync_path
 
 MANIFEST: Final = "MANIFEST.json"
 DIGEST: Final = "MANIFEST.xxh3"
@@ -153,11 +153,11 @@ class SnapshotWriter:
                     file.flush()
                     os.fsync(file.fileno())
             for directory in [path for path in self.directory.rglob("*") if path.is_dir()] + [self.directory]:
-                sync_directory(directory)
+                sync_path(directory)
             existing = numbered(self._parent)
             path = self._parent / f"{int(existing[-1].name) + 1 if existing else 1:06d}"
             self.directory.rename(path)
-            sync_directory(self._parent)
+            sync_path(self._parent)
         if keep:
             remove_older(path, keep)
         return path

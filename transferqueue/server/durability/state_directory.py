@@ -59,7 +59,7 @@ from transferqueue.storage.memory.checksum import UNCHECKED, checksum
 from transferqueue.storage.memory.room import room
 from transferqueue.transport import FileLock
 from transferqueue.transport.system.file_system import memory_file_system
-from transferqueue.transport.system.private_files import private_directory, sync_directory, write_private
+from transferqueue.transport.system.private_files import private_directory, sync_path, write_private
 from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.server")
@@ -353,7 +353,7 @@ class StateDirectory:
         for name in (recovery.JOURNAL, *_beside(recovery.JOURNAL), *arenas, recovery.LINK, recovery.ABOUT):
             with suppress(FileNotFoundError):
                 (self.path / name).rename(aside / name)
-        sync_directory(self.path)
+        sync_path(self.path)
         return aside
 
     def _begin(self, arena_bytes: int | None, shared: Path, made: ExitStack) -> SqliteJournal:
@@ -420,7 +420,7 @@ class StateDirectory:
         link = self.path / recovery.LINK
         if not link.is_symlink():
             link.symlink_to(arena)
-            sync_directory(self.path)
+            sync_path(self.path)
 
 
 def _beside(database: str) -> tuple[str, str]:

@@ -100,12 +100,12 @@ def write_private(path: Path, data: bytes) -> None:
         with suppress(FileNotFoundError):
             new.unlink()
         raise
-    sync_directory(path.parent)
+    sync_path(path.parent)
 
 
-def sync_directory(directory: Path) -> None:
-    """Block until the names in this directory are on disk."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync_path(path: Path) -> None:
+    """Block until the bytes of this file, or the names in this directory, are on disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from transferqueue.errors import Corruption, NotFound, UsageError, listing
 from transferqueue.limits import MIB
 from transferqueue.storage.memory.checksum import checksum
+from transferqueue.transport.system.private_files import sync_path
 from transferqueue.workflows.flow.loop.serving import StageFailedInProcess
 from transferqueue.workflows.job.training.gather import StreamPosition
 from transferqueue.workflows.job.training.learner import StepLearner
@@ -132,9 +133,9 @@ class Checkpoints:
         state = msgspec.structs.replace(state, checksums={name: _checksum(unfinished / name) for name in _TENSORS})
         (unfinished / _STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
         for file in (*unfinished.iterdir(), unfinished):
-            _synchronise(file)
+            sync_path(file)
         unfinished.rename(final)
-        _synchronise(self.directory)
+        sync_path(self.directory)
 
     def _prune(self) -> None:
         needed_from = self._needed_from()
@@ -281,11 +282,3 @@ def _set_random_states(states: Mapping[str, Tensor]) -> None:
             torch.set_rng_state(state)
         elif name.startswith(f"{_RANDOM}cuda") and int(name[len(_RANDOM) + 4 :]) < torch.cuda.device_count():
             torch.cuda.set_rng_state(state, int(name[len(_RANDOM) + 4 :]))
-
-
-def _synchronise(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
