@@ -96,16 +96,8 @@ class Fronted:
     def _wrap(self, value: Any) -> Any:
         if inspect.isawaitable(value):
             return self._run(value)
-        if inspect.isasyncgen(value):
-            return self._iterate(value)
-        return Fronted(value, self.loop) if type(value).__name__.startswith("Async") else value
-
-    def _iterate(self, found: Any) -> Iterator[Any]:
-        while True:
-            try:
-                yield self._run(found.__anext__())
-            except StopAsyncIteration:
-                return
+        is_async = inspect.isasyncgen(value) or type(value).__name__.startswith("Async")
+        return Fronted(value, self.loop) if is_async else value
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.inner, name)
@@ -124,7 +116,13 @@ class Fronted:
         return len(self.inner)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._iterate(self.inner) if hasattr(self.inner, "__anext__") else iter(self.inner)
+        return self if hasattr(self.inner, "__anext__") else iter(self.inner)
+
+    def __next__(self) -> Any:
+        try:
+            return self._run(self.inner.__anext__())
+        except StopAsyncIteration:
+            raise StopIteration from None
 
     def __contains__(self, name: object) -> bool:
         return name in self.inner

@@ -61,6 +61,40 @@ def test_eight_threads_share_a_queue(sync_queue: tq.Queue, name: str) -> None:
     assert (audit.rows_done, audit.rows_live) == (len(put), 0)
 
 
+def test_threads_share_the_batches_of_one_call(sync_queue: tq.Queue, name: str) -> None:
+    """A generator would raise "generator already executing" in the second thread."""
+    table = sync_queue.create_table(name, tasks=[tq.Task("train", needs=["x"])])
+    batches = table.leases("train", rows=2, timeout_s=60)
+
+    def consume(_: int) -> list[int]:
+        rows: list[int] = []
+        for batch in batches:
+            with batch:
+                rows += batch.rows.tolist()
+        return rows
+
+    with ThreadPoolExecutor(3) as pool:
+        consumers = [pool.submit(consume, thread) for thread in range(3)]
+        until_someone_waits(sync_queue, name, 3)
+        put = table.put(x=np.arange(40)).tolist()
+        table.seal()
+        taken = [row for consumer in consumers for row in consumer.result(timeout=60)]
+    assert sorted(taken) == put
+    assert list(batches) == []
+
+
+def test_tasks_share_the_batches_of_one_call(address: str | None, name: str) -> None:
+    async def two_at_once() -> None:
+        async with tq.aconnect(address) as queue:
+            table = await queue.create_table(name, tasks=[tq.Task("train", needs=["x"])])
+            put = await table.put(x=np.arange(4))
+            batches = table.leases("train", rows=2, timeout_s=60)
+            both = await asyncio.gather(anext(batches), anext(batches))
+            assert sorted(row for batch in both for row in batch.rows.tolist()) == put.tolist()
+
+    asyncio.run(two_at_once())
+
+
 def test_closing_ends_every_wait_at_once(sync_queue: tq.Queue, name: str) -> None:
     table = sync_queue.create_table(name, tasks=[tq.Task("train", needs=["x"])], limits=tq.Limits(rows=2))
     table.put(x=np.arange(2))

@@ -349,7 +349,7 @@ class AsyncTable(TableBase):
         )
         return AwaitableContext(lambda: self._run(lease.lease(self._client, self._terms, spec, AsyncBatch)))
 
-    async def leases(
+    def leases(
         self,
         task: str,
         *,
@@ -373,7 +373,8 @@ class AsyncTable(TableBase):
         batch: ...``. A batch that is collected without either goes back, comes again, and is logged as a warning. A
         batch that was held past its time limit belongs to others: its ack is refused, and changes nothing. In this loop
         that ends only the ``async with`` block of the batch, with a warning in the log; the loop goes on. Errors are
-        those of `lease`, but for `EndOfTable`, which ends the loop.
+        those of `lease`, but for `EndOfTable`, which ends the loop. Tasks and threads may share one such iterator: each
+        batch goes to one of them.
 
         Args:
             task: name of the task.
@@ -424,14 +425,7 @@ class AsyncTable(TableBase):
             replica=replica,
             device=device,
         )
-        while True:
-            try:
-                batch = await self._run(lease.lease(self._client, self._terms, spec, AsyncBatch))
-            except EndOfTable:
-                return
-            batch._goes_on = True
-            yield batch
-            del batch  # the caller's alone: held here, it could not be collected while the next is waited for
+        return AsyncLeases(self, spec)
 
     def loader(
         self,
@@ -872,3 +866,20 @@ class AsyncTable(TableBase):
 
     async def _run(self, operation: Operation[T]) -> T:
         return await run_async(self._client.connection, operation)
+
+
+class AsyncLeases(AsyncIterator[AsyncBatch]):
+    """The batches of `AsyncTable.leases`. Holds none of them, so a batch that its taker forgets is collected."""
+
+    def __init__(self, table: AsyncTable, spec: lease.LeaseSpec) -> None:
+        self._table, self._spec = table, spec
+
+    async def __anext__(self) -> AsyncBatch:
+        """Lease the next batch. Each call is a lease of its own, so calls may overlap."""
+        table = self._table
+        try:
+            batch = await table._run(lease.lease(table._client, table._terms, self._spec, AsyncBatch))
+        except EndOfTable:
+            raise StopAsyncIteration from None
+        batch._goes_on = True
+        return batch

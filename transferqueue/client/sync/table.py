@@ -371,7 +371,8 @@ class Table(TableBase):
         batch: ...``. A batch that is collected without either goes back, comes again, and is logged as a warning. A
         batch that was held past its time limit belongs to others: its ack is refused, and changes nothing. In this loop
         that ends only the ``with`` block of the batch, with a warning in the log; the loop goes on. Errors are
-        those of `lease`, but for `EndOfTable`, which ends the loop.
+        those of `lease`, but for `EndOfTable`, which ends the loop. Tasks and threads may share one such iterator: each
+        batch goes to one of them.
 
         Args:
             task: name of the task.
@@ -422,14 +423,7 @@ class Table(TableBase):
             replica=replica,
             device=device,
         )
-        while True:
-            try:
-                batch = self._run(lease.lease(self._client, self._terms, spec, Batch))
-            except EndOfTable:
-                return
-            batch._goes_on = True
-            yield batch
-            del batch  # the caller's alone: held here, it could not be collected while the next is waited for
+        return Leases(self, spec)
 
     def loader(
         self,
@@ -864,3 +858,20 @@ class Table(TableBase):
 
     def _run(self, operation: Operation[T]) -> T:
         return run_sync(self._client.connection, operation)
+
+
+class Leases(Iterator[Batch]):
+    """The batches of `Table.leases`. Holds none of them, so a batch that its taker forgets is collected."""
+
+    def __init__(self, table: Table, spec: lease.LeaseSpec) -> None:
+        self._table, self._spec = table, spec
+
+    def __next__(self) -> Batch:
+        """Lease the next batch. Each call is a lease of its own, so calls may overlap."""
+        table = self._table
+        try:
+            batch = table._run(lease.lease(table._client, table._terms, self._spec, Batch))
+        except EndOfTable:
+            raise StopIteration from None
+        batch._goes_on = True
+        return batch
