@@ -129,7 +129,8 @@ class Refill(_Policy):
 class DeliverPartial(_Policy, tag="Release"):
     """Lease the ready members of an incomplete group if they are at least `min_size`; otherwise drop the group.
 
-    Its former name is `Release`.
+    The task passes over members that come after it leased the group. They are done when the other tasks are done with
+    them, and dropped, with reason ``group_incomplete``, if no other task takes them. Its former name is `Release`.
     """
 
 
