@@ -324,7 +324,7 @@ DEVICE_REGISTERED_BYTES: Final = 16 * GIB
 """Pages of one arena that a process registers for copies to devices. Registering takes 0.1 ms a MiB and costs no memory
 beside the arena's own."""
 DEVICE_IDLE_S: Final = 30.0
-"""A process that copied nothing to a device for this long gives its registered pages up, so that the arena's owner may
+"""A process that copied nothing to devices for this long gives its registered pages up, so that the arena's owner may
 return free ones."""
 SMALL_EXTENTS_BYTES: Final = 4 * SMALL_EXTENT_BYTES
 """The extent that small puts share: large enough that the last one which does not fit wastes at most a quarter."""

@@ -272,9 +272,9 @@ class AsyncTable(TableBase):
         Await it, or use it as a context manager: a clean exit acks the rows, an exception gives them back, and so does
         a clean exit without the results that the task owes (see `AsyncBatch`).
 
-        With `device`, the lease begins to copy each dense or ragged column there, and `torch()`, `nested()` and
-        `tensordict()` give tensors on the device, after which the calling thread's stream is ordered; nothing waits for
-        the device. Texts, bytes, plain values and rows of varied shapes stay on the host, as do `numpy()`, `list()` and
+        With `device`, the lease begins to copy each dense or ragged column there and does not wait for the copies:
+        `torch()`, `nested()` and `tensordict()` give the copied tensors, and order the calling thread's stream after
+        the copies. Texts, bytes, plain values and rows of varied shapes stay on the host, as do `numpy()`, `list()` and
         `arrow()` of all columns. The memory stays pinned until the copies have ended, even if the batch ends before.
 
         Args:
@@ -316,7 +316,7 @@ class AsyncTable(TableBase):
             NotFound: an unknown task or field.
             SchemaError: a slice does not fit its field.
             UsageError: arguments that do not fit each other, or a device that is not here.
-            OutOfMemory: the device has no room; the rows were given back.
+            OutOfMemory: no room for the copies; the rows were given back.
 
         Example:
             >>> import transferqueue as tq

@@ -40,7 +40,7 @@ class AsyncWeightChannel(AsyncWeightChannelBase):
     ) -> int:
         """Publish tensors as one version, in one commit. Tables whose pacing names this channel advance their clock.
 
-        The bytes are written once, into shared memory, from whatever device the tensors are on. A tensor that is as in
+        The bytes are written once, into shared memory, from wherever the tensors are. A tensor that is as in
         the newest version is not written: its bytes are part of both, unless less than half of the memory that it
         shares with others would be kept. The oldest versions beyond `keep` end; a reader that still views one keeps it.
         Waits, up to `timeout_s`, for memory, and while a table with `HoldClock` holds its clock.

@@ -152,13 +152,13 @@ class Weights(ProcessBound, Mapping[str, Any]):
 
         Args:
             adapter: name of the adapter whose tensors are meant; default None: the base.
-            device: a device that the tensors are copied to, as by a lease with ``device=``: the calling thread's stream
-                comes after the copies, and the memory stays pinned until they have ended. Tensors of ``since`` are
-                copied again. Default None: views of shared memory.
+            device: where the tensors are copied to, as by `lease`: the calling thread's stream comes after the copies,
+                and the memory stays pinned until they have ended. Tensors of ``since`` are copied again. Default None:
+                views of shared memory.
 
         Raises:
             NotFound: the version does not have the adapter.
-            OutOfMemory: the device has no room.
+            OutOfMemory: no room for the copies.
             UsageError: a device that is not here.
         """
         to = destination(device)

@@ -241,7 +241,7 @@ class Column(ProcessBound):
     def torch(self) -> Tensor:
         """Return dense rows as a tensor ``[rows, *shape]`` of the field's dtype.
 
-        It is on the CPU, over the same memory as `numpy()`; after a lease with ``device=`` it is on that device.
+        It is on the CPU, over the same memory as `numpy()`, or where a lease with ``device=`` put it.
 
         Raises:
             BatchEnded: the batch has ended.
@@ -278,7 +278,7 @@ class Column(ProcessBound):
     def nested(self) -> Tensor:
         """Return ragged rows as a jagged nested tensor ``[rows, None, *shape[1:]]``.
 
-        It is on the CPU, over the same memory as `ragged()`; after a lease with ``device=`` it is on that device.
+        It is on the CPU, over the same memory as `ragged()`, or where a lease with ``device=`` put it.
 
         Raises:
             BatchEnded: the batch has ended.

@@ -13,8 +13,8 @@ _MOUNTS: Final = Path("/proc/self/mountinfo")
 def memory_file_system(directory: Path) -> str:
     """The kind of the file system that `directory` is in, such as tmpfs, if it keeps its files in memory; "" for any
     other."""
-    device = directory.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
+    stat = directory.stat()
+    number = f"{os.major(stat.st_dev)}:{os.minor(stat.st_dev)}"
     for mount in _MOUNTS.read_text().splitlines():
         place, _, source = mount.partition(" - ")
         if place.split()[2] == number:
