@@ -47,7 +47,7 @@ def test_the_first_answer_is_the_position_alone_and_the_next_what_came_since(wor
     world.table().history.add(world.now, "leased", np.array([4, 5]), "train", 9, "lease 1")
     world.now = 2.5
     answer = ask(world, first.next)
-    assert answer.events == [
+    assert [event.plain() for event in answer.events] == [
         {
             "ago_s": 2.5,
             "what": "leased",

@@ -282,7 +282,7 @@ def test_a_block_of_several_values_has_no_content() -> None:
     two = replace(client.block([IMAGE], 2, slots=[0, 1]), content=key(5), checksum=SUM)
     with pytest.raises(UsageError, match="only blocks of one value of a table have contents"):
         put(client, two, rows=2)
-    assert world.stats()["rows_live"] == 0
+    assert world.stats().rows_live == 0
 
 
 def members_of(block: m.WrittenBlock, rows: list[int]) -> m.WrittenBlock:

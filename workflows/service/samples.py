@@ -97,7 +97,8 @@ def stream_engines(
     """
     pace = None
     if batch_rows is not None:
-        stale: dict[str, Any] = {"on_stale": "requeue", "requeue_to": GENERATE}
+        again: dict[str, Any] = {"on_stale": "requeue", "requeue_to": GENERATE}
+        stale = {} if max_staleness is None else again
         pace = PacingSpec(stage=TRAIN, batch_rows=batch_rows, depth=depth, max_staleness=max_staleness, **stale)
     return Engines(
         table=table,
