@@ -119,14 +119,12 @@ _MODULES: Final = {
     "cluster.connect": "aconnect connect",
     "cluster.on_ray.deploy": "Deployment deploy_ray",
     "errors": "AddressInUse AlreadyExists BatchEnded ColumnFreed Corruption DeadlineExceeded Disconnected EndOfTable "
-    "FlowSignal Forked "
-    "Full Impossible InternalError LeaseExpired NotFound OutOfMemory PeerError PermissionDenied ProtocolError "
-    "RowsChanged RowsEnded SchemaError Sealed TransferQueueError Unreachable UsageError VersionGivenUp",
+    "FlowSignal Forked Full Impossible InternalError LeaseExpired NotFound OutOfMemory PeerError PermissionDenied "
+    "ProtocolError RowsChanged RowsEnded SchemaError Sealed TransferQueueError Unreachable UsageError VersionGivenUp",
     "limits": "Limits",
     "policies": "Acked AckedColumns Compare Complete DeliverPartial DropGroup DropStale Fifo Freshest HoldClock "
-    "KeepStale LongestFirst Manual "
-    "ManualColumns OldestVersionFirst OnStale Pacing Plugin Predicate Priority PutOrder Refill Requeue Retention Retry "
-    "Selector TagIs Task TokenBalanced VersionBetween",
+    "KeepStale LongestFirst Manual ManualColumns OldestVersionFirst OnStale Pacing Plugin Predicate Priority PutOrder "
+    "Refill Requeue Retention Retry Selector TagIs Task TokenBalanced VersionBetween",
     "schema": "Field Share Slice",
     "storage.columns.column": "Column",
     "storage.inputs.prepare": "Repeat",

@@ -413,8 +413,7 @@ class Task(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         if self.time_limit_s is not None and not self.time_limit_s >= self.lease_s:
             raise UsageError(
                 f'task "{self.name}": time_limit_s={shown(self.time_limit_s)} is below lease_s={shown(self.lease_s)}, '
-                "for which rows are lent "
-                "at least; give a longer limit or a shorter lease"
+                "for which rows are lent at least; give a longer limit or a shorter lease"
             )
         if not isinstance(self.retry, Retry):
             raise UsageError(f'task "{self.name}": retry={shown(self.retry)} is no policy; give tq.Retry(...)')

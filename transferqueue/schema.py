@@ -113,8 +113,7 @@ def _check_rules(name: str, dtype: str, shape: tuple[int | None, ...], like: str
         if like == name or not shape or shape[0] is not None:
             raise SchemaError(
                 f'field "{name}": like={like!r} is for rows of differing lengths, as another field has them; name that '
-                "field, and give a "
-                "shape that begins with None"
+                "field, and give a shape that begins with None"
             )
     if finite is not None and not isinstance(finite, bool):
         raise SchemaError(f'field "{name}": finite={shown(finite)} is {type(finite).__name__}; give True or False')
@@ -454,8 +453,7 @@ def not_taken(table: str, field: str, takes: Iterable[str]) -> str:
     """The text of the error for a field that a table does not accept."""
     return (
         f'field "{field}" is not in table "{table}", which takes only the fields that it was made with or that a task '
-        "names: "
-        f"{listing(takes)}; declare it with add_fields, or make the table with extra_fields=True"
+        f"names: {listing(takes)}; declare it with add_fields, or make the table with extra_fields=True"
     )
 
 

@@ -38,8 +38,7 @@ ASSUMED: Final = (
     "from the paper: output lengths (digitised from figure 7), time per token of a 7B by batch; prompts cost nothing",
     (
         f"{INSTANCES} generation instances, a batch of {ROWS} (published: 1024); memory for 16 to 128 samples an "
-        f"instance, "
-        "a row each"
+        "instance, a row each"
     ),
     (
         "prompts are made up: difficulty is what their tokens weigh, an answer's length the digitised quantile at "
@@ -47,14 +46,12 @@ ASSUMED: Final = (
     ),
     (
         "the ranker is a small model trained on 4096 such prompts with an answer each; the history has seen each "
-        "prompt 4 "
-        "times"
+        "prompt 4 times"
     ),
     f"pipelining: predictions are the true order with log-normal noise {NOISE}, which has about the published recall",
     (
         "pipelining: training takes as long as our generation (their balance), in proportion to rows; weights move in "
-        "no "
-        "time"
+        "no time"
     ),
     (
         f"mini-batch: {MINIS} fixed parts of the prompts, trained in their order; dynamic-batch: from a sixteenth of a "

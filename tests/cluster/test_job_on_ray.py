@@ -113,8 +113,7 @@ def inputs_of_vllm(disk: Path) -> Path:
     return disk / "inputs-vllm"
 
 
-@pytest.mark.parametrize(("engine", "replicas"), [("builtin", 1), ("transformers", 2)])
-def test_a_node_is_killed_in_the_middle(engine: str, replicas: int, nodes: RayNodes, inputs: Path, disk: Path) -> None:
+def run_and_kill_a_node(engine: str, replicas: int, nodes: RayNodes, inputs: Path, disk: Path) -> None:
     if engine != "builtin":
         pytest.importorskip(engine)
 
@@ -130,10 +129,14 @@ def test_a_node_is_killed_in_the_middle(engine: str, replicas: int, nodes: RayNo
         assert "lost" not in outcome.audit.dropped
 
 
+@pytest.mark.parametrize(("engine", "replicas"), [("builtin", 1), ("transformers", 2)])
+def test_a_node_is_killed_in_the_middle(engine: str, replicas: int, nodes: RayNodes, inputs: Path, disk: Path) -> None:
+    run_and_kill_a_node(engine, replicas, nodes, inputs, disk)
+
+
 def test_a_node_with_vllm_is_killed_in_the_middle(nodes: RayNodes, inputs_of_vllm: Path, disk: Path) -> None:
     """`make test-engines` has vLLM and Ray together."""
-    pytest.importorskip("vllm")
-    test_a_node_is_killed_in_the_middle("vllm", 1, nodes, inputs_of_vllm, disk)
+    run_and_kill_a_node("vllm", 1, nodes, inputs_of_vllm, disk)
 
 
 def test_after_the_death_of_all_nodes_the_command_goes_on(inputs: Path, disk: Path, tmp_path: Path) -> None:

@@ -550,8 +550,7 @@ def test_doctor_tells_how_many_rows_are_at_risk_and_what_is_done(world: World, c
     assert texts() == [
         (
             "3 rows have one copy left of 2: no shard has room for a copy: start a further one (transferqueue shard), "
-            "or "
-            "consume rows"
+            "or consume rows"
         )
     ]
     order = given(third.order())

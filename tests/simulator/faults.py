@@ -211,8 +211,7 @@ FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
     "an extent is given back twice": ((OwnShardMemory, "give_back", _twice),),
     "replay skips a record": ((recorded_ledger, "_replay", _skip),),
     "an extent is never given back": ((OwnShardMemory, "give_back", _nothing),),
-    "producers are not held "
-    "back": ((put, "no_room", lambda _was: lambda *_args: ""),
+    "producers are not held back": ((put, "no_room", lambda _was: lambda *_args: ""),
     (flow_control, "why_reserve_waits", lambda _was: lambda *_args: "")),
     "a share is done when its first replica is": ((ack, "_ack_replica", _first_replica),),
     "a checkpoint covers the step after it": ((StepIndex, "take", _one_step_more),),

@@ -10,7 +10,7 @@ GENEROUS_S = 60
 TOKEN = "token-of-the-test-service"  # noqa: S105
 
 
-class Answer(NamedTuple):
+class HttpAnswer(NamedTuple):
     status: int
     headers: dict
     body: bytes
@@ -34,7 +34,7 @@ class Asking:
         client = http.client.HTTPConnection(self.host, self.port, timeout=GENEROUS_S)
         client.request(method, path, body, {"Authorization": f"Bearer {TOKEN}"} | headers)
         answer = client.getresponse()
-        found = Answer(answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read())
+        found = HttpAnswer(answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read())
         client.close()
         return found
 

@@ -78,8 +78,7 @@ def test_what_belongs_elsewhere_is_refused_with_what_to_do() -> None:
         other.check("table", "rollouts")
     assert str(refused.value) == (
         f'table "rollouts" belongs to coordinator {home} of 3, and this one is {other}; connect with the addresses of '
-        "all 3, "
-        "joined by commas"
+        "all 3, joined by commas"
     )
     with pytest.raises(UsageError, match='state /s has weight channel "rollouts", which belongs to coordinator'):
         other.check_kept([], ["rollouts"], "state /s")

@@ -127,8 +127,7 @@ class TableInfo:
         self._told_stale_below = fresh_from
         _log.warning(
             '%s of a put into table "%s" %s older than version %s, the oldest that task "%s" takes (max_staleness=%s): '
-            "%s; put rows with the "
-            "version of their weights (policy_version=), and reserve before you generate",
+            "%s; put rows with the version of their weights (policy_version=), and reserve before you generate",
             counted(rows, "row"),
             self.name,
             "is" if rows == 1 else "are",

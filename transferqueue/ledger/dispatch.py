@@ -50,8 +50,7 @@ def _create(state: LedgerState, request: m.CreateTable, session: SessionState, c
         if other := tables.other_terms(there, request):
             raise AlreadyExists(
                 f'table "{request.name}" exists with other terms: {listing(other)}; give the terms that it was made '
-                "with, open it by "
-                "Queue.table, or end it by drop_table"
+                "with, open it by Queue.table, or end it by drop_table"
             )
         return there.terms()
     if len(state.tables) >= TABLES_MAX:

@@ -55,8 +55,7 @@ class CoordinatorIndex(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
         if (home := home_coordinator(name, self.of)) != self.number:
             raise UsageError(
                 f'{kind} "{name}" belongs to coordinator {home} of {self.of}, and this one is {self}; connect with the '
-                "addresses "
-                f"of all {self.of}, joined by commas"
+                f"addresses of all {self.of}, joined by commas"
             )
 
     def check_kept(self, tables: Iterable[str], channels: Iterable[str], where: str) -> None:
@@ -66,8 +65,7 @@ class CoordinatorIndex(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
             if (home := home_coordinator(name, self.of)) != self.number:
                 raise UsageError(
                     f'{where} has {kind} "{name}", which belongs to coordinator {home} of {self.of}, and this one is '
-                    f"{self}; "
-                    "go on from it with the seat that it was made at"
+                    f"{self}; go on from it with the seat that it was made at"
                 )
 
     def check_together(self, table: str, channel: str) -> None:

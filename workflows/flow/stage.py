@@ -89,8 +89,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
         if self.slots < 0 or (self.slots and (self.tokens or self.slots < self.rows)):
             raise UsageError(
                 f'stage "{self.task.name}": slots={self.slots} with rows={self.rows} and tokens={self.tokens}: slots '
-                "are rows, at least those "
-                "of one call; leave tokens out, or slots"
+                "are rows, at least those of one call; leave tokens out, or slots"
             )
 
     def lease(

@@ -89,8 +89,7 @@ OverSampleOption = Annotated[
     typer.Option(
         min=1.0,
         help="Begin so many times a batch (mode sync). When the batch is full, the unfinished rest is handed back, and "
-        "goes "
-        "on under the next weights.",
+        "goes on under the next weights.",
     ),
 ]
 FilterZeroAdvantageOption = Annotated[
@@ -104,8 +103,7 @@ OnOption = Annotated[
     Literal["processes", "ray"],
     typer.Option(
         help="Where stages run: processes of this machine, or actors of the Ray cluster that RAY_ADDRESS names (unset: "
-        "of "
-        "one on this machine), with a shard on each node. All nodes must see --out."
+        "of one on this machine), with a shard on each node. All nodes must see --out."
     ),
 ]
 LogOption = Annotated[

@@ -45,8 +45,7 @@ def _check(client: ClientSession, table: str, leases: tuple[BatchLease, ...]) ->
         if lease.table != table or lease.client is not client:
             raise UsageError(
                 f'lease {lease.number} of table "{lease.table}" is acked by a handle of table "{table}", perhaps of '
-                "another "
-                "connection; ack it with the table that leased it"
+                "another connection; ack it with the table that leased it"
             )
     tasks = dict.fromkeys(lease.task for lease in leases)
     if len(tasks) > 1:

@@ -5,7 +5,7 @@
 2. If the table does not have one of them, or rows that exist already have the field in a newer block, the commit is
    refused with `NotFound`, and nothing has changed. The second attempt refers to those that this client has committed
    before, and writes the others.
-3. The third attempt writes all. The table keeps a value that it got from somebody else meanwhile once.
+3. The third attempt writes all. A value that another client brought meanwhile is still stored once.
 """
 
 from __future__ import annotations

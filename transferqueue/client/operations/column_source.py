@@ -79,8 +79,8 @@ class ColumnSource:
         if name not in self.fields:
             raise NotFound(
                 f'field "{name}" is left out of these rows of {self.subject}, since not all of them have it: it is not '
-                "there yet, or was freed; "
-                f"name it in the fields of a read to hear which; they have {listing(self.fields)}"
+                "there yet, or was freed; name it in the fields of a read to hear which; they have "
+                f"{listing(self.fields)}"
                 if name in self._left_out
                 else f'field "{shortened(str(name), SHOWN_CHARS)}" is not in this batch of {self.subject}; it has '
                 f"{listing(self.fields)}; name others with fields="

@@ -340,8 +340,7 @@ def _unreadable(name: str, value: object, error: Exception) -> SchemaError:
     kind, why = f"{type(value).__module__}.{type(value).__qualname__}", shortened(str(error), SHOWN_CHARS)
     return SchemaError(
         f'field "{name}": {shortened(kind, SHOWN_CHARS)} cannot be read ({type(error).__name__}: {why}); give a list, '
-        "a numpy array, a torch "
-        "tensor or an Arrow array"
+        "a numpy array, a torch tensor or an Arrow array"
     )
 
 

@@ -131,8 +131,8 @@ def columns_of(given: object) -> dict[str, Any]:
     else:
         raise UsageError(
             f"put was given {type(given).__name__} without a name, which is no table; give each column by name, "
-            "put(name=values), or a "
-            'pyarrow.Table, a data frame (of datasets: dataset.with_format("arrow")[:]) or a dict of columns'
+            'put(name=values), or a pyarrow.Table, a data frame (of datasets: dataset.with_format("arrow")[:]) or a '
+            "dict of columns"
         )
     if "row_id" in columns:
         raise UsageError(

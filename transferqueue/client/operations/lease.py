@@ -244,8 +244,7 @@ def _rows_ended(request: m.LeaseRequest, reply: m.OrdinalsEnded) -> RowsEnded:
     more = f" and {len(ordinals) - SPANS_SHOWN} more" if len(ordinals) > SPANS_SHOWN else ""
     return RowsEnded(
         f'task "{request.task}" of table "{request.table}" will get no row of ordinals {named}{more}: they were '
-        "dropped, deleted or finished; "
-        "lease again without them",
+        "dropped, deleted or finished; lease again without them",
         ordinals,
     )
 
@@ -473,8 +472,7 @@ class BatchLease:
         if self.expired:
             raise LeaseExpired(
                 f'lease {self.number} of task "{self.task}" (table "{self.table}") has expired, and its rows went back '
-                "to "
-                f"others; lease other rows. A lease is renewed for a worker that lives, up to the time limit of its "
+                "to others; lease other rows. A lease is renewed for a worker that lives, up to the time limit of its "
                 f"task{self._limit()}"
             )
         if self.ended:

@@ -151,8 +151,7 @@ def _check_needs(task: Task, known: set[str]) -> None:
         if meant is not None:
             raise UsageError(
                 f'task "{task.name}" needs {name!r}, which no field is called and no task gives; did you mean '
-                f"{meant!r}? "
-                f"If both are meant, declare both as fields of the table: Field({name!r}, dtype)"
+                f"{meant!r}? If both are meant, declare both as fields of the table: Field({name!r}, dtype)"
             )
 
 

@@ -27,8 +27,7 @@ def check_shards(shards: int | Literal["per-node"], durability: str) -> None:
     if shards and Level(durability).survives_reboot:
         raise UsageError(
             f"shards {shards!r} and durability disk do not go together: their memory does not survive a reboot; give "
-            "durability "
-            '"process", or a larger arena_bytes'
+            'durability "process", or a larger arena_bytes'
         )
 
 

@@ -91,8 +91,7 @@ def _check_rollback(table: TableState, task: TaskState, request: Rollback) -> No
     if request.version > table.clock:
         raise UsageError(
             f'the clock of table "{table.name}" is {table.clock}; a rollback does not move it forward to '
-            f"{request.version}: "
-            "use advance"
+            f"{request.version}: use advance"
         )
 
 

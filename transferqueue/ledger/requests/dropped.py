@@ -62,14 +62,12 @@ def _check_retry(table: TableState, rows: IntArray) -> None:
     if strange:
         raise NotFound(
             f'{numbered(np.array(strange))} of table "{table.name}" cannot be taken again: only rows that were dropped '
-            f'as "{ATTEMPTS}" can, '
-            "while dropped() lists them"
+            f'as "{ATTEMPTS}" can, while dropped() lists them'
         )
     if table.sealed and not table.rows_live:
         raise Sealed(
             f'table "{table.name}" has ended: it is sealed, and its workers were told that no row will come; read the '
-            "rows that dropped() lists, "
-            "and put them into another table"
+            "rows that dropped() lists, and put them into another table"
         )
     if not table.keeps_ended and (why := no_room(table, rows.size, 0)):
         raise Full(f'rows of table "{table.name}" cannot be taken again: {why}; try again when rows have ended')

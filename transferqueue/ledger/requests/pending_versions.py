@@ -185,14 +185,13 @@ def _check_tensor(subject: str, tensor: str, parts: Sequence[TensorSlice], field
         if not new.dense or rows < 1 or part.first + rows > part.rows:
             raise SchemaError(
                 f'{subject}: a slice of tensor "{tensor}" is {new.describe()} from row {part.first} of {part.rows}; '
-                "slices have 1 row or more, and "
-                "end within their tensor"
+                "slices have 1 row or more, and end within their tensor"
             )
         if (new.dtype, new.shape[1:], part.rows) != (first.dtype, first.shape[1:], parts[0].rows):
             raise SchemaError(
                 f'{subject}: slices of tensor "{tensor}" are {new.describe()} of {part.rows} rows, and '
-                f"{first.describe()} of {parts[0].rows}; "
-                "they have one dtype, one number of rows, and the same other sizes"
+                f"{first.describe()} of {parts[0].rows}; they have one dtype, one number of rows, and the same other "
+                "sizes"
             )
         if part.first < end:
             raise SchemaError(f'{subject}: row {part.first} of tensor "{tensor}" is in two slices; each row comes once')

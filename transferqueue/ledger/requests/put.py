@@ -311,8 +311,7 @@ def delete(table: TableState, request: Delete, session: int, now: float) -> Done
         if leased.any():
             raise UsageError(
                 f'{numbered(rows[leased])} of table "{table.name}" {agreed(rows[leased], "is", "are")} leased by task '
-                f'"{task.task.name}"; '
-                "wait for its ack, or drop it"
+                f'"{task.task.name}"; wait for its ack, or drop it'
             )
     table.begin(rows.size)
     drop_rows(table, rows[table.rows.pages.fate.a[at] == LIVE], "deleted", now)
@@ -364,6 +363,5 @@ def _check_no_groups(table: TableState, fields: list[str]) -> None:
             if name in task.needs:
                 raise UsageError(
                     f'task "{task.task.name}" of table "{table.name}" takes whole groups and needs "{name}": it cannot '
-                    "wait for single "
-                    "members again; free the column without again, when the task is done with the rows"
+                    "wait for single members again; free the column without again, when the task is done with the rows"
                 )

@@ -38,8 +38,7 @@ def check_create(core: SharedState, request: CreateTable) -> None:
     if (named := sum(len(task.needs) + len(task.gives) for task in request.tasks)) > NEEDS_MAX:
         raise Impossible(
             f'the tasks of table "{request.name}" need and give {named:,} fields together; at most {NEEDS_MAX:,} may '
-            "be declared at once: add "
-            "tasks by add_task"
+            "be declared at once: add tasks by add_task"
         )
     for task in request.tasks:
         _check_task(core, task, request.limits.rows)
@@ -58,8 +57,7 @@ def _check_task(core: SharedState, task: Task, rows_max: int) -> None:
     if least is not None and least > rows_max:
         raise Impossible(
             f'task "{task.name}" takes groups of min_size={least} or more, and the table holds at most {rows_max} '
-            f"rows: {least} > {rows_max}; "
-            "give a smaller min_size, or a larger limits.rows"
+            f"rows: {least} > {rows_max}; give a smaller min_size, or a larger limits.rows"
         )
     deadline_s = task.groups.deadline_s if task.groups else None
     for what, seconds in (
@@ -114,8 +112,7 @@ def _check_requeue(pacing: Pacing, target: str, tasks: dict[str, Task]) -> None:
     if pacing.task not in downstream(list(tasks.values()), tasks[target])[1]:
         raise Impossible(
             f'Requeue("{target}"): task "{pacing.task}" needs nothing that comes from it, so stale rows would stay '
-            "ready; "
-            "name a task that gives what it needs"
+            "ready; name a task that gives what it needs"
         )
 
 
@@ -183,8 +180,7 @@ def _check_not_freed(table: TableState, task: Task, now: float) -> None:
             if gone.any():
                 raise Impossible(
                     f'task "{task.name}" would wait for ever: {why_freed(table, name, rows[gone], now)}. Declare the '
-                    'task with from_="now" for '
-                    "rows that are put from now on, or write the column again first"
+                    'task with from_="now" for rows that are put from now on, or write the column again first'
                 )
 
 

@@ -181,15 +181,13 @@ def _check_kept(channel: WeightChannelState, blocks: BlockRegistry, request: Pub
     if base is None:
         raise NotFound(
             f'version {request.base} of channel "{channel.name}", of which version {request.version} keeps blocks, is '
-            "not kept; "
-            f"it has {listing(channel.versions)}: publish over one of these, or all tensors"
+            f"not kept; it has {listing(channel.versions)}: publish over one of these, or all tensors"
         )
     strange = set(request.kept) - set(base.blocks)
     if strange or len(set(request.kept)) != len(request.kept):
         raise UsageError(
             f'version {request.version} of channel "{channel.name}" keeps blocks {listing(strange or request.kept)} of '
-            "version "
-            f"{request.base}, which has {listing(base.blocks)}; name blocks of it, each once"
+            f"version {request.base}, which has {listing(base.blocks)}; name blocks of it, each once"
         )
 
 

@@ -101,8 +101,7 @@ class RowStore:
             if existing != field:
                 raise SchemaError(
                     f'field "{field.name}" of table "{self.table}" is {existing.describe()}, but {field.describe()} '
-                    "was "
-                    "given; give values of the declared dtype and shape"
+                    "was given; give values of the declared dtype and shape"
                 )
         if len(self.fields) + len(new) > FIELDS_MAX:
             raise UsageError(

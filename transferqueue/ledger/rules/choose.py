@@ -150,8 +150,8 @@ def _too_large(table: TableState, size: int, request: LeaseRequest) -> Impossibl
     need = size * request.world
     return Impossible(
         f'table "{table.name}" has a group of {counted(size, "row")}; a lease of complete groups with '
-        f"rows={request.rows} can "
-        f"never hold one{each}: {need} > {request.rows}; ask for rows >= {need}, or for groups={request.world}"
+        f"rows={request.rows} can never hold one{each}: {need} > {request.rows}; ask for rows >= {need}, or for "
+        f"groups={request.world}"
     )
 
 

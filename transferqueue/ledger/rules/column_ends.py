@@ -103,10 +103,9 @@ def check_not_needed(table: TableState, fields: Sequence[str], rows: IntArray, a
             if needed.any():
                 raise UsageError(
                     f'column "{field}" of {numbered(rows[needed])} in table "{table.name}" is not freed: task "{name}" '
-                    "may still need it "
-                    f"(the row is {STATES[int(state[needed][0])]} there). Nothing was changed: free it when the task "
-                    f"is done with the row, or "
-                    "pass again=True, and the task waits until the column is written again"
+                    f"may still need it (the row is {STATES[int(state[needed][0])]} there). Nothing was changed: free "
+                    "it when the task is done with the row, or pass again=True, and the task waits until the column "
+                    "is written again"
                 )
 
 
@@ -122,8 +121,8 @@ def why_freed(table: TableState, field: str, rows: IntArray, now: float) -> str:
     if event.task:
         return (
             f'{text} {ago}: task "{event.task}" was the last that needs it, and was done with the row. A task that '
-            "still reads it names it in its "
-            "needs; make the table with retention=Acked() to keep columns as long as their rows"
+            "still reads it names it in its needs; make the table with retention=Acked() to keep columns as long as "
+            "their rows"
         )
     who = table.core.labels.get(event.session, f"session {event.session}")
     return f"{text} {ago} by free_columns, which {who} called; write it again with update()"

@@ -91,6 +91,5 @@ def _refuse(table: TableState, what: str, rows: IntArray, changed: BoolArray) ->
         subject = "the tags" if what == "tags" else f'field "{what}"'
         raise RowsChanged(
             f'{subject} of {numbered(rows[changed])} in table "{table.name}" changed after the read; nothing was '
-            "updated: "
-            "read the rows again, and update what they have now"
+            "updated: read the rows again, and update what they have now"
         )

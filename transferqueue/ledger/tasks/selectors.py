@@ -140,8 +140,7 @@ def _plugin(selector: Plugin, plugins: Mapping[str, PluginFactory]) -> Ranking:
     if factory is None:
         raise NotFound(
             f'selector plugin "{shortened(selector.name, SHOWN_CHARS)}" is not installed on the server; it has '
-            f"{listing(plugins)}. "
-            "Register it there by entry point transferqueue.selectors"
+            f"{listing(plugins)}. Register it there by entry point transferqueue.selectors"
         )
     made = factory(dict(selector.options))
 

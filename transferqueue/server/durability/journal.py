@@ -404,8 +404,7 @@ _TABLES: Final = (
     "origin (only INTEGER PRIMARY KEY, facts BLOB NOT NULL, digest BLOB NOT NULL)",
     (
         "image (only INTEGER PRIMARY KEY, turn INTEGER NOT NULL, before BLOB NOT NULL, state BLOB NOT NULL, digest "
-        "BLOB "
-        "NOT NULL)"
+        "BLOB NOT NULL)"
     ),
     "tail (turn INTEGER PRIMARY KEY, records BLOB NOT NULL, digest BLOB NOT NULL)",
 )

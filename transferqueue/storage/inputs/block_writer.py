@@ -95,8 +95,7 @@ def _check_rows(first: Prepared, column: Prepared) -> None:
     if column.rows != first.rows:
         raise SchemaError(
             f'field "{column.field.name}" has {counted(column.rows, "row")}, but field "{first.field.name}" has '
-            f"{first.rows}; all columns of "
-            "one call have the same rows"
+            f"{first.rows}; all columns of one call have the same rows"
         )
 
 

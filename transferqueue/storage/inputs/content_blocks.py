@@ -19,9 +19,12 @@ from transferqueue.storage.memory.parallel_copy import parallel_copy
 class ContentBlock(BlockWriter):
     """The block of one value, which is made at once: whether the table has it already depends on its bytes.
 
-    content: xxh3-128 of the bytes. Two blocks of the same content and layout are taken for equal: of a billion
-    different ones, no two have the same with a probability of 1 - 1.5e-21 (the birthday bound for 128 bits), if nobody
-    makes them for that purpose. members: the rows of the request that have the value; None: all.
+    Two blocks of the same content and layout count as equal. That two of a billion different blocks have the same
+    content by chance has a probability of 1.5e-21 (the birthday bound for 128 bits); a producer could forge it.
+
+    Attributes:
+        content: xxh3-128 of the bytes.
+        members: the rows of the request that have the value; None: all.
     """
 
     __slots__ = ("_bytes", "content", "members")

@@ -98,8 +98,8 @@ def _parse_nested(rows: Sequence[Any], classes: set[type], field: Field | None, 
     names = ", ".join(sorted(f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.") for cls in classes))
     raise SchemaError(
         f"{subject}: rows of type {shortened(names, SHOWN_CHARS)} are not a column; give numbers, text, bytes, arrays, "
-        "tensors or lists of "
-        'numbers, all of one kind, or plain values (dicts, or lists of anything; or declare dtype "value")'
+        "tensors or lists of numbers, all of one kind, or plain values (dicts, or lists of anything; or declare dtype "
+        '"value")'
     )
 
 

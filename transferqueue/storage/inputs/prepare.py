@@ -225,8 +225,7 @@ class Prepared:
             at, value = found
             raise SchemaError(
                 f'field "{self.field.name}": row {self._row_of(at)} has {value}, and values of this field are finite; '
-                "mask it or drop the "
-                "row, or declare the field with finite=False"
+                "mask it or drop the row, or declare the field with finite=False"
             )
 
     def _row_of(self, element: int) -> int:

@@ -182,8 +182,7 @@ def _row_acked(table: _Table, op: Operation, call: h.AckCall, row: int) -> Found
         yield Violation(
             "fencing",
             f'row {row} was lent to another worker of task "{call.task}" in lease {newer}, and an ack of lease '
-            f"{call.lease} "
-            "was accepted",
+            f"{call.lease} was accepted",
             op.number,
         )
 

@@ -128,8 +128,7 @@ def _check_plain(value: Any, name: str, place: str) -> None:
     if odd is not None:
         raise UsageError(
             f'{place}: column "{name}" has {odd!r} ({type(odd).__name__}), which is no plain value; rewards get text, '
-            "numbers up to "
-            "64 bits, lists and objects: convert it in the data, or leave it out with data.columns"
+            "numbers up to 64 bits, lists and objects: convert it in the data, or leave it out with data.columns"
         )
 
 

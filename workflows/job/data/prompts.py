@@ -211,8 +211,7 @@ class PromptRenderer:
             return value[:-1], _response(value[-1:], self._settings.prompt, place)
         raise UsageError(
             f"{place}: there is no response to learn; set data.response to the column that has it, or let the messages "
-            "of "
-            f'"{self._settings.prompt}" end with one of the assistant'
+            f'of "{self._settings.prompt}" end with one of the assistant'
         )
 
     def _learned(self, prompt: str | list[dict[str, Any]], response: str, place: str) -> RenderedPrompt:

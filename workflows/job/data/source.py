@@ -86,8 +86,7 @@ class JobPrompts:
         if rows_put % self._size:
             raise InternalError(
                 f'table "{names.TABLE}" received {rows_put} rows, which are no whole groups of {self._size}: something '
-                "else than "
-                "the source of this job puts rows into it"
+                "else than the source of this job puts rows into it"
             )
         self.data_ended = sequence.skip(rows_put // self._size) < rows_put // self._size
 

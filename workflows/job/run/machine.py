@@ -31,8 +31,7 @@ def check_packages(job: Job) -> None:
         if module and find_spec(module) is None:
             raise UsageError(
                 f'engine.{place}.kind="{engine.kind}" needs {module}, which is not installed here: '
-                f"{install_line(extra)}, "
-                "or set another kind"
+                f"{install_line(extra)}, or set another kind"
             )
     for logger in job.log.to:
         package = _LOGGER_PACKAGES.get(logger, "")

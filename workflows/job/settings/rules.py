@@ -153,8 +153,7 @@ def _groups(job: Job) -> None:
     if job.algorithm.filter_equal and not defaults_of(kind).compares:
         raise UsageError(
             f"filter_equal with kind={kind!r}, whose rows are trained one by one and not in whole groups: a group that "
-            "is not whole yet would be "
-            'dropped; leave it out, or set kind="rloo"'
+            'is not whole yet would be dropped; leave it out, or set kind="rloo"'
         )
 
 
@@ -326,8 +325,7 @@ def _order(job: Job) -> None:
         if value > (1 if key == "pacing.over_sample" else 0):
             raise UsageError(
                 f'order="ordinal" with {key}={value:g}: responses would be generated in parts, whose ends depend on '
-                'the time; set trainer.order="ready", '
-                "or leave it out"
+                'the time; set trainer.order="ready", or leave it out'
             )
 
 
@@ -437,8 +435,7 @@ def _pacing(job: Job) -> None:
     if pacing.mode != "async" and job.weights.every > 1:
         raise Impossible(
             f"weights.every={job.weights.every} with mode={pacing.mode!r}: rows would be generated with weights up to "
-            f"{job.weights.every - 1} steps "
-            'older than the mode allows; set 1, or mode="async"'
+            f'{job.weights.every - 1} steps older than the mode allows; set 1, or mode="async"'
         )
     if pacing.mode == "async" and pacing.max_staleness is not None and job.weights.every > pacing.max_staleness:
         raise Impossible(

@@ -103,8 +103,7 @@ AcceptLossOption = Annotated[
     typer.Option(
         "--accept-loss",
         help="If what --state held is damaged or incomplete, which is refused otherwise: move its files to lost-N in "
-        "it, give "
-        "shared memory that they spoke of back, and begin anew. Does nothing where it is whole.",
+        "it, give shared memory that they spoke of back, and begin anew. Does nothing where it is whole.",
     ),
 ]
 SnapshotsOption = Annotated[
@@ -121,8 +120,7 @@ CoordinatorOption = Annotated[
         metavar="K/N",
         show_default=False,
         help="This server is number K of N that clients use as one, each with a part of the tables (`transferqueue "
-        "docs cluster`); "
-        "NAME:K/N also says of which deployment.",
+        "docs cluster`); NAME:K/N also says of which deployment.",
     ),
 ]
 BusyPollOption = Annotated[
@@ -131,8 +129,7 @@ BusyPollOption = Annotated[
         "--busy-poll",
         metavar="MICROSECONDS",
         help="After each request, poll for so long before sleeping (at most 10000), so that the next one finds the "
-        "server awake. It takes "
-        "processor time for latency; 0: never poll. An idle server sleeps either way.",
+        "server awake. It takes processor time for latency; 0: never poll. An idle server sleeps either way.",
     ),
 ]
 WebOption = Annotated[
