@@ -139,15 +139,17 @@ def test_a_node_with_vllm_is_killed_in_the_middle(nodes: RayNodes, inputs_of_vll
     run_and_kill_a_node("vllm", 1, nodes, inputs_of_vllm, disk)
 
 
-def test_after_the_death_of_all_nodes_the_command_goes_on(inputs: Path, disk: Path, tmp_path: Path) -> None:
+def summary_after_the_death_of_all_nodes(disk: Path, runtime: Path, *words: str) -> Any:
+    """Run a command on three nodes with `run` as its folder, kill every process once the queue has a snapshot, start
+    three other nodes, and go on; return the summary.
+    """
     check_isolation()
-    (disk / "job.toml").write_text(job_as_toml(on_ray(inputs)))
-    tmp_path.chmod(0o700)
-    environment = {"TRANSFERQUEUE_RUNTIME": str(tmp_path), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "OMP_NUM_THREADS": "1"}
+    runtime.chmod(0o700)
+    environment = {"TRANSFERQUEUE_RUNTIME": str(runtime), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "OMP_NUM_THREADS": "1"}
 
-    def train(cluster: RayNodes, *words: str) -> subprocess.Popen[str]:
+    def command(cluster: RayNodes, *words: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "transferqueue.cli", "train", "job.toml", "--json", "--out", "run", *words],
+            [sys.executable, "-m", "transferqueue.cli", *words, "--out", "run"],
             cwd=disk,
             env=os.environ | environment | {"RAY_ADDRESS": cluster.address},
             stdout=subprocess.PIPE,
@@ -161,7 +163,7 @@ def test_after_the_death_of_all_nodes_the_command_goes_on(inputs: Path, disk: Pa
         with RayNodes() as first:
             first.add()
             first.add()
-            run = train(first)
+            run = command(first, *words)
             snapshots = disk / "run" / "snapshots" / "queue"
             while run.poll() is None and not any(snapshots.glob("*/MANIFEST.json")):
                 time.sleep(0.05)
@@ -173,12 +175,41 @@ def test_after_the_death_of_all_nodes_the_command_goes_on(inputs: Path, disk: Pa
         with RayNodes() as second:
             second.add()
             second.add()
-            stdout, stderr = train(second, "--resume").communicate(timeout=600)
-    summary = json.loads(stdout) if stdout else stderr
-    assert (summary["starts"], summary["steps"]) == (2, STEPS)
-    assert summary["rows_put"] == summary["rows_done"] + sum(summary["rows_dropped"].values())
-    assert summary["after"] is not None
+            stdout, stderr = command(second, "train", "--resume", "--json").communicate(timeout=600)
     shutil.rmtree(disk / "run")
+    assert stdout, stderr
+    summary = json.loads(stdout)
+    assert summary["starts"] == 2
+    assert summary["rows_put"] == summary["rows_done"] + sum(summary["rows_dropped"].values())
+    return summary
+
+
+def test_after_the_death_of_all_nodes_the_command_goes_on(inputs: Path, disk: Path, tmp_path: Path) -> None:
+    (disk / "job.toml").write_text(job_as_toml(on_ray(inputs)))
+    summary = summary_after_the_death_of_all_nodes(disk, tmp_path, "train", "job.toml")
+    assert summary["steps"] == STEPS
+    assert summary["after"] is not None
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_resumed_run_learns_what_five_whole_ones_learn(
+    disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo = ("demo", "--steps", "60")
+    whole = []
+    for seed in range(5):
+        folder = disk / f"seed-{seed}"
+        words = [sys.executable, "-m", "transferqueue.cli", *demo, "--seed", str(seed), "--out", str(folder)]
+        subprocess.run(words, check=True, capture_output=True, timeout=600)
+        summary = json.loads((folder / "summary.json").read_text())
+        whole.append(summary["after"] - summary["before"])
+    summary = summary_after_the_death_of_all_nodes(disk, tmp_path, *demo, "--on", "ray")
+    gain = summary["after"] - summary["before"]
+    with capsys.disabled():
+        print(f"held-out gain of five seeds: {whole}; after a kill of all nodes and --resume: {gain}")
+    assert summary["steps"] == 60
+    assert min(whole) <= gain <= max(whole)
 
 
 def test_what_the_job_says_of_a_process_goes_to_ray(tmp_path: Path) -> None:
