@@ -1,6 +1,6 @@
-"""The table of required figures, as Markdown for the README.
+"""The table of required figures, as Markdown.
 
-    python -m bench.table [RECORD] [--into README.md]
+    python -m bench.table [RECORD] [--into docs/understand/benchmarks.md]
 
 Without a record: the newest run in bench/records. `--into` replaces what stands between ``<!-- bench:begin -->`` and
 ``<!-- bench:end -->`` of that file. Exit code 1 with `--strict` if a figure is missed.

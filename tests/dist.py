@@ -19,16 +19,24 @@ from tests.markdown import ROOT, Block, scripts
 
 PAGES = (
     "README.md",
-    "docs/TOUR.md",
-    "docs/RECIPES.md",
-    "docs/OBSERVING.md",
-    "docs/CONCEPTS.md",
-    "docs/guides/embed.md",
+    "docs/learn/tour.md",
+    "docs/learn/embed.md",
+    "docs/how-to/choose-rows.md",
+    "docs/how-to/data-parallel.md",
+    "docs/how-to/drop-rows.md",
+    "docs/how-to/durability.md",
+    "docs/how-to/http-rewards.md",
+    "docs/how-to/pacing.md",
+    "docs/how-to/resume.md",
+    "docs/how-to/two-hosts.md",
+    "docs/understand/concepts.md",
+    "docs/operate/waiting.md",
     "docs/reference/connect.md",
     "docs/reference/table.md",
     "docs/reference/policies.md",
     "docs/reference/asyncio.md",
     "docs/reference/errors.md",
+    "docs/reference/figures.md",
 )
 """Pages whose programs need nothing but the core and the command line, or say that they need torch."""
 TESTS = ("tests/promises",)

@@ -1,4 +1,4 @@
-"""Write the tables of figures in docs/OBSERVING.md from their declarations in `transferqueue.wire.answers`.
+"""Write the tables of figures in docs/reference/figures.md from their declarations in `transferqueue.wire.answers`.
 
 ``python -m tests.figures`` writes them; `tests/observe/test_figures.py` fails if the page is not as this would write
 it. A table stands between ``<!-- figures: KIND -->`` and ``<!-- end -->``.
@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, get_args, get_origin
 from transferqueue.wire.answers import answer, coordinators, doctor, events, row, sessions, snapshots, stats
 from transferqueue.wire.answers.answer import Answer, Figure, figures
 
-PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "OBSERVING.md"
+PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "reference" / "figures.md"
 MODULES: Final = (answer, coordinators, doctor, events, row, sessions, snapshots, stats)
 KINDS: Final[dict[str, type[Answer]]] = {
     name: kind

@@ -38,6 +38,14 @@ def links(page: Path) -> list[str]:
     return [m["target"] for m in _LINK.finditer(_FENCE.sub("", page.read_text()))]
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    text = _FENCE.sub("", page.read_text())
+    headings = re.findall(r"^#+ (.+?) *$", text, re.MULTILINE)
+    plain = (re.sub(r"[^\w\s-]", "", heading.lower()).strip() for heading in headings)
+    return {re.sub(r"\s", "-", heading) for heading in plain}
+
+
 def scripts(page: Path) -> list[Block]:
     """What a page asks to be run: its `python` blocks. `python continue` goes on from the block before it, and
     `python norun` is for the eye only (it needs a cluster, or an accelerator)."""

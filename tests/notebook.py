@@ -1,4 +1,4 @@
-"""Write the notebook of the tour, `examples/tour.ipynb`, from `docs/TOUR.md`: ``python -m tests.notebook``.
+"""Write the notebook of the tour, `examples/tour.ipynb`, from `docs/learn/tour.md`: ``python -m tests.notebook``.
 
 `tests/examples/test_notebook.py` fails if the notebook is not as this would write it, and runs its cells. The Python
 program of the page becomes code cells, cut at its blank lines; all else, shell commands too, is text. Links are changed
@@ -14,13 +14,13 @@ from typing import Any, Final
 
 from tests.markdown import ROOT
 
-PAGE: Final = ROOT / "docs" / "TOUR.md"
+PAGE: Final = ROOT / "docs" / "learn" / "tour.md"
 NOTEBOOK: Final = ROOT / "examples" / "tour.ipynb"
 _PROGRAM: Final = re.compile(r"^```python\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 _LINK: Final = re.compile(r"(\]\()(?!https?:|#)([^)]+)(\))")
-_OWN_LINK: Final = " The same as [a notebook](../examples/tour.ipynb)."
+_OWN_LINK: Final = " The same as [a notebook](../../examples/tour.ipynb)."
 _INSTALL: Final = (
-    "*Written from [the page](../docs/TOUR.md). It runs in any Jupyter whose Python has the package: `pip install "
+    "*Written from [the page](tour.md). It runs in any Jupyter whose Python has the package: `pip install "
     "'.[cli]'` in a checkout.*"
 )
 
@@ -67,7 +67,7 @@ def _sections(text: str) -> list[str]:
 
 
 def _from_examples(target: str) -> str:
-    return posixpath.relpath(posixpath.join("docs", target), "examples")
+    return posixpath.relpath(posixpath.join("docs/learn", target), "examples")
 
 
 def _cell(kind: str, number: int, text: str) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.markdown import PAGES, ROOT, Block, blocks, links, scripts
+from tests.markdown import PAGES, ROOT, Block, anchors, blocks, links, scripts
+from tests.pictures import PICTURE, picture
 
 SCRIPTS = [script for page in PAGES for script in scripts(page)]
 MODULES = sorted(
@@ -114,6 +115,17 @@ def test_page_runs(script: Block, tmp_path: Path, pages: PageRunner) -> None:
     assert "Exception ignored" not in errors
 
 
+def test_the_readme_shows_what_its_code_prints(tmp_path: Path, pages: PageRunner) -> None:
+    code, errors = pages.run(scripts(ROOT / "README.md")[0], tmp_path)
+    assert code == 0, errors
+    (shown,) = [block.code for block in blocks(ROOT / "README.md") if block.info == "text"]
+    assert tmp_path.with_suffix(".out").read_text() == shown
+
+
+def test_the_picture_of_the_readme_is_as_its_command_draws_it() -> None:
+    assert PICTURE.read_text() == picture(), "run python -m tests.pictures"
+
+
 def test_docstring_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """One test for all modules: a module without examples is no case of its own."""
     monkeypatch.setattr(doctest, "exec", run_example, raising=False)
@@ -138,8 +150,13 @@ def run_example(code: types.CodeType, names: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page: Path) -> None:
-    local = [target.split("#")[0] for target in links(page) if "://" not in target and not target.startswith("#")]
-    assert [target for target in local if not (page.parent / target).exists()] == []
+    dead = []
+    for link in (link for link in links(page) if "://" not in link):
+        target, _, anchor = link.partition("#")
+        there = (page.parent / target).resolve() if target else page
+        if not there.exists() or (anchor and there.suffix == ".md" and anchor not in anchors(there)):
+            dead.append(link)
+    assert dead == []
 
 
 def test_blocks_are_found_with_their_line(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""docs/ENVIRONMENT.md has every environment variable that the code reads, and `connect` follows them as every command
-does."""
+"""docs/reference/environment.md has every environment variable that the code reads, and `connect` follows them as every
+command does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CONSTANT = re.compile(r"^([A-Z][A-Z_]*)(?:: Final)? = \"([A-Z][A-Z_]+)\"", re.M
 
 
 def test_the_page_has_every_variable_that_is_read_and_no_other() -> None:
-    page = (ROOT / "docs/ENVIRONMENT.md").read_text()
+    page = (ROOT / "docs/reference/environment.md").read_text()
     listed = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
     sources = [path.read_text() for room in ROOMS for path in (ROOT / room).rglob("*.py")]
     constants = {name: value for source in sources for name, value in _CONSTANT.findall(source)}

@@ -84,7 +84,7 @@ THE_INCUMBENTS = "adapters/transfer_queue"
 
 
 def test_the_map_in_architecture_names_every_folder():
-    page = (ROOT / "docs/ARCHITECTURE.md").read_text()
+    page = (ROOT / "docs/contribute/architecture.md").read_text()
     named = re.findall(r"^\| `([a-z_/]+/)` \|", page, re.MULTILINE)
     there = {
         f"{path.parent.relative_to(ROOT)}/"

@@ -167,7 +167,7 @@ for name in ("adapters", "workflows", "tests", "bench", "torch", "ray", "typer")
     assert importlib.util.find_spec(name) is None, name
 from transferqueue.cli.pages import folder, page
 assert str(folder()).startswith(sys.prefix), folder()
-assert page("observing").read_text().startswith("# Observing")
+assert page("figures").read_text().startswith("# Figures")
 """
     _run(python, "-I", "-W", "error", "-c", probe, cwd=tmp_path)
     example = tmp_path / "example.py"

@@ -1,29 +1,63 @@
-"""docs/READERS.md names who needs each command, option, adapter, setting and page: nothing is missing there, and
-nothing there is gone."""
+"""Whom the documentation is for: each page of the site begins with its reader and has one place in the navigation, and
+the reference says who needs each command, option and adapter."""
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-import transferqueue as tq
-from tests.markdown import PAGES, ROOT, links
+from tests.markdown import ROOT
 
-typer = pytest.importorskip("typer")
-
-PAGE = ROOT / "docs" / "READERS.md"
-ROW = re.compile(r"^\| (.+?) \|", re.MULTILINE)
+NAVIGATION = ROOT / "docs" / "site" / "mkdocs.yml"
+SECTIONS = ("Learn", "How-to", "Reference", "Understand", "Operate", "Contribute")
 OPTION = re.compile(r"`(--[a-z-]+)`")
-PLAIN = ("docs/decisions/", "docs/conformance/")
+READER = re.compile(r"# [^\n]+\n\n\*For [^*]+\*")
+WITHOUT_A_PLACE = ("docs/decisions/", "docs/conformance/")
 
 
-def section(title: str) -> list[str]:
-    """The rows of the table under this heading, without its head."""
-    text = PAGE.read_text(encoding="utf-8").partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+def navigation() -> dict[str, list[str]]:
+    """The pages of each section of the site, in order."""
+    sections: dict[str, list[str]] = {}
+    for line in NAVIGATION.read_text(encoding="utf-8").partition("\nnav:")[2].splitlines():
+        if section := re.fullmatch(r"  - ([\w-]+):", line):
+            sections[section[1]] = []
+        elif page := re.search(r"([\w/.-]+\.md)$", line):
+            sections.setdefault("", []).append(page[1]) if line.startswith("  - ") else next(
+                reversed(sections.values())
+            ).append(page[1])
+    return sections
+
+
+def test_the_site_is_ordered_by_purpose() -> None:
+    assert tuple(name for name in navigation() if name) == SECTIONS
+
+
+def test_every_page_has_one_place_in_its_section() -> None:
+    placed = [page for pages in navigation().values() for page in pages]
+    there = [str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")]
+    assert sorted(page for page in there if not page.startswith(WITHOUT_A_PLACE)) == sorted(
+        page for page in placed if page.startswith("docs/") and page != "docs/decisions/README.md"
+    )
+    for section, pages in navigation().items():
+        own = [page for page in pages if page.startswith("docs/") and page != "docs/decisions/README.md"]
+        assert {page.split("/")[1] for page in own} <= {section.lower()}, section
+
+
+@pytest.mark.parametrize(
+    "page", [page for pages in navigation().values() for page in pages if page.startswith("docs/")]
+)
+def test_every_page_names_its_reader(page: str) -> None:
+    if not page.startswith(WITHOUT_A_PLACE):
+        assert READER.match((ROOT / page).read_text(encoding="utf-8")), 'the line after the heading: "*For ….*"'
+
+
+def rows(page: str, title: str) -> list[str]:
+    """The rows of the first table under a heading of a page, without its head."""
+    text = (ROOT / page).read_text(encoding="utf-8").partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     return [line for line in text.splitlines() if line.startswith("| ")][1:]
 
 
@@ -40,34 +74,24 @@ def options(command: Any) -> list[Any]:
 
 
 def test_every_command_and_option_has_a_reader() -> None:
+    typer = pytest.importorskip("typer")
     from transferqueue.cli import app
 
     group = typer.main.get_command(app.app)
     group.commands["demo"] = app._load_demo()
-    listed = {row.split("`")[1]: set(OPTION.findall(row)) for row in section("Commands and options")}
+    listed = {row.split("`")[1]: set(OPTION.findall(row)) for row in rows("docs/reference/command-line.md", "Commands")}
     assert listed == dict(commands(group))
 
 
 def test_every_adapter_has_a_reader() -> None:
-    folder = ROOT / "adapters"
-    entries = {path.name for path in folder.iterdir() if path.name not in {"__init__.py", "__pycache__"}}
-    named = re.findall(r"`adapters/([\w.]+)/?`", "".join(section("Adapters")))
+    entries = {path.name for path in (ROOT / "adapters").iterdir()} - {"__init__.py", "__pycache__"}
+    page = (ROOT / "docs/reference/engines.md").read_text(encoding="utf-8").partition("\n## Folders\n")[2]
+    named = re.findall(r"`adapters/([\w.]+)/?`", page.partition("\n## ")[0])
     assert sorted(named) == sorted(entries)
 
 
-@pytest.mark.parametrize(
-    ("name", "function"),
-    [("connect", tq.connect), ("create_table", tq.Queue.create_table), ("deploy_ray", tq.deploy_ray)],
-)
-def test_every_setting_has_a_reader(name: str, function: Any) -> None:
-    rows = [row.split("|")[1] for row in section("Settings") if row.startswith(f"| `{name}`")]
-    listed = [word for row in rows for word in re.findall(r"`(\w+)`", row.partition(":")[2])]
-    own = {"self", "name"} if name == "create_table" else set()
-    assert sorted(listed) == sorted(set(inspect.signature(function).parameters) - own)
-
-
-def test_every_page_has_a_reader() -> None:
-    elsewhere = [ROOT / "bench" / "README.md", ROOT / "bench" / "estimate.md", *ROOT.glob("[!.]*/README.md")]
-    pages = {str(page.relative_to(ROOT)) for page in (*PAGES, *elsewhere)} - {"docs/READERS.md"}
-    linked = {str((PAGE.parent / link).resolve().relative_to(ROOT)) for link in links(PAGE)}
-    assert {page for page in pages if not page.startswith(PLAIN)} == {link for link in linked if link.endswith(".md")}
+def test_the_readme_is_short_and_its_code_fits_a_phone() -> None:
+    text = Path(ROOT / "README.md").read_text(encoding="utf-8")
+    code = re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(text.split()) <= 700
+    assert [line for block in code for line in block.splitlines() if len(line) > 78] == []

@@ -1,5 +1,5 @@
 """Compares our losses and advantages with those of the libraries installed here:
-``python -m bench.agreement --into docs/TRAINING.md``."""
+``python -m bench.agreement --into docs/reference/losses.md``."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
 """Published figures of AsyncFlow and StreamRL, replayed through the queue or simulated around its ledger
-(docs/SIMULATION.md)."""
+(docs/understand/published.md)."""

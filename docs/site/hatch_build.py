@@ -6,7 +6,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-PATTERNS = ("*.md", "docs/*.md", "docs/guides/*", "docs/reference/*", "docs/decisions/*", "docs/pictures/*")
+PATTERNS = ("*.md", "docs/*/*.md", "docs/pictures/*")
 PATTERNS += ("bench/*.md", "deploy/**/*", "examples/*.md", "examples/*.py", "examples/*.ipynb")
 PATTERNS += ("examples/jobs/*.*", "examples/stacks/*.patch")
 

@@ -3,8 +3,8 @@
     python docs/site/prepare.py build/docs-source
 
 Pages keep their paths of the repository, so their relative links stay true. A linked source file becomes a page that
-shows it, and a linked folder a page that lists it: the site needs no public host of the repository. A link that leads
-nowhere ends the command.
+shows it, and a linked folder a page that lists it: the site needs no public host of the repository. Decisions, sources
+and what only contributors read are not in the search. A link that leads nowhere ends the command.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ LINK = re.compile(r"(?P<before>\[[^\]]*\]\()(?P<target>[^)\s#]+)(?P<anchor>#[^)\
 FENCE = re.compile(r"^```.*?^```\s*?$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".sbatch": "sh"}
 SHOWN_AS_IT_IS = {".png", ".svg", ".ipynb"}
+NOT_SEARCHED = ("docs/decisions/", "docs/contribute/", "bench/", "CHANGELOG", "CONTRIBUTING")
+HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
 
 
 class Site:
@@ -36,7 +38,8 @@ class Site:
         """Copy one page, and whatever it links to that is not a page itself."""
         where = page.relative_to(ROOT)
         text = page.read_text(encoding="utf-8")
-        self._write(where, outside_fences(text, lambda part: LINK.sub(lambda link: self._link(page, link), part)))
+        linked = outside_fences(text, lambda part: LINK.sub(lambda link: self._link(page, link), part))
+        self._write(where, HIDDEN * str(where).startswith(NOT_SEARCHED) + linked)
 
     def _link(self, page: Path, link: re.Match[str]) -> str:
         target, anchor = link["target"], link["anchor"] or ""
@@ -65,7 +68,7 @@ class Site:
         shown = where.with_name(where.name + ".md")
         if shown not in self.written:
             code = path.read_text(encoding="utf-8")
-            self._write(shown, f"# {where}\n\n````{LANGUAGES.get(path.suffix, 'text')}\n{code}\n````\n")
+            self._write(shown, f"{HIDDEN}# {where}\n\n````{LANGUAGES.get(path.suffix, 'text')}\n{code}\n````\n")
         return shown
 
     def _listing(self, folder: Path, shown: Path) -> Path:
@@ -75,7 +78,7 @@ class Site:
             self.written.add(shown)
             entries = [entry for entry in sorted(folder.iterdir()) if entry.is_file() and entry.name[0] not in "._"]
             lines = [f"- [{title(entry)}]({os.path.relpath(ROOT / self._place(entry), folder)})" for entry in entries]
-            self._write(shown, f"# {folder.relative_to(ROOT)}\n\n" + "\n".join(lines) + "\n")
+            self._write(shown, f"{HIDDEN}# {folder.relative_to(ROOT)}\n\n" + "\n".join(lines) + "\n")
         return shown
 
     def _write(self, where: Path, text: str) -> None:

@@ -17,7 +17,7 @@ MISSING = [name for name in ("polars", "duckdb") if find_spec(name) is None]
 @pytest.mark.slow
 @pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}: make test-others")
 def test_the_recipe_runs_and_both_agree(tmp_path: Path) -> None:
-    page = blocks(ROOT / "docs" / "RECIPES.md")
+    page = blocks(ROOT / "docs" / "how-to" / "data-frames.md")
     (at,) = [number for number, block in enumerate(page) if block.info == "py" and "polars.from_arrow" in block.code]
     code = page[at - 1].code + page[at].code
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)

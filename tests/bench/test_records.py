@@ -68,11 +68,19 @@ def test_pictures_that_are_kept_are_shown_by_a_page() -> None:
     assert [path.name for path in FILES if path.suffix != ".json" and path.name not in shown] == []
 
 
-def test_the_readme_has_the_table_of_the_newest_run() -> None:
+def test_the_page_has_the_table_of_the_newest_run() -> None:
     run = load_run(max(path.parent for path in FILES if path.parent != RECORDS))
     assert [figure.work for figure in figures(run) if figure.value is None] == []
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/understand/benchmarks.md").read_text(encoding="utf-8")
     assert page.partition(BEGIN)[2].partition(END)[0].strip() == markdown(run)
+
+
+def test_the_readme_has_figures_of_that_table() -> None:
+    table = (ROOT / "docs/understand/benchmarks.md").read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Five figures")[2].partition("\n## ")[0]
+    figures_shown = re.findall(r"\| ([\d.]+ ×)", readme)
+    assert len(figures_shown) == 5
+    assert [figure for figure in figures_shown if f"| {figure} |" not in table] == []
 
 
 def test_raw_samples_are_ignored() -> None:

@@ -19,9 +19,16 @@ NAMED = {
 }
 
 
+def opens(name: str) -> bool:
+    try:
+        return page(name).exists()
+    except NotFound:
+        return False
+
+
 def test_every_page_that_the_program_names_can_be_opened():
     assert len(NAMED) > 20
-    assert {(path, name) for path, name in NAMED if name not in pages()} == set()
+    assert {(path, name) for path, name in NAMED if not opens(name)} == set()
 
 
 def test_the_program_names_no_file_that_only_a_checkout_has():
@@ -42,7 +49,9 @@ def test_docs_lists_the_pages_and_where_they_are(capsys):
     assert str(ROOT) in listed
 
 
-@pytest.mark.parametrize("name", ["tour", "TOUR.md", "docs/TOUR.md", "Drop_In", "embed", "guides/embed", "policies"])
+@pytest.mark.parametrize(
+    "name", ["tour", "TOUR.md", "docs/learn/tour.md", "Drop_In", "embed", "learn/embed", "policies"]
+)
 def test_a_page_is_found_by_each_of_its_names(name, capsys):
     assert run(["docs", name]) == 0
     assert capsys.readouterr().out.startswith("# ")
@@ -91,7 +100,7 @@ def test_a_method_of_several_classes_names_the_others(capsys):
 @pytest.mark.parametrize(
     ("name", "near"),
     [
-        ("observin", "observing"),
+        ("concept", "concepts"),
         ("leese", "lease"),
         ("lerner", "Learner"),
         ("Table.leaze", "Table.lease"),

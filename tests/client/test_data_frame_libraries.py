@@ -98,7 +98,7 @@ def test_pandas_does_not_get_the_names_of_the_columns(queue: tq.Queue) -> None:
 
 
 def test_the_recipe_runs(tmp_path: Path) -> None:
-    page = blocks(ROOT / "docs" / "RECIPES.md")
+    page = blocks(ROOT / "docs" / "how-to" / "data-frames.md")
     (at,) = [number for number, block in enumerate(page) if block.info == "py" and "polars.DataFrame" in block.code]
     code = page[at - 1].code + page[at].code
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)

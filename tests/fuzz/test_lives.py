@@ -1,5 +1,5 @@
 """Typed requests with extreme values, and kills. `make fuzz` sends sixty thousand; a million are the full run
-(docs/TESTING.md)."""
+(docs/contribute/testing.md)."""
 
 import random
 import subprocess

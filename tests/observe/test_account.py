@@ -1,4 +1,4 @@
-"""What the ledger says of itself, key by key as docs/OBSERVING.md has it: counters, ages, lives, and who is silent."""
+"""What the ledger says of itself, key by key as the pages have it: counters, ages, lives, and who is silent."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ from transferqueue.wire import messages as m
 from transferqueue.wire.answers.row import RowLife
 from transferqueue.wire.answers.stats import TableAudit, TaskStats
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "OBSERVING.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "operate" / "waiting.md"
 TASKS = [
     Task("reward", needs=["x"], gives=["r"]),
     Task("train", needs=["x", "r"], groups=Complete(), retry=Retry(attempts=2)),

@@ -26,7 +26,7 @@ SNAPSHOT: Final = HERE / f"snapshot-{SNAPSHOT_FORMAT}.tar.xz"
 REMEDY: Final = (
     "a server of this version does not go on from files that the last recorded version wrote. If that is meant: raise "
     "FORMAT in transferqueue/server/durability/journal.py (or snapshot_directory.py beside it), unless no release has "
-    "written such files, say so in docs/COMPATIBILITY.md, and run python -m tests.server.recorded"
+    "written such files, say so in docs/operate/compatibility.md, and run python -m tests.server.recorded"
 )
 
 

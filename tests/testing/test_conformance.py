@@ -234,7 +234,9 @@ def test_what_is_no_record_and_what_is_no_page_are_refused(tmp_path: Path, capsy
 
 def test_the_page_of_engines_is_as_its_records_say() -> None:
     assert (
-        matrix.main(["--records", str(ROOT / "docs/conformance"), "--into", str(ROOT / "docs/ENGINES.md"), "--check"])
+        matrix.main(
+            ["--records", str(ROOT / "docs/conformance"), "--into", str(ROOT / "docs/reference/engines.md"), "--check"]
+        )
         == 0
     )
 

@@ -16,7 +16,7 @@ from transferqueue.wire.versions import PROTOCOL
 FILE: Final = Path(__file__).parent / "golden" / f"protocol-{PROTOCOL}.json"
 REMEDY: Final = (
     "the bytes of a message changed: raise PROTOCOL in transferqueue/wire/versions.py, unless no release has spoken it "
-    "yet; then run python -m tests.wire.golden, and write the change into docs/COMPATIBILITY.md"
+    "yet; then run python -m tests.wire.golden, and write the change into docs/operate/compatibility.md"
 )
 
 

@@ -1,4 +1,4 @@
-"""The trainer of docs/WORKFLOWS.md as a process that SIGKILLs itself before one of its lines:
+"""The trainer of docs/how-to/service.md as a process that SIGKILLs itself before one of its lines:
 ``python -m tests.workflows.stream_trainer QUEUE STATE KILL``.
 
 Its learner counts how often each sample was trained. KILL: how many lines of the loop are run before the kill (-1:
@@ -27,7 +27,7 @@ STEPS = 3
 
 def documented_loop() -> Any:
     """The function ``train`` of the page, as it stands there."""
-    page = ROOT / "docs" / "WORKFLOWS.md"
+    page = ROOT / "docs" / "how-to" / "service.md"
     (code,) = [block.code for block in blocks(page) if "def train(service, learner" in block.code]
     names: dict[str, Any] = {}
     exec(compile(code, str(page), "exec"), names)  # noqa: S102

@@ -1,5 +1,5 @@
-"""The trainer's loop of docs/WORKFLOWS.md, killed before each of its lines and started again: every sample is trained
-once."""
+"""The trainer's loop of docs/how-to/service.md, killed before each of its lines and started again: every sample is
+trained once."""
 
 from __future__ import annotations
 

@@ -11,22 +11,23 @@ from typing import Final
 from transferqueue.errors import NotFound
 
 _PACKAGE: Final = Path(__file__).resolve().parent.parent
-_FIRST: Final = ("readme", "tour", "guides", "recipes", "concepts", "reference", "operations")
-"""What a newcomer reads first; other pages follow by name."""
+_SECTIONS: Final = ("learn", "how-to", "reference", "understand", "operate", "contribute", "decisions")
+"""Folders of `docs/`, in the order of the site's navigation."""
 
 
 def folder() -> Path:
     """The folder with README.md, docs/, examples/ and deploy/. `NotFound` for an installation without them."""
     for place in (_PACKAGE / "documentation", _PACKAGE.parent):
-        if (place / "docs" / "TOUR.md").exists():
+        if (place / "docs" / "learn" / "tour.md").exists():
             return place
     raise NotFound(f"this installation has no documentation in {_PACKAGE / 'documentation'}; install the wheel again")
 
 
 def pages() -> dict[str, Path]:
-    """Each page by its name: ``tour``, ``drop-in``, ``guides/embed``, ``reference/policies``, ``examples``."""
-    found = {_name(page.relative_to(folder())): page for page in _files(folder())}
-    return dict(sorted(found.items(), key=lambda entry: (_rank(entry[0]), entry[0])))
+    """Each page by its name, in the order of the site: ``tour``, ``drop-in``, ``reference/policies``, ``examples``."""
+    root = folder()
+    files = sorted(_files(root), key=lambda page: _place(page.relative_to(root)))
+    return {_name(page.relative_to(root)): page for page in files}
 
 
 def page(name: str, besides: Iterable[str] = ()) -> Path:
@@ -36,7 +37,8 @@ def page(name: str, besides: Iterable[str] = ()) -> Path:
     """
     known = pages()
     wanted = name.lower().replace("_", "-").removesuffix(".md").removeprefix("docs/")
-    same_end = [known[each] for each in known if each.rpartition("/")[2] == wanted]
+    last = wanted.rpartition("/")[2]
+    same_end = [known[each] for each in known if each.rpartition("/")[2] == last]
     if wanted in known or len(same_end) == 1:
         return known.get(wanted) or same_end[0]
     raise NotFound(
@@ -62,16 +64,23 @@ def heading(path: Path) -> str:
 
 def _files(root: Path) -> Iterator[Path]:
     yield from root.glob("*.md")
-    for below in ("docs", "docs/guides", "docs/reference", "docs/decisions", "deploy", "examples", "bench"):
+    for below in (*(f"docs/{section}" for section in _SECTIONS), "deploy", "examples", "bench"):
         yield from (root / below).glob("*.md")
 
 
 def _name(where: Path) -> str:
     parts = [part.lower().replace("_", "-") for part in where.with_suffix("").parts]
     parts = parts[1:] if parts[0] == "docs" else parts
-    return "/".join(parts[:-1] if parts[-1] == "readme" and len(parts) > 1 else parts)
+    if parts[-1] == "readme" and len(parts) > 1:
+        parts.pop()
+    elif parts[0] in ("learn", "how-to", "understand", "operate", "contribute"):
+        parts = parts[1:]  # the file's name is enough
+    return "/".join(parts)
 
 
-def _rank(name: str) -> int:
-    top = name.partition("/")[0]
-    return _FIRST.index(top) if top in _FIRST else len(_FIRST) + ("/" in name)
+def _place(where: Path) -> tuple[int, str]:
+    """The README, the sections of the site, then the other pages."""
+    if where.name == "README.md" and len(where.parts) == 1:
+        return -1, ""
+    section = where.parts[1] if where.parts[0] == "docs" else ""
+    return _SECTIONS.index(section) if section else len(_SECTIONS), str(where)

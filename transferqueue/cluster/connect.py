@@ -54,9 +54,9 @@ def connect(
     user's server, as for every command. If none runs, it is an embedded server, which is logged as a warning. With
     `arena_bytes` or `runtime` it is embedded in any case (`transferqueue docs environment`).
 
-    To join a deployment of several coordinators, give the addresses of all (`transferqueue docs cluster`). A queue with
-    the address of one coordinator has the tables of that coordinator only. To join a server with keys, give a token
-    (``tqjoin_...``, from `transferqueue keys token`) as the address, or as `key` beside a tcp address.
+    To join a deployment of several coordinators, give the addresses of all (`transferqueue docs coordinators`). A queue
+    with the address of one coordinator has the tables of that coordinator only. To join a server with keys, give a
+    token (``tqjoin_...``, from `transferqueue keys token`) as the address, or as `key` beside a tcp address.
 
     The queue may be used from any thread. ``with``, `Queue.close`, the collection of its last handle, or the exit of
     the process closes it. An embedded server ends with the queue; until then other processes of the same user can

@@ -9,7 +9,7 @@
 
 Rule: the keys of a shard have a prefix of their own. A file in the user's runtime directory has the prefix in its name,
 and is locked while the shard lives. A shard that starts with a store first removes the objects of dead shards of this
-machine: their files are not locked. Objects of a lost machine must be removed by hand (`transferqueue docs cluster`).
+machine: their files are not locked. Objects of a lost machine must be removed by hand (`transferqueue docs shards`).
 """
 
 from __future__ import annotations

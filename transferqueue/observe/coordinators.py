@@ -1,5 +1,5 @@
 """The answers of the coordinators of a deployment. Most deployments have one coordinator
-(`transferqueue docs cluster`)."""
+(`transferqueue docs coordinators`)."""
 
 from __future__ import annotations
 

@@ -210,9 +210,9 @@ def load(path: Path) -> Profile:
     try:
         profile = msgspec.toml.decode(path.read_bytes(), type=Profile)
     except FileNotFoundError as error:
-        raise NotFound(f"profile {path} does not exist; `transferqueue docs simulation` shows one") from error
+        raise NotFound(f"profile {path} does not exist; `transferqueue docs plan` shows one") from error
     except msgspec.DecodeError as error:
-        raise UsageError(f"profile {path} is not one: {error}; `transferqueue docs simulation` shows one") from error
+        raise UsageError(f"profile {path} is not one: {error}; `transferqueue docs plan` shows one") from error
     check(profile)
     return profile
 

@@ -437,7 +437,7 @@ class AsyncService:
     # ---------------------------------------------------------------- both
 
     async def status(self) -> TableStats:
-        """Return statistics of the table (`transferqueue docs observing`)."""
+        """Return statistics of the table (`transferqueue docs figures`)."""
         return await self._table.stats()
 
     async def seal(self) -> None:

@@ -436,7 +436,7 @@ class Service:
     # ---------------------------------------------------------------- both
 
     def status(self) -> TableStats:
-        """Return statistics of the table (`transferqueue docs observing`)."""
+        """Return statistics of the table (`transferqueue docs figures`)."""
         return self._table.stats()
 
     def seal(self) -> None:

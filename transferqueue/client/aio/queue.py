@@ -37,7 +37,7 @@ class AsyncQueue(QueueBase):
     """All tables and weight channels of one deployment. Made by `transferqueue.aconnect`.
 
     In a deployment of several coordinators, each table and weight channel is at one of them, which its name determines
-    (`transferqueue docs cluster`). Every method may be called from any event loop. After `os.fork` the child gets
+    (`transferqueue docs coordinators`). Every method may be called from any event loop. After `os.fork` the child gets
     `Forked`: connect again there. Any call may raise a `PeerError`: `Unreachable` if the server does not answer in
     time, `Disconnected` if it, or this session, is gone.
 
@@ -155,7 +155,7 @@ class AsyncQueue(QueueBase):
         return AsyncWeightChannel(self._of(channel), *channel_name(channel, keep))
 
     async def stats(self, *, timeout_s: float | None = REPORT_S) -> Stats:
-        """Return counts, bytes and ages of the whole deployment now (`transferqueue docs observing`).
+        """Return counts, bytes and ages of the whole deployment now (`transferqueue docs figures`).
 
         Of several coordinators it is their `tables` and `channels` together, and in `coordinators` the answer of each
         by its address; an `UnreachableCoordinator` for one that is out of reach. `doctor` and `sessions` answer in the
@@ -245,7 +245,7 @@ class AsyncQueue(QueueBase):
         """List what happened to rows of a table since an earlier answer, oldest first.
 
         The server remembers about 4,096 requests of a table: `missed` says how many it had forgotten. Ask again at once
-        where `more` is true (`transferqueue docs observing`).
+        where `more` is true (`transferqueue docs figures`).
 
         Args:
             table: name of the table.

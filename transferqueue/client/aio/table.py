@@ -837,7 +837,7 @@ class AsyncTable(TableBase):
         await self._run(tables.add_fields(self._client, self._terms, fields))
 
     async def stats(self, *, timeout_s: float | None = REPORT_S) -> TableStats:
-        """Return counts, bytes and ages of this table now (`transferqueue docs observing`).
+        """Return counts, bytes and ages of this table now (`transferqueue docs figures`).
 
         Args:
             timeout_s: seconds to wait for the server; default 10; None: no limit.

@@ -129,7 +129,7 @@ def deploy_ray(
         name: of the deployment; default ``"default"``.
         namespace: the Ray namespace of its actors; default ``"transferqueue"``.
         coordinators: servers that share the work, 1 to 64; default 1. Each has the tables whose names hash to it
-            (`transferqueue docs cluster`), its own arena of `arena_bytes`, its own `shards`, and its own directory
+            (`transferqueue docs coordinators`), its own arena of `arena_bytes`, its own `shards`, and its own directory
             under `state` and `snapshots`. They are spread over the nodes that fit.
         durability: default ``"process"``: everything survives the death of the actor; ``"disk"``: that of its machine;
             ``"memory"``: nothing.

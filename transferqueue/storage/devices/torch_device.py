@@ -1,7 +1,7 @@
 """The devices that torch knows: any of its accelerators through ``torch.Stream`` and ``torch.Event``, CUDA with
 registered memory.
 
-CUDA devices were written for without one: the page `transferqueue docs engines` says what was never run.
+CUDA devices were written for without one: the page `transferqueue docs devices` says what was never run.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A record is one file, ``KIND-ADAPTER.json``, of one run of one kit on one subject. A page gets a table for each kind,
 between two markers; nothing in it is written by hand::
 
-    python -m transferqueue.testing.conformance.matrix --records docs/conformance --into docs/ENGINES.md
+    python -m transferqueue.testing.conformance.matrix --records docs/conformance --into docs/reference/engines.md
 """
 
 from __future__ import annotations

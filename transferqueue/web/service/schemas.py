@@ -248,7 +248,7 @@ class DoneBody(_Body):
 
 
 class Status(_Body):
-    """Every row that was ever put: live, done or dropped for a reason; `transferqueue docs observing` has the keys of
+    """Every row that was ever put: live, done or dropped for a reason; `transferqueue docs figures` has the keys of
     `stats`.
     """
 

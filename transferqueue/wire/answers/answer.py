@@ -9,7 +9,7 @@ The declaration is the only one. From it come:
 - the message: a MessagePack map, whose keys are the names. Unknown keys are passed over, and a missing one has its
   default, so tools read servers that are a little newer or older;
 - what `Queue.stats`, `audit`, `doctor`, `sessions`, `inspect` and `events` return, and what ``--json`` prints;
-- the tables of `transferqueue docs observing` (`python -m tests.figures` writes them, a test compares);
+- the tables of `transferqueue docs figures` (`python -m tests.figures` writes them, a test compares);
 - the names, types and help texts of the Prometheus metrics.
 
 To add a figure: declare it here, and fill it in where the ledger or the server makes the answer.

@@ -1,4 +1,4 @@
-"""The answers of several coordinators together. Most deployments have one (`transferqueue docs cluster`).
+"""The answers of several coordinators together. Most deployments have one (`transferqueue docs coordinators`).
 
 Tables and channels are merged. What else there is, such as `server`, is of one coordinator: reading it from the whole
 is an `AttributeError` that names `coordinators`.

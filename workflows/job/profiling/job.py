@@ -101,7 +101,7 @@ def _check(job: Job, devices: int) -> None:
     if has_episodes(job):
         raise Impossible(
             "profile of a job of episodes: how long they take is the environment's affair; "
-            "write a profile by hand (`transferqueue docs simulation`)"
+            "write a profile by hand (`transferqueue docs plan`)"
         )
     if len(job.engine) > 1:
         raise Impossible(

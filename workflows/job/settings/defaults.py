@@ -3,7 +3,7 @@ here.
 
 A kind is a row of `KINDS`. `filled` replaces the open settings of an algorithm (an empty text, 0 for a clip bound,
 None) by those of its kind; `tasks_of` and `columns_of` say which tasks a job has and which columns each of them reads.
-Sources of the values: the papers that `transferqueue docs training` names for each kind.
+Sources of the values: the papers that `transferqueue docs losses` names for each kind.
 """
 
 from __future__ import annotations

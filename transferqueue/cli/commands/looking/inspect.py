@@ -37,7 +37,7 @@ def inspect(
         str, typer.Option("--key", "-k", show_default=False, help="The key of a row, in place of its id.")
     ] = "",
     address: AddressOption = None,
-    json: Annotated[bool, json_option("Print it as JSON; keys in `transferqueue docs observing`.")] = False,
+    json: Annotated[bool, json_option("Print it as JSON; keys in `transferqueue docs figures`.")] = False,
 ) -> None:
     """Show tables, the terms and fields of one, or one row's whole life.
 

@@ -29,7 +29,7 @@ EXAMPLES = (
     ("transferqueue top", "the server of this user, twice a second; q or Ctrl-C ends it"),
     ("transferqueue top tcp://trainer:7777 --interval 5", "another server, every five seconds"),
     ("transferqueue top --once", "one frame, for a log"),
-    ("transferqueue top --once --json", "the same for a machine; keys in `transferqueue docs observing`"),
+    ("transferqueue top --once --json", "the same for a machine; keys in `transferqueue docs figures`"),
 )
 
 

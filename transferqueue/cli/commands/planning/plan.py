@@ -32,9 +32,7 @@ WIDTH: Final = 64
 
 
 def plan(
-    profile: Annotated[
-        Path, typer.Argument(help="Stage times, lengths and budget: see `transferqueue docs simulation`.")
-    ],
+    profile: Annotated[Path, typer.Argument(help="Stage times, lengths and budget: see `transferqueue docs plan`.")],
     calibrate: Annotated[
         Path | None, typer.Option(help="Timeline of a real run; its stage times replace those given.")
     ] = None,
