@@ -5,7 +5,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEMOED := $(VENV)/.installed-demo
-DOCSED := $(VENV)/.installed-docs
+DOCS   := .venv-docs
+DOCSED := $(DOCS)/.installed
 # pip would compile every module of every package, half of its processor time; Python compiles and keeps those that are imported.
 PIP    := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --progress-bar off --constraint constraints.txt
 ARGS   ?=
@@ -85,15 +86,18 @@ TARGETS ?= test test-ray test-engines test-shim test-verl test-stacks test-nemo 
 test-all: ## every test target but test-long, one after another, and a table of them; TARGETS="test-ray test-web": these
 	@$(PYTHON) -m tests.targets $(TARGETS)
 
-$(DOCSED): $(STAMP)
-	@echo 'docs: installing what builds the site'
-	@$(PIP) --no-build-isolation --editable '.[docs]'
+# What builds the site reads the package's source and does not import it: an environment of its own, without torch.
+$(DOCSED): pyproject.toml constraints.txt
+	@test -x $(DOCS)/bin/python || { echo 'docs: creating $(DOCS) with what builds the site'; $(PYTHON) -m venv $(DOCS); }
+	@$(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])" | \
+		xargs $(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --constraint constraints.txt
 	@touch $@
 
 # The site needs no network once this is installed: pages fetch nothing, and search is theirs.
-docs: $(DOCSED) ## the documentation as a site in build/docs: strict, every link and anchor checked (half a minute; ARGS goes to mkdocs)
-	$(BIN)/python docs/site/prepare.py build/docs-source
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --config-file docs/site/mkdocs.yml $(ARGS)
+docs: $(DOCSED) ## the documentation as a site in build/docs: strict, links, anchors and twenty searches checked (half a minute; ARGS goes to mkdocs)
+	$(DOCS)/bin/python docs/site/prepare.py build/docs-source
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict --config-file docs/site/mkdocs.yml $(ARGS)
+	$(DOCS)/bin/python docs/site/searches.py build/docs
 	@echo 'docs: open build/docs/index.html, or, for its search, python -m http.server --directory build/docs'
 
 dist: $(STAMP) ## wheel and sdist in dist/, twine check, the first pages in a bare environment of each Python (ARGS="--python PATH")
@@ -257,11 +261,11 @@ bench-quick: $(STAMP) $(PEERED) ## what the table of required figures needs (4 m
 bench-micro: $(STAMP) ## ledger, codec, storage, one operation at a time (pytest-benchmark)
 	$(BIN)/python -m pytest bench/micro -p no:cacheprovider --benchmark-columns=median,iqr,min,rounds $(ARGS)
 
-lock: $(DOCSED) ## rewrite constraints.txt from what is installed now
+lock: $(STAMP) $(DOCSED) ## rewrite constraints.txt from what is installed now
 	@{ echo '# What `make setup` installs, pinned; written by `make lock`.'; \
-	   $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.txt
+	   { $(BIN)/python -m pip freeze --exclude-editable; $(DOCS)/bin/python -m pip freeze; } | sed 's/+cpu$$//' | LC_ALL=C sort -fu; } > constraints.txt
 	@touch $(DEMOED) $(STAMP) $(DOCSED)
 
 clean: ## remove .venv, .venv-peers, caches, builds (runs/ stays)
-	rm -rf $(VENV) $(PEERS) $(ENGINES) $(SHIM) $(VERL) $(STACKS) $(WEB) $(NEMO) $(MOONCAKE) $(NIXL) $(OTHERS) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(PEERS) $(ENGINES) $(SHIM) $(VERL) $(STACKS) $(WEB) $(NEMO) $(MOONCAKE) $(NIXL) $(OTHERS) $(DOCS) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
