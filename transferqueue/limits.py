@@ -357,9 +357,6 @@ FRAMES_DRAINED_MAX: Final = 1024
 """Frames the server reads before it looks at the time and at its other sources again."""
 SHARD_BYTES_MAX: Final = 1 << 47
 """The most bytes of one shard: the address space of a process, so that clients can map it."""
-BUSY_POLL_S_MAX: Final = 0.01
-"""A server polls for at most this long after a request before it sleeps: with a request every 10 ms it would not sleep
-at all."""
 GAP_S: Final = 0.5
 """A server's loop that wakes later than planned by more than this, or is busy with one turn for so long, counts that as
 time that has not passed: its clients could not renew their leases. Leases of a second and more, which are renewed at

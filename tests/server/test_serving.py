@@ -247,14 +247,9 @@ def test_an_arena_of_no_size_is_refused(tmp_path):
 
 
 @pytest.fixture
-def running(tmp_path, request):
-    """A server whose loop the test can look at. Its parameter: for how many seconds it polls after a request."""
-    found = ServerProcess(
-        IpcAddress(tmp_path / "s.sock"),
-        private_arena(MIB),
-        [parse_address("tcp://127.0.0.1:0")],
-        busy_poll_s=getattr(request, "param", 0.0),
-    )
+def running(tmp_path):
+    """A server whose loop the test can look at."""
+    found = ServerProcess(IpcAddress(tmp_path / "s.sock"), private_arena(MIB), [parse_address("tcp://127.0.0.1:0")])
     thread = threading.Thread(target=found.run)
     thread.start()
     yield found
@@ -262,10 +257,6 @@ def running(tmp_path, request):
     thread.join()
 
 
-SLEEPING_AND_POLLING = pytest.mark.parametrize("running", [0.0, 500e-6], indirect=True, ids=["sleeps", "polls"])
-
-
-@SLEEPING_AND_POLLING
 def test_an_idle_server_does_not_wake(running, clients):
     client = clients(running.address)
     create(client)
@@ -302,7 +293,6 @@ def test_one_who_waits_costs_no_wakes(running, clients):
     assert running.loop.turns == turns
 
 
-@SLEEPING_AND_POLLING
 def test_a_deadline_is_kept_without_any_frame(running, clients):
     client = clients(running.address)
     create(client)

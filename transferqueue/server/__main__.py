@@ -29,7 +29,6 @@ def main(arguments: list[str] | None = None) -> int:
             state=options.state,
             accept_loss=options.accept_loss,
             coordinator=options.coordinator,
-            busy_poll_s=options.busy_poll / 1e6,
             spill_dir=options.spill_dir,
             spill_bytes=parse_bytes(options.spill_bytes) if options.spill_bytes else None,
             on_ready=lambda addresses: print("ready", *addresses, flush=True),  # noqa: T201
@@ -60,13 +59,6 @@ def _parser() -> argparse.ArgumentParser:
         "--accept-loss", action="store_true", help="begin anew where that cannot be read whole; its files stay"
     )
     parser.add_argument("--coordinator", metavar="K/N", help="this is number K of N, used as one: 1/2, or NAME:1/2")
-    parser.add_argument(
-        "--busy-poll",
-        type=float,
-        default=0.0,
-        metavar="MICROSECONDS",
-        help="poll for so long after a request before sleeping",
-    )
     parser.add_argument("--spill-dir", type=Path, metavar="DIR", help="where cold rows go when the memory fills")
     parser.add_argument("--spill-bytes", metavar="SIZE", help="the most bytes there, such as 200GiB")
     parser.add_argument("--supervise", action="store_true", help="start the server again when it crashes")

@@ -120,9 +120,8 @@ class Coordinator:
     while the system provides pages for a growing arena.
 
     index: which of the coordinators of its deployment it is. open_process: finds the process of a client that says
-    Hello. `bulk_port`: where the own shard listens; 0: nowhere. `busy_poll_s`: for how long its loop polls after a
-    request. `bulk_plain`: whether that connection is unencrypted. `bulk_sent`, `bulk_received`: bytes of reads and of
-    writes there, by what carried them.
+    Hello. `bulk_port`: where the own shard listens; 0: nowhere. `bulk_plain`: whether that
+    connection is unencrypted. `bulk_sent`, `bulk_received`: bytes of reads and of writes there, by what carried them.
     """
 
     def __init__(
@@ -161,7 +160,6 @@ class Coordinator:
         self.on_hello: Callable[[Peer], object] = lambda _: None
         """Called with each peer that has a session, so that its connection does not count as a stranger's."""
         self.bulk_port = 0
-        self.busy_poll_s = 0.0
         self.bulk_plain = False
         self.bulk_sent: Callable[[], dict[str, int]] = dict
         self.bulk_received: Callable[[], dict[str, int]] = dict
@@ -196,7 +194,6 @@ class Coordinator:
             turns=self.turns,
             explain=self.explain,
             bulk_port=lambda: self.bulk_port,
-            busy_poll_s=lambda: self.busy_poll_s,
             bulk_sent=lambda: dict(self.bulk_sent()),
             bulk_received=lambda: dict(self.bulk_received()),
             spilling=self.spilling,

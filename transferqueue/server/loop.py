@@ -1,9 +1,8 @@
 """The server's only thread: sleeps until something happens, calls the coordinator, and sends the answers.
 
 It wakes for a frame, for the end of a client's process (pidfd), for `stop`, and at the coordinator's next deadline;
-never to poll. An operator may have it poll for a bounded time after each request before it sleeps (`BusyPoll`), which
-is off by default. `turns` counts how often it woke, so it stands still while nothing happens. `Coordinator.turns`
-records for how long each frame, each tick and each commit kept all other clients waiting.
+never to poll. `turns` counts how often it woke, so it stands still while nothing happens. `Coordinator.turns` records
+for how long each frame, each tick and each commit kept all other clients waiting.
 
 No deadline passes while the server does not listen, since a live client cannot renew its lease then. `ListeningClock`
 leaves out the time in which the process was suspended, or busy with one turn. What arrived before a deadline is handled
@@ -14,11 +13,9 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import select
 import time
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import Final
 
 import zmq
@@ -69,35 +66,6 @@ class ProcessExits:
         self._epoll.close()
 
 
-class BusyPoll:
-    """Polls for `duration_s` after each request before the loop sleeps, so that the next one finds the server awake
-    (docs/decisions/calls.md). Where no request comes for that long, the loop sleeps and nothing polls.
-
-    look: whether an event has come; returns at once. Between two looks the processor is offered to other processes.
-    """
-
-    def __init__(self, duration_s: float, look: Callable[[], object], clock: Callable[[], float]) -> None:
-        self._duration_s, self._look, self._clock = duration_s, look, clock
-        self._until = -math.inf
-
-    def request_came(self) -> None:
-        """Poll for `duration_s` from now on."""
-        self._until = self._clock() + self._duration_s
-
-    def wait(self, patience_s: float | None) -> float | None:
-        """Poll while a request came lately, for at most `patience_s` (None: no bound). Returns how long the loop may
-        sleep now: 0 if an event has come, or the patience has passed."""
-        now = self._clock()
-        ends_at = math.inf if patience_s is None else now + patience_s
-        until = min(self._until, ends_at)
-        while now < until:
-            if self._look():
-                return 0.0
-            os.sched_yield()
-            now = self._clock()
-        return None if patience_s is None else max(0.0, ends_at - now)
-
-
 class ListeningClock:
     """Seconds for which a loop could listen: those of `clock`, less its gaps.
 
@@ -141,7 +109,7 @@ class Loop:
 
     port: the tcp port; None: there is none. clock: seconds. processor: seconds for which the running thread was busy.
     batch: commit once for all frames of a turn, then send their answers; for a journal, whose commits cost more than
-    the short wait that this adds. busy_poll_s: see `BusyPoll`; 0: never poll.
+    the short wait that this adds.
     """
 
     def __init__(
@@ -155,7 +123,6 @@ class Loop:
         clock: Callable[[], float] = time.monotonic,
         *,
         batch: bool = False,
-        busy_poll_s: float = 0.0,
         processor: Callable[[], float] = time.thread_time,
     ) -> None:
         self.turns = 0
@@ -173,7 +140,6 @@ class Loop:
             coordinator.waiters_at_once = WAITERS_AT_ONCE
         self._poller = zmq.Poller()
         """Polls the sockets of the tcp port together with the socket file. Without a tcp port it is not used."""
-        self._busy_poll = BusyPoll(busy_poll_s, self._look_at(local, port), clock) if busy_poll_s else None
         self._stopping = False
         self._more = False
         self._port_has_news = True
@@ -183,14 +149,6 @@ class Loop:
         for it set the wake-up."""
         self._turned_at = self._clock()
         """When the latest turn began."""
-
-    def _look_at(self, local: UnixServer, port: ZmqServer | None) -> Callable[[], object]:
-        """Tells at once whether a source of events is readable."""
-        if port is not None:
-            return partial(self._poller.poll, 0)
-        poll = select.poll()
-        poll.register(local, select.POLLIN)
-        return partial(poll.poll, 0)
 
     def stop(self) -> None:
         """Have `run` return soon. May be called from any thread, from a signal handler, and more than once."""
@@ -232,8 +190,6 @@ class Loop:
         else:
             patience_s = self._patience_s()
         self._clock.sleeps(patience_s)
-        if self._busy_poll is not None and patience_s != 0:
-            patience_s = self._busy_poll.wait(patience_s)
         if self._port is not None:
             self._port_has_news = True
             if patience_s != 0:
@@ -280,8 +236,6 @@ class Loop:
             self._tick()
         if self._coordinator.outbox:
             self._send()
-        if self._busy_poll is not None and drained:
-            self._busy_poll.request_came()
         self._more = drained >= FRAMES_DRAINED_MAX
 
     def _tick(self) -> None:

@@ -52,7 +52,7 @@ class ReportSources:
     """The parts of a coordinator that its reports read.
 
     explain: why a request still waits, at the given time. bulk_port: where its own shard listens; 0: nowhere.
-    busy_poll_s: see `BusyPoll`. bulk_sent, bulk_received: bytes of reads and of writes there, by what carried them.
+    bulk_sent, bulk_received: bytes of reads and of writes there, by what carried them.
     """
 
     identity: ServerIdentity
@@ -66,7 +66,6 @@ class ReportSources:
     turns: Turns
     explain: Callable[[WaitingRequest, float], str]
     bulk_port: Callable[[], int]
-    busy_poll_s: Callable[[], float]
     bulk_sent: Callable[[], dict[str, int]]
     bulk_received: Callable[[], dict[str, int]]
     spilling: Spilling
@@ -210,7 +209,6 @@ def _server(sources: ReportSources, now: float) -> ServerStats:
         sessions_dropped=counters.sessions_dropped,
         internal_errors=counters.internal_errors,
         turns=sources.turns.stats(),
-        busy_poll_s=sources.busy_poll_s(),
     )
 
 

@@ -45,9 +45,8 @@ class ServerProcess:
     network can read them. carrier: what columns may cross by, besides the stream; `UsageError` if it cannot work here,
     or if columns are to be encrypted or lie on a disk. snapshots: the directory of all snapshots; None:
     `SNAPSHOTS_VARIABLE`, else "snapshots" in the working directory. index: which of the coordinators of its deployment
-    it is. busy_poll_s: for how long its loop polls after a request before it sleeps, at most `limits.BUSY_POLL_S_MAX`.
-    spill: where cold blocks go when the arena fills; None: nowhere. Raises `AddressInUse` and `UsageError`; then no
-    file is left.
+    it is. spill: where cold blocks go when the arena fills; None: nowhere. Raises `AddressInUse` and `UsageError`; then
+    no file is left.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class ServerProcess:
         carrier: Carrier | None = None,
         snapshots: Path | None = None,
         index: CoordinatorIndex = CoordinatorIndex(),  # noqa: B008  (frozen)
-        busy_poll_s: float = 0.0,
         spill: SpillPolicy | None = None,
     ) -> None:
         with ExitStack() as made:
@@ -86,10 +84,7 @@ class ServerProcess:
             else:
                 self.coordinator = _new(storage, directory, exits, Authorizer(keyring), index)
                 clock, batch = time.monotonic, False
-            self.coordinator.busy_poll_s = busy_poll_s
-            self.loop = Loop(
-                self.coordinator, local, port, hub, wakeup, exits, clock, batch=batch, busy_poll_s=busy_poll_s
-            )
+            self.loop = Loop(self.coordinator, local, port, hub, wakeup, exits, clock, batch=batch)
             if self.tcp_addresses:
                 self._serve_bytes(made, None if plain_bytes else keyring, carrier)
             if spill is not None:

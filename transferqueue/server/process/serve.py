@@ -14,7 +14,6 @@ from types import FrameType
 from typing import Any, Final, Self
 
 from transferqueue.errors import DiskFailed, UsageError
-from transferqueue.limits import BUSY_POLL_S_MAX
 from transferqueue.server.durability.journal import Level
 from transferqueue.server.durability.state_directory import StateDirectory
 from transferqueue.server.event_log import log_event
@@ -45,7 +44,6 @@ def serve(
     accept_loss: bool = False,
     snapshots: Path | None = None,
     coordinator: str | None = None,
-    busy_poll_s: float = 0.0,
     spill_dir: Path | None = None,
     spill_bytes: int | None = None,
     on_ready: Callable[[list[str]], object],
@@ -60,12 +58,10 @@ def serve(
     None: what the environment says. durability, state: what outlives this process, and the directory that contains it
     (see `StateDirectory`). accept_loss: if `state` cannot be read completely, move its files aside and start with an
     empty queue. coordinator: its index among several coordinators, ``K/N`` or ``NAME:K/N`` (see
-    `transferqueue.wire.home_coordinator`); None: it is the only one. busy_poll_s: for how long the server polls after
-    each request before it sleeps; 0: not at all. spill_dir, spill_bytes: the directory on a disk that cold blocks go to
-    when the arena fills, and the most bytes there; None: they stay in memory, and producers wait. on_ready: called once
-    with all addresses, when the server listens.
+    `transferqueue.wire.home_coordinator`); None: it is the only one. spill_dir, spill_bytes: the directory on a disk
+    that cold blocks go to when the arena fills, and the most bytes there; None: they stay in memory, and producers
+    wait. on_ready: called once with all addresses, when the server listens.
     """
-    _check_busy_poll(busy_poll_s)
     socket_file, ports = _addresses(address, tcp)
     index = CoordinatorIndex() if coordinator is None else CoordinatorIndex.parse(coordinator)
     level = _level(durability, state, ports)
@@ -88,7 +84,6 @@ def serve(
             carrier=chosen,
             snapshots=snapshots,
             index=index,
-            busy_poll_s=busy_poll_s,
             spill=spill,
         )
         signals.server = server
@@ -108,14 +103,6 @@ def _noted(address: IpcAddress) -> Iterator[None]:
     except DiskFailed as error:
         leave_note(address, str(error))
         raise
-
-
-def _check_busy_poll(busy_poll_s: float) -> None:
-    if not 0 <= busy_poll_s <= BUSY_POLL_S_MAX:
-        raise UsageError(
-            f"busy polling for {busy_poll_s * 1e6:g} microseconds is out of range; give 0 (never poll) to "
-            f"{BUSY_POLL_S_MAX * 1e6:g}: after each request the server keeps a core busy for that long"
-        )
 
 
 @contextmanager

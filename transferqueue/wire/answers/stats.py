@@ -235,7 +235,6 @@ class ServerStats(Answer, frozen=True, kw_only=True):
         "How long its loop was kept: by one frame of a client and the waiting requests that it served (`request`), by "
         "events that were due (`tick`), and by making changes durable before answers are sent (`commit`).",
     ] = {}
-    busy_poll_s: Annotated[float, "How long it polls after a request before it sleeps (`serve --busy-poll`)."] = 0.0
 
 
 class Stats(Answer, frozen=True, kw_only=True):

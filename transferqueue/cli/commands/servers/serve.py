@@ -39,7 +39,6 @@ EXAMPLES = (
         "transferqueue serve --http 8788 --tokens DIR",
         "with an HTTP service, for programs that import nothing of it",
     ),
-    ("transferqueue serve --busy-poll 400", "with a core to spare: answers in two thirds of the time"),
     ("transferqueue serve --runtime /tmp/tq", "another one, in a directory of its own"),
     ("transferqueue serve --address ipc:///tmp/tq/control.sock", "the same, by the address that clients give"),
 )
@@ -123,15 +122,6 @@ CoordinatorOption = Annotated[
         "docs cluster`); NAME:K/N also says of which deployment.",
     ),
 ]
-BusyPollOption = Annotated[
-    float,
-    typer.Option(
-        "--busy-poll",
-        metavar="MICROSECONDS",
-        help="After each request, poll for so long before sleeping (at most 10000), so that the next one finds the "
-        "server awake. It takes processor time for latency; 0: never poll. An idle server sleeps either way.",
-    ),
-]
 WebOption = Annotated[
     str | None,
     typer.Option(
@@ -189,7 +179,6 @@ def serve(
     spill_dir: SpillDirOption = None,
     spill_bytes: SpillBytesOption = None,
     coordinator: CoordinatorOption = None,
-    busy_poll: BusyPollOption = 0.0,
     web: WebOption = None,
     http: HttpOption = None,
     tokens: TokensOption = None,
@@ -226,7 +215,6 @@ def serve(
             accept_loss=accept_loss,
             snapshots=snapshots,
             coordinator=coordinator,
-            busy_poll_s=busy_poll / 1e6,
             spill_dir=spill_dir,
             spill_bytes=size_in_bytes(spill_bytes),
             on_ready=announce,
