@@ -13,7 +13,6 @@ from transferqueue.server.shards import bulk_endpoint, transfers
 from transferqueue.server.shards.bulk_endpoint import BulkEndpoint, ShardTransfers
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage import block_writers
-from transferqueue.storage.columns.joined import JOINED_BYTES
 from transferqueue.storage.inputs.prepare import prepare
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.storage.memory.backing import ArenaBacking
@@ -339,7 +338,7 @@ def test_a_session_that_ends_takes_its_transfers_with_it(bench):
     assert len(bench.exchange) == 0
 
 
-def test_rows_that_lie_apart_are_joined_in_one_buffer_by_who_keeps_up(bench):
+def test_rows_that_lie_apart_are_gathered_in_one_buffer_by_who_keeps_up(bench):
     """In more of them only while frames have not left: memory that was just used is in the cache."""
     rows = np.random.default_rng(2).integers(0, 255, (1024, 8 * KIB), np.uint8)
     order = np.random.default_rng(3).permutation(1024)
@@ -354,7 +353,7 @@ def test_rows_that_lie_apart_are_joined_in_one_buffer_by_who_keeps_up(bench):
             bench.say(b.FlowAck(head.transfer, head.number + 1))
         bench.exchange.prepare()
     assert b"".join(content) == rows[order].tobytes()
-    assert len(content) == -(-rows.nbytes // JOINED_BYTES)
+    assert len(content) == -(-rows.nbytes // FRAME_BYTES)
     assert len(addresses) == 1
 
 
@@ -395,8 +394,7 @@ def test_a_reader_that_stalls_holds_its_window_and_not_more(bench, scattered):
         held = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    frame_bytes = JOINED_BYTES if scattered else FRAME_BYTES
-    assert len(bench.exchange.outbox) == 3 * BULK_WINDOW_FRAMES * FRAME_BYTES // frame_bytes
+    assert len(bench.exchange.outbox) == 3 * BULK_WINDOW_FRAMES
     assert held < 3 * ((BULK_WINDOW_FRAMES + 2) * FRAME_BYTES if scattered else 2 * MIB)
     assert not bench.exchange.busy()
     bench.now = bench.exchange.next_deadline()

@@ -47,16 +47,13 @@ from transferqueue.server.shards.frame_digests import FrameDigests
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.server.shards.transfers import (
     ExtentTransfer,
-    GatherMemory,
     KnownSums,
     ReadTransfer,
     SteppedWrite,
     WriteTransfer,
 )
-from transferqueue.storage.columns.joined import JOINED_BYTES
 from transferqueue.storage.memory.backing import Backing
 from transferqueue.storage.memory.buffer_pool import BufferPool
-from transferqueue.storage.memory.join_buffers import JoinBuffers
 from transferqueue.transport import TcpAddress, Wakeup, parse_address
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.transport.bulk.listener import TcpBulkServer
@@ -78,8 +75,6 @@ TURN_BYTES: Final = 4 * MIB
 TURN_S: Final = 0.003
 """A turn that has lasted so long sends no further frame: a frame of short rows takes ten times as long as others, and a
 look is cheap then."""
-JOIN_BUFFERS: Final = 2 * b.WINDOW_BYTES // JOINED_BYTES
-"""Buffers of joined pieces that are kept: of two windows."""
 _TRIES: Final = 16
 """How many ports are tried for one that is free on every host."""
 
@@ -127,9 +122,7 @@ class ShardTransfers:
         self._transfers: dict[bytes, ReadTransfer | ExtentTransfer] = {}
         self._arriving: dict[bytes, tuple[b.ToShard, int, bytes]] = {}  # with size and checksum of its content
         self._sums = KnownSums(FrameDigests(), BlockChecks())
-        self._gathered = GatherMemory(
-            BufferPool(GATHERED_KEPT_BYTES).take, JoinBuffers(JOIN_BUFFERS, JOINED_BYTES).join
-        )
+        self._room = BufferPool(GATHERED_KEPT_BYTES).take
         self._drop_buffer = memoryview(bytearray(_DROPPED_BYTES))
         self._checked_at = tickets.revoked
 
@@ -321,9 +314,9 @@ class ShardTransfers:
 
     def _read(self, message: b.ReadColumns) -> ReadTransfer:
         if not isinstance(message, b.ReadRanges):
-            return ReadTransfer(message, self._backing, self._tickets, self._sums, self.now, self._gathered)
+            return ReadTransfer(message, self._backing, self._tickets, self._sums, self.now, self._room)
         carrier = self._needed_carrier("names no ranges of its memory")
-        return carrier.read(message, self._backing, self._tickets, self._sums, self.now, self._gathered)
+        return carrier.read(message, self._backing, self._tickets, self._sums, self.now, self._room)
 
     def _write(self, message: b.WriteRanges) -> SteppedWrite:
         carrier = self._needed_carrier("reads no memory of its clients")

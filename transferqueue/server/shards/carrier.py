@@ -7,7 +7,8 @@ from typing import Protocol
 
 from transferqueue.server.shards.frame_digests import FrameDigests
 from transferqueue.server.shards.tickets import TicketIssuer
-from transferqueue.server.shards.transfers import GatherMemory, KnownSums, ReadTransfer, SteppedWrite
+from transferqueue.server.shards.transfers import KnownSums, ReadTransfer, SteppedWrite
+from transferqueue.storage.columns.ranges import Room
 from transferqueue.storage.memory.backing import Backing
 from transferqueue.transport.bulk import protocol as b
 
@@ -22,7 +23,7 @@ class ShardCarrier(Protocol):
         tickets: TicketIssuer,
         sums: KnownSums,
         now: float,
-        memory: GatherMemory,
+        room: Room,
     ) -> ReadTransfer:
         """A transfer that names ranges of memory to the client, which reads them. Arguments and errors as of
         `ReadTransfer`."""

@@ -19,7 +19,6 @@ from transferqueue.server.shards.frame_digests import DIGESTED_MIN_BYTES, FrameD
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage.columns.byte_stream import column_stream, cut_column_stream
 from transferqueue.storage.columns.cut import cut_span
-from transferqueue.storage.columns.joined import JOINED_BYTES, Join
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.columns.ranges import Room
 from transferqueue.storage.elements.dtypes import U8
@@ -47,13 +46,6 @@ class KnownSums(NamedTuple):
 
     digests: FrameDigests
     blocks: BlockChecks
-
-
-class GatherMemory(NamedTuple):
-    """Memory for what is gathered: as of `column_stream`."""
-
-    room: Room
-    join: Join
 
 
 class ShardTransfer:
@@ -107,14 +99,14 @@ class ReadTransfer(ShardTransfer):
         tickets: TicketIssuer,
         sums: KnownSums,
         now: float,
-        memory: GatherMemory,
+        room: Room,
     ) -> None:
         named = [at for part in read.parts for at in part.blocks]
         tickets.check_read(read.session, read.shard, named)
         super().__init__(read.transfer, read.session, frozenset(at.extent for at in named), tickets, now)
         self.check()
         self.window: Final = b.SendWindow()
-        self._frames = self._contents(read, backing, sums, memory)
+        self._frames = self._contents(read, backing, sums, room)
         self._next: FrameContent | None = None
         self._checks = deque[PartCheck]()
         self._ended = False
@@ -122,10 +114,8 @@ class ReadTransfer(ShardTransfer):
         """When the receiver last took a frame, or had taken all before the last one."""
         self.prepare()
 
-    def _contents(
-        self, read: b.ReadColumns, backing: Backing, sums: KnownSums, memory: GatherMemory
-    ) -> Iterator[FrameContent]:
-        parts = parts_of(read, backing, sums.blocks, memory.room, join=memory.join)
+    def _contents(self, read: b.ReadColumns, backing: Backing, sums: KnownSums, room: Room) -> Iterator[FrameContent]:
+        parts = parts_of(read, backing, sums.blocks, room)
         return frames_of(read, parts, partial(_Frame, sums.digests))
 
     def _head(self, number: int, content: FrameContent) -> b.ToClient:
@@ -284,14 +274,13 @@ class SteppedWrite(ExtentTransfer):
 
 class ReadPart(NamedTuple):
     """A part of a read. stored: the memory of its only block, and where that lies; None if it has several. nbytes: of
-    all `pieces`. compare: what must be compared before the read ends. full_at: a frame with so many bytes is sent."""
+    all `pieces`. compare: what must be compared before the read ends."""
 
     head: b.PartHead
     stored: tuple[int, Range] | None
     nbytes: int
     pieces: Iterator[U8]
     compare: list[PartCheck] = []  # noqa: RUF012
-    full_at: int = FRAME_BYTES
 
 
 def parts_of(
@@ -300,9 +289,8 @@ def parts_of(
     checks: BlockChecks,
     room: Room,
     ranges_from: int = 0,
-    join: Join | None = None,
 ) -> Iterator[ReadPart]:
-    """The parts of a read, in order. room, ranges_from, join: as of `column_stream`."""
+    """The parts of a read, in order. room, ranges_from: as of `column_stream`."""
     if len(read.parts) > PARTS_MAX or len(read.fields) > FIELDS_MAX:
         raise ProtocolError(f"a bulk read of {len(read.parts)} parts with {len(read.fields)} fields; that is too many")
     fields = {field.name: known(field) for field in read.fields}
@@ -312,17 +300,16 @@ def parts_of(
         slices = {name: cut.slice() for name, cut in part.slices.items()}
         sent = [cut_field(field, slices[field.name]) if field.name in slices else field for field in wanted]
         if slices:
-            counts, pieces = cut_column_stream(wanted, slices, placement, FRAME_BYTES, ranges_from, room, join)
+            counts, pieces = cut_column_stream(wanted, slices, placement, FRAME_BYTES, ranges_from, room)
         else:
-            counts, pieces = column_stream(wanted, placement, FRAME_BYTES, ranges_from, room, join)
+            counts, pieces = column_stream(wanted, placement, FRAME_BYTES, ranges_from, room)
         stored = None
         if len(part.blocks) == 1 and (ranges_from or placement.run is not None):  # else every piece is a copy
             at = part.blocks[0]
             stored = placement.blocks.addresses.item(0), Range(at.extent, at.offset, at.nbytes)
         nbytes = layout(sent, placement.rows, counts)[1]
-        full_at = FRAME_BYTES if join is None or placement.run is not None else min(FRAME_BYTES, JOINED_BYTES)
         compare = _compared(part, placement, fields, slices, checks)
-        yield ReadPart(b.PartHead(number, counts), stored, nbytes, pieces, compare, full_at)
+        yield ReadPart(b.PartHead(number, counts), stored, nbytes, pieces, compare)
 
 
 def _compared(
@@ -420,7 +407,7 @@ class _Frame:
         taken = piece[: self.left]
         self.pieces.append(taken)
         self.left -= len(taken)
-        self.full = self.left <= FRAME_BYTES - part.full_at or len(self.pieces) == b.PIECES_MAX
+        self.full = not self.left or len(self.pieces) == b.PIECES_MAX
         return piece[len(taken) :]
 
     def content(self, part: ReadPart | None, compare: tuple[PartCheck, ...], *, last: bool) -> FrameContent:

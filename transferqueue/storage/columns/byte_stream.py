@@ -9,15 +9,14 @@ byte is copied that need not be:
   and checked; the receiver checks those between. Offsets that do not begin with 0 are copied.
 - *Other rows* are gathered a piece at a time, so that a stalled reader makes a shard gather at most one piece ahead.
   Offsets are read and checked once for the counts, those of all columns together, and kept for the values, as far as
-  `EDGES_KEPT` allows. A piece has rows of as many columns as fit. Where the receiver reads this memory itself, each
-  column is gathered by itself, and columns with rows of at least `ranges_from` bytes in the mean are views where they
-  lie.
+  `EDGES_KEPT` allows. Where the receiver reads this memory itself, columns with rows of at least `ranges_from` bytes
+  in the mean are views where they lie.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -28,27 +27,19 @@ from transferqueue.schema import Field, Slice, align, layout
 from transferqueue.storage.columns.cut import CutStream, cut_stream
 from transferqueue.storage.columns.gather import (
     RowEdges,
-    ValueBounds,
-    bounds_of_all,
     edges_of_all,
     gather_dense,
     gather_values,
     row_edges,
     row_shapes,
-    value_bounds,
     value_ranges,
 )
-from transferqueue.storage.columns.joined import JOINED_BYTES, Join, PieceJoiner
 from transferqueue.storage.columns.placement import RowPlacement
-from transferqueue.storage.columns.ranges import Room, places_best
+from transferqueue.storage.columns.ranges import Room
 from transferqueue.storage.elements.dtypes import I64, U8
 
 EDGES_KEPT: Final = 1 << 18
 """Row edges of one stream that are kept (24 bytes each, with their offsets); those beyond are read twice."""
-BOUNDS_TOGETHER_ROWS_MAX: Final = 4096
-"""The places of the values of so few rows are computed for all columns at once, and kept, another 24 bytes each:
-between two frames, when little of the interpreter is in the cache, each step costs several times what it costs at the
-start."""
 _ZEROS: Final = np.zeros(ALIGNMENT, np.uint8)
 
 Stream = tuple[list[int], Iterator[U8]]
@@ -62,13 +53,12 @@ def cut_column_stream(
     piece_bytes: int,
     ranges_from: int = 0,
     room: Room | None = None,
-    join: Join | None = None,
 ) -> Stream:
     """The block of these columns, some of them cut (`cut.cut_stream`), as `column_stream` gives uncut ones."""
     streams = [
         _listed(cut_stream(field, slices[field.name], placement, piece_bytes, ranges_from, room))
         if field.name in slices
-        else column_stream([field], placement, piece_bytes, ranges_from, room, join)
+        else column_stream([field], placement, piece_bytes, ranges_from, room)
         for field in fields
     ]
     return [count for counts, _ in streams for count in counts], chain.from_iterable(pieces for _, pieces in streams)
@@ -84,19 +74,17 @@ def column_stream(
     piece_bytes: int,
     ranges_from: int = 0,
     room: Room | None = None,
-    join: Join | None = None,
 ) -> Stream:
     """The block of these columns of these rows (at least one) as a stream. piece_bytes: of the largest piece, at least
     64.
 
     ranges_from: columns whose rows have at least so many bytes in the mean are not gathered: each piece is a view of a
     block. 0: all are gathered, where they do not lie together. room: gives memory for what is gathered, which may then
-    be a piece that is a quarter longer, or as long as one row; None: each gather makes its own. join: gathers pieces of
-    `JOINED_BYTES` at once, but the last and what is gathered of many short rows; for ``ranges_from=0``. Raises as
+    be a piece that is a quarter longer, or as long as one row; None: each gather makes its own. Raises as
     `gather.load`, now or while the pieces are taken.
     """
     if placement.run is None:
-        return _scattered(fields, placement, piece_bytes, ranges_from, room, join)
+        return _scattered(fields, placement, piece_bytes, ranges_from, room)
     block, first = placement.run
     if first == 0 and placement.rows == int(placement.blocks.rows[block]):
         return _whole(fields, placement, block, piece_bytes)
@@ -156,21 +144,12 @@ def _run_edges(field: Field, placement: RowPlacement, block: int, first: int) ->
 
 
 def _scattered(
-    fields: Sequence[Field],
-    placement: RowPlacement,
-    piece_bytes: int,
-    ranges_from: int,
-    room: Room | None,
-    join: Join | None,
+    fields: Sequence[Field], placement: RowPlacement, piece_bytes: int, ranges_from: int, room: Room | None
 ) -> Stream:
-    join = None if ranges_from else join
-    kept = _kept_rows(fields, placement, with_bounds=join is not None)
+    kept = _kept_rows(fields, placement)
     counts = [
         0 if field.dense else (kept.get(field.name) or _rows_of(field, placement)).offsets.item(-1) for field in fields
     ]
-    if join is not None:
-        joiner = PieceJoiner(join, min(piece_bytes, JOINED_BYTES))
-        return counts, _joined(fields, placement, kept, joiner, piece_bytes)
 
     def pieces() -> Iterator[U8]:
         for field in fields:
@@ -184,15 +163,13 @@ def _scattered(
 
 
 class _VaryingRows(NamedTuple):
-    """Rows of a column that is not dense. offsets: of the rows one after another, int64 ``[rows + 1]``, from 0. bounds:
-    where the values lie, if that was asked for together with those of other columns."""
+    """Rows of a column that is not dense. offsets: of the rows one after another, int64 ``[rows + 1]``, from 0."""
 
     edges: RowEdges
     offsets: I64
-    bounds: ValueBounds | None = None
 
 
-def _kept_rows(fields: Sequence[Field], placement: RowPlacement, *, with_bounds: bool) -> dict[str, _VaryingRows]:
+def _kept_rows(fields: Sequence[Field], placement: RowPlacement) -> dict[str, _VaryingRows]:
     """The rows of the first columns that are not dense, of as many as are kept, by name."""
     varying = [field for field in fields if not field.dense][: EDGES_KEPT // len(placement)]
     if not varying:
@@ -200,11 +177,9 @@ def _kept_rows(fields: Sequence[Field], placement: RowPlacement, *, with_bounds:
     edges = edges_of_all(varying, placement)
     offsets = np.zeros((len(varying), len(placement) + 1), np.int64)
     np.cumsum(edges.last - edges.first, axis=1, out=offsets[:, 1:])
-    together = with_bounds and len(placement) <= BOUNDS_TOGETHER_ROWS_MAX
-    bounds = bounds_of_all(varying, placement, edges) if together else repeat(None)
     return {
-        field.name: _VaryingRows(RowEdges(low, high), ends, places)
-        for field, low, high, ends, places in zip(varying, *edges, offsets, bounds, strict=False)
+        field.name: _VaryingRows(RowEdges(low, high), ends)
+        for field, low, high, ends in zip(varying, *edges, offsets, strict=True)
     }
 
 
@@ -213,53 +188,6 @@ def _rows_of(field: Field, placement: RowPlacement) -> _VaryingRows:
     offsets = np.zeros(len(placement) + 1, np.int64)
     np.cumsum(edges.last - edges.first, out=offsets[1:])
     return _VaryingRows(edges, offsets)
-
-
-def _joined(
-    fields: Sequence[Field],
-    placement: RowPlacement,
-    kept: dict[str, _VaryingRows],
-    joiner: PieceJoiner,
-    piece_bytes: int,
-) -> Iterator[U8]:
-    for field in fields:
-        if field.dense:
-            yield from _joined_dense(field, placement, joiner, piece_bytes)
-        else:
-            rows = kept.pop(field.name, None) or _rows_of(field, placement)
-            yield from _joined_varying(field, placement, rows, joiner, piece_bytes)
-    yield from joiner.rest()
-
-
-def _joined_dense(field: Field, placement: RowPlacement, joiner: PieceJoiner, piece_bytes: int) -> Iterator[U8]:
-    nbytes = len(placement) * field.row_bytes
-    if not nbytes or places_best(len(placement), nbytes):
-        slots = placement.slot_of_row.astype(np.int64)
-        memory, *bounds = value_bounds(field, placement, RowEdges(slots, slots + 1))
-        yield from joiner.add_ranges(memory.data, *bounds)
-    else:
-        yield from joiner.rest()
-        yield from _gathered_dense(field, placement, piece_bytes, None)
-    if nbytes % ALIGNMENT:
-        yield from joiner.add(_gap(nbytes))
-
-
-def _joined_varying(
-    field: Field, placement: RowPlacement, rows: _VaryingRows, joiner: PieceJoiner, piece_bytes: int
-) -> Iterator[U8]:
-    for shapes in _scattered_shapes(field, placement, piece_bytes) if field.varied else ():
-        yield from joiner.add(shapes.data)
-    offsets = rows.offsets.data.cast("B")
-    yield from joiner.add(offsets, _gap(len(offsets)))
-    nbytes = rows.offsets.item(-1) * field.row_bytes
-    if not nbytes or places_best(len(placement), nbytes):
-        memory, *bounds = rows.bounds or value_bounds(field, placement, rows.edges)
-        yield from joiner.add_ranges(memory.data, *bounds)
-    else:
-        yield from joiner.rest()
-        yield from _gathered_varying(field, placement, rows, piece_bytes, None)
-    if nbytes % ALIGNMENT:
-        yield from joiner.add(_gap(nbytes))
 
 
 def _scattered_dense(
@@ -277,8 +205,7 @@ def _scattered_dense(
 def _gathered_dense(field: Field, placement: RowPlacement, piece_bytes: int, room: Room | None) -> Iterator[U8]:
     at_once = max(1, piece_bytes // max(1, field.row_bytes))
     for start in range(0, len(placement), at_once):
-        values = gather_dense(field, placement.select(slice(start, start + at_once)), room)
-        yield from _cut(values, piece_bytes)
+        yield from _cut(gather_dense(field, placement.select(slice(start, start + at_once)), room), piece_bytes)
 
 
 def _scattered_varying(
@@ -343,11 +270,6 @@ def _padded(buffer: U8, piece_bytes: int) -> Iterator[U8]:
 def _cut(buffer: U8, piece_bytes: int) -> Iterator[U8]:
     for start in range(0, len(buffer), piece_bytes):
         yield buffer[start : start + piece_bytes]
-
-
-def _gap(nbytes: int) -> memoryview:
-    """The padding that follows so many bytes."""
-    return _ZEROS[: -nbytes % ALIGNMENT].data
 
 
 def _padding(nbytes: int) -> Iterator[U8]:

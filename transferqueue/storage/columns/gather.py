@@ -203,46 +203,19 @@ def gather_dense(field: Field, placement: RowPlacement, room: Room | None = None
     return copy_ranges(stretch, starts, starts + row, room(rows * row))
 
 
-class ValueBounds(NamedTuple):
-    """Where the values of rows lie, in order: ``memory[lows[i]:highs[i]]``; rows that touch are one range. ends: the
-    bytes up to the end of each range. All but the memory are int64 ``[ranges]``."""
-
-    memory: U8
-    lows: I64
-    highs: I64
-    ends: I64
-
-
-def value_bounds(field: Field, placement: RowPlacement, edges: RowEdges) -> ValueBounds:
-    """Of one column, with any edges in steps of `Field.row_bytes` (of dense rows: their slots). `BatchEnded` as of
-    `load`."""
-    return bounds_of_all([field], placement, RowEdges(edges.first[None], edges.last[None]))[0]
-
-
-def bounds_of_all(fields: Sequence[Field], placement: RowPlacement, edges: RowEdges) -> list[ValueBounds]:
-    """`value_bounds` of several columns in a few steps for all. edges: each int64 ``[fields, rows]``."""
-    blocks = placement.blocks
-    blocks.live_memory()
-    low, stretch = blocks.stretch()
-    steps = np.array([[field.row_bytes] for field in fields], np.int64)
-    base = _table([blocks.spans(field).values for field in fields]) + (blocks.addresses - low)
-    if len(blocks.shapes) > 1:
-        base = base[:, placement.block_of_row]
-    lows, highs = base + edges.first * steps, base + edges.last * steps
-    if (highs > lows).all() and (lows[:, 1:] != highs[:, :-1]).all():
-        return [ValueBounds(stretch, *each) for each in zip(lows, highs, np.cumsum(highs - lows, axis=1), strict=True)]
-    joined = [join(*each) for each in zip(lows, highs, strict=True)]
-    return [ValueBounds(stretch, starts, ends, np.cumsum(ends - starts)) for starts, ends in joined]
-
-
 def _table(rows: Sequence[I64]) -> I64:
     """Arrays of one length as int64 ``[arrays, length]``; `np.stack` takes three times as long for a few."""
     return np.concatenate(rows).reshape(len(rows), -1)
 
 
 def value_ranges(field: Field, placement: RowPlacement, edges: RowEdges) -> list[U8]:
-    """The values that `value_bounds` names, as views of their blocks."""
-    stretch, lows, highs, _ = value_bounds(field, placement, edges)
+    """The values of rows, in order, as views of their blocks; rows that touch are one view. edges: in steps of
+    `Field.row_bytes` (of dense rows: their slots). `BatchEnded` as of `load`."""
+    blocks, step = placement.blocks, field.row_bytes
+    blocks.live_memory()
+    low, stretch = blocks.stretch()
+    base = (blocks.addresses - low + blocks.spans(field).values)[placement.block_of_row]
+    lows, highs = join(base + edges.first * step, base + edges.last * step)
     return [stretch[low:high] for low, high in zip(lows.tolist(), highs.tolist(), strict=True)]
 
 

@@ -11,7 +11,8 @@ from transferqueue.adapters.carriers.nixl.shard.ranged_read import RangedRead
 from transferqueue.adapters.carriers.nixl.shard.registered_arena import RegisteredArena
 from transferqueue.server.shards.frame_digests import FrameDigests
 from transferqueue.server.shards.tickets import TicketIssuer
-from transferqueue.server.shards.transfers import GatherMemory, KnownSums
+from transferqueue.server.shards.transfers import KnownSums
+from transferqueue.storage.columns.ranges import Room
 from transferqueue.storage.memory.backing import Backing
 from transferqueue.transport.bulk import protocol as b
 
@@ -30,10 +31,10 @@ class OneSidedShard:
         tickets: TicketIssuer,
         sums: KnownSums,
         now: float,
-        memory: GatherMemory,
+        room: Room,
     ) -> RangedRead:
         """See `ShardCarrier`."""
-        return RangedRead(read, backing, tickets, sums, now, memory, self.registered)
+        return RangedRead(read, backing, tickets, sums, now, room, self.registered)
 
     def write(
         self, write: b.WriteRanges, backing: Backing, tickets: TicketIssuer, digests: FrameDigests, now: float

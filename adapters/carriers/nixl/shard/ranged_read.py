@@ -20,7 +20,6 @@ from transferqueue.server.shards.frame_digests import FrameDigests
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.server.shards.transfers import (
     FrameContent,
-    GatherMemory,
     KnownSums,
     ReadPart,
     ReadTransfer,
@@ -28,6 +27,7 @@ from transferqueue.server.shards.transfers import (
     known_digest,
     parts_of,
 )
+from transferqueue.storage.columns.ranges import Room
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.backing import Backing
 from transferqueue.storage.memory.private_pages import memory_address
@@ -47,15 +47,15 @@ class RangedRead(ReadTransfer):
         tickets: TicketIssuer,
         sums: KnownSums,
         now: float,
-        memory: GatherMemory,
+        room: Room,
         registered: RegisteredArena,
     ) -> None:
         self._registered: Final = registered
-        self._staged: Final = StagedRead(registered.staging, memory.room)
+        self._staged: Final = StagedRead(registered.staging, room)
         self._use: Final = RegionUse()
         self._loaded = MetadataVersion(read.agent, read.generation, read.regions)
         try:
-            super().__init__(read, backing, tickets, sums, now, memory)
+            super().__init__(read, backing, tickets, sums, now, room)
         except BaseException:
             self.end()
             raise
@@ -91,9 +91,7 @@ class RangedRead(ReadTransfer):
         super().took(frames)
         self._staged.took(frames)
 
-    def _contents(
-        self, read: b.ReadColumns, backing: Backing, sums: KnownSums, memory: GatherMemory
-    ) -> Iterator[FrameContent]:
+    def _contents(self, read: b.ReadColumns, backing: Backing, sums: KnownSums, room: Room) -> Iterator[FrameContent]:
         registered, use, staged = self._registered, self._use, self._staged  # not the transfer, which would hold itself
         parts = _weighed(parts_of(read, backing, sums.blocks, staged.room, b.RANGE_BYTES_MIN), staged)
         return frames_of(read, parts, lambda: _RangesBuilder(registered, use, sums.digests, staged))

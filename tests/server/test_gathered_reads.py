@@ -1,4 +1,4 @@
-"""Rows of any columns, in any order, joined into frames of any size, arrive as they were put; and no frame changes
+"""Rows of any columns, in any order, gathered into frames of any size, arrive as they were put; and no frame changes
 while anybody holds it."""
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from transferqueue.storage.columns import byte_stream, ranges
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.storage.memory.backing import ArenaBacking
 from transferqueue.storage.memory.buffer_pool import BufferPool
-from transferqueue.storage.memory.join_buffers import JoinBuffers
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import encode_ascending
@@ -64,11 +63,11 @@ def selection(rng: Any, total: int) -> Any:
     return ways[int(rng.integers(len(ways)))].astype(np.int64)
 
 
-def fetched(asked: list[Any], backing: ArenaBacking, fields: dict[str, Field], rng: Any, join: Any) -> FetchTransfer:
+def fetched(asked: list[Any], backing: ArenaBacking, fields: dict[str, Field], rng: Any) -> FetchTransfer:
     """What a client has after it took all frames, some of which wait a while."""
     fetch = FetchTransfer(1, RequestedColumns(7, 0, fields, asked), BufferPool())
     read, digests = fetch._request(), FrameDigests()
-    parts = parts_of(read, backing, BlockChecks(), BufferPool().take, join=join)
+    parts = parts_of(read, backing, BlockChecks(), BufferPool().take)
     waiting: deque[b.Message] = deque()
     for number, content in enumerate(frames_of(read, parts, lambda: _Frame(digests))):
         head = b.ReadFrame(1, number, content.begun, last=content.last)
@@ -95,12 +94,8 @@ def test_what_was_put_arrives(monkeypatch: pytest.MonkeyPatch, seed: int, frame_
         blocks = [block for put in puts for block in shard.put(put, list(fields.values()))]
         at = selection(rng, 3 * rows)
         cuts = {name: cut for name, cut in CUTS.items() if seed and name in fields}
-        found = []
-        for join in (JoinBuffers(seed).join, None):
-            asked = [rows_of(part(blocks, names, at, rows), len(at), cuts) for names in _halves(list(fields))]
-            fetch = fetched(asked, ArenaBacking(shard.arena), fields, rng, join)
-            found.append([fetch.landed[number].memory.tobytes() for number in range(len(asked))])
-        assert found[0] == found[1], "joined or not"
+        asked = [rows_of(part(blocks, names, at, rows), len(at), cuts) for names in _halves(list(fields))]
+        fetch = fetched(asked, ArenaBacking(shard.arena), fields, rng)
         for number, one in enumerate(asked):
             landed = fetch.landed[number]
             held = MappedBlocks([landed], [landed.memory], cut_fields(fields, cuts))
@@ -129,7 +124,7 @@ def part(blocks: list[Block], names: list[str], at: Any, rows: int) -> m.ReplyCo
 def test_no_frame_changes_while_it_is_held(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Transfers by turns, one of which ends in the middle, over connections that are clogged now and then."""
     monkeypatch.setattr(transfers, "FRAME_BYTES", 4096)
-    monkeypatch.setattr(bulk_endpoint, "JOIN_BUFFERS", 3)
+    monkeypatch.setattr(bulk_endpoint, "GATHERED_KEPT_BYTES", 3 * 4096)
     rng, arena = np.random.default_rng(seed), Arena.create(None, 64 << 20)
     bench, held = Bench(arena), list[tuple[b.Message, bytes]]()
     x = rng.integers(0, 255, (60, 300), np.uint8)
