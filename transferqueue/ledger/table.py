@@ -17,7 +17,6 @@ from transferqueue.ledger.effects import Deadlines, Effects
 from transferqueue.ledger.rows.arrays import IntArray
 from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
 from transferqueue.ledger.rows.column_places import ColumnGroups
-from transferqueue.ledger.rows.commit import CommitShapes
 from transferqueue.ledger.rows.dropped import SpentRows
 from transferqueue.ledger.rows.events import TableHistory
 from transferqueue.ledger.rows.groups import GroupIndex
@@ -129,7 +128,6 @@ class TableState:
         self.sealed = False
         self.clock = 0
         self.rows = RowStore(name)
-        self.shapes = CommitShapes(self.rows)
         self.parts = ColumnGroups(self.rows)
         self.groups = GroupIndex(self.rows)
         self.tasks: dict[str, TaskState] = {}

@@ -3,8 +3,7 @@ first one.
 
 Invariant: for any history, a ledger read from an image gives to any further requests the replies and effects that the
 first ledger would give. An image omits the selectors that the server has installed, which the reader passes again; how
-a `Ranker` computes its keys, which follows from its selector; the shapes of commits, which are then checked again; and
-pages without a row.
+a `Ranker` computes its keys, which follows from its selector; and pages without a row.
 
 Only the version that wrote an image can read it, or one whose state has the same classes and attributes, which its
 fingerprint tells. To keep data across versions, take a snapshot. Why images and snapshots have two formats:
@@ -36,7 +35,7 @@ from transferqueue.ledger.requests.weight_channels import (
 )
 from transferqueue.ledger.rows.blocks import BlockRegistry, CommittedBlock, ExtentState, OwnerBytes
 from transferqueue.ledger.rows.column_places import ColumnGroup, ColumnGroups
-from transferqueue.ledger.rows.commit import CommitShapes, MemberRows, StagedCommit
+from transferqueue.ledger.rows.commit import MemberRows, StagedCommit
 from transferqueue.ledger.rows.dropped import LastFailure, SpentRow, SpentRows
 from transferqueue.ledger.rows.events import TableEvent, TableHistory
 from transferqueue.ledger.rows.facts import CheckedFacts
@@ -62,7 +61,7 @@ from transferqueue.ledger.tasks.task_state import FilteredReady, TaskCounters, T
 from transferqueue.wire import messages
 
 _WHOLE: Final = (
-    LedgerState, SessionState, ReplyCache, IntervalSet, effects.Effects, Deadlines, LeaseTable, LeaseState,
+    LedgerState, TableState, SessionState, ReplyCache, IntervalSet, effects.Effects, Deadlines, LeaseTable, LeaseState,
     BlockRegistry, MissingCopies, CopyOrderState, PostponedCopy, CommittedBlock, ExtentState, OwnerBytes, RowStore,
     KnownPuts,
     FieldMask, ColumnGroups, ColumnGroup, GroupIndex, GroupState, TaskState, GroupTaskState, TaskCounters, FormingGroup,
@@ -76,7 +75,6 @@ _OMITTED: Final[dict[type, frozenset[str]]] = {BlockRegistry: frozenset({"cold"}
 _FORMS: Final = [
     *(ClassLayout(cls, omitted=_OMITTED.get(cls, frozenset())) for cls in _WHOLE),
     ClassLayout(SharedState, omitted=frozenset({"plugins", "absence", "writing"})),
-    ClassLayout(TableState, omitted=frozenset({"shapes"})),
     ClassLayout(Ranker, omitted=frozenset(Ranker.DERIVED)),
     ClassLayout(StateColumn, omitted=frozenset({"a"})),
     ClassLayout(RowPages, derived=("packed",)),
@@ -145,7 +143,6 @@ def _complete(state: LedgerState, selectors: Mapping[str, PluginFactory]) -> Non
     state.core.plugins = dict(selectors)
     state.core.absence, state.core.writing = unknown, False
     for table in state.tables.values():
-        table.shapes = CommitShapes(table.rows)
         for task in table.tasks.values():
             task.ranker.rank_by(state.core.plugins)
 

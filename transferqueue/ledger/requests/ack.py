@@ -117,7 +117,7 @@ def _check_columns(
     if request.columns is None:
         return None
     staged = check_columns(
-        table.shapes, table.core.blocks, session, request.columns, named.size, table.replicas, table.usage
+        table.rows, table.core.blocks, session, request.columns, named.size, table.replicas, table.usage
     )
     check_no_group_facts(staged)
     if staged.empty:

@@ -97,7 +97,7 @@ def _check_put(table: TableState, request: PutRequest, session: int) -> StagedCo
             f"{table.limits.rows}: {request.rows} > {table.limits.rows}"
         )
     staged = check_columns(
-        table.shapes, table.core.blocks, session, request.columns, request.rows, table.replicas, table.usage
+        table.rows, table.core.blocks, session, request.columns, request.rows, table.replicas, table.usage
     )
     if table.limits.bytes is not None:
         check_size(staged, table.name, table.limits.bytes_max, request.rows if request.reservation else 1)
@@ -203,7 +203,7 @@ def update(table: TableState, request: Update, session: int, now: float) -> Done
     """Add columns or facts to live rows."""
     rows = decode_rows(request.rows)
     staged = check_columns(
-        table.shapes, table.core.blocks, session, request.columns, rows.size, table.replicas, table.usage
+        table.rows, table.core.blocks, session, request.columns, rows.size, table.replicas, table.usage
     )
     at = table.rows.live_places(rows)
     if request.if_unchanged is not None:

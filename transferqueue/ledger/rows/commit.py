@@ -4,11 +4,6 @@
 `write_columns` makes them visible for some or all rows. A commit may wait between the two: the results of a lease
 shared by replicas wait for the last ack. `unused` returns the references of rows that are never written.
 
-Stages commit the same columns again and again. Whether the names and definitions of a request fit the table depends on
-nothing else, and a table never changes or removes a field. So the first request of a shape is checked field by field
-(`CommitShapes`), and later ones are recognised. The first request that adds a field is not remembered: the table has
-the field only once it is committed.
-
 A column of values that other commits have too may lie in several blocks, a value each, which share out the rows of the
 request (`MemberRows`).
 """
@@ -19,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -74,7 +70,7 @@ class StagedCommit:
 
 
 def check_columns(
-    shapes: CommitShapes,
+    rows: RowStore,
     blocks: BlockRegistry,
     session: int,
     columns: Columns,
@@ -85,22 +81,23 @@ def check_columns(
     """Check `columns` for `count` rows, each block in `replicas` shards: everything that does not depend on the rows
     themselves. usage: of the table.
     """
-    shape = shapes.of(columns)
+    fields = _check_fields(rows, columns)
     inline: list[tuple[str, AnyArray]] = []
-    for definition, column in zip(shape.inline, columns.inline, strict=True):
+    for definition, column in zip(fields.inline, columns.inline, strict=True):
         inline.append((definition.name, _check_inline(definition, column.data, count)))
     slots, nbytes = list[AnyArray | None](), 0
-    members = _check_members(columns.blocks, count) if shape.in_several else {}
-    for block, placed in zip(shape.blocks, columns.blocks, strict=True):
+    members = _check_members(columns.blocks, count) if fields.in_several else {}
+    for block, placed in zip(fields.blocks, columns.blocks, strict=True):
         if placed.members is not None and not members:
             raise _not_shared_out(", ".join(placed.fields), 1, len(placed.members) // 4, count)
-        slots.append(block.check(placed, 1 if len(slots) in members else count))
+        check_layout(placed, block)
+        slots.append(_check_slots(placed, 1 if len(slots) in members else count))
         nbytes += placed.nbytes if placed.extent else 0
     blocks.check(session, columns.blocks, replicas, usage)
     facts = NO_FACTS if columns.facts == NO_FACTS_GIVEN else check_facts(columns.facts, count)
-    if shape.new_fields:
-        shapes.rows.check_added(field.name for field in shape.new_fields)
-    staged = StagedCommit(count, shape.new_fields, columns.blocks, slots, inline, facts, shape.names, replicas * nbytes)
+    if fields.new:
+        rows.check_added(field.name for field in fields.new)
+    staged = StagedCommit(count, fields.new, columns.blocks, slots, inline, facts, fields.names, replicas * nbytes)
     staged.members = members
     return staged
 
@@ -277,107 +274,40 @@ def unused(staged: StagedCommit) -> Retired:
     return retired
 
 
-# ---------------------------------------------------------------- shapes: what commits of equal columns share
-
-SHAPES_KEPT = 256
-"""Shapes that a table remembers. The stages of one table commit a dozen."""
+# ---------------------------------------------------------------- the fields of a request
 
 
-class BlockShape:
-    """The fields of one block of a commit, and the size that was found right last: stages write blocks of few sizes."""
+class CommitFields(NamedTuple):
+    """The checked fields of a request. names: of all columns, each once. new: those that the table does not have yet.
+    inline, blocks: in the order of the request. in_several: whether a column lies in several blocks, which share out
+    the rows."""
 
-    __slots__ = ("_counts", "_nbytes", "_rows", "fields")
-
-    def __init__(self, fields: list[Field]) -> None:
-        self.fields = fields
-        self._rows = self._nbytes = -1
-        self._counts: list[int] = []
-
-    def check(self, placed: WrittenBlock, count: int) -> AnyArray | None:
-        """Raise unless the block has the size of its fields and a row for each of `count` rows. Returns the row of the
-        block of each; None if they are the same.
-        """
-        if placed.rows != self._rows or placed.nbytes != self._nbytes or placed.counts != self._counts:
-            check_layout(placed, self.fields)
-            self._rows, self._nbytes, self._counts = placed.rows, placed.nbytes, placed.counts
-        if placed.slots is None and placed.rows == count:
-            return None
-        return _check_slots(placed, count)
+    names: list[str]
+    new: list[Field]
+    inline: list[Field]
+    blocks: list[list[Field]]
+    in_several: bool
 
 
-class CommitShape:
-    """The checked names and definitions of a request. names: of all columns. inline, blocks: in the order of the
-    request. in_several: whether a column lies in several blocks, if they share out the rows."""
-
-    __slots__ = ("blocks", "in_several", "inline", "names", "new_fields")
-
-    def __init__(
-        self, names: list[str], new_fields: list[Field], inline: list[Field], blocks: list[BlockShape]
-    ) -> None:
-        self.names, self.new_fields, self.inline, self.blocks = list(dict.fromkeys(names)), new_fields, inline, blocks
-        self.in_several = len(self.names) < len(names)
-
-
-class CommitShapes:
-    """The shapes that were committed to one table. No image contains them."""
-
-    def __init__(self, rows: RowStore) -> None:
-        self.rows = rows
-        self._checked: dict[object, CommitShape] = {}
-        self._last: CommitShape | None = None
-        """The shape of the latest columns that were one block, as most puts are, with the names and definitions that
-        they came with."""
-        self._last_names: list[str] = []
-        self._last_fields: list[Field] = []
-
-    def of(self, columns: Columns) -> CommitShape:
-        """The shape of these columns; raises unless their names and definitions fit the table."""
-        is_one_block = len(columns.blocks) == 1 and not columns.inline
-        if (
-            is_one_block
-            and self._last is not None
-            and columns.blocks[0].fields == self._last_names
-            and columns.fields == self._last_fields
-        ):
-            return self._last
-        shape = self._find(columns)
-        if is_one_block and not shape.new_fields:
-            self._last, self._last_names, self._last_fields = shape, columns.blocks[0].fields, columns.fields
-        return shape
-
-    def _find(self, columns: Columns) -> CommitShape:
-        names = [name for placed in columns.blocks for name in placed.fields]
-        inline = [value.field for value in columns.inline] if columns.inline else []
-        if len(names) + len(inline) > FIELDS_MAX or len(columns.blocks) > FIELDS_MAX:  # before any of them is looked up
-            raise UsageError(
-                f"a request gives {len(names) + len(inline)} columns in {len(columns.blocks)} blocks; a table has at "
-                f"most {FIELDS_MAX} fields"
-            )
-        if len(columns.fields) > FIELDS_MAX:
-            self.rows.check_fields(columns.fields)  # raises
-        divided = tuple([len(placed.fields) for placed in columns.blocks])  # a block without fields is no missing block
-        key = tuple(names), tuple(inline), tuple(columns.fields), divided
-        shape = self._checked.get(key)
-        if shape is None:
-            shape = _check(self.rows, columns, names + inline)
-            if not shape.new_fields:
-                if len(self._checked) >= SHAPES_KEPT:
-                    self._checked.clear()
-                self._checked[key] = shape
-        return shape
-
-
-def _check(rows: RowStore, columns: Columns, names: list[str]) -> CommitShape:
+def _check_fields(rows: RowStore, columns: Columns) -> CommitFields:
+    names = [name for placed in columns.blocks for name in placed.fields]
+    names += [value.field for value in columns.inline]
+    if len(names) > FIELDS_MAX or len(columns.blocks) > FIELDS_MAX:  # before any of them is looked up
+        raise UsageError(
+            f"a request gives {len(names)} columns in {len(columns.blocks)} blocks; a table has at most {FIELDS_MAX} "
+            "fields"
+        )
     known = rows.check_fields(columns.fields)
     inline = [_inline_field(rows, known, value.field) for value in columns.inline]
-    blocks = [BlockShape([_placed_field(rows, known, name) for name in placed.fields]) for placed in columns.blocks]
-    if len(set(names)) < len(names):
+    blocks = [[_placed_field(rows, known, name) for name in placed.fields] for placed in columns.blocks]
+    distinct = list(dict.fromkeys(names))
+    if len(distinct) < len(names):
         shared = [
             placed.fields[0] for placed in columns.blocks if placed.members is not None and len(placed.fields) == 1
         ]
         _check_once(Counter(names), Counter(shared))
     new = [] if known is rows.fields else [known[name] for name in known if name not in rows.fields]
-    return CommitShape(names, new, inline, blocks)
+    return CommitFields(distinct, new, inline, blocks, len(distinct) < len(names))
 
 
 def _check_once(given: Counter[str], shared: Counter[str]) -> None:
@@ -425,6 +355,7 @@ def check_layout(placed: WrittenBlock, fields: Sequence[Field]) -> None:
 
 
 def _check_slots(placed: WrittenBlock, count: int) -> AnyArray | None:
+    """The row of the block of each of `count` rows; None if they are the same. Raises unless each has one."""
     if placed.slots is None:
         if placed.rows != count:
             raise SchemaError(f"block of {', '.join(placed.fields)} has {placed.rows} rows; the request has {count}")

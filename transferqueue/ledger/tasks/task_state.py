@@ -125,22 +125,9 @@ class TaskState:
 
     def arrive(self, rows: IntArray, at: Index, *, complete: bool, now: float) -> None:
         """Add new rows."""
-        if complete and isinstance(at, slice) and self.ranker.by_arrival and not self.views:
-            self._arrive_ready(rows, at)
-            return
         self.counts[PENDING] += rows.size
         if complete:
             self.complete(rows, at, now)
-
-    def _arrive_ready(self, rows: IntArray, at: slice) -> None:
-        """Add new rows that are ready at once, are ranked by arrival, and lie side by side: `complete` in fewer
-        steps."""
-        count, stamp = rows.size, self._stamp + 1
-        self._stamp += count
-        self.counts[READY] += count
-        self.state.a[at] = READY
-        self.order.a[at] = self.hold.a[at] = np.arange(stamp, stamp + count)
-        self.ready.push_range(rows.item(0), stamp, count, self.counts[READY])
 
     def complete(self, rows: IntArray, at: Index, now: float) -> None:
         """Make pending rows ready: they have every field that the task needs."""
