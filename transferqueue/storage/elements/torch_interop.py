@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +28,11 @@ def require_torch(module: str) -> Any:
 
 def as_torch(array: np.ndarray[Any, Any], dtype: str) -> Any:
     """A tensor of a field's dtype over the memory of an array of its stored dtype. Copies no bytes."""
-    return _maker(dtype)(array)
+    torch = require_torch("torch")
+    if dtype in NUMPY_DTYPES:
+        return torch.from_numpy(array)
+    kind, bits = torch_dtype(dtype, torch), np.dtype(f"<i{ITEM_BYTES[dtype]}")
+    return torch.from_numpy(array.view(bits) if bits.itemsize > 1 else array).view(kind)
 
 
 def as_jagged(values: Any, offsets: I64) -> Any:
@@ -39,26 +41,11 @@ def as_jagged(values: Any, offsets: I64) -> Any:
     It knows its shortest and longest row: torch computes neither when it pads, and would pad to the length of all rows
     together.
     """
-    from_jagged, from_numpy = _jagged_makers()
+    torch = require_torch("torch")
     if len(offsets) == 1:
-        return from_jagged(values, from_numpy(offsets))
+        return torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(offsets))
     lengths = offsets[1:] - offsets[:-1]  # as np.diff, in a tenth of the time: a batch may have hundreds of columns
     shortest, longest = int(np.minimum.reduce(lengths)), int(np.maximum.reduce(lengths))
-    return from_jagged(values, from_numpy(offsets), min_seqlen=shortest, max_seqlen=longest)
-
-
-@cache
-def _jagged_makers() -> tuple[Callable[..., Any], Callable[[np.ndarray[Any, Any]], Any]]:
-    """Torch's constructor of jagged tensors, and of tensors over arrays. Cached as `_maker`."""
-    torch = require_torch("torch")
-    return torch.nested.nested_tensor_from_jagged, torch.from_numpy
-
-
-@cache
-def _maker(dtype: str) -> Callable[[np.ndarray[Any, Any]], Any]:
-    """Cached for each dtype: the import statement alone costs a third of making a tensor."""
-    torch = require_torch("torch")
-    if dtype in NUMPY_DTYPES:
-        return cast("Callable[[np.ndarray[Any, Any]], Any]", torch.from_numpy)
-    kind, bits = torch_dtype(dtype, torch), np.dtype(f"<i{ITEM_BYTES[dtype]}")
-    return lambda array: torch.from_numpy(array.view(bits) if bits.itemsize > 1 else array).view(kind)
+    return torch.nested.nested_tensor_from_jagged(
+        values, torch.from_numpy(offsets), min_seqlen=shortest, max_seqlen=longest
+    )
