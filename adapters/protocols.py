@@ -1,7 +1,5 @@
 """The interface between the queue and an engine: protocols, and the values that their methods take and return.
 
-Rules:
-
 - A *generator* turns prompts into completions and yields each when it is finished. Its methods block and may be called
   from any thread: another thread may update weights or pause while one iterates over completions. An engine with an
   event loop runs it in a thread of its own.
@@ -10,7 +8,7 @@ Rules:
 - Log-probabilities are those of the distribution that the token was drawn from, after temperature and top-p.
 - A *learner* takes steps and returns its weights. A *weight source* iterates over the tensors of one version, one at a
   time, so that no process has to hold two copies.
-- A method raises `Unsupported` at the call for what its engine cannot do. It never does something else silently.
+- A method raises `Unsupported` at the call if its engine cannot do it. It never silently does something else.
 
 All protocols are structural: a class conforms if it has the methods. It need not import this module.
 """
@@ -45,7 +43,7 @@ STOP = "stop"
 LENGTH = "length"
 """Finish reason: the completion reached `Sampling.tokens_max`."""
 ABORT = "abort"
-"""Finish reason: somebody cut it short; it may be gone on with."""
+"""Finish reason: the request was aborted; it may be continued."""
 
 
 class Unsupported(UsageError):
@@ -53,7 +51,7 @@ class Unsupported(UsageError):
 
 
 class Pause(enum.Enum):
-    """What a pause does with completions that are being generated."""
+    """How a pause treats running completions."""
 
     KEEP = "keep"
     """Hold them; they continue after `resume`."""
@@ -155,7 +153,7 @@ class Prompt:
             raise UsageError(f"prompt of {len(self.ids)} tokens, {self.samples} samples: give at least one of each")
         if self.begun is not None and self.samples != 1:
             raise UsageError(
-                f"prompt with something begun and samples={self.samples}: what was begun is one completion"
+                f"prompt with a begun completion and samples={self.samples}: a begun completion is one sample"
             )
 
     @classmethod
@@ -346,7 +344,7 @@ class PartialResult:
             )
         if self.drop and (self.columns or self.facts):
             raise UsageError(
-                f"part dropped as {self.drop!r} with {[*self.columns, *self.facts]}: nobody would read them; leave "
+                f"part dropped as {self.drop!r} with {[*self.columns, *self.facts]}: no stage reads them; leave "
                 "them out"
             )
 

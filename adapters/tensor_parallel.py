@@ -1,12 +1,12 @@
 """Weights for the workers of a tensor-parallel engine: each pulls its part of each tensor, and no more crosses to its
 host.
 
-Two ways, by what the engine has:
+Two ways, depending on the engine:
 
 - Parameters that say which part they are (`DTensor`): `parts_of` a module, which `WeightChannel.pull` takes as
   ``only=``, and `copy_parts`.
-- An engine's own ``load_weights``, which is given whole tensors and cuts them (vLLM, SGLang): `PartsLoader` gives it
-  tensors that are read when they are used, and notes what it takes.
+- An engine's own ``load_weights``, which takes whole tensors and cuts them (vLLM, SGLang): `PartsLoader` gives it
+  tensors that are read when used, and records the parts it takes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _aten: Final = torch.ops.aten
 def parts_of(module: nn.Module) -> dict[str, tq.Slice | None]:
     """Return the part of each parameter and buffer that this rank has, for ``pull(only=)``.
 
-    Tensors of which this rank has nothing are left out.
+    Tensors without a part on this rank are left out.
 
     Args:
         module: with `DTensor` parameters.
@@ -141,7 +141,7 @@ class PartsLoader:
         return {name: _slice_of(box, self._published[name]) for name, box in self._taken.items() if box is not None}
 
     def load(self, load_weights: LoadWeights, *, version: int, timeout_s: float) -> None:
-        """Load one version. It is held for as long as a tensor that `load_weights` was given.
+        """Load one version. It is held as long as any tensor passed to `load_weights`.
 
         Before anything is loaded it raises the errors of `WeightChannel.pull`, later those of `load_weights`.
 
@@ -165,14 +165,14 @@ class PartsLoader:
         return weights
 
     def _more(self, version: int, name: str, box: Box) -> Tensor:
-        """What the worker took of no version before."""
+        """Parts that the worker took of no earlier version."""
         with self._channel.pull(version=version, only={name: _slice_of(box, self._published[name])}) as weights:
             return weights.torch()[name].clone()
 
 
 class _Loading:
-    """One version while it is loaded. held: what of each tensor was pulled. taken: what the worker has taken, which is
-    noted here. more: pulls what is not held."""
+    """One version while it is loaded. held: pulled parts by tensor. taken: parts that the worker has taken, recorded
+    here. more: pulls missing parts."""
 
     def __init__(
         self,
@@ -307,4 +307,4 @@ _VIEWS: Final[dict[Any, Callable[..., Any]]] = {
     _aten.detach.default: lambda part: part._other(part._box, part._dims),
     _aten.alias.default: lambda part: part._other(part._box, part._dims),
 }
-"""What can be done without bytes. None: it cannot, with these arguments."""
+"""Operations that need no bytes. None: not with these arguments."""

@@ -72,7 +72,7 @@ class ModelShape:
 
 
 class ModelOutput(NamedTuple):
-    """logits: float32 ``[rows, tokens, vocabulary]``. past_key_values: the cache that was given."""
+    """logits: float32 ``[rows, tokens, vocabulary]``. past_key_values: the cache passed in."""
 
     logits: Tensor
     past_key_values: GrowingCache | None

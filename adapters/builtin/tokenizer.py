@@ -1,8 +1,8 @@
 """Characters as tokens: printable ASCII and the newline, after four special tokens. Loads no torch.
 
-A model that starts from nothing gains nothing from larger pieces of text. A prompt is the begin token, its characters,
-and a mark that an answer follows; without the mark a prompt could be told from its answer by content only. A response
-is its characters and the end token.
+A model trained from scratch gains nothing from larger pieces of text. A prompt is the begin token, its characters, and
+a mark that announces the answer, which separates the two whatever they contain. A response is its characters and the
+end token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _IDS: Final = {token: number for number, token in enumerate(_TOKENS)}
 VOCABULARY_SIZE: Final = len(_TOKENS)
 
 MISPLACED: Final = "\N{REPLACEMENT CHARACTER}"
-"""What a special token inside a text decodes to: no reward function can mistake it for part of a right answer."""
+"""Special tokens inside a text decode to this, which no reward function takes for part of a right answer."""
 
 
 class CharacterTokenizer:

@@ -36,7 +36,7 @@ CONNECT_S: Final = 30.0
 _LINE_BYTES: Final = 16 << 20
 _ERROR_CHARACTERS: Final = 500
 _ANSWER_S: Final = 60.0
-"""Time limit for what a server says about itself."""
+"""Time limit for a server's description of itself."""
 
 
 class Endpoint:
@@ -106,7 +106,7 @@ async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]
         try:
             event = json.loads(text)
         except ValueError as error:
-            raise ProtocolError(f"{answer.url} streamed what is not JSON: {text[:80]!r}") from error
+            raise ProtocolError(f"{answer.url} streamed a line that is not JSON: {text[:80]!r}") from error
         if isinstance(event, dict) and event.get("error"):
             raise PeerError(f"{answer.url} failed while it streamed: {event['error']}")
         yield event

@@ -1,7 +1,5 @@
 """A generator over any OpenAI-compatible endpoint: token ids in, token ids and log-probabilities out, streamed.
 
-Rules:
-
 - The endpoint must return the ids of the tokens that it drew (``return_token_ids``, as vLLM does) and their
   log-probabilities. Otherwise the first answer raises `Unsupported`: tokenizing the text again need not give the tokens
   that were drawn.

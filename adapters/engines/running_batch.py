@@ -1,8 +1,6 @@
 """The rows that a transformers model generates together, with one key-value cache. Not safe for threads:
 `TransformersGenerator` takes turns.
 
-Rules:
-
 - A step either *begins* waiting rows (the model reads their contexts, and each draws its first token) or *extends* all
   running rows by a token.
 - Waiting rows join the running ones when they are at least a share of them, or have waited some steps: joining copies

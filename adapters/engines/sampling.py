@@ -1,8 +1,7 @@
 """Drawing tokens from logits, with each token's log-probability under the distribution that it was drawn from.
 
-Each row has random numbers of its own (`RowDraws`), one for each of its tokens: what a row draws depends on its seed
-and on its logits, never on the rows beside it, and a response that is continued elsewhere draws what it would have
-drawn without the interruption.
+Each row has its own random numbers (`RowDraws`), one for each token: its draws depend on its seed and logits, never on
+the rows beside it, and a response continued elsewhere draws as it would have without the interruption.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """A generator over SGLang's server, by its documented endpoints: token ids in and out, pauses, and weights through a
 folder.
 
-Rules:
-
 - The server reports one version for a whole request, so no request may span two. Before weights change, the server ends
   the running requests; they are sent again afterwards with their tokens so far.
 - The server reads weights from files. Each version is written as one safetensors file into a folder that the server can

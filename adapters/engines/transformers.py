@@ -1,13 +1,10 @@
 """A generator over Hugging Face transformers: any causal language model, sampled token by token in this process.
 
-Rules:
-
 - A thread draws tokens while there are rows, and ends when there are none. A pause or new weights take effect between
   two tokens, at most one step late.
 - All requests share one batch, which new rows join while others run (`running_batch`); or each request is a batch of
   its own, and then its numbers do not depend on what else is generated.
-- Each row draws with random numbers of its own (`sampling.RowDraws`), so its seed, its logits and nothing else decide
-  what it draws.
+- Each row has its own random numbers (`sampling.RowDraws`), so only its seed and its logits decide its draws.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Log-probabilities of responses under a causal language model, with or without a gradient.
 
-The model is called once. Its output layer does not return logits: for the time of the call it computes, a chunk of
-response tokens at a time, what was asked of the logits, and drops them; the backward pass computes each chunk again. So
-memory holds the logits of a chunk, not of all tokens. Everything happens inside of the model's own forward, so hooks of
-DDP and FSDP see one ordinary call.
+The model is called once. Its output layer does not return logits: for the time of the call it computes the requested
+values from the logits, a chunk of response tokens at a time, and drops the logits; the backward pass computes each
+chunk again. So memory holds the logits of a chunk, not of all tokens. Everything happens inside of the model's own
+forward, so hooks of DDP and FSDP see one ordinary call.
 
 logits of token t are the output at token t - 1, divided by the temperature: the distribution that the token was drawn
 from.
@@ -168,7 +168,7 @@ def teacher_top_k(
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What is computed of logits."""
+    """Values computed from logits."""
 
     temperature: float
     dtype: torch.dtype
@@ -253,7 +253,7 @@ def _in_chunks(
     wanted: _Wanted,
     tops: list[tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """Compute what is wanted of the logits, which `logits_of` makes of a chunk of `source_NH` at a time."""
+    """Compute the requested values from the logits, which `logits_of` makes from a chunk of `source_NH` at a time."""
     at_N1 = rows.targets_S[:, None] if wanted.at_NK is None else torch.cat([rows.targets_S[:, None], wanted.at_NK], 1)
     size = max(1, _LOGITS_MAX.get(source_NH.device.type, _LOGITS_MAX["cpu"]) // vocabulary)
     again = torch.is_grad_enabled() and len(source_NH) > size

@@ -2,9 +2,9 @@
 
 A layer computes ``x W' + (alpha / rank) x A' B'``; A is ``[rank, in]``, B ``[out, rank]`` and 0 at the start (Hu et
 al., "LoRA", arXiv 2106.09685, section 4.1). W keeps its name, A and B stand beside it (``q_proj.weight``,
-``q_proj.lora_a``, ``q_proj.lora_b``), so engines and checkpoints know the model as before. What is published is
-``W + (alpha / rank) B A``, computed a tensor at a time: the trained model never holds it, and W is not rounded again at
-each publication, as merging and unmerging in place would.
+``q_proj.lora_a``, ``q_proj.lora_b``), so engines and checkpoints know the model. The published weights are
+``W + (alpha / rank) B A``, computed a tensor at a time: the trained model never holds them, and W is not rounded again
+at each publication, as merging and unmerging in place would.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """How a model is run over rows: packed where that is exact for it, else padded. Found by experiment on the model
 itself.
 
-A model's name or class does not say whether rows that share a batch stay apart in it: attention may be told, but a
-convolution or a recurrent layer is not. So `plan_for` runs the model on two short rows, three times:
+A model's name or class does not say whether rows that share a batch stay apart in it: attention takes a mask, a
+convolution or a recurrent layer does not. So `plan_for` runs the model on two short rows, three times:
 
 1. Packed, with two different first rows. The second row's outputs must not change. The shapes are equal, so the same
    kernels run: there is no rounding to allow for, but in a mixture of experts, which groups tokens of all rows by
    expert.
-2. The second row alone. Its outputs must be the same but for rounding, so the model counts positions as it is told.
+2. The second row alone. Its outputs must be the same but for rounding, so the model uses the given positions.
 
 A model that says ``shares_prompts`` is not tried: it takes rows that share their prompts, with a mask of its own
 (`rows.shared_rows`). A model that does not pass is run padded on the right, which is exact for every causal model; the

@@ -1,7 +1,5 @@
 """Environments in Gymnasium's form as a stage: each row is an episode, played by a generator.
 
-Rules:
-
 - An episode is one token sequence (`trajectory`): observations and the model's tokens, in turn.
 - Episodes do not wait for each other. Each is played in a thread of its own, with a request to the generator for each
   turn, and its row is yielded as soon as it is over. A generator that batches requests generates the turns of several
@@ -74,7 +72,7 @@ class Episode:
 
 
 class EpisodeEnded(Exception):
-    """Another episode of the batch failed, and this one was given up."""
+    """This episode was abandoned because another one of the batch failed."""
 
 
 class EpisodePlayer:
@@ -112,8 +110,7 @@ class EpisodePlayer:
         given_up: Callable[[], bool] = lambda: False,
     ) -> Episode:
         """Play one episode to its end. begin: tokens before the first observation. draws: seed of its tokens. Blocks.
-
-        Raises `EpisodeEnded` between two turns once `given_up` returns True, and what the environment raises.
+        Raises `EpisodeEnded` between two turns once `given_up` returns True, and the environment's exceptions.
         """
         episode = Episode()
         episode.trajectory.add_input(begin)
@@ -146,7 +143,7 @@ class EpisodePlayer:
         episode.trajectory.add_input(ids)
 
     def _complete(self, episode: Episode, left: int | None, draws: int | None) -> Completion:
-        """Draw the tokens of one turn; what was cut short is requested again, with its tokens so far."""
+        """Draw the tokens of one turn; an aborted request is sent again with its tokens so far."""
         most = self._sampling.tokens_max if left is None else min(left, self._sampling.tokens_max)
         seed = None if draws is None else int(np.random.SeedSequence([draws, episode.turns]).generate_state(1)[0])
         prompt = Prompt(ids=np.array(episode.trajectory.ids, np.int32), seed=seed)

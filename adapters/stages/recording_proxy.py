@@ -1,7 +1,5 @@
 """A recording proxy for black-box agents: an OpenAI-compatible endpoint that keeps the token ids of every call.
 
-Rules:
-
 - Each agent gets its own URL (`RecordingProxy.session`), which answers until its session ends. The proxy asks the
   upstream endpoint for token ids and log-probabilities, whatever the agent requests, and forwards the answers, streamed
   ones as they arrive.
@@ -207,7 +205,7 @@ class RecordingProxy:
                 async for event in events(answer):
                     answers.add(event)
                     await response.write(_event(event))
-            except PeerError as error:  # the agent has begun to read: it is told in the stream
+            except PeerError as error:  # the agent has begun to read: report it in the stream
                 answers.broken = True
                 await response.write(_event(_error(502, str(error))))
         await response.write(b"data: [DONE]\n\n")

@@ -1,4 +1,4 @@
-"""Reward functions in TRL's form: how one is named, what it asks for, and what it may return.
+"""Reward functions in TRL's form: their names, parameters and return values.
 
 A function is called with lists, one entry a row: ``prompts``, ``completions``, ``completion_ids`` if it names them, and
 columns of the data by its other parameters. It returns one number for each row, or None for a row to which it does not
@@ -45,7 +45,7 @@ _ERROR_CHARS: Final = 500
 
 
 class RewardFailed(UsageError):
-    """A reward function raised, or returned what is no score.
+    """A reward function raised, or returned an invalid score.
 
     name: of the function. at: position of the row among those of the call (-1: unknown). of_call: the call as a whole
     failed, and would fail with every row.
@@ -63,7 +63,7 @@ class RewardFailed(UsageError):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardCall:
-    """A reward function and what it asks for.
+    """A reward function and its parameters.
 
     given: those of `GIVEN` that it names. wants: columns that it must get. takes: columns that it gets if the rows have
     them. takes_all: it has ``**kwargs``, and gets all columns.
@@ -83,7 +83,7 @@ class RewardCall:
         args: values for some of them. A class is called with them and makes the function, and so is a function without
         completions, such as TRL's ``get_soft_overlong_punishment(max_completion_len, soft_punish_cache)``.
 
-        Raises `UsageError` for an argument that is no parameter, and for parameters that cannot be given by name.
+        Raises `UsageError` for an argument that is no parameter, and for positional-only parameters.
         """
         name = name or _name(function)
         args = dict(args or {})
@@ -122,7 +122,7 @@ class RewardCall:
     def __call__(self, columns: Mapping[str, Sequence[Any]], *, rows: int) -> npt.NDArray[np.float64]:
         """Call the function and return a score for each row: float64 ``[rows]``, NaN for None.
 
-        Raises `RewardFailed` if it raises or returns what is no score for each row.
+        Raises `RewardFailed` if it raises or does not return a score for each row.
         """
         try:
             returned = self.function(**columns)
@@ -160,9 +160,7 @@ def _check_parameters(
 ) -> None:
     for parameter in parameters.values():
         if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise UsageError(
-                f"reward {name}: parameter {parameter.name} cannot be given by name; remove the / after it"
-            )
+            raise UsageError(f"reward {name}: parameter {parameter.name} is positional-only; remove the / after it")
     if not takes_all and not {"completions", "completion_ids"} & parameters.keys():
         raise UsageError(
             f"reward {name} has the parameters {listing(parameters)}: none of them is completions; a reward function "
@@ -176,7 +174,7 @@ async def _awaited(scores: Awaitable[Sequence[float | None]]) -> Sequence[float 
     return await scores
 
 
-# ---------------------------------------------------------------- what it returned
+# ---------------------------------------------------------------- its result
 
 
 def checked_scores(name: str, scores: Any, rows: int) -> npt.NDArray[np.float64]:

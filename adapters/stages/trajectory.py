@@ -1,4 +1,4 @@
-"""A token sequence of several turns: what the model read and what it drew, in order.
+"""A token sequence of several turns: the tokens that the model read and those that it drew, in order.
 
 Tokens are appended and never made from text again, so each drawn token keeps the context that it was drawn in.
 """

@@ -1,9 +1,7 @@
 """A torch module as a learner: alone, or as one rank of several under DDP or FSDP2.
 
-Rules:
-
 - The loss of a step is a sum over rows or tokens, divided by their number in the whole step, over all micro-batches of
-  all ranks. It does not depend on how rows were split: several ranks learn what one rank would.
+  all ranks. It does not depend on the split of rows: several ranks compute the same gradient as one.
 - All ranks run as many micro-batches as the rank with the most. A rank with fewer repeats its last one with
   weight 0, since every backward pass is a collective.
 - A rank without rows takes part in the step too (`rank_leases` gives it None).

@@ -288,8 +288,8 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
         claims = tasks[_claims(task)]
         if claims.needs != needs:
             raise UsageError(
-                f"task {task!r} of partition {partition_id!r} claims by other fields than {list(needs)}: what it has "
-                f"claimed is counted by the fields of its first claim, {list(claims.needs)}; register another task for "
+                f"task {task!r} of partition {partition_id!r} claims by other fields than {list(needs)}: its claims "
+                f"are counted by the fields of its first one, {list(claims.needs)}; register another task for "
                 "these"
             )
         return claims.name

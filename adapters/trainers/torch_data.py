@@ -1,8 +1,6 @@
 """A task's batches for torch: an ``IterableDataset`` whose workers lease, and a loader whose position can be saved and
 restored.
 
-Rules:
-
 - A batch is acked with its *step* when it is yielded: its rows stay in the table and are done once the model of that
   step is saved (`QueueLoader.checkpointed`). Batches that workers fetched ahead are not lost when a job dies.
 - Steps are numbered in the order in which a loader yields batches, with any number of workers: worker w of n has the

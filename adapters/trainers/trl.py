@@ -4,8 +4,6 @@ rewards).
     rollouts = QueueRollouts(queue, table="rollouts", ahead=1)
     trainer = Trainer(..., rollout_func=rollouts, callbacks=[rollouts])
 
-Rules:
-
 1. A request of the trainer puts its prompts, unless they are there already, and leases the rows when they are complete.
    Weights are published after every step, with the trainer's step as version, and generators follow the channel.
 2. With ``ahead=n`` the prompts of the trainer's next n requests are put too, in the order of its own sampler, so they
@@ -310,7 +308,7 @@ class QueueRollouts(TrainerCallback):  # type: ignore[misc]
 
 
 class _Upcoming:
-    """Prompts of the requests that a trainer will make: what its sampler gives, from a sampler of its own, epoch after
+    """Prompts of the requests that a trainer will make: those of its sampler, from a copy of the sampler, epoch after
     epoch."""
 
     def __init__(self, trainer: Any) -> None:

@@ -5,8 +5,8 @@ consumption: by partition and task, the samples that calls of ``get_meta`` have 
 documented), and the samplers' memories.
 
 Readiness comes by leases, without scans: for each requested set of fields, the partition's table gets a task that needs
-them, and the controller leases what has become ready since. A call that may wait does so in such a lease, so it ends
-when rows arrive.
+them, and the controller leases the rows that became ready. A blocking call waits in such a lease, so it ends when rows
+arrive.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ CLEAR_S: Final = 5.0
 _MORE: Final = 8
 """If a sampler finds no batch among the first samples, it is offered so many times as many."""
 _OF_A_VIEW: Final = frozenset({SequentialSampler, GRPOGroupNSampler, RankAwareSampler, SeqlenBalancedSampler})
-"""Samplers that take a `WaitingSamples` as it is, and look at what they need of it. Any other is given a list of
-all."""
+"""Samplers that take a `WaitingSamples` as it is, and read only parts of it. Any other gets a list of all."""
 
 
 @dataclass
@@ -87,7 +86,7 @@ class Partition:
         """Whether it was cleared: its table is gone, or is that of the next partition of this name."""
 
     def end(self) -> None:
-        """It is cleared. Questions that are under way find no samples any more. Called under the guard."""
+        """The partition is cleared: pending questions find no samples. Called under the guard."""
         self.is_over = True
         with contextlib.ExitStack() as ending:  # each, though another one may fail to tell the server
             for ready in self._ready.values():
@@ -409,7 +408,7 @@ class Controller:
         return torch.from_numpy(every.copy()), torch.from_numpy(has.astype(np.int8))
 
     def reset_consumption(self, partition_id: str, task: str | None) -> bool:
-        """Forget what a task (None: any task) has consumed. Return whether the partition exists."""
+        """Forget the samples that a task (None: any task) has consumed. Return whether the partition exists."""
         with self._guard:
             if partition_id not in self.list_partitions():
                 return False
@@ -520,7 +519,7 @@ class Controller:
                     partition.end()
 
     def _partition(self, partition_id: str) -> Partition:
-        """Return a partition, created if it is missing. Does not wait for whoever holds the guard if it is known."""
+        """Return a partition, created if it is missing. Does not wait for the guard if it is known."""
         partition = self._partitions.get(partition_id)
         if partition is None:
             with self._guard:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class StorageKeyNotFoundError(KeyError, ValueError):
-    """A sample does not have this data, or no longer has it."""
+    """A sample has no such data."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""

@@ -117,8 +117,8 @@ def kv_batch_update(
     that they have.
 
     merge_fn: gets one sample's old value and the new one, and returns the value to be stored: a tensor of the same
-    dtype, or for other fields a plain value. It runs in this process, again if somebody wrote one of the values
-    meanwhile: so it should depend on its arguments alone. What it raises passes through.
+    dtype, or for other fields a plain value. It runs in this process, again if another writer changed one of the values
+    meanwhile, so it should depend on its arguments alone. Its exceptions pass through.
 
     Raises ``ValueError`` for keys, fields or a partition that do not exist, ``TypeError`` for a result of another type,
     ``TimeoutError`` if others write the same values for a minute. Nothing is changed then.
@@ -171,7 +171,7 @@ def save_checkpoint(
     """
     client = get_client()
     with checksummed_json.directory(Path(checkpoint_dir).absolute(), checksummed_json.METADATA) as path:
-        # In this order what is handed out meanwhile is handed out again after a load, rather than lost.
+        # In this order samples handed out meanwhile are handed out again after a load, not lost.
         client.save_controller_checkpoint(path / checkpoint.CONTROLLER)
         client.save_storage_checkpoint(path)
         checkpoint.about(path, metadata)

@@ -1,17 +1,17 @@
 """Questions to the controller over a socket, without a call of a Ray actor, which takes several times as long as the
 answer.
 
-The process that has the controller listens at an abstract Unix socket: it has no file, disappears with the process, and
-is reached from the same node only. Both ends check that the other one runs as the same user. Rules:
+The controller's process listens at an abstract Unix socket: it has no file, disappears with the process, and is reached
+from the same node only. Both ends check that the peer runs as the same user.
 
 1. A frame is its length (4 bytes, little-endian) and MessagePack. A question is ``[name, arguments]`` for one of
-   `NAMES`; nothing received is executed. An answer is the metadata, or the number of what the server keeps instead.
+   `NAMES`; nothing received is executed. An answer is the metadata, or the number of a result that the server keeps.
 2. The client sends a question only after the server has greeted the connection. Until then anything that fails (another
    node, another user, too many connections, an argument that is no plain value) leaves the question to Ray, which gives
    the same answer.
 3. An exception stays in the server, and so does metadata that is too large for a frame or no plain value: the client
-   fetches it by its number over Ray, before it asks anything else on that connection. So callers see what they always
-   saw, and no sample is lost that the question counted as consumed.
+   fetches it by its number over Ray, before its next question on that connection. So callers get the same errors as
+   over Ray, and no sample counted as consumed is lost.
 4. A connection that breaks in the middle of a question ends with `Disconnected`, or with Ray's error if the actor is
    gone: to ask again could take samples twice.
 5. A forked process uses none of its parent's connections: two processes would get each other's answers.
@@ -266,8 +266,8 @@ class QuestionServer:
 
 
 class LocalControllerSocket:
-    """Asks the controller: directly what it may, everything else over `ask`. Callable from any thread; a thread that
-    asks has a connection of its own meanwhile. name: of the server's socket; "": there is none."""
+    """Asks the controller: `NAMES` directly, everything else over `ask`. Callable from any thread; a thread that asks
+    has a connection of its own meanwhile. name: of the server's socket; "": there is none."""
 
     def __init__(self, name: str, ask: Callable[..., Any]) -> None:
         self._name, self._over_ray = name, ask
@@ -306,10 +306,10 @@ class LocalControllerSocket:
         try:
             return self._over_ray("kept", number) if number else decode_meta(plain)
         finally:
-            self._idle.append(connected)  # not before what is kept for it was fetched
+            self._idle.append(connected)  # only after fetching the result kept for it
 
     def _taken(self) -> socket.socket:
-        """A connection that nobody uses: an earlier one that still stands, or a new one."""
+        """An idle connection: one still open, or a new one."""
         self._leave_to_parent()
         while self._idle:
             with suppress(IndexError):  # another thread was quicker
@@ -330,7 +330,7 @@ class LocalControllerSocket:
         except OSError as error:
             connected.close()
             if isinstance(error, TimeoutError):
-                self._name = ""  # nobody greets there any more: do not wait again
+                self._name = ""  # the server is gone: do not wait again
             raise AskOtherwise from error
         except BaseException:
             connected.close()
@@ -343,7 +343,7 @@ class LocalControllerSocket:
             self._idle, self._pid = deque(), os.getpid()
 
     def close(self) -> None:
-        """Close the connections that nobody uses, and ask over Ray from now on."""
+        """Close the idle connections, and ask over Ray from now on."""
         self._leave_to_parent()
         self._name = ""
         while self._idle:

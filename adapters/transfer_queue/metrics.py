@@ -6,7 +6,7 @@ scrape.
 
 Anyone who may open a connection on that machine sees counts, sizes and the names of tables, so the endpoint exists only
 if the configuration enables it. At most `OPEN_MAX` connections are open: a further one closes the oldest, so peers that
-send incomplete or slow requests shut nobody out. A connection that is silent for `PATIENCE_S` is closed.
+send incomplete or slow requests block no others. A connection that is silent for `PATIENCE_S` is closed.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Metrics:
         if self._ended.is_set():
             return
         self._ended.set()
-        socket.create_connection((HOST, self._server.server_port), PATIENCE_S).close()  # it sleeps until somebody comes
+        socket.create_connection((HOST, self._server.server_port), PATIENCE_S).close()  # it waits for a connection
         self._thread.join()
         self._server.end_reading()
         self._server.server_close()
@@ -138,7 +138,7 @@ class _Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
     def end_reading(self) -> None:
-        """Answer what was asked, and wait for no other request."""
+        """Answer one request, and wait for no other."""
         with self._lock:
             for request in self._open:
                 _end(request, socket.SHUT_RD)
@@ -173,4 +173,4 @@ class _Answer(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Nothing: what is asked for every few seconds is no news."""
+        """Log nothing: scrapes come every few seconds."""

@@ -4,8 +4,8 @@ Each worker of the engine opens its own session with the queue and reads a versi
 number travels through vLLM (`adapters.vllm.plugin` registers the back end). Loading uses vLLM's layer-wise reload,
 since some devices re-pack linear weights, which may then not be written in place.
 
-A worker of several (tensor or pipeline parallel) pulls what its layers take of each tensor, from the second version on
-(`adapters.tensor_parallel.PartsLoader`).
+A worker of several (tensor or pipeline parallel) pulls the part of each tensor that its layers take, from the second
+version on (`adapters.tensor_parallel.PartsLoader`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Reads registered memory of another process: NIXL over UCX (docs/decisions/one-sided.md). The bulk protocol says
 which bytes.
 
-Rules:
-
-1. A process that uses this has one *agent*. What others may read is registered with it first. `metadata` describes what
-   is registered; whoever has loaded it can read **and write** all of it, with no further check. So it goes only to who
-   has shown a ticket, and only where columns may cross without encryption.
+1. Each process has one *agent*. Memory that peers may read is registered with it first, and `metadata` describes it. A
+   peer that has loaded the metadata can read **and write** all of that memory, unchecked. So metadata goes only to
+   peers that showed a ticket, and only where columns may cross unencrypted.
 2. ``nixl`` needs an RDMA device: over TCP its reads are twice as slow as a stream. ``nixl:tcp`` and ``nixl:cma``
    (between processes of one host) are for tests.
 3. No thread of NIXL runs: its progress thread takes a core. A reader makes progress while it waits, and the other end
@@ -47,7 +45,7 @@ from transferqueue.lazy import install_line
 from transferqueue.transport.system.rdma import DEVICES, rdma_devices
 
 INSTALL: Final = "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
-"""Without what the wheels ask for: torch, and a second build. Nothing here uses either."""
+"""Without the wheels' dependencies, torch and a second build, which are not used here."""
 _BUILDS: Final = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
 _DONE: Final = "DONE"
 _PENDING: Final = "PROC"
@@ -111,7 +109,7 @@ class MemoryAgent(Protocol):
         """Undo `register`."""
 
     def metadata(self) -> bytes:
-        """What a peer must load to read what is registered here."""
+        """Metadata that a peer loads to read the registered memory."""
 
     def load(self, metadata: bytes) -> str:
         """Load the metadata of a peer; returns its name. Regions that were loaded before stay. `Unreachable` if that
@@ -170,7 +168,7 @@ class NixlAgent:
         try:
             self._agent.deregister_memory(registration)
         except Exception as error:
-            raise Unreachable(f"registered memory could not be given up with NIXL: {error}") from error
+            raise Unreachable(f"NIXL could not deregister memory: {error}") from error
 
     def metadata(self) -> bytes:
         """See `MemoryAgent`."""
@@ -288,7 +286,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _nixl(transports: Transports) -> Any:
-    """The package, told which transports it may use: UCX reads the environment when its first agent is made."""
+    """Import the package with these transports: UCX reads the environment when its first agent is made."""
     os.environ.setdefault("UCX_TLS", _UCX_TLS[transports])
     if transports is not Transports.TCP:
         os.environ.setdefault("UCX_PROTO_EMULATION_ENABLE", "n")  # rule 6

@@ -275,7 +275,7 @@ def _plant(table: tq.Table, wanted: Rows, end: int, rows_max: int) -> None:
         rows = put_at_once(table, {}, priority=np.zeros(size))
         if rows[0] != at or rows[-1] != at + size - 1:
             raise UsageError(
-                f"{table.name} was written to by another while a checkpoint was loaded; load when nobody writes"
+                f"{table.name} was written to while a checkpoint was loaded; stop its writers, then load again"
             )
         gone = rows[~np.isin(rows, wanted)]
         if gone.size:

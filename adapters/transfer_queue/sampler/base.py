@@ -33,8 +33,8 @@ class BaseSampler(ABC):
         self._states.pop(partition_id, None)
 
     def memory(self) -> dict[str, Any]:
-        """Return what a checkpoint stores: dicts, lists, tuples, sets, text and numbers. A sampler with more memory
-        adds it."""
+        """Return what a checkpoint stores: dicts, lists, tuples, sets, text and numbers. A sampler with more state adds
+        it."""
         return {"_states": self._states}
 
     def remember(self, memory: dict[str, Any]) -> None:

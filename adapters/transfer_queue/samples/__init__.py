@@ -1,1 +1,1 @@
-"""What the drop-in stores: partitions as tables, samples by key and index, their columns and tags."""
+"""Storage of the drop-in: partitions as tables, samples by key and index, their columns and tags."""

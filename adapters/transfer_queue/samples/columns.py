@@ -116,7 +116,7 @@ def stacked(values: Any) -> Any:
 
 
 def values_of(column: Any) -> list[Any]:
-    """Return the value of each sample of a column of a TensorDict: a tensor, or what a plain column has."""
+    """Return the value of each sample of a column of a TensorDict: a tensor, or an element of a plain column."""
     return list(column.unbind()) if isinstance(column, Tensor) else _each(column)
 
 
@@ -184,7 +184,7 @@ def _each(value: Any) -> list[Any]:
 
 
 def plain_value(value: Any) -> Any:
-    """Convert numbers and arrays of numpy to plain ones; the queue refuses by name what it cannot store."""
+    """Convert numbers and arrays of numpy to plain ones; the queue refuses other types by name."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, np.generic):

@@ -82,7 +82,7 @@ class WaitingSamples(Sequence[int]):
     """The members of one set, up to `bound` (None: all), that are not in another, ascending: samples that are ready,
     and that a task has not consumed.
 
-    A view: it changes with both sets. Built-in samplers ask it for what they need; as a sequence it makes a list.
+    A view: it changes with both sets. Built-in samplers read parts of it; as a sequence it makes a list.
     """
 
     def __init__(self, ready: IndexSet, consumed: IndexSet, bound: int | None = None) -> None:

@@ -1,5 +1,5 @@
-"""Updates that make new values of old ones: read, call the user's function, write if nobody wrote meanwhile, else once
-more.
+"""Updates computed from old values: read, call the user's function, write unless the values changed meanwhile, else
+retry.
 
 The function runs in the calling process and is never sent. An update of several samples and fields is one commit: all
 of it, or nothing.
@@ -25,8 +25,8 @@ MergeFunction = Callable[[Any, Any], Any]
 """Makes the new value of one field of one sample from the old value and the one given."""
 
 RETRY_S: Final = 60.0
-"""How long an update is repeated while others write the same samples. Each of their writes ends one attempt, so
-somebody always gets on."""
+"""How long an update is repeated while others write the same samples. Each of their writes ends one attempt, so some
+writer always makes progress."""
 
 
 def retried(what: str, attempt: Callable[[], T], retry_on: tuple[type[Exception], ...] = (RowsChanged,)) -> T:
@@ -39,8 +39,8 @@ def retried(what: str, attempt: Callable[[], T], retry_on: tuple[type[Exception]
         except retry_on as error:
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
-                    f"{what} was given up after {attempts} attempts in {RETRY_S:g} s, each of which met a write of "
-                    f"somebody else: {error}"
+                    f"{what}: each of {attempts} attempts in {RETRY_S:g} s met a write of the same samples by another "
+                    f"caller: {error}; nothing was changed; try again with fewer writers at once"
                 ) from error
             attempts += 1
 

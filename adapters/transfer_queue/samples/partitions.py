@@ -279,7 +279,7 @@ def _columns(table: tq.Table, data: TensorDict | None) -> Columns:
     if data is None:
         return {}
     new, columns = columns_of(data, table.fields)
-    # what a put would take for narrower than it may be, or would refuse by its name
+    # values that a put would infer as too narrow a type, or would refuse by name
     declared = [field for field in new if field.shape.count(None) > 1 or field.finite is False]
     if declared:
         table.add_fields(declared)

@@ -1,11 +1,11 @@
 """The ready samples of a partition, collected by leasing them in the order of their indexes.
 
-A question takes from the table only as many as it may need, or a few questions: the backlog of a partition with many
-samples is not read for a batch of a few. All ready samples up to `bound` are known; so whoever looks only at these sees
-what a reader of everything would see first.
+A question takes from the table only as many samples as it, or a few questions, may need: a small batch does not read
+the backlog of a large partition. All ready samples up to `bound` are known, so their order is that of all ready
+samples.
 
-Where the server is in this process, a number of its own says whether anything became ready since the last lease. If
-nothing did, what is known is what a lease would tell, and the server is not asked (docs/decisions/drop-in.md).
+If the server is in this process, a number of its own says whether anything became ready since the last lease. If
+nothing did, the known samples are current and the server is not asked (docs/decisions/drop-in.md).
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class ReadySamples:
     rows: those that are known. bound: all ready samples up to this index are known; None: all are. changes: counts
     additions.
 
-    times_ready: says how often samples became ready to a task of a table, see `EmbeddedServer`; None: nobody can say.
+    times_ready: says how often samples became ready to a task of a table, see `EmbeddedServer`; None: unknown.
 
-    One thread at a time leases from the table. Only it has its leased samples, until it adds them under `guard`, and
-    notifies whoever waits for that: samples are not deleted meanwhile.
+    One thread at a time leases from the table. Only it has its leased samples, until it adds them under `guard` and
+    notifies the waiters: samples are not deleted meanwhile.
 
-    After `end` nothing is leased any more: the table is another one's, even if it has the same name.
+    After `end` nothing is leased: a table of the same name is another one.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ReadySamples:
         return self._ear.locked()
 
     def discard(self, gone: Indexes) -> None:
-        """Forget samples that do not have the fields any more. Called under the guard."""
+        """Forget samples that lost the fields. Called under the guard."""
         self.rows.discard(gone)
         if self.is_collecting:
             self._gone.add(gone)
@@ -199,7 +199,7 @@ class ReadySamples:
         return True
 
     def settle(self) -> None:
-        """End all leases: whoever deletes samples must do so before. Called under the guard."""
+        """End all leases, before samples are deleted. Called under the guard."""
         leased, self._leased = self._leased, []
         if leased:
             with suppress(LeaseExpired, NotFound):  # then they come again, or the table is gone

@@ -40,7 +40,7 @@ def stored_tags(tags: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
 
 
 def given_tags(tags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tags as they were given."""
+    """Return tags as the caller passed them."""
     return {
         name: json.loads(value[len(_MARK) :]) if isinstance(value, str) and value.startswith(_MARK) else value
         for name, value in tags.items()

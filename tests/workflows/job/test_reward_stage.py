@@ -220,7 +220,7 @@ def test_long_texts_are_shortened_in_messages(module):
         ("no_such_module_here:f", NotFound, "there is no module no_such_module_here; put it beside the job file"),
         ("{m}:exct", NotFound, "the module has no exct; it has"),
         ("{m}:three", UsageError, "is int; give a function"),
-        ("{m}:positional", UsageError, "parameter completions cannot be given by name; remove the /"),
+        ("{m}:positional", UsageError, "parameter completions is positional-only; remove the /"),
         ("{m}:Unable", UsageError, r"Unable cannot be made with args nothing: KeyError: 'ANSWERS'"),
         ("{m}:Leaving", UsageError, "Leaving cannot be made with args nothing: SystemExit: 2"),
         ("{m}:blind", UsageError, "none of them is completions"),

@@ -27,7 +27,7 @@ class OneSidedCarrier:
         self.reader: Final = ShardReader(received, clock)
         """Reads the shard's memory."""
         self.writer: Final = ShardWriter(sent, clock)
-        """Lets the shard read what is put."""
+        """Lets the shard read put values."""
 
     def begin_read(self) -> bool:
         """See `MemoryCarrier`."""
@@ -59,7 +59,7 @@ class OneSidedCarrier:
 
 
 class OneSidedSession:
-    """What the shards of one session share: memory that reads write, and memory that shards read. make: makes either.
+    """Memory that the shards of one session share: one kind that reads write, one that shards read. make: makes either.
     check: called once before; `UsageError` if this machine cannot."""
 
     def __init__(self, make: Callable[[], OneSidedMemory], check: Callable[[], object]) -> None:

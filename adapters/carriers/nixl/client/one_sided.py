@@ -1,10 +1,8 @@
 """Memory of this process that one-sided reads write, and the reader of one shard's memory
 (docs/decisions/one-sided.md).
 
-Rules:
-
-1. Receive buffers are registered once and used again: registering costs more than a read. A buffer that is not needed
-   any more is deregistered by the next `take`, since a finalizer must take no lock.
+1. Receive buffers are registered once and reused: registering costs more than a read. The next `take` deregisters
+   buffers that are not needed, since a finalizer must take no lock.
 2. A buffer that a read may still write, because the read failed or its peer stands still, is in *quarantine*: not used
    again, and not freed before the agent that began the read is gone. Beyond `QUARANTINE_BYTES_MAX` of such buffers, of
    all its sessions, this process ends their agents, each once no transfer uses it, before it reads one-sided again.
@@ -60,13 +58,13 @@ class RegisteredPool(BufferPool):
 
     @property
     def version(self) -> tuple[int, int]:
-        """How often registered memory was given up, and how many buffers were ever registered: metadata that is asked
-        for afterwards describes at least these."""
+        """Number of deregistrations, and of buffers ever registered. Metadata requested later describes at least
+        these."""
         with self._guard:
             return self._given_up, self._registered
 
     def take(self, nbytes: int) -> U8:
-        """See `BufferPool`. Deregisters what was dropped before."""
+        """See `BufferPool`. Deregisters dropped buffers."""
         with suppress(IndexError):
             while True:  # other threads take from it too
                 dropped = self._dropped.popleft()
@@ -132,8 +130,8 @@ QUARANTINE: Final = Quarantine()
 
 
 class OneSidedMemory:
-    """What the remote shards of a session share: an agent, which `open_agent` makes at the first read, and buffers that
-    it may write."""
+    """Shared by the remote shards of a session: an agent, made by `open_agent` at the first read, and buffers that it
+    may write."""
 
     def __init__(self, open_agent: Callable[[], MemoryAgent], quarantine: Quarantine = QUARANTINE) -> None:
         self._open = open_agent
@@ -230,8 +228,8 @@ class ShardReader:
     def read(
         self, frame: RangesFrame, ranges: Sequence[CopiedRange], buffers: Sequence[U8], check: Callable[[float], None]
     ) -> None:
-        """Read these ranges, which `frame` names. Blocks. check: called every moment with the seconds since the read
-        began; what it raises ends the read. buffers: the memory that is written, not to be used again if this raises.
+        """Read the ranges that `frame` names. Blocks. check: called often with the seconds since the read began; an
+        exception from it ends the read. buffers: the memory that is written, not to be reused if this raises.
         `Unreachable` if the shard is lost."""
         began = self._clock()
         while not self._turn.acquire(timeout=POLL_S):

@@ -1,10 +1,8 @@
 """A write whose bytes the shard reads itself out of registered memory of this process (docs/decisions/one-sided.md).
 
-Rules:
-
-1. What is put is written into a registered buffer, which its put owns until the shard has said that everything is
-   stored, or until the write was given up. A late read of a buffer that was used again delivers bytes that do not match
-   their checksums, and the shard drops them; it never writes here. So these buffers need no quarantine.
+1. Put values are written into a registered buffer, which the put owns until the shard has acknowledged all of it or the
+   write was abandoned. A late read of a reused buffer delivers bytes that do not match their checksums, and the shard
+   drops them; it never writes here. So these buffers need no quarantine.
 2. The metadata of these buffers is that of an agent of its own: a shard that has it reaches no buffer into which this
    process receives.
 3. After a failure the stream carries the bytes, and for `PAUSE_S` everything that is put to that shard.
@@ -39,7 +37,7 @@ _NONE_TOLD: Final = (0, (0, 0))
 
 
 class ShardWriter:
-    """Lets one shard read what is put there. memory: registered, for what is put. Safe from any thread."""
+    """Lets one shard read the values put there. memory: registered, for those values. Safe from any thread."""
 
     def __init__(self, memory: OneSidedMemory, clock: Callable[[], float] = time.monotonic) -> None:
         self.memory: Final = memory
@@ -64,16 +62,16 @@ class ShardWriter:
         served = not isinstance(error, Impossible)
         self._told = _NONE_TOLD
         self._not_before = self._clock() + PAUSE_S if served else float("inf")
-        (_log.warning if served else _log.info)("what is put crosses over the stream: %s", error)
+        (_log.warning if served else _log.info)("values cross over the stream, not one-sided: %s", error)
 
     def description(self, epoch: int) -> tuple[tuple[int, int], bytes]:
-        """Generation and regions of what is registered, and its metadata, unless a shard of this life of the server has
-        that."""
+        """Generation and regions of the registered memory, and its metadata; empty if a shard of this life of the
+        server has it."""
         version = self.memory.buffers.version
         return version, b"" if self._told >= (epoch, version) else self.memory.agent.metadata()
 
     def stored(self, epoch: int, version: tuple[int, int], nbytes: int) -> None:
-        """A write succeeded, so the shard knows what was registered then."""
+        """A write succeeded, so the shard knows the memory registered then."""
         self._told = max(self._told, (epoch, version))
         self.bytes_pulled += nbytes
 
@@ -105,7 +103,7 @@ class PulledStore(WritingTransfer):
         return self._served % _ASK_EVERY == 0
 
     def expect(self, head: bytes, nbytes: int) -> None:
-        """The shard says which frames it has stored. When these are all, it knows what was registered."""
+        """The shard says which frames it has stored. When all are, it knows the registered memory."""
         was_done = self.done
         super().expect(head, nbytes)
         if self.done and not was_done:

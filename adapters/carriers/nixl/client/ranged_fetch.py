@@ -69,7 +69,7 @@ class RangedFetch(FetchTransfer):
         return super().receive()
 
     def _frees(self, frame: b.ReadFrame | b.RangesFrame) -> bool:
-        """The shard may have staged what the frame names, and uses that memory again."""
+        """The shard may have staged the rows of the frame, and reuses that memory."""
         return isinstance(frame, b.RangesFrame) and any(named.address for named in frame.ranges)
 
     def _read(self, frame: b.RangesFrame) -> None:

@@ -1,20 +1,18 @@
 """Reads the registered memory of clients into buffers of this shard (docs/decisions/one-sided.md). Used by the thread
 of the bulk endpoint.
 
-Rules:
-
 1. A *pull* is one read of at most `PULL_BYTES` into one buffer. Buffers are registered once and used again; at most
    `BUFFERS_MAX` are in use, so pulls beyond that wait, and writes take turns.
-2. A buffer whose read failed, or was given up before its end, may still be written. It is *quarantined*: no pull gets
-   it, and it is not freed before the agent that read is gone. A read that ends well later returns it. With more than
-   `QUARANTINED_OF_ONE` of a session, or `QUARANTINED_MAX` in all, nothing is pulled from that session, or from anybody,
-   and writes cross over the stream, until enough have ended. Where they do not, this *begins anew* once no read is
-   under way: it closes the agent, so the quarantine is empty, and opens another one. That takes up to half a second,
-   and so is done at most every `ANEW_EVERY_S`: a client whose reads fail must not stop others.
+2. A buffer whose read failed, or was abandoned, may still be written. It is *quarantined*: no pull gets it, and it is
+   not freed before the agent that read is gone. A read that ends well later returns it. With more than
+   `QUARANTINED_OF_ONE` of a session, or `QUARANTINED_MAX` in all, nothing is pulled from that session, or from any
+   session, and writes cross over the stream, until enough have ended. Where they do not, this *begins anew* once no
+   read is under way: it closes the agent, so the quarantine is empty, and opens another one. That takes up to half a
+   second, and so is done at most every `ANEW_EVERY_S`: a client whose reads fail must not stop others.
 3. A session's agent is loaded once, and again when it names more or other regions. It is unloaded only when no read
    from it is under way, in quarantine too. After a failed read or load it is loaded afresh.
-4. The agent that pulls is not the one by which clients read the arena: nobody gets its metadata, so nobody else reaches
-   its buffers.
+4. The agent that pulls is not the one by which clients read the arena. Its metadata is not sent, so no peer reaches its
+   buffers.
 """
 
 from __future__ import annotations
@@ -72,7 +70,7 @@ class ClientRead:
             raise
 
     def let_go(self) -> None:
-        """Keep the agent no longer: it is closed."""
+        """Drop the agent: it is closed."""
         self._pending.abandon()
 
 
@@ -103,7 +101,7 @@ class ClientMemory:
 
     @property
     def loaded(self) -> dict[int, MetadataVersion]:
-        """What was loaded, by session."""
+        """Loaded memory, by session."""
         return dict(self._loaded)
 
     def check_usable(self, session: int, now: float) -> None:
@@ -119,8 +117,8 @@ class ClientMemory:
             )
 
     def load(self, session: int, version: MetadataVersion, metadata: bytes) -> bool:
-        """Load what a client has registered, unless this or newer is loaded. False if it must wait until reads have
-        ended (rule 3)."""
+        """Load the memory that a client registered, unless this or newer is loaded. False if it must wait for reads to
+        end (rule 3)."""
         known = self._known(session)
         is_fresh = known is not None and known.agent == version.agent and known.agent not in self._stale
         if is_fresh and known is not None and known >= version:
@@ -159,15 +157,15 @@ class ClientMemory:
             self._metadata[session] = version, metadata
 
     def _known(self, session: int) -> MetadataVersion | None:
-        """What is loaded of this session; after this began anew, what was."""
+        """The loaded memory of this session; after a new start, the previous one."""
         if session not in self._loaded and session in self._metadata:
             self._make_room()
             self._load(session, *self._metadata.pop(session))
         return self._loaded.get(session)
 
     def pull(self, write: object, session: int, ranges: Sequence[b.ByteRange]) -> ClientRead | None:
-        """Begin to read these ranges of at most `PULL_BYTES` for a write. None: no buffer is free now, so it is given
-        one in its turn, unless it is `forgotten`. `Unreachable` if they cannot be read."""
+        """Begin to read these ranges of at most `PULL_BYTES` for a write. None: no buffer is free; the write is queued
+        for one until it is `forgotten`. `Unreachable` if they cannot be read."""
         known = self._known(session)
         if known is None:  # it was unloaded to make room for another one
             raise Unreachable("the shard has forgotten the metadata of the client's memory; send it again")
@@ -192,16 +190,16 @@ class ClientMemory:
         return pull
 
     def forgotten(self, write: object) -> None:
-        """This write waits for no buffer any more."""
+        """This write needs no buffer."""
         self._turns.pop(write, None)
 
     def end(self, pull: ClientRead) -> None:
-        """Its read has ended well, and its bytes are not needed any more."""
+        """Its read has succeeded and its bytes are consumed."""
         self._under_way.remove(pull)
         self._free.append(pull.buffer)
 
     def give_up(self, pull: ClientRead) -> None:
-        """Its read failed, or is not waited for any more: its buffer is quarantined."""
+        """Its read failed or was abandoned: quarantine its buffer."""
         self._under_way.remove(pull)
         self._stale.add(pull.agent)
         if pull.failed:
@@ -213,7 +211,7 @@ class ClientMemory:
             self._limbo.add(pull)
 
     def settle(self) -> None:
-        """Look after the reads that were given up: a buffer whose read has ended well is free again."""
+        """Free the buffers of abandoned reads that have since succeeded."""
         for pull in list(self._limbo):
             try:
                 if not pull.done():
@@ -231,7 +229,7 @@ class ClientMemory:
             del self._metadata[session]
 
     def close(self) -> None:
-        """Give up all buffers that nothing writes any more; the others stay until the process ends."""
+        """Free all buffers that no read may write; the others stay until the process ends."""
         for session in list(self._loaded):
             self._forget(session)
         for buffer in self._free:
@@ -242,8 +240,8 @@ class ClientMemory:
             keep_for_good(self._agent, late)
 
     def _begun_anew(self, now: float) -> bool:
-        """Replace the agent, when no read is under way, so that no quarantined buffer is written any more. False: there
-        is no other agent."""
+        """Replace the agent, when no read is under way, so that no quarantined buffer can be written. False: there is
+        no other agent."""
         self._anew_from = now + ANEW_EVERY_S
         try:
             agent = self._open()

@@ -68,7 +68,7 @@ class PulledWrite(SteppedWrite):
         self._frame_ends.append(self._named)
 
     def end(self) -> None:
-        """The reads that are under way are not waited for any more."""
+        """Abandon the reads that are under way."""
         self._clients.forgotten(self)
         while self._pulls:
             self._clients.give_up(self._pulls.popleft())

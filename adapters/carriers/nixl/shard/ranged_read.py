@@ -61,7 +61,7 @@ class RangedRead(ReadTransfer):
             raise
 
     def end(self) -> None:
-        """The regions may be given up, and the slots used again."""
+        """The regions may be deregistered, and the slots reused."""
         self._registered.end(self._use)
         self._staged.end()
 

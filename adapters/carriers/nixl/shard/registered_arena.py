@@ -7,8 +7,7 @@ Rules (docs/decisions/one-sided.md):
 2. A slice stays registered until its pages are returned to the system (`Arena.before_punch`). While a transfer names
    ranges of it, the pages stay too. Giving a slice up starts a new *generation*: clients load the metadata of a new
    generation afresh, because a region that is registered again has another key.
-3. What is registered says nothing about who may read: tickets do, before a range is named, and the receiver compares
-   checksums after.
+3. Registration grants no right to read: tickets do, before a range is named, and the receiver compares checksums after.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class RegisteredArena:
         return sum(region.end - region.start for region in self._regions)
 
     def metadata(self) -> bytes:
-        """What a client must load to read all regions."""
+        """Metadata that a client loads to read all regions."""
         with self._arena.guard:
             if self._metadata is None or self._metadata[0] != self.version:
                 self._metadata = self.version, self._readable(self.agent.metadata())
@@ -101,8 +100,8 @@ class RegisteredArena:
         return metadata
 
     def ranges(self, address: int, nbytes: int, use: RegionUse) -> list[tuple[int, int]]:
-        """Registered ranges ``(address, nbytes)`` that are exactly these bytes; nothing if some are no memory of the
-        arena with pages. The regions stay until `end`. Registers what is not yet."""
+        """Registered ranges ``(address, nbytes)`` of exactly these bytes; nothing if some are not in the arena's pages.
+        Registers missing regions. The regions stay until `end`."""
         start, end = address - self._base, address - self._base + nbytes
         if start < 0 or end > self._arena.capacity:
             return []
@@ -120,7 +119,7 @@ class RegisteredArena:
         return found
 
     def end(self, use: RegionUse) -> None:
-        """A transfer names nothing any more. A second call does nothing."""
+        """A transfer has ended. A second call does nothing."""
         with self._arena.guard:
             while use.regions:
                 use.regions.pop().uses.discard(use)

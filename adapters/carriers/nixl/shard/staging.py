@@ -1,13 +1,11 @@
 """Registered memory beside the arena, into which a shard gathers rows that lie apart, so that a client reads few large
 ranges (docs/decisions/one-sided.md).
 
-Rules:
-
 1. A *slot* has `SLOT_BYTES` and belongs to one frame of one read. The shard fills it before it names it, and nothing
    else writes to it.
 2. A slot is free again when the client has acknowledged its frame, or the read is over, however it ended: by a stall,
-   the end of the session, or a lost connection. A client that stood still meanwhile may read it late. What it reads
-   then are other bytes, which do not match their checksum.
+   the end of the session, or a lost connection. A client that was suspended meanwhile may read other bytes late, which
+   do not match their checksum.
 3. There are at most `SLOTS_MAX` slots, registered a few at a time when they are first needed, and a read holds at most
    `SLOTS_PER_READ`: a read that holds so many waits for its client, and one that finds none free sends these bytes as
    content.
@@ -42,7 +40,7 @@ SLOTS_PER_READ: Final = 6
 """Enough that some are gathered while the client reads one, and that a client which acknowledges every fourth frame
 still does so."""
 SLOTS_PER_FRAME: Final = 2
-"""A long row that has no room behind what was gathered before gets the next slot."""
+"""A long row that does not fit behind the gathered rows gets the next slot."""
 STAGED_BYTES_MIN: Final = 4 * KIB
 """Less that is gathered is content, unless it follows staged bytes; so is less than `RANGE_BYTES_MIN` that lies in the
 arena."""
@@ -68,7 +66,7 @@ class StagingPool:
         return self._free.pop() if self._free else None
 
     def give_back(self, slot: U8) -> None:
-        """Nobody needs the bytes of this slot any more."""
+        """Free this slot."""
         self._free.append(slot)
 
     def _grow(self) -> None:
@@ -84,7 +82,7 @@ class StagingPool:
 
 
 class StagedRead:
-    """What one read has staged. room: memory for what is gathered and not staged."""
+    """The staged rows of one read. room: memory for gathered rows that are not staged."""
 
     def __init__(self, pool: StagingPool, room: Room) -> None:
         self.is_worth_it = False
