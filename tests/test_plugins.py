@@ -41,5 +41,5 @@ def test_a_plugin_that_cannot_be_imported_says_which_and_why() -> None:
     with pytest.raises(UsageError, match=r"'lost' \(no_such_module:Lost\) cannot be imported: No module named"):
         CARRIERS.load("lost")
     missing = Plugins("transferqueue.none", {"gone": "transferqueue.adapters.carriers.gone:Gone"})
-    with pytest.raises(UsageError, match=r"'gone' .*cannot be imported: .*; install what it needs"):
+    with pytest.raises(UsageError, match=r"'gone' .*cannot be imported: .*; install its requirements"):
         missing.load("gone")

@@ -15,12 +15,12 @@
     │   ├── PermissionDenied          this client's role may not do that
     │   └── AddressInUse              a second server on one address
     ├── FlowSignal                no fault: wait, drop or finish
-    │   ├── EndOfTable                sealed and drained: no row will come any more
+    │   ├── EndOfTable                sealed and drained: no further row will come
     │   ├── RowsEnded                 rows that a lease waits for were dropped, deleted or finished
-    │   ├── DeadlineExceeded          a wait ended by its deadline; says what is missing and who holds it
-    │   ├── LeaseExpired              the lease is not (or no longer) yours; the call changed nothing
+    │   ├── DeadlineExceeded          a wait ended by its deadline; says why, and who holds the rows
+    │   ├── LeaseExpired              the lease is not yours; the call changed nothing
     │   ├── RowsChanged               rows were written after they were read; the update changed nothing
-    │   ├── VersionGivenUp            a version of weights that several publish; a part did not come
+    │   ├── VersionGivenUp            a version of weights published in parts; a part did not come
     │   └── Full                      refused now, because the caller asked not to wait
     ├── PeerError                 the network, another process, or the machine
     │   ├── Unreachable               nothing answered at the address before the deadline
@@ -107,9 +107,9 @@ class EndOfTable(FlowSignal):
 
 
 class RowsEnded(FlowSignal):
-    """Rows that a lease waited for have ended, so it waits for them no longer. The call changed nothing.
+    """Rows that a lease waited for have ended, so the wait ended. The call changed nothing.
 
-    `ordinals` has the first and the last ordinal of each awaited span of which every row has ended.
+    `ordinals` has the first and the last ordinal of each awaited span whose rows have all ended.
     """
 
     def __init__(self, text: str, ordinals: tuple[tuple[int, int], ...] = ()) -> None:
@@ -118,7 +118,7 @@ class RowsEnded(FlowSignal):
 
 
 class DeadlineExceeded(FlowSignal, TimeoutError):
-    """A wait ended by its deadline. The message says what is missing and who holds it."""
+    """A wait ended by its deadline. The message says what is missing and which session holds it."""
 
 
 class LeaseExpired(FlowSignal):
@@ -131,8 +131,8 @@ class RowsChanged(FlowSignal):
 
 
 class VersionGivenUp(FlowSignal):
-    """A version of weights that is published in parts was given up before all of them had come. No reader has it; the
-    message says why."""
+    """A version of weights published in parts was abandoned before all of them had come. No reader has it; the message
+    says why."""
 
 
 class Full(FlowSignal):

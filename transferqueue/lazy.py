@@ -181,4 +181,4 @@ class Plugins:
         try:
             return getattr(import_module(module), attribute)
         except (ImportError, AttributeError) as error:
-            raise UsageError(f"{name!r} ({place}) cannot be imported: {error}; install what it needs") from error
+            raise UsageError(f"{name!r} ({place}) cannot be imported: {error}; install its requirements") from error

@@ -58,13 +58,13 @@ REASONS_MAX: Final = 256
 REPLICAS_MAX: Final = 4096
 """Peers that share one batch: no more than sessions."""
 MEMORY_MARGIN_BYTES: Final = 2 * MIB
-"""What an operation of the ledger asks the system for, beside what its rows take, before its first write: a small one
-needs kilobytes, and its reply and its record are encoded after it. From 4 MiB on, asking costs a system call."""
+"""Memory that an operation of the ledger reserves, beside that of its rows, before its first write: a small one needs
+kilobytes, and its reply and its record are encoded after it. From 4 MiB on, reserving costs a system call."""
 ROW_MEMORY_BYTES: Final = 256
 """Of the server's memory for each row that an operation touches: arrays of ids and places, entries of queues. 142 were
 measured."""
 NEW_ROW_MEMORY_BYTES: Final = 512
-"""More for each row that is put, beside what the columns of the table grow by: its key and tags. 384 were measured."""
+"""More for each put row, beside the growth of the table's columns: its key and tags. 384 were measured."""
 KEY_MEMORY_BYTES: Final = 80
 """More for each key that a table has, when rows are put: its dictionaries are made anew as they grow."""
 COPIES_MAX: Final = 4
@@ -80,7 +80,7 @@ EVENT_TEXT_CHARS_MAX: Final = 1024
 """Of the detail of one event; a longer one is cut. An update of 1,024 fields would name 128 KiB of them, and an answer
 of 1,024 events 128 MiB."""
 EVENTS_TOLD_MAX: Final = 1024
-"""Events in one answer to `ListEvents`: a millisecond of the server's time. Whoever wants more asks again."""
+"""Events in one answer to `ListEvents`: a millisecond of the server's time. Page for more."""
 EVENT_ROWS_TOLD_MAX: Final = 1 << 16
 """Row ids that one such answer looks at, unless its first event alone has more; and those that it tells of one
 event."""
@@ -88,8 +88,8 @@ TURN_S_MAX: Final = 0.02
 """The most processor time that one request may take of the server, since all others wait for it: the bounds of requests
 below follow from it. A turn above it counts as late."""
 ROW_NS: Final = 30
-"""Estimates of what a request costs, in nanoseconds of an AMD EPYC of a cloud; `check_work` bounds their sum. This: a
-row that is put, changed, leased, read or dropped."""
+"""Estimated costs of a request, in nanoseconds of an AMD EPYC of a cloud; `check_work` bounds their sum. This: a row
+that is put, changed, leased, read or dropped."""
 VALUE_NS: Final = 8
 """A fact or column of a row."""
 SPACE_NS: Final = 2
@@ -126,8 +126,8 @@ RANK_NS: Final = 6_000
 FEW_ROWS: Final = 1 << 8
 """The cost of so few rows, each in `TASKS_MAX` tasks, is not estimated."""
 ROWS_PER_REQUEST_MAX: Final = 1 << 16
-"""Rows of one request. A put of so many with plain values takes 3 milliseconds; what they have beside may bound them
-further (`check_work`)."""
+"""Rows of one request. A put of so many with plain values takes 3 milliseconds; other contents may bound them further
+(`check_work`)."""
 ROWS_DESCRIBED_MAX: Final = 1 << 14
 """Rows with keys or tags of one put or update: with one each, together 8 milliseconds."""
 GROUPS_PER_REQUEST_MAX: Final = 1 << 12
@@ -161,8 +161,8 @@ VERSION_PARTS_MAX: Final = 1024
 """Parts of one version of weights, each published by a process of its own: more than the ranks of one copy of a
 model."""
 RELAY_PART_BYTES: Final = 4 * MIB
-"""What a relay forwards at once: about what one link holds on its way (200 Mbit/s pass it in 0.17 s), and large against
-the two requests that each part costs."""
+"""Bytes that a relay forwards at once: about one link's bandwidth-delay product (200 Mbit/s pass it in 0.17 s), and
+large against the two requests that each part costs."""
 RELAY_PARTS_GROWTH: Final = 128
 """A part of a relay has at least this share of what came before it: 1,023 parts then hold 500 GB, and none delays a
 version by 1 %."""
@@ -211,8 +211,8 @@ FRAME_BYTES: Final = MIB
 """Size of bulk frames: small enough to be in the cache when the checksum is computed; a ZeroMQ stream is fastest near
 it, too."""
 BULK_WINDOW_FRAMES: Final = 8
-"""Bulk frames that may be sent before the receiver acknowledges some: what a stalled reader holds at the server. At 2
-GB/s eight frames last 4 ms, longer than a round trip."""
+"""Bulk frames that may be sent before the receiver acknowledges some: the memory of a stalled reader at the server. At
+2 GB/s eight frames last 4 ms, longer than a round trip."""
 BULK_TRANSFERS_MAX: Final = 4
 """Concurrent bulk transfers of one session; a further transfer waits in the client."""
 BULK_CONNECTIONS_MAX: Final = 4096
@@ -237,7 +237,7 @@ COPIES_IN_FLIGHT_BYTES: Final = 256 * MIB
 """Bytes that all shards together copy at a time. Sixteen shards copy at once; more would leave little to clients of the
 shards that they all read from."""
 COPY_ORDER_S: Final = 15.0
-"""After this time another shard may copy what an order names. It takes a fraction of a second, or the time of one large
+"""After this time another shard may copy an order's blocks. It takes a fraction of a second, or the time of one large
 block."""
 COPY_RETRY_S: Final = 1.0
 """A shard that could copy nothing of an order, such as from a shard that does not answer, asks for the next one after
@@ -300,8 +300,8 @@ freed first."""
 DROPPED_PAGES_MAX: Final = 64
 """Pages of row state that they keep in memory, each of `PAGE_ROWS` rows and about half a MiB."""
 DROPPED_BYTES_MAX: Final = 64 * MIB
-"""Bytes of the extents that they keep, and at most an eighth of what the table may hold: what failed must not keep
-others out."""
+"""Bytes of the extents that they keep, and at most an eighth of what the table may hold: failed rows must not crowd out
+others."""
 REPLIES_KEPT_MAX: Final = 1024
 """Replies that the server keeps per session for retries; a client has far fewer requests in flight."""
 
@@ -310,8 +310,8 @@ RESEND_S: Final = 2.0
 ANSWER_S: Final = 30.0
 """How long a call without a deadline waits for the server's answer, before it raises an error."""
 LATE_ANSWER_S: Final = 0.4
-"""How long past a caller's deadline the client still waits for answers, in total. The server's own error says what was
-missing, so it is worth a moment; the call returns within half a second."""
+"""How long past a caller's deadline the client still waits for answers, in total. The server's own error says why, so
+it is worth the wait; the call returns within half a second."""
 STALLED_S: Final = 0.25
 """Past a caller's deadline, a bulk transfer goes on while bytes move. If none move for this long, the call ends."""
 SERVER_GONE_S: Final = 1.0
@@ -390,7 +390,7 @@ DISK_RESERVE_SHARE: Final = 16
 """At most one part in this many of the disk. It is also at most a quarter of the arena, whose rows bound what may still
 be acknowledged."""
 DISK_SLICES: Final = 16
-"""Parts in which the reserve is given up, so that other writers to the same disk do not take all of it at once."""
+"""Parts in which the reserve is released, so that other writers to the same disk do not take all of it at once."""
 TAIL_RECORDS_MAX: Final = 6_000
 """The most journal records after an image: a restarted server replays them in about a second. Beyond that the server
 writes a new image."""
@@ -476,7 +476,7 @@ def check_path(kind: str, path: object) -> str:
 
 
 def parse_switch(variable: str, value: str | None, *, default: bool) -> bool:
-    """What an environment variable says that turns something on (1) or off (0); `default` if it is unset or empty.
+    """The value of an environment variable that turns something on (1) or off (0); `default` if it is unset or empty.
     `UsageError` for any other value."""
     if not value:
         return default
@@ -515,9 +515,7 @@ def parse_bytes(size: int | str) -> int:
         raise UsageError(f"size {shown(size)} is not a size; give bytes as a number or text such as '8GiB' or '512MiB'")
     nbytes = float(match[1]) * _UNITS[match[2].upper()]
     if nbytes > SIZE_BYTES_MAX:
-        raise UsageError(
-            f"size {shown(size)} is over {SIZE_BYTES_MAX} bytes; give what the machine could have, such as '8GiB'"
-        )
+        raise UsageError(f"size {shown(size)} is over {SIZE_BYTES_MAX} bytes; give a size below that, such as '8GiB'")
     return int(nbytes)
 
 
@@ -530,7 +528,7 @@ LOADS_SHARE: Final = 8
 """One part in this many of an arena that spills is not for new rows: otherwise rows on the disk could seldom come back
 without others leaving first."""
 SPILL_BATCH_BYTES: Final = 16 * MIB
-"""Bytes that are written, or loaded, between two looks at what is needed most."""
+"""Bytes that are written, or loaded, between two checks for the most urgent work."""
 SPILL_PAUSE_S: Final = 5.0
 """After a block could not be written to the disk, the next one is tried so much later."""
 SPILL_BYTES_MIN: Final = SPILL_BATCH_BYTES

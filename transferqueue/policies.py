@@ -184,7 +184,7 @@ class Requeue(_Policy):
     task has no row left that could still come back.
 
     Args:
-        task: name of a task of the table that gives what the pacing task needs.
+        task: name of a task of the table that gives a column of the pacing task.
     """
 
     task: str

@@ -85,7 +85,7 @@ _PER_TOKEN: Final = frozenset(
 """Fields that have one value a token where their rows have lengths, in the workflows and adapters of this package."""
 
 _FINITE: Final = (_PER_TOKEN | {"rewards"}) - {"loss_mask", "response_mask", "token_versions"}
-"""Fields of which one NaN or infinity would become the loss of a whole step."""
+"""Fields where one NaN or infinity would become the loss of a whole step."""
 
 RAGGED_RANK_MAX: Final = 8
 """The most dimensions of one row's value."""
@@ -98,7 +98,7 @@ def _check_field(name: str, dtype: str, shape: tuple[int | None, ...]) -> None:
     if dtype not in ITEM_BYTES:
         raise SchemaError(f'field "{name}": dtype {shown(dtype)} is unknown; known are {", ".join(ITEM_BYTES)}')
     if dtype in BLOB_DTYPES and shape:
-        raise SchemaError(f'field "{name}": dtype {dtype!r} has no shape, but {shape} was given')
+        raise SchemaError(f'field "{name}": dtype {dtype!r} has no shape; omit shape={shape}')
     if len(shape) > RAGGED_RANK_MAX:
         raise SchemaError(f'field "{name}": {len(shape)} dimensions; at most {RAGGED_RANK_MAX}')
     if any(size is not None and not 0 <= size <= SIZE_BYTES_MAX for size in shape):
@@ -254,8 +254,8 @@ def known(field: Field) -> Field:
 
 @lru_cache(maxsize=4096)
 def _form(dtype: str, shape: tuple[int | None, ...]) -> tuple[bool, bool, int]:
-    """What the layout needs of a field: dense, varied and row_bytes. A message brings new fields, of few forms: to
-    compute it for each takes longer than the rest of their commit."""
+    """The layout of a field: dense, varied and row_bytes. Cached, since messages repeat few forms and computing it
+    takes longer than the rest of their commit."""
     field = Field("any", dtype, shape)
     return field.dense, field.varied, field.row_bytes
 

@@ -228,7 +228,7 @@ TABLES: dict[str, Misuse] = {
     "a field twice": (
         lambda w: w.table.add_fields([tq.Field("score", "int64")]),
         tq.SchemaError,
-        r'"score" of table .* is float32, but int64 was given; give values of the declared dtype',
+        r'"score" of table .* is float32, not int64; give values of the declared dtype',
     ),
     "a task twice": (
         lambda w: w.table.add_task(tq.Task("train", needs=["text"])),
@@ -256,7 +256,7 @@ TABLES: dict[str, Misuse] = {
 POLICIES: dict[str, Misuse] = {
     "a dtype that is none": (lambda w: tq.Field("a", "float"), tq.SchemaError, r"dtype 'float' is unknown; known are"),
     "a dtype of torch": (lambda w: tq.Field("a", torch.float32), tq.SchemaError, r"torch.float32 is unknown; known"),
-    "text with a shape": (lambda w: tq.Field("a", "str", (3,)), tq.SchemaError, r"'str' has no shape, but \(3,\)"),
+    "text with a shape": (lambda w: tq.Field("a", "str", (3,)), tq.SchemaError, r"'str' has no shape; omit shape=\(3,\)"),
     "finite integers": (lambda w: tq.Field("a", "int32", finite=True), tq.SchemaError, r"each int32 is finite; leave"),
     "a slice backwards": (lambda w: tq.Slice((5, 2)), tq.UsageError, r"\(5, 2\).*; give 0 <= start < stop"),
     "a share beyond": (lambda w: tq.Share(4, 4), tq.UsageError, r"Share\(4, 4\).*0 <= index < of"),
@@ -351,7 +351,7 @@ PUT: dict[str, Misuse] = {
     "a size without a group": (
         lambda w: w.table.put(text=["a"], group_size=1),
         tq.UsageError,
-        r"group_size is given without group_id; give both",
+        r"group_size without group_id; pass both",
     ),
     "a negative version": (
         lambda w: w.table.put(text=["a"], policy_version=-3),
@@ -366,7 +366,7 @@ PUT: dict[str, Misuse] = {
     "a key twice": (
         lambda w: w.table.put(text=["c", "d"], key=["k", "k"]),
         tq.UsageError,
-        r"key 'k' is given twice in one request; a key names one row",
+        r"key 'k' appears twice in one request; a key names one row",
     ),
     "a key that is taken": (
         lambda w: w.table.put(text=["c"], key=["a"]),
@@ -429,7 +429,7 @@ PUT: dict[str, Misuse] = {
     "sealed": (
         lambda w: w.then(w.table.seal()).table.put(text=["a"]),
         tq.Sealed,
-        r"is sealed; no row may enter it any more; put before the seal, or into another table",
+        r"is sealed; it takes no further rows; put before the seal, or into another table",
     ),
     "sealed twice": (
         lambda w: w.then(w.table.seal()).table.seal(),
@@ -510,7 +510,7 @@ UPDATE: dict[str, Misuse] = {
         tq.UsageError,
         r"if_unchanged has response_ids, and the update replaces text too.*; read it first",
     ),
-    "the group": (lambda w: w.table.update([0], group_id=3, group_size=2), tq.UsageError, r"given at put and stay"),
+    "the group": (lambda w: w.table.update([0], group_id=3, group_size=2), tq.UsageError, r"set by put and cannot be updated"),
     "deleted while leased": (
         lambda w: w.table.delete([0]),
         tq.UsageError,

@@ -79,7 +79,7 @@ def test_leases_of_a_sealed_table_end_with_an_error_where_rows_are_left_that_nob
         table.add_task(TASKS[1])
         table.seal()
         trained = []
-        with pytest.raises(Impossible, match='no task will give "rewards" of 1 row any more'):  # noqa: PT012
+        with pytest.raises(Impossible, match='no task will give "rewards" of 1 row'):  # noqa: PT012
             for batch in table.leases("train", rows=2, timeout_s=30):
                 with batch:
                     trained += batch.rows.tolist()

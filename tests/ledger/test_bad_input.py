@@ -207,7 +207,7 @@ def test_columns_that_look_like_committed_ones_are_checked_all_the_same(world: W
     changed("slots reach from 1 to 1", blocks=[structs.replace(fresh, slots=np.array([1], "<i4").tobytes())])
     changed("has 4 bytes; 1 rows of <f8", inline=[m.Inline("score", bytes(4))])
     changed('field "score" of table "t" is float64, but int64', SchemaError, fields=[RAGGED, Field("score", "int64")])
-    changed('field "ids" is given twice', blocks=[fresh, client.block([RAGGED], 1)])
+    changed('field "ids" appears twice', blocks=[fresh, client.block([RAGGED], 1)])
     changed('field "pixels" is float32[4], which does not travel inline', SchemaError, inline=[m.Inline("pixels", b"")])
     changed("a block without fields", blocks=[structs.replace(fresh, fields=[], counts=[])])
     merged = client.block([RAGGED, DENSE], 1)
@@ -227,7 +227,7 @@ def test_a_bool_that_is_none(world: World, client: Driver) -> None:
 
 def test_a_field_given_twice(world: World, client: Driver) -> None:
     wrong = columns(fields=[Field("s", "int8")], inline=[m.Inline("s", b"1"), m.Inline("s", b"2")])
-    refused(world, UsageError, 'field "s" is given twice', lambda: client.apply(m.PutRequest("t", 1, wrong)))
+    refused(world, UsageError, 'field "s" appears twice', lambda: client.apply(m.PutRequest("t", 1, wrong)))
     twice = columns(fields=[Field("s", "int8"), Field("s", "int16")])
     refused(
         world,
@@ -256,7 +256,7 @@ def change(placed: m.WrittenBlock, **changes: Any) -> m.Columns:
         ({"counts": [-1]}, UsageError, "count -1"),
         ({"counts": []}, UsageError, "is not a block"),
         ({"fields": []}, UsageError, "without fields"),
-        ({"fields": ["ids", "ids"], "counts": [2, 2]}, UsageError, "is given twice"),
+        ({"fields": ["ids", "ids"], "counts": [2, 2]}, UsageError, "appears twice"),
         ({"rows": 0}, UsageError, "a block has 0 rows"),
         ({"rows": 1 << 61}, UsageError, "a block has"),
         ({"slots": np.array([0, 2], "<i4").tobytes()}, UsageError, "slots reach from 0 to 2"),
@@ -336,8 +336,8 @@ def test_members_that_disagree_on_the_size(world: World, client: Driver) -> None
 
 
 def test_half_of_what_makes_a_group(world: World, client: Driver) -> None:
-    refused(world, UsageError, "group_id is given without group_size", lambda: client.put(1, group_id=3))
-    refused(world, UsageError, "group_size is given without group_id", lambda: client.put(1, group_size=3))
+    refused(world, UsageError, "group_id without group_size; pass both", lambda: client.put(1, group_id=3))
+    refused(world, UsageError, "group_size without group_id; pass both", lambda: client.put(1, group_size=3))
     refused(world, UsageError, "without a group_id", lambda: client.put(1, group_id=-1, group_size=3))
 
 
@@ -363,7 +363,7 @@ def test_part_of_a_group_cannot_be_acked(world: World, client: Driver) -> None:
 
 def test_group_facts_do_not_change(world: World, client: Driver) -> None:
     act = lambda: client.update([4], group_id=7, group_size=2)  # noqa: E731
-    refused(world, UsageError, "given at put and stay", act)
+    refused(world, UsageError, "set by put and cannot be updated", act)
 
 
 # ---------------------------------------------------------------- rows
@@ -393,7 +393,7 @@ def test_update_of_a_row_that_was_dropped_and_stays_readable(client: Driver, wor
     client.put(2, inline={"y": 1.0}, table="kept")
     client.drop([0], table="kept")
     act = lambda: client.update([0], inline={"z": 1.0}, table="kept")  # noqa: E731
-    refused(world, NotFound, 'row 0 of table "kept" has ended: it was dropped, and cannot be changed any more', act)
+    refused(world, NotFound, 'row 0 of table "kept" has ended: it was dropped, and cannot be changed', act)
 
 
 def test_update_of_a_field_already_set(world: World, client: Driver) -> None:
@@ -406,7 +406,7 @@ def test_update_of_a_field_already_set(world: World, client: Driver) -> None:
 
 def test_a_key_names_one_row(world: World, client: Driver) -> None:
     refused(world, AlreadyExists, "key 'b' of table \"t\" names row 1", lambda: client.put(2, keys=["new", "b"]))
-    refused(world, UsageError, "key 'n' is given twice", lambda: client.put(2, keys=["n", "n"]))
+    refused(world, UsageError, "key 'n' appears twice", lambda: client.put(2, keys=["n", "n"]))
     refused(world, AlreadyExists, "key 'a'", lambda: client.update([3], keys=["a"]))
 
 
@@ -628,7 +628,7 @@ def test_tables_that_can_never_work(world: World, client: Driver) -> None:
     create("declares no gives", tasks=[train], pacing=stale)
     other = Task("other", ["q"], ["z"])
     stale = Pacing("train", 1, on_stale=Requeue("other"))
-    create("needs nothing that comes from it", tasks=[train, rollout, other], pacing=stale)
+    create("needs no column of it", tasks=[train, rollout, other], pacing=stale)
     create("needs 1025 and gives 0 fields", tasks=[Task("w", [f"f{number}" for number in range(1025)])])
 
 

@@ -310,7 +310,7 @@ def test_an_image_and_a_snapshot_remember_what_was_freed() -> None:
     other = World()
     other.ledger.restore_snapshot(world.ledger.take_snapshot(world.now), other.now)
     reader = other.client()
-    with pytest.raises(ColumnFreed, match=r"was freed \(when, is no longer recorded\)"):
+    with pytest.raises(ColumnFreed, match=r"was freed \(the time was evicted from the log\)"):
         reader.read([0], fields=["image"])
     assert ids(reader.read([1], fields=["image"]).rows) == [1]
     assert other.stats().columns_freed == stats.columns_freed == 1

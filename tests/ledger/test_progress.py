@@ -48,7 +48,7 @@ def test_progress_that_does_not_fit_leaves_the_rows_leased(client: Driver) -> No
     lease = client.lease("rollout", 2)
     with pytest.raises(SchemaError, match="block of so_far has 3 rows; the request has 2"):
         client.release(lease, columns=client.columns(3, ["so_far"]))
-    with pytest.raises(UsageError, match="group_id and group_size are given at put"):
+    with pytest.raises(UsageError, match="group_id and group_size are set by put"):
         client.release(lease, columns=client.columns(2, group_id=1, group_size=2))
     assert client.ack(lease, columns=client.columns(2, inline={"score": 1.0})).rows == 2
 

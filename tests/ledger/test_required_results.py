@@ -138,7 +138,7 @@ def test_who_waits_in_a_sealed_table_for_what_nobody_gives_any_more_learns_it_at
     client.ack(client.lease("reward", 3, table="late"), table="late")
     client.update(rows[:1], inline={"rewards": 1.0}, table="late")
     client.add_task(TRAIN, table="late")
-    with pytest.raises(DeadlineExceeded, match='no task will give "rewards" of 2 rows any more'):
+    with pytest.raises(DeadlineExceeded, match='no task will give "rewards" of 2 rows'):
         client.lease("train", 2, table="late")
     assert isinstance(client.lease("train", 2, table="late", wait_s=5.0), MustWait), "rows may still be put"
     client.seal("late")
@@ -148,7 +148,7 @@ def test_who_waits_in_a_sealed_table_for_what_nobody_gives_any_more_learns_it_at
     client.ack(last, table="late")
     text = (
         r'task "train" of table "late" can never progress: the table is sealed, and 2 rows lack "rewards" '
-        r'\(given by "reward": no task will give "rewards" of 2 rows any more\)\. Give rewards with update\(\), or end'
+        r'\(given by "reward": no task will give "rewards" of 2 rows\)\. Give rewards with update\(\), or end'
     )
     with pytest.raises(Impossible, match=text):
         client.lease("train", 3, table="late", wait_s=5.0)

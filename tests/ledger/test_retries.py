@@ -76,7 +76,7 @@ def test_a_duplicate_that_arrives_after_its_reply_was_seen_is_refused(world: Wor
     lease = m.LeaseRequest("t", "x", rows=1)
     client.apply(lease)
     world.ledger.seen(client.session, client.call)
-    with pytest.raises(ProtocolError, match="was answered before, and its reply is not kept any more"):
+    with pytest.raises(ProtocolError, match="was already answered and its reply was evicted"):
         client.apply(lease, call=client.call)
     assert world.stats().tasks["x"].leased == 1
     assert client.apply(m.Observe("audit"), call=1)  # what changes nothing is answered anew

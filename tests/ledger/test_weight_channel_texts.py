@@ -28,7 +28,7 @@ def test_a_channel_is_told_version_by_version() -> None:
         policy = queue.weights("policy")
         assert told(queue).channels == {}
         policy.publish(0, {"w": np.ones(4)})
-        assert "nobody has applied a version" in [one.text for one in told(queue).channels["policy"]]
+        assert "no reader has applied a version" in [one.text for one in told(queue).channels["policy"]]
         slow.weights("policy").applied(0)
         for version in (1, 2):
             policy.publish(

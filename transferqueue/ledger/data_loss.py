@@ -4,8 +4,7 @@
   that ends it.
 - Results that wait for a last ack are lost with their lease, whose rows become ready again. That is no attempt.
 - A version of weights with a lost block is removed (see `requests.weight_channels`).
-- Extents of a lost shard are never freed, since nobody may reuse them. A session that was granted one learns so when it
-  commits.
+- Extents of a lost shard are never freed or reused. A session with a grant of one gets the error when it commits.
 
 Lost bytes are never leased again.
 """
@@ -113,7 +112,7 @@ def _waited_for(table: TableState, name: str, rows: IntArray) -> BoolArray:
 
 
 def _in_unclaimed_share(table: TableState, task: TaskState, at: IntArray) -> BoolArray:
-    """Which rows are in shares that no rank has claimed, so that nobody has read them."""
+    """Which rows are in shares that no rank has claimed, and thus unread."""
     leases = table.core.leases.by_id
     held = task.hold.a[at]
     unclaimed = [number for number, lease in leases.items() if lease.table == table.name and not lease.holders]

@@ -1,5 +1,5 @@
-"""What the ledger asks its caller to do (wake waiting requests, reuse memory, notify holders of leases), and when to
-call it again.
+"""What the ledger asks of its caller: wake waiting requests, reuse memory, notify holders of leases, and when to call
+it again.
 
 The ledger does no I/O. It collects effects while it changes state, and `Ledger.take_effects` returns each of them once.
 The ledger stays correct if an effect is never applied.
@@ -18,9 +18,9 @@ from typing import Protocol
 import msgspec
 
 WakeKey = tuple[str, ...]
-"""What a request waits for: ("task", table, task), ("room", table), ("clock", table), ("table", name), ("channel",
-name), ("turn", channel): an update slot, ("parts", channel): parts of a pending version, ("copies",): blocks that lack
-copies, ("loaded",): blocks that are on a disk.
+"""The condition that a request waits for: ("task", table, task), ("room", table), ("clock", table), ("table", name),
+("channel", name), ("turn", channel): an update slot, ("parts", channel): parts of a pending version, ("copies",):
+blocks that lack copies, ("loaded",): blocks that are on a disk.
 """
 
 
@@ -37,7 +37,7 @@ class WakeWaiters(msgspec.Struct, frozen=True):
 
 
 class FreeExtent(msgspec.Struct, frozen=True):
-    """Nobody needs this extent: it has no live row, no view and no writer. Its memory may be allocated again."""
+    """This extent is free: it has no live row, no view and no writer. Its memory may be allocated again."""
 
     extent: int
     shard: int

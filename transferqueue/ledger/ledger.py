@@ -73,7 +73,7 @@ class Ledger:
         self.state = LedgerState(SharedState(plugins=dict(selectors or {})))
 
     def continue_from(self, ledger: Ledger) -> None:
-        """Take over the state of another ledger, which must not be used any more."""
+        """Take over the state of another ledger, which must not be used again."""
         self.state = ledger.state
 
     # ------------------------------------------------------------ whole, or torn
@@ -84,7 +84,7 @@ class Ledger:
         return self.state.core.writing
 
     def _raise_torn(self, what: str, error: BaseException | None = None) -> NoReturn:
-        """Raise `LedgerTorn`. what: the operation. error: what came in between; None: it came earlier."""
+        """Raise `LedgerTorn`. what: the operation. error: the interruption; None: an earlier one."""
         why = "followed one that was interrupted" if error is None else f"met {type(error).__name__} ({error})"
         raise LedgerTorn(
             f"{what} {why} after its first write, so the state of the ledger is not known and the server ends. With "
@@ -154,20 +154,20 @@ class Ledger:
                 self._cold.attach(self.state.core.blocks)
 
     def spill(self, room: Callable[[], int]) -> ColdBlocks:
-        """From now on, blocks may leave memory for a disk; the caller carries that out. No image may be taken any more:
-        it would lack them. room: the most bytes that the blocks of one request may take in memory now."""
+        """From now on, blocks may leave memory for a disk; the caller carries that out. No image may be taken: it would
+        lack them. room: the most bytes that the blocks of one request may take in memory now."""
         self._cold = ColdBlocks(self.state.core.blocks, self._usages, room)
         return self._cold
 
     def _usages(self) -> list[OwnerBytes]:
-        """What the blocks of each table count for."""
+        """The accounts of the blocks, by table."""
         return [table.usage for table in self.state.tables.values()]
 
     # ------------------------------------------------------------ sessions
 
     def open_session(self, session: int, client: bytes, now: float, *, label: str = "", origin: bytes = b"") -> None:
         """Open the session of a client. client: its id (16 bytes), the same after it reconnects. label: its name in
-        messages to people.
+        texts.
 
         origin: stored as `SessionState.origin`.
         """
@@ -290,7 +290,7 @@ class Ledger:
         if is_loading(self.state.tables[lease.table], lease):
             self.state.core.deadlines.add(lease, self.state.now + lease.length_s)
             return
-        why = f"it expired after {lease.length_s:g} s without renewal" if lease.holders else "nobody claimed the share"
+        why = f"it expired after {lease.length_s:g} s without renewal" if lease.holders else "no rank claimed the share"
         expire_lease(self.state.tables[lease.table], lease, why, self.state.now)
 
     def next_deadline(self) -> float | None:
@@ -405,11 +405,11 @@ class Ledger:
             self._note("copies_finished", session, extent, list(written), self.state.now, added)
         return added
 
-    # ------------------------------------------------------------ what a server asks
+    # ------------------------------------------------------------ queries of the server
 
     @property
     def now(self) -> float:
-        """The latest time that any call told the ledger; minus infinity before the first one."""
+        """The latest time passed to any call; minus infinity before the first one."""
         return self.state.now
 
     @property
@@ -490,7 +490,7 @@ class Ledger:
         check_empty(self.state)
 
     def explain_absence_with(self, absence: Callable[[str, str, float], Absence | None]) -> None:
-        """Have texts say since when nobody works on a task: `absence(table, task, now)` tells. Not part of the
+        """Set `absence(table, task, now)`, which says since when no session works on a task, for texts. Not part of the
         state."""
         self.state.core.absence = absence
 
@@ -548,17 +548,17 @@ class Ledger:
         return holder.replies.was_answered(call)
 
     def _is_known_put(self, request: Any, session: SessionState, call: int) -> bool:
-        """Whether this is a retry of a put that the table recognises, even if the reply is not cached any more."""
+        """Whether this is a retry of a put that the table recognises, even if its reply left the cache."""
         table = self.state.tables.get(request.table)
         return table is not None and table.known_puts.find(put_key(session.client, call)) is not None
 
     def explain(self, request: m.Request, now: float) -> str:
-        """Explain why a waiting request cannot proceed: what is missing, and who holds it."""
+        """Explain why a waiting request cannot proceed: the missing rows or memory, and their holder."""
         self.tick(now)
         return explained(self.state, request)
 
     def observe(self, request: m.Observe, now: float) -> Observation:
-        """What is known here of the content of `m.Observed`."""
+        """The ledger's part of `m.Observed`."""
         self.tick(now)
         return observed(self.state, request)
 
@@ -567,7 +567,7 @@ class Ledger:
         return {name: table.usage.bytes for name, table in self.state.tables.items()}
 
     def sessions(self, now: float) -> Sessions:
-        """What each session holds."""
+        """The holdings of each session."""
         self.tick(now)
         return sessions(self.state)
 
@@ -579,7 +579,7 @@ class Ledger:
 
 def _read_from(at: m.BlockLocation, failures: int, shard: int) -> m.BlockLocation:
     """The block where it is to be read after so many failures: first in `shard`, if it lies there, then at its other
-    places in turn. What a copy does not need is left out."""
+    places in turn. Fields that a copy does not need are left out."""
     places = sorted(
         [m.CopyLocation(at.shard, at.extent, at.offset), *at.copies], key=lambda place: place.shard != shard
     )

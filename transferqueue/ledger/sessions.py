@@ -53,7 +53,7 @@ class ReplyCache:
     def __init__(self) -> None:
         self._kept: dict[int, Reply] = {}
         self._given = IntervalSet()
-        """Answered calls whose reply is not cached any more."""
+        """Answered calls whose reply was evicted."""
         self._seen = 0
         self.last = 0
         """The highest call that was ever answered: a higher one is new."""
@@ -68,7 +68,7 @@ class ReplyCache:
         reply = self._kept.get(call)
         if reply is None and self.was_answered(call):
             raise ProtocolError(
-                f"call {call} was answered before, and its reply is not kept any more; use a new id for a new call"
+                f"call {call} was already answered and its reply was evicted; use a new id for a new call"
             )
         return reply
 

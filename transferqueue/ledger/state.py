@@ -1,4 +1,4 @@
-"""The whole state of a ledger: tables, channels, sessions, and what they share."""
+"""The whole state of a ledger: tables, channels, sessions, and their shared state."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ from transferqueue.wire.messages import TableTerms
 
 
 class Absence(NamedTuple):
-    """No session works on a task. text: what is known about the last one. died: it left without a goodbye."""
+    """No session works on a task. text: about the last one. died: it left without a goodbye."""
 
     text: str
     since_s: float
@@ -58,7 +58,7 @@ def unknown(table: str, task: str, now: float) -> Absence | None:
 
 
 def no_memory(nbytes: int = 0) -> Full:
-    """The refusal of an operation for which the process has no memory. nbytes: what it asked for; 0: not known."""
+    """The refusal of an operation for which the process has no memory. nbytes: requested; 0: unknown."""
     asked = f"this request ({(nbytes + MEMORY_MARGIN_BYTES) / MIB:.1f} MiB)" if nbytes else "this request"
     return Full(
         f"the memory of the server process is exhausted: the system has none left for {asked}, and nothing was "
@@ -92,7 +92,7 @@ class SharedState:
         """The checks of an operation have ended, and its writes begin: from here on it is carried out whole, or the
         ledger is torn.
 
-        `Full`, and no change, if the process has no memory for the operation. nbytes: what it needs, beside a margin.
+        `Full`, and no change, if the process has no memory for the operation. nbytes: required, beside a margin.
         """
         if self.writing:
             return

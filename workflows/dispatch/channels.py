@@ -1,7 +1,7 @@
 """Plans and reports of engines between processes: versions of small weight channels, one value each.
 
-A channel keeps the newest value, wakes whoever waits for it, and outlives the process that wrote it. Each channel has
-one writer at a time. Names begin with the table's, so that the same coordinator has them.
+A channel keeps the newest value, wakes its waiting readers, and outlives the process that wrote it. Each channel has
+one writer at a time. Names begin with the table's, so that both are on the same coordinator.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """Measures how long an engine takes for a token, by how many rows it decodes at once.
 
-The law:
-
-1. While n rows are decoded, a token of each takes PTL(n) (StreamRL, section 5). An engine tells only when a completion
-   ends, so each completion is one observation: its time divided by its tokens, at the mean number of rows that ran
-   beside it. Time in which the engine was paused does not count. The first token's prefill is part of it.
-2. Observations fall into bins of about one power of two of rows, weighted by tokens; a bin keeps the latest
-   `BIN_TOKENS` tokens or so, so that it follows the machine.
+1. While n rows are decoded, a token of each takes PTL(n) (StreamRL, section 5). An engine reports only finished
+   completions, so each completion is one observation: its time divided by its tokens, at the mean number of rows that
+   ran beside it. Time in which the engine was paused does not count. The first token's prefill is included.
+2. Observations fall into bins, about one for each power of two of rows, weighted by tokens; a bin keeps about the
+   latest `BIN_TOKENS` tokens, so that it follows the machine.
 3. Between two rows a slot is empty: the last row is committed, the next one leased and begun. An engine does this for
    one row after another, so rows that end together wait for each other. `refill_ms` is the median time from a row's end
    to the next begin, each begin counted from the latest end that has none yet: where ends queue up, that is the time of
-   one of them. What an engine without rows waits is no refill.
+   one of them. Waiting without rows is no refill.
 4. A curve never falls: a larger batch is not faster for each row (bins that say otherwise are pooled).
 """
 
@@ -42,7 +40,7 @@ BIN_TOKENS: Final = 20_000.0
 REPORT_EVERY: Final = 32
 """Completions after which a metered engine tells its curve again."""
 REFILLS: Final = 64
-"""Refills of which the median is taken."""
+"""Latest refills, whose median counts."""
 
 
 class _Bin:
@@ -116,7 +114,7 @@ class DecodeMeter:
         self._stops = max(0, self._stops - 1)
 
     def curve(self) -> DecodeCurve:
-        """Return what was measured."""
+        """Return the measurements."""
         pooled: list[tuple[float, float, float]] = []
         for _, each in sorted(self._bins.items()):
             pooled.append((each.tokens, each.rows, each.ms))
@@ -156,7 +154,7 @@ class MeteredGenerator:
         return self._engine.version
 
     def curve(self) -> DecodeCurve:
-        """Return what was measured up to now."""
+        """Return the measurements so far."""
         with self._lock:
             return self._meter.curve()
 

@@ -1,15 +1,13 @@
-"""The state of dispatch by length: a ranker, what it got right, and the plan of the next batch. Without I/O.
-
-The law:
+"""The state of dispatch by length: a ranker, its accuracy, and the plan of the next batch. Without I/O.
 
 1. `expect` gives rows their expected tokens, before they are generated; `learn` gets the same rows when they are
    finished. Recall, skill and the ratios of actual to expected lengths are over the last `window` finished rows that
    had a prediction.
-2. `refit` is due after `refit_rows` rows; it may run in a thread of its own (`LengthRanker`, rule 3). Each refit closes
-   with the recall over the rows that finished since the one before: they were predicted before they were generated, by
-   earlier fits. So recalls of refits are over different rows.
-3. A plan is made for each batch. While the ranker has no skill, the plan is the given order; predictions go on, so that
-   skill can show.
+2. `refit` is due after `refit_rows` rows; it may run in its own thread (`LengthRanker`, rule 3). Each refit reports the
+   recall over the rows that finished since the previous one, predicted by earlier fits. So recalls of different refits
+   are over different rows.
+3. A plan is made for each batch. While the ranker has no skill, the plan is the given order; predictions continue, to
+   measure skill.
 """
 
 from __future__ import annotations
@@ -29,17 +27,17 @@ from transferqueue.workflows.planner.batch_plan import EngineReport, Plan, plan_
 from transferqueue.workflows.planner.engine_times import Lengths
 
 WINDOW_MIN: Final = 256
-"""Rows of the window at least; it has two batches if those are more."""
+"""Rows of the window at least; two batches if that is more."""
 REFITS: Final = 4
-"""Refits of the ranker a batch; fewer where that would be more often than every `REFIT_ROWS_MIN` rows."""
+"""Refits of the ranker a batch; fewer if they would come more often than every `REFIT_ROWS_MIN` rows."""
 REFIT_ROWS_MIN: Final = 32
 REFITS_KEPT: Final = 64
-"""Refits whose recall is remembered: the last ones."""
+"""The latest refits, whose recall is kept."""
 
 
 class Expected(msgspec.Struct, frozen=True):
-    """Expected tokens of rows, int64 ``[rows]`` (0: none), and the version of the ranker that expects them (0: it has
-    seen no rows).
+    """Expected tokens of rows, int64 ``[rows]`` (0: none), and the version of the ranker that predicted them (0:
+    untrained).
     """
 
     tokens: Lengths
@@ -67,8 +65,8 @@ class Refit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LengthDispatcher:
-    """Ranks rows, learns from finished ones, and plans batches. batch_rows: rows of a batch. overlapping: the next may
-    be generated before one has ended (`plan`, rule 5).
+    """Ranks rows, learns from finished ones, and plans batches. batch_rows: rows of a batch. overlapping: the next
+    batch may start before one has ended (`plan`, rule 5).
 
     >>> dispatcher = LengthDispatcher(batch_rows=64)
     >>> dispatcher.expect([[1, 2, 3]])
@@ -93,14 +91,14 @@ class LengthDispatcher:
         self.last = Plan(why="no batch yet")
 
     def expect(self, prompts: Sequence[Any]) -> Expected:
-        """Return what the ranker expects of prompts (token ids)."""
+        """Return the lengths that the ranker predicts for prompts (token ids)."""
         version = self.ranker.version
         if not version:
             return Expected(np.zeros(len(prompts), np.int64), 0)
         return Expected(self.ranker.predict(prompts), version)
 
     def learn(self, prompts: Sequence[Any], groups: Sequence[int], expected: Lengths, lengths: Lengths) -> None:
-        """Take finished rows: prompts, the number of each prompt, what was expected (0: nothing), and the tokens of
+        """Take finished rows: prompts, the number of each prompt, their predicted lengths (0: none), and the tokens of
         their answers.
 
         Rows without tokens teach nothing. Raises `UsageError` for columns of different lengths.
@@ -126,8 +124,8 @@ class LengthDispatcher:
         return self._since_refit >= self._refit_rows
 
     def refit(self) -> Refit:
-        """Make what was learned count, and return how well the fits before ranked the rows that finished meanwhile.
-        Blocks for tens of milliseconds.
+        """Refit the ranker, and return how well earlier fits ranked the rows that finished meanwhile. Blocks for tens
+        of milliseconds.
         """
         self._since_refit = 0
         self.ranker.refit()

@@ -1,16 +1,14 @@
-"""Predicts how long the answer to a prompt will be, and learns from finished rows while a job runs.
-
-The law:
+"""Predicts the length of a prompt's answer, and learns from finished rows while a job runs.
 
 1. The model is ridge regression of the log length on the prompt: log counts of hashed tokens and of hashed pairs of
    neighbours, and its log length. It is kept as sufficient statistics (a square matrix), so its memory does not grow
-   with the rows. Older rows weigh less: half after `HALF_LIFE` rows, since a policy moves.
+   with the rows. Older rows weigh less, half after `HALF_LIFE` rows, since the policy changes.
 2. The history of a prompt is the mean log length of its earlier answers. It is shrunk towards the model: with n answers
    it weighs n / (n + `MODEL_ROWS`). (RhymeRL and SPEC-RL rank by history; the combination is the usual empirical Bayes
    estimate.)
 3. `observe` adds rows, `refit` solves for new weights, `predict` reads the weights of the last refit: one thread may
    predict while another learns. The number of refits is the version of the ranker.
-4. Only the order of predictions is relied on. Who needs seconds multiplies by ratios of actual to expected lengths
+4. Only the order of predictions is reliable. For seconds, multiply them by ratios of actual to expected lengths
    (`schedule`).
 """
 

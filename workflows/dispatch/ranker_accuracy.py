@@ -1,14 +1,12 @@
 """Whether a ranker ranks: recall at the longest rows, and a test against chance.
 
-The law:
-
-1. *Recall* at a share is the part of the truly longest rows that are among as many predicted longest. Every row counts
-   that was predicted before it was generated.
+1. *Recall* at a share is the part of the truly longest rows that are among as many predicted longest. Every row
+   predicted before its generation counts.
 2. Rows of one prompt share a prediction and resemble each other, so the test is over prompts: their mean length against
    their prediction.
 3. Under chance the hits among the longest fifth of n prompts, m of them, are hypergeometric: mean m²/n, variance m²(n −
-   m)² / (n²(n − 1)). A ranker has *skill* if its hits lie `SKILL_Z` standard deviations above that mean: one test in a
-   hundred would say so of chance. With fewer than `PROMPTS_MIN` prompts it has none yet.
+   m)² / (n²(n − 1)). A ranker has *skill* if its hits lie `SKILL_Z` standard deviations above that mean: chance passes
+   one test in a hundred. With fewer than `PROMPTS_MIN` prompts it has no skill.
 """
 
 from __future__ import annotations

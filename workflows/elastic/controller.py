@@ -1,22 +1,22 @@
-"""How many generators a job should have: StreamRL's dynamic adjustment (arXiv 2504.15930, section 4.2). Pure: no clock,
-no process.
+"""The number of generators of a job: StreamRL's dynamic adjustment (arXiv 2504.15930, section 4.2). Pure: no clock, no
+process.
 
-The law. A step took S seconds, with n generators all the while. The trainer waited I for rows; a generator had no row
-for W, in the mean over generators. So training took T_train = S − I, generation T_gen = S − W, and δ = T_gen − T_train
-= I − W, whether the two overlap or follow each other.
+A step takes S seconds with a constant number n of generators. The trainer waits I seconds for rows; a generator is
+without a row for W seconds (mean over generators). So training takes T_train = S − I, generation T_gen = S − W, and δ =
+T_gen − T_train = I − W, whether the two overlap or alternate.
 
 1. One more generator saves T_gen/(n+1) if rows are shared evenly. Add when δ ≥ θ·T_gen/(n+1) (θ is `threshold`; with 1
    it is StreamRL's δ′).
-2. One fewer costs T_gen/(n−1). Remove when −δ ≥ (1 + θ/2)·T_gen/(n−1): generation is then still the faster side.
-3. Either must hold in `patience` steps running, in which the number of generators did not change. The first step after
-   a change is not looked at: it had both.
-4. Under a constant load no change is followed by its opposite: after an addition −δ ≤ (1−θ)·T_gen'/n of n+1 generators,
-   below rule 2's bound; after a removal δ < 0.
-5. Under any load, a change that is the opposite of the last doubles `patience`, up to `PATIENCE_MAX`; `CALM` times as
-   many steps without one halve it. So in N steps there are at most log2(PATIENCE_MAX) + 1 + N/`CALM` such changes.
-6. The last generator goes only if there was no row to generate for `idle_s` (longer as `patience` is), and `min` is 0.
-   The first one comes back as soon as there is a row: nothing else would end the wait.
-7. The number is always brought between `min` and `max` first, by one a call, without patience.
+2. One fewer costs T_gen/(n−1). Remove when −δ ≥ (1 + θ/2)·T_gen/(n−1): generation then remains the faster side.
+3. Either must hold in `patience` consecutive steps with the same number of generators. The first step after a change is
+   ignored: it had both numbers.
+4. Under a constant load a change is never reversed: after an addition −δ ≤ (1−θ)·T_gen'/n of n+1 generators, below rule
+   2's bound; after a removal δ < 0.
+5. Under any load, a change that reverses the last one doubles `patience`, up to `PATIENCE_MAX`; `CALM` times as many
+   steps without a reversal halve it. So N steps have at most log2(PATIENCE_MAX) + 1 + N/`CALM` reversals.
+6. The last generator is removed only if `min` is 0 and no row was to be generated for `idle_s` (longer as `patience`
+   grows). The first one starts as soon as there is a row, since nothing else would generate it.
+7. A number outside `min` to `max` is corrected first, by one a call, without patience.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CALM: Final = 16
 
 class ElasticTerms(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds and sensitivity. min, max: generators. threshold: θ. patience: steps. idle_s: rule 6. Raises `UsageError`
-    or `Impossible` for values that the law does not cover.
+    or `Impossible` for values outside the rules.
 
     >>> ElasticTerms(max=2)
     ElasticTerms(min=1, max=2, threshold=1.0, patience=2, idle_s=60.0)
@@ -60,8 +60,8 @@ class ElasticTerms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """A step of the trainer. Seconds. trainer_wait_s: for rows. generator_wait_s: without a row, mean over
-    `generators`, which were there all the while.
+    """The times of one trainer step, in seconds. trainer_wait_s: for rows. generator_wait_s: without a row, mean over
+    `generators`, whose number was constant.
 
     >>> times = StepTimes(seconds=10.0, trainer_wait_s=6.0, generator_wait_s=1.0, generators=2)
     >>> times.generation_s, times.training_s, times.delta_s

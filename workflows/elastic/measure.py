@@ -1,7 +1,7 @@
 """The times of a trainer's steps and of the generators in them, from the events of a flow. Pure.
 
-A step ends with the trainer's report. Its generators' spans are complete only a little later, since a process reports
-work when a part of it ends: so a step is measured when the next one ends.
+A step ends with the trainer's report. A process reports its work a little later, so a step is measured when the next
+one ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transferqueue.workflows.flow.events import WORK, Figures, TimeSpan
 from transferqueue.workflows.flow.reports.loggers import STEP
 
 _SPANS_MAX: Final = 4096
-"""Spans of one generator that are kept; of a step with more, the rest counts as waiting."""
+"""Spans kept for each generator; further ones of a step count as waiting."""
 
 
 class MeasuredStep(NamedTuple):
@@ -31,9 +31,9 @@ class _Ended(NamedTuple):
 
 
 class StepMeter:
-    """Collects events; `step` gives the step before the one that was just reported.
+    """Collects events; `step` returns the step before the latest reported one.
 
-    A generator counts from its first span until it is told to leave (`left`).
+    A generator counts from its first span until its removal starts (`left`).
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class StepMeter:
 
     @property
     def generators(self) -> list[str]:
-        """Labels of those that have reported, and were not told to leave."""
+        """Labels of the generators that have reported and are not being removed."""
         return list(self._since)
 
     def span(self, label: str, span: TimeSpan) -> None:

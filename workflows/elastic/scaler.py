@@ -21,15 +21,15 @@ from transferqueue.workflows.flow.processes.stage_process import StageJob
 
 ELASTIC: Final = "elastic"
 """Kind of the event that reports a measured step (by: 0) or a change (by: 1 or −1). Its values: step, by, why,
-generators (before the change), delta_s, bound_s, generation_s, training_s, seconds, patience; only numbers that are
-known."""
+generators (before the change), delta_s, bound_s, generation_s, training_s, seconds, patience; unknown numbers are
+absent."""
 LABEL: Final = "scaler"
 LOOK_S: Final = 2.0
-"""Seconds between two looks at the table's counters, which nobody reports while there is no generator."""
+"""Seconds between two reads of the table's counters, which generators report while there are any."""
 
 
 class ChangingFlow(Protocol):
-    """What the scaler needs of a flow."""
+    """The calls of a flow that the scaler uses."""
 
     def add(self, job: StageJob) -> None:
         """Start one more process."""
@@ -39,7 +39,7 @@ class ChangingFlow(Protocol):
 
 
 class Scaler:
-    """Hears the events of a flow and passes them on to `observe`; adds and removes processes like `template`.
+    """Receives a flow's events and passes them on to `observe`; adds and removes processes like `template`.
 
     count: processes at the start, with instances 0 to count − 1. deadline_s: of a removal. The processes of `template`
     must be elastic. Safe from any thread.

@@ -29,7 +29,7 @@ REMOVED: Final = "removed"
 
 
 class DrainRequest:
-    """Whether a drain was requested, and what is to be done then. Safe from any thread.
+    """Whether a drain was requested, and the actions to take then. Safe from any thread.
 
     >>> drain = DrainRequest()
     >>> with drain.when_requested(lambda: None):
@@ -106,7 +106,7 @@ class Removal:
 
 
 class Drainable(Protocol):
-    """What is asked of a job: see `StageJob`."""
+    """The required attributes of a job: see `StageJob`."""
 
     @property
     def label(self) -> str:

@@ -1,8 +1,8 @@
 """Events that the processes of a flow send to their supervisor: one line of JSON each, over a pipe.
 
-A pipe needs no server, keeps the order, keeps what a killed process has written, and its end shows that the
-process has exited. Times are ``time.monotonic()`` seconds, which all processes of a machine share; times of another
-machine are shifted to the supervisor's clock.
+A pipe needs no server, keeps the order, keeps the events of a killed process, and its end shows that the process has
+exited. Times are ``time.monotonic()`` seconds, which all processes of a machine share; times of another machine are
+shifted to the supervisor's clock.
 """
 
 from __future__ import annotations

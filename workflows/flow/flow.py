@@ -1,7 +1,5 @@
 """The supervisor of a flow: starts a process for each job, receives their events, and ends all of them.
 
-Rules:
-
 1. Processes share only the queue. Each is a process group of its own: Ctrl-C in the terminal reaches
    the supervisor alone, and a signal to one process also reaches its children.
 2. A thread supervises them from entering the flow until leaving it, whatever the program does meanwhile. The kernel
@@ -268,7 +266,7 @@ class Flow:
                     return
                 continue
             child, act = key.data
-            # What was ready together with the death of its process was read then.
+            # Events that were ready together with the process's death were read then.
             if self._children.get(child.job.label) is child:
                 act(child)
 
@@ -315,7 +313,7 @@ class Flow:
         self._observe(label, Figures(kind=kind, at=time.monotonic(), values=values))
 
     def _give_up_removals(self) -> None:
-        """The flow ends: nobody drains any more."""
+        """The flow ends: drop the pending drains."""
         waiting = [child.removal for child in self._children.values() if child.removal]
         waiting += [asked for asked in self._asked if isinstance(asked, Removal)]
         for removal in waiting:
@@ -385,7 +383,7 @@ class Flow:
             while child.events in self._selector.get_map():
                 self._read(child)
         except BlockingIOError:
-            pass  # someone else still holds the pipe: all that was told has been read
+            pass  # another process still holds the pipe; all events have been read
         return code
 
     def _start_again(self, dead: ChildProcess) -> None:
@@ -408,8 +406,8 @@ class Flow:
 
 
 def started_with(dead: StageJob, jobs: Sequence[StageJob], running: Collection[str]) -> list[StageJob]:
-    """Return what must start again with `dead`: all that work only together with it. If those of another name have
-    finished, what they did stays, and only those of its own name must. running: labels.
+    """Return the labels that must restart with `dead`: all that work only together with it. If those of another name
+    have finished, their results stay, and only those of its own name restart. running: labels.
     """
     others = [job for job in jobs if dead.together and job.together == dead.together and job.label != dead.label]
     whole = all(job.label in running for job in others if job.name != dead.name)

@@ -264,7 +264,7 @@ class RayFlow:
 
 
 class _Heard(enum.Enum):
-    """What came of a job: an event, its end, or its death, after which it has a try left."""
+    """A report of a job: an event, its end, or its death, after which it has a try left."""
 
     EVENT = 0
     ENDED = 1
@@ -340,7 +340,7 @@ class _Running:
         self._ends.append(how.text)
         if how.code == EXIT_FINAL or self._restarts <= 0:
             last_words = self._failure.text if self._failure else how.text
-            ends = "; then: ".join(dict.fromkeys(self._ends))  # what came after may follow from what came first
+            ends = "; then: ".join(dict.fromkeys(self._ends))  # a later failure may follow from the first
             raise StageFailed(
                 f'stage "{self.job.label}" failed on Ray, and no try is left: {ends}; its log is in Ray\'s',
                 stage=self.job.label,
@@ -386,7 +386,7 @@ class StageActor:
 
 
 def _do(job: StageJob, address: str, emit: Sender, drain: DrainRequest, ended: list[_Ended]) -> None:
-    how = _Ended(1, "it raised what is no error of the queue; see its log")
+    how = _Ended(1, "it raised an error that is not of the queue; see its log")
     try:
         if job.place:
             os.chdir(job.place)

@@ -39,8 +39,8 @@ Where = Sequence[tq.TagIs | tq.VersionBetween | tq.Compare]
 """Predicates of a lease: a row must satisfy all."""
 
 STALL_S: Final = SECONDS_MAX
-"""How long a stage waits for a row: until its table ends. It logs each minute what is missing. With a limit, the stage
-fails its flow then."""
+"""How long a stage waits for a row: until its table ends, with a warning each minute. With a limit, the stage then
+fails its flow."""
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,8 +120,8 @@ Work = Callable[[tq.Batch], Mapping[str, Any] | Iterable[PartialResult]]
 
 
 class LeaseChoice(NamedTuple):
-    """What a process leases now. where: rows that it prefers, beside those of its stage. slots: rows in work at once
-    (0: as the stage says).
+    """The lease terms of a process. where: predicates beside those of its stage. slots: rows in work at once (0: the
+    stage's).
 
     patient: wait for rows that are preferred, for `preference.LOOK_S`, before any other row is taken.
     """
@@ -133,7 +133,7 @@ class LeaseChoice(NamedTuple):
 
 @runtime_checkable
 class ChoosingWork(Protocol):
-    """The function of a stage that also chooses what its process leases: asked before each lease."""
+    """The function of a stage that also chooses its process's lease terms: called before each lease."""
 
     def __call__(self, batch: tq.Batch) -> Mapping[str, Any] | Iterable[PartialResult]:
         """As `Work`."""

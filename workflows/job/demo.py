@@ -111,8 +111,8 @@ def demo_job(
     """Return the job for the model and questions in `inputs` (see `make_inputs`).
 
     weight_max: decoupled PPO: clip around the policy before the step, and cut the weights of older rows here. budget:
-    as of `SamplingSettings`. over_sample: as of `PacingSettings`; so is max_staleness, whose default is what the mode
-    needs.
+    as of `SamplingSettings`. over_sample: as of `PacingSettings`; so is max_staleness, whose default depends on the
+    mode.
     """
     learned, gym = LEARNED[task], GYM_TASKS[task]
     steps = steps or learned.steps

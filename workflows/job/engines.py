@@ -37,9 +37,8 @@ def open_engine(settings: EngineSettings, job: Job, *, place: int = 0) -> Genera
     """Start the engine, or connect to it. Blocks while it starts (seconds to minutes). The caller closes it.
 
     place: of `settings` in ``job.engine``, for error texts. The engine has the weights of `model.path`, as version -1,
-    until somebody updates them. It generates at most ``settings.slots`` completions at once. With
-    ``trainer.order = "ordinal"`` the transformers engine keeps each request apart, so that its numbers repeat bit for
-    bit.
+    until they are updated. It generates at most ``settings.slots`` completions at once. With ``trainer.order =
+    "ordinal"`` the transformers engine keeps each request apart, so that its numbers repeat bit for bit.
 
     Raises `UsageError` for options that the engine does not take and for an engine that is not installed, and
     `Impossible` for an endpoint without weights in a job that would outgrow them; `PeerError` if a server does not
@@ -55,8 +54,8 @@ def open_engine(settings: EngineSettings, job: Job, *, place: int = 0) -> Genera
         ) from error
     except TypeError as error:
         raise UsageError(
-            f"{key}.options={settings.options!r}: the engine takes other arguments: {error}; leave out what it does "
-            "not take"
+            f"{key}.options={settings.options!r}: the engine takes other arguments: {error}; remove the options "
+            "that it does not take"
         ) from error
 
 

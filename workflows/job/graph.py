@@ -15,7 +15,7 @@ no torch.
                                   --train-----> new weights                  paces the table
                                   --train_critic-> new values                ppo
 
-Which of them a job has, and what each reads: `transferqueue.workflows.job.settings.defaults`.
+Which of them a job has, and their columns: `transferqueue.workflows.job.settings.defaults`.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def generating_task(job: Job) -> str:
 
 
 def fields(job: Job) -> list[tq.Field]:
-    """Return the columns of the table: those that its tasks need or give, and what the source puts."""
+    """Return the columns of the table: those that its tasks need or give, and those of the source."""
     named = dict.fromkeys(("prompt_ids", names.DATA))
     for stage in stages(job):
         named |= dict.fromkeys((*stage.task.needs, *stage.task.gives))
@@ -172,7 +172,7 @@ def stages(job: Job) -> list[Stage]:
 
 
 def _stage(task: str, job: Job) -> Stage:
-    """Return the stage of a task: what it needs and gives, and how many rows one call gets."""
+    """Return the stage of a task: its columns, and how many rows one call gets."""
     needs, gives = _columns(task, job)
     whole = defaults_of(job.algorithm.kind).compares and task in (names.ADVANTAGE, names.TRAIN)
     declared = tq.Task(

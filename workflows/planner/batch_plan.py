@@ -1,25 +1,21 @@
 """Which engine generates which rows of a batch: classes by expected length, and slots for each.
 
-The law:
-
 1. The *tail* is the rows with at least `cut` expected tokens. Engines of the tail may get fewer slots than they have: a
    token of a small batch takes less time, and a long answer is a long chain of tokens. All splits of engines, three
    cuts (StreamRL has one, the longest fifth) and three sizes of the tail's batch are considered.
 2. StreamRL's estimate (PTL × P90 of the tail, PTL × P50 of the rest, times the rounds that slots force; the larger of
    the two) chooses `CANDIDATES` of them, which are simulated (`engine_times`), beside longest first without a split and
    the given order.
-3. Lengths of a simulation are expected lengths times ratios that the ranker's own predictions had: what a ranker gets
-   wrong counts against a plan. `CHOOSING` such draws choose the plan that is the fastest in the mean, and `JUDGING`
-   others judge it beside the given order. A first version chose and judged by one draw: its best plan was the luckiest,
-   and split a batch whose ranks were not good enough for that.
-4. A plan is used if the mean of what it saves is at least `GAIN_MIN` of the given order's time, and at least the
-   standard deviation of that over the draws: its error for one batch. Else the given order stays. So none is predicted
-   to be slower. By the same rule a split must save time beside longest first without a split, which has less to get
-   wrong.
-5. Where batches overlap, seconds are those that each of many such batches adds (`engine_times.period_s`): the next
-   batch fills the slots that a tail leaves, so that little is to be gained, and small batches for long rows cost more
-   than they save. A first version did not know that, and was 1.3 × slower than asynchronous without dispatch.
-6. Without a ranker that has skill, or before an engine was measured, the order stays as given, and the plan says why.
+3. Lengths of a simulation are expected lengths times ratios from the ranker's earlier predictions, so its errors count
+   against a plan. `CHOOSING` such draws choose the plan that is the fastest in the mean, and `JUDGING` others compare
+   it with the given order: one draw for both would prefer the luckiest plan, and split a batch whose ranks are too
+   poor.
+4. A plan is used if its mean saving is at least `GAIN_MIN` of the given order's time, and at least the saving's
+   standard deviation over the draws: its error for one batch. Else the given order stays, so no plan is predicted to be
+   slower. By the same rule a split must save time over longest first without a split, which has less room for error.
+5. Where batches overlap, a plan's time is the time that each of many such batches adds (`engine_times.period_s`): the
+   next batch fills the slots that a tail leaves, so there is little to gain, and small batches for long rows cost more
+   than they save. Ignoring this made a job 1.3 × slower than asynchronous without dispatch.
 """
 
 from __future__ import annotations
@@ -166,7 +162,7 @@ def plan_batch(
 
 
 class _Gain(NamedTuple):
-    """What a plan saves of the time of another one, and what it must save to be used (rule 4)."""
+    """The share of another plan's time that a plan saves, and the saving that it needs to be used (rule 4)."""
 
     share: float
     wanted: float

@@ -1,23 +1,21 @@
 """Engines that generate rows, in simulated time. A job's simulation (`simulated_job`) and the plans of a batch
 (`batch_plan`) both run on it.
 
-The law:
-
-1. An engine decodes up to `slots` rows; a token of n rows takes what its curve says for n. A row that begins first
+1. An engine decodes up to `slots` rows; a token of n rows takes the time of its curve at n. A row that begins first
    stops the engine's other rows for `prompt_s`.
 2. A row leaves when its tokens are drawn. Its slot can take the next row after `refill_ms`, one slot after another. So
-   rows that end together, as short ones at the end of longest first, leave slots empty for longer. The first rows are
-   there.
+   rows that end together, as short ones at the end of longest first, leave slots empty for longer. The first rows need
+   no refill.
 3. Among engines with an empty slot, the one with the fewest rows takes the next row, the first one of these.
 4. A row belongs to a class. An engine takes rows of the class that it prefers, and of the other class if there are
    none: it is never idle while rows wait.
 5. Within a class the row with the most expected tokens is first, or the order given, as the plan says.
-6. Where batches overlap, the next one fills the slots that the end of this one leaves. What counts then is the time
-   from one batch's end to the next one's (`period_s`): a plan that ends a batch alone sooner, with smaller batches for
-   long rows, may well lower what engines generate in all.
+6. Where batches overlap, the next one fills the slots that the end of this one leaves. The time from one batch's end
+   to the next one's counts (`period_s`): a plan that ends a single batch sooner, with smaller batches for long rows,
+   may lower the engines' total throughput.
 
-`Generation` advances time and asks the caller for rows, who decides rules 4 and 5: the ledger in a job, two queues in
-`generation_s`, of which a plan needs some thirty while a batch waits.
+`Generation` advances time and asks the caller for rows, which decides rules 4 and 5: the ledger in a job, two queues in
+`generation_s`. A plan calls the latter some thirty times while a batch waits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """The planner: from a profile and a device budget to instances of every stage, slots, micro-batch, depth and mode.
 
-Rules:
-
 1. Generation takes devices of one kind, training and the stages that need devices take one kind: the same, or another,
    perhaps at another site. Every number of instances that the devices allow is a candidate, with every depth,
    micro-batch and number of slots. On one site this is Algorithm 1 of StreamRL (arXiv 2504.15930); on two, Algorithm 1
@@ -13,8 +11,8 @@ Rules:
 3. The discrete-event simulation (`simulated_job`) decides, through the production ledger, selectors and pacing.
    Candidates are simulated in the order of their bounds, until the next bound is above the best that was simulated (and
    its tie). No other plan could be better.
-4. Stages that need no device get enough instances not to be the bound.
-5. The objective is the time of a step (`speed`), or that times what the devices cost meanwhile (`money`): samples a
+4. Stages that need no device get enough instances that they are not the bottleneck.
+5. The objective is the time of a step (`speed`), or its product with the price of the devices (`money`): samples a
    second, or samples for the money. Among plans within `TIE` of the best, the cheaper one wins, then fewer devices,
    then the smaller depth, since staleness has a cost.
 """
@@ -107,7 +105,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def later_step_s(self) -> float:
-        """Median seconds from one step to the next: what a long run sees."""
+        """Median seconds from one step to the next: the time of a step in a long run."""
         return float(np.median(np.diff(self.simulated.steps))) if len(self.simulated.steps) > 1 else self.step_s
 
     def objective(self, objective: Objective) -> float:
@@ -145,7 +143,7 @@ def plan(profile: Profile, objective: Objective = "speed") -> list[Planned]:
 
 
 def _in_order(profile: Profile, lengths: Lengths, objective: Objective) -> list[tuple[float, DevicePlan]]:
-    """Every candidate with its bound, by what is to be small."""
+    """Every candidate with its bound, by the objective."""
     bounded = [(bound_s(profile, candidate, lengths), candidate) for candidate in plans(profile)]
     return sorted(bounded, key=lambda pair: (_objective(pair[0], pair[1], objective), pair[1].price, pair[1].devices))
 

@@ -1,5 +1,5 @@
-"""The profile of a job: what a planner is told. `transferqueue profile` measures and writes it; the timeline of a real
-run may replace some of it.
+"""The profile of a job, the planner's input. `transferqueue profile` measures and writes it; the timeline of a real run
+may replace parts.
 
 Seconds are those of one instance. A device count is of one instance, too::
 
@@ -29,11 +29,10 @@ Seconds are those of one instance. A device count is of one instance, too::
     update_s = 2.0              # until the new weights generate; the trainer goes on meanwhile
     instances_max = 0           # units that may share a batch (0: as many as there are devices)
 
-Between two points of `token_ms` the time is interpolated; more rows than the last point has cost as many times more as
-they are more.
+Times between two points of `token_ms` are interpolated; beyond the last point they grow in proportion to the rows.
 
-A trial run of the whole job says what its processes cost each other, by depth (that of the nearest depth counts;
-without one they cost each other nothing)::
+A trial run of the whole job measures how much its processes slow each other, by depth (the nearest depth counts;
+without a trial, not at all)::
 
     [[trials]]
     depth = 0
@@ -176,7 +175,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trials: list[TrialFactors] = []
 
     def factors(self, depth: int) -> TrialFactors:
-        """What the trial at the nearest depth showed; no factor without a trial."""
+        """The trial at the nearest depth; no factor without a trial."""
         return min(self.trials, key=lambda trial: abs(trial.depth - depth), default=TrialFactors(depth))
 
     @property

@@ -1,7 +1,5 @@
 """A job in simulated time: generation, stages and a trainer around the production ledger.
 
-Rules:
-
 1. The production `Ledger` admits rows (`Reserve` under the job's `Pacing`), chooses them (selectors, predicates) and
    decides which are ready. No policy is copied here; only time is simulated.
 2. Engines generate as `engine_times` says. An instance of a stage takes `call_s`, plus `row_s` for each row that it
@@ -149,7 +147,7 @@ def simulate(job: SimulatedJob) -> Simulated:
 
 
 class _Scaling:
-    """The production controller of generators, and what it changed."""
+    """The production controller of generators, and its changes."""
 
     def __init__(self, terms: ElasticTerms | None) -> None:
         self._controller = None if terms is None else ElasticController(terms)
@@ -346,7 +344,7 @@ class _Simulation:
         self._trainer_wait_s = 0.0
         change = self._scaling.step(step, times)
         if change is not None and change.by < 0:
-            generating[-1].slots = 0  # it takes no row any more
+            generating[-1].slots = 0  # it takes no further row
         elif change is not None:
             self._at(self.now + self._job.start_s, self._add_engine)
 

@@ -4,10 +4,8 @@ section 4) by their names there.
 Programs that know neither tables nor each other share a job by these calls: in threads (`Service`), in an event loop
 (`AsyncService`), or over HTTP (`transferqueue serve --http`).
 
-Rules:
-
-1. `init_engines` declares the job: its stages, what each needs and gives, and how far prompts may run ahead. Any
-   process may call it at any time with the same declaration. It starts no engine.
+1. `init_engines` declares the job: its stages, their columns, and how far prompts may run ahead. Any process may call
+   it at any time with the same declaration. It starts no engine.
 2. `put_prompts_data` waits for room, then puts every prompt as a group of `samples` rows that share its values, or
    nothing.
 3. `get_experience_data` leases rows of a stage until a deadline. `put_experience_data` gives results, by the index that

@@ -1,10 +1,8 @@
 """Requests to a generation service by expected length: the caller's side of dispatch, for a trainer that calls
 `generate`.
 
-Rules:
-
-1. Each request is a batch: its prompts are ranked, a plan is made from what the live generators measured, the plan is
-   published, and then the request is put.
+1. Each request is a batch: its prompts are ranked, a plan is made from the live generators' measurements and published,
+   and then the request is put.
 2. `learn` takes finished samples; a thread teaches the ranker and refits it, so that the trainer never waits for that.
 3. Until the ranker has skill, a request keeps its order; its samples are judged all the same.
 """

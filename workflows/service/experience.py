@@ -1,12 +1,9 @@
 """Rows that a stage got, by AsyncFlow's conventions (arXiv 2507.01663, sections 3.5 and 5): a stream of batches, and
 results keyed by index.
 
-Rules:
-
 - A stream gives ``(batch, index)``. The rows are leased until `put_experience_data` gives their results with that
   index, in any order and any number of batches later: a trainer may hold several and end them after its optimizer step.
-- A stream that is left (``with``, an exception, `close`) gives back what was not taken and every batch whose results
-  were not given.
+- A stream that is left (``with``, an exception, `close`) releases untaken rows and every batch without results.
 - It ends when the table is sealed and drained.
 """
 
@@ -60,15 +57,13 @@ class ExperienceIndex(Generic[BatchT]):
 def lease_terms(
     experience_columns: Sequence[str] | None, experience_count: int | None, terms: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of `Table.lease` for these names: columns (None: what the stage needs) and the number of
-    rows.
-    """
+    """Return the arguments of `Table.lease` for these names: columns (None: the stage's) and the number of rows."""
     named = {"fields": experience_columns, "rows": experience_count}
     return {**terms, **{name: value for name, value in named.items() if value is not None}}
 
 
 class Outstanding(Generic[BatchT]):
-    """Batches that a stream gave and that have not ended, without holding those whose index nobody has."""
+    """Batches of a stream that have not ended; a batch whose index the caller dropped is not kept."""
 
     def __init__(self) -> None:
         self._given: weakref.WeakSet[ExperienceIndex[BatchT]] = weakref.WeakSet()

@@ -1,8 +1,6 @@
 """Requests of samples and the streams of their answers: the stream generation service of StreamRL (arXiv 2504.15930,
 section 4).
 
-Rules:
-
 1. The job is that of `stream_engines`: two stages, *generate* and *train*. Engines come and go (`serve`) and lease
    prompts of the first stage; the process that called `generate` leases finished samples of the second.
 2. `generate` puts the prompts before it returns, so the next request is generated while the stream of the current one
@@ -123,7 +121,7 @@ def check_stages(table: TableBase) -> None:
         )
 
 
-# ---------------------------------------------------------------- what a request puts, and what comes back
+# ---------------------------------------------------------------- the rows of a request, and its results
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ REFUSED = [
     (GRPO, "steps=0", "steps=0: give at least 1"),
     (GRPO, "algorithm.tis_max=0.5", "tis_max=0.5: give 0, or at least 1"),
     (GRPO, "model.dtype=float8", "model.dtype='float8': give float32, bfloat16, float16"),
-    (GRPO, 'model.path=""', 'model.path="": it must be given'),
+    (GRPO, 'model.path=""', 'model.path="": required'),
     (GRPO, 'reward.0.function="exact"', "reward.0.function='exact' is not named as \"module:function\""),
     (GRPO, "engine.1.count=2", "engine.1.count: '1' is no place in an array of 1"),
     # what contradicts
@@ -318,9 +318,9 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, job_file):
         job_from_file(tmp_path)
     with pytest.raises(UsageError, match="over 1,048,576 bytes"):
         job_from_file(job_file("#" * (1 << 20) + "\n"))
-    with pytest.raises(UsageError, match=r"model\.path: it must be given"):
+    with pytest.raises(UsageError, match=r"model\.path: required"):
         job_from_file(job_file("model = {}"))
-    with pytest.raises(UsageError, match="algorithm: it must be given"):
+    with pytest.raises(UsageError, match="algorithm: required"):
         job_from_file(job_file('model = { path = "x" }\ndata = { path = "y" }'))
 
 

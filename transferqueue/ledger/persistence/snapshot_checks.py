@@ -234,7 +234,7 @@ class _Checks:
         for (
             group,
             count,
-        ) in self._counts.refills.items():  # may exceed what the group lacks: another put may have filled it
+        ) in self._counts.refills.items():  # may exceed the missing members: another put may have filled the group
             if not 0 < count <= sizes.get(group, 0):
                 raise self._wrong(
                     f"{count} members of group {group} are asked for; it has {sizes.get(group, 0)} members"

@@ -25,7 +25,7 @@ from transferqueue.wire.answers.stats import AuditAnswer, Stats
 
 
 def observed(state: LedgerState, request: m.Observe) -> Observation:
-    """What the ledger knows of the answer; `UsageError` lists what can be observed."""
+    """The ledger's part of the answer; `UsageError` lists the subjects."""
     view = _VIEWS.get(request.what)
     if view is None:
         raise UsageError(f"{request.what!r} cannot be observed; ask for {listing(_VIEWS)}")
@@ -62,7 +62,7 @@ def _doctor(state: LedgerState, request: m.Observe, tables: Mapping[str, TableSt
 
 
 def sessions(state: LedgerState) -> Sessions:
-    """What each session holds."""
+    """The holdings of each session."""
     return statistics.sessions_stats(state.sessions.values(), state.tables.values(), state.core, state.now)
 
 
@@ -80,7 +80,7 @@ _VIEWS: Final[dict[str, View]] = {
 
 
 def explained(state: LedgerState, request: m.Request) -> str:
-    """What the request lacks and who holds it, or that it does not wait."""
+    """Why the request waits and for whom, or that it does not wait."""
     explain = _EXPLANATIONS.get(type(request))
     try:
         return explain(state, request) if explain else f"{type(request).__name__} does not wait"

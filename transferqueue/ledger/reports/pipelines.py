@@ -1,4 +1,4 @@
-"""How the tasks of a table depend on each other, and how its rows ended of late: what a verdict is found from."""
+"""How the tasks of a table depend on each other, and how its rows ended lately: the input of a verdict."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ EVENTS_SAMPLED: Final = 256
 
 
 def pipeline(table: TableState) -> TablePipeline:
-    """What each task needs, gives and still lacks, in the order of declaration, and the latest ends of rows. Task "":
-    the producers."""
+    """The columns that each task needs, gives and lacks, in the order of declaration, and the latest ends of rows. Task
+    "": the producers."""
     live = sample(table) if any(task.counts[PENDING] for task in table.tasks.values()) else None
     return TablePipeline(
         stages=[PipelineStage(task=""), *(_stage(table, task, live) for task in table.tasks.values())],

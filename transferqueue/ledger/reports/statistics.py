@@ -1,4 +1,4 @@
-"""Answers for people and metrics: stats, audit, the life of a row, what is stuck.
+"""Answers for people and metrics: stats, audit, the life of a row, stuck rows.
 
 `transferqueue.wire.answers` declares their figures. Stats and audit cost O(tables x tasks), and a scan of the rows of
 tables that lack copies; the life of a row and the doctor walk a bounded history or sample.
@@ -58,7 +58,7 @@ from transferqueue.wire.messages import LeaseRequest
 
 FATES = {LIVE: "live", DONE: "done", DROPPED: "dropped"}
 _COUNTED: Final = (PENDING, WAITING_FOR_GROUP, RETRYING, READY, LEASED, ACKED_WITH_STEP, KEPT_STALE)
-"""States of which `TaskStats` counts the rows, under their names in `STATES`."""
+"""States whose rows `TaskStats` counts, under their names in `STATES`."""
 
 # ---------------------------------------------------------------- stats
 
@@ -225,7 +225,7 @@ def bytes_stats(blocks: BlockRegistry) -> BytesStats:
 def sessions_stats(
     sessions: Iterable[SessionState], tables: Iterable[TableState], core: SharedState, now: float
 ) -> Sessions:
-    """What each session holds. Looks once at each reservation and each grant, however many sessions there are."""
+    """The holdings of each session. Reads each reservation and each grant once, for any number of sessions."""
     reserved = Counter[int]()
     for table in tables:
         for reservation in table.flow.reservations.values():
@@ -283,7 +283,7 @@ def _event(event: TableEvent, now: float) -> RowEvent:
 
 
 def _forgotten(events: list[TableEvent], now: float) -> dict[str, Any]:
-    """What the events tell of a row that was freed: how it ended."""
+    """How a freed row ended, from its events."""
     put = next((event for event in events if event.what == "put"), None)
     end = next((event for event in reversed(events) if event.what in ("done", "dropped")), None)
     return {
@@ -352,7 +352,7 @@ def _task_view(table: TableState, task: TaskState, at: IntArray, now: float) -> 
 
 
 def doctor(tables: Mapping[str, TableState], channels: dict[str, list[str]], now: float) -> DoctorAnswer:
-    """For each table, in words: what each task waits for, who holds it, and why producers wait; and its pipeline.
+    """For each table, in words: why each task waits and for whom, and why producers wait; and its pipeline.
     channels: sentences about each."""
     return DoctorAnswer(
         now_s=now,
@@ -385,7 +385,7 @@ def _never_progresses(table: TableState, task: TaskState) -> bool:
 
 
 def _of_table(table: TableState, now: float) -> list[str]:
-    """What holds up producers, the clock, and the end of the table."""
+    """Causes that block producers, the clock, and the end of the table."""
     lines = lost_rows(table) + _copies_lines(table)
     if table.rows_resident + table.flow.reserved >= table.limits.rows:
         lines.append(
@@ -441,7 +441,7 @@ def _task_line(table: TableState, task: TaskState, now: float) -> str:
 
 
 def _end_lines(table: TableState) -> list[str]:
-    """What the end of a sealed table waits for: tasks with a pending, held, ready or leased row."""
+    """Why a sealed table has not ended: tasks with a pending, held, ready or leased row."""
     return [
         f'the end of the table waits for task "{task.task.name}": {counted(task.open_rows, "row", "is", "are")} not '
         "done"

@@ -37,7 +37,7 @@ def _latest(channel: WeightChannelState, now: float) -> str:
 
 def _applied(channel: WeightChannelState, core: SharedState, now: float) -> Iterator[str]:
     if channel.versions and not channel.applied:
-        yield "nobody has applied a version"
+        yield "no reader has applied a version"
     versions = sorted({applied.version for applied in channel.applied.values()}, reverse=True)
     for version in versions:
         mine = {session: applied for session, applied in channel.applied.items() if applied.version == version}

@@ -80,7 +80,7 @@ def ack(table: TableState, request: Ack, session: int, now: float) -> DoneReply:
 def _ack_whole(
     table: TableState, task: TaskState, lease: LeaseState, request: Ack, session: int, now: float
 ) -> DoneReply:
-    """Ack a lease of which no row ended before, without columns: nothing of it needs to be searched for."""
+    """Ack a lease whose rows are all open, without columns: no search is needed."""
     rows = lease.rows
     if request.drop:
         check_reason(table, request.drop)
@@ -103,7 +103,7 @@ def _check_results(
     if staged is None:
         return None
     if request.drop:
-        raise UsageError(f"an ack that drops its rows ({request.drop!r}) carries no columns; nobody would read them")
+        raise UsageError(f"an ack that drops its rows ({request.drop!r}) carries no columns: no task would read them")
     if lease.staged is None:  # else these are not used: the rows get those that came first, whatever they have
         held = lease.rows[named[lease.held[named]]]
         check_unset(table.rows, staged, held, table.rows.pages.index(held))
@@ -426,11 +426,11 @@ def renew(table: TableState, request: Renew, session: int, now: float) -> Renewe
     return Renewed(lease.length_s)
 
 
-# ---------------------------------------------------------------- ends that nobody asked for
+# ---------------------------------------------------------------- ends without a request
 
 
 def expire_lease(table: TableState, lease: LeaseState, why: str, now: float, *, died: bool = True) -> None:
-    """End a lease that expired or lost its holder. died: its worker did; nobody worked on an unclaimed share."""
+    """End a lease that expired or lost its holder. died: its worker did; an unclaimed share had no worker."""
     task = table.tasks[lease.task]
     claimed = bool(lease.holders)
     rows = lease.rows[lease.held]
@@ -442,7 +442,5 @@ def expire_lease(table: TableState, lease: LeaseState, why: str, now: float, *, 
     end_lease(table, lease, why, by_holder=False)
     if lease.share is not None:
         for number in table.shared_batches[lease.task, *lease.share].break_up(lease.id):
-            expire_lease(
-                table, table.core.leases.by_id[number], "its batch was given up by another rank", now, died=died
-            )
+            expire_lease(table, table.core.leases.by_id[number], "another rank gave up its batch", now, died=died)
     apply_group_and_stale_rules(table, now)

@@ -1,7 +1,7 @@
 """Rows acked with a checkpoint step: they are done once a checkpoint covers the step.
 
-What a trainer learned from rows is safe only in a checkpoint of its model. So rows acked with a step after the last
-checkpoint stay in the table, per task:
+Training progress is safe only in a checkpoint of the model. So rows acked with a step after the last checkpoint stay in
+the table, per task:
 
     LEASED --ack(step=k)--> ACKED_WITH_STEP --checkpointed(c >= k)--> DONE
                                  |

@@ -66,7 +66,7 @@ def _check_retry(table: TableState, rows: IntArray) -> None:
         )
     if table.sealed and not table.rows_live:
         raise Sealed(
-            f'table "{table.name}" has ended: it is sealed, and its workers were told that no row will come; read the '
+            f'table "{table.name}" has ended: it is sealed, and its workers have seen the end of the table; read the '
             "rows that dropped() lists, and put them into another table"
         )
     if not table.keeps_ended and (why := no_room(table, rows.size, 0)):

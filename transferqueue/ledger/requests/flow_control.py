@@ -116,7 +116,7 @@ def why_clock_is_held(table: TableState, version: int) -> str:
 
 
 def _unclaimed_rows(table: TableState, pacing_task: TaskState, at: IntArray) -> int:
-    """How many of the rows are in shares that no rank has claimed, so that nobody has got them."""
+    """How many of the rows are in shares that no rank has claimed, and thus undelivered."""
     if not table.shared_batches:
         return 0
     leases = table.core.leases.by_id

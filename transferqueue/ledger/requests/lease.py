@@ -157,7 +157,7 @@ def _check_possible(table: TableState, task: TaskState, request: LeaseRequest) -
 
 
 def _ended_spans(table: TableState, request: LeaseRequest) -> IntArray:
-    """Those of the awaited spans of which every row has ended."""
+    """The awaited spans whose rows have all ended."""
     if not request.awaited:
         return NO_ROWS
     spans = np.frombuffer(request.awaited, "<i8").reshape(-1, 2)
@@ -172,8 +172,8 @@ def _rows_held(table: TableState, task: TaskState, session: int) -> int:
 
 
 def _raise_if_ended(table: TableState, task: TaskState, request: LeaseRequest, held: int, now: float) -> None:
-    """Raise if the sealed table can give this request no row any more: `EndOfTable`, or `Impossible` if pending rows
-    are left. held: leased rows that do not come again; the caller ends them before it hears of pending ones.
+    """Raise if the sealed table can give this request no further row: `EndOfTable`, or `Impossible` if pending rows
+    remain. held: leased rows that do not come again; the caller ends them before it gets the error of pending ones.
     """
     if task.counts[LEASED] > held or task.counts[RETRYING] or can_be_requeued(table, task):
         return
@@ -288,7 +288,7 @@ def _claim_share(
 
 
 def is_loading(table: TableState, lease: LeaseState) -> bool:
-    """Whether the lease is a share that nobody has claimed because its blocks are on their way from a disk."""
+    """Whether the lease is a share that no rank has claimed because its blocks are being loaded from a disk."""
     if table.core.blocks.cold is None or lease.share is None or lease.holders:
         return False
     at = table.rows.pages.index(lease.rows[lease.held])

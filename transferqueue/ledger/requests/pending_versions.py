@@ -7,12 +7,12 @@ Invariants:
 - A reader may ask for the parts that have come, to fetch their bytes early. It gets each part once, in the order in
   which they came, and pins its blocks like those of a version. The published version has the same blocks.
 - An *open* version (``parts=0``) has as many parts as came when part 0 comes, all from the session that began it. Each
-  of them starts its length anew: so a relay forwards a version whose parts nobody has counted, at any rate.
+  restarts its time limit, so a relay can forward a version with an unknown number of parts at any rate.
 - Each part comes once. Its blocks have one reference from the pending version, and keep it when the version is
   published.
-- A channel has at most one pending version. It is given up after its length, when the session that began it is closed,
-  when another version is begun, or when bytes of a part are lost. Its parts are then freed. The reason is kept for
-  sessions that still name it.
+- A channel has at most one pending version. It is abandoned after its time limit, when the session that began it is
+  closed, when another version is begun, or when bytes of a part are lost. Its parts are then freed. The reason is kept
+  for sessions that still name it.
 - A *slice* is a field that holds some rows of a tensor, along dimension 0. The slices of a tensor have its dtype and
   its other sizes, and none overlaps another. In a published version they are all of its rows.
 """
@@ -61,7 +61,7 @@ class PendingVersion:
 
     @property
     def is_coming(self) -> bool:
-        """Whether it waits for parts, or for nobody knows how many."""
+        """Whether it waits for parts, or for an unknown number."""
         return bool(self.missing or not self.parts)
 
     @property
@@ -70,7 +70,7 @@ class PendingVersion:
         return f'version {self.version} of channel "{self.channel}"'
 
     def explain(self) -> str:
-        """What it waits for."""
+        """The missing parts."""
         if not self.parts:
             return f"{self.subject} is on its way: parts that have come: {len(self.kept)}"
         return (
@@ -134,7 +134,7 @@ def parts_for(
     session: int,
 ) -> WeightsReply | None:
     """Parts that the session has not got of the version that it waits for, pinned for it; None: there are none now, or
-    it takes none. `VersionGivenUp` if the version of which it has parts was given up.
+    it takes none. `VersionGivenUp` if the version whose parts it has was abandoned.
     """
     if not request.parts:
         return None

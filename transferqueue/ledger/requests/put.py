@@ -48,7 +48,7 @@ def put(state: HasTables, request: PutRequest, session: SessionState, call: int)
         return _reply_to_retry(table, request, before)
     if table.sealed:
         raise Sealed(
-            f'table "{table.name}" is sealed; no row may enter it any more; put before the seal, or into another table'
+            f'table "{table.name}" is sealed; it takes no further rows; put before the seal, or into another table'
         )
     staged = _check_put(table, request, session.id)
     reservation = _check_reservation(table, request, session.id) if request.reservation else None

@@ -59,7 +59,7 @@ def read(table: TableState, request: ReadRequest, session: int, now: float) -> R
 
 @in_table(Cursor)
 def cursor(table: TableState, request: Cursor, session: int, now: float) -> CursorValue:
-    """The lowest ordinal from `request.start` on that was not put yet or of which a row is live."""
+    """The lowest ordinal from `request.start` on that was not put yet or has a live row."""
     return CursorValue(table.ordinals.cursor(request.start))
 
 

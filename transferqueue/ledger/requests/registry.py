@@ -13,7 +13,7 @@ from transferqueue.wire import messages as m
 
 Answer = m.Reply | MustWait
 Operation = Callable[[Any, Any, SessionState, int], Answer]
-"""(state of the ledger, request, session, call) -> reply, or what the request must wait for."""
+"""(state of the ledger, request, session, call) -> reply, or the condition that the request waits for."""
 TableOperation = TypeVar("TableOperation", bound=Callable[[TableState, Any, int, float], Answer])
 AnyOperation = TypeVar("AnyOperation", bound=Operation)
 

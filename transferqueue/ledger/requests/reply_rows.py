@@ -45,7 +45,7 @@ def describe_rows(table: TableState, rows: IntArray, at: Index, names: Sequence[
 
 
 def await_bytes(table: TableState, at: Index, names: Sequence[str]) -> MustWait | None:
-    """What a request must wait for that is to describe these rows: bytes of theirs are on a disk. None: they are all in
+    """The condition that a request describing these rows waits for, if their bytes are on a disk. None: they are all in
     memory."""
     cold = table.core.blocks.cold
     return None if cold is None or not cold.on_disk else cold.want(_blocks_of(table, at, names), table.core)

@@ -111,8 +111,8 @@ def _check_requeue(pacing: Pacing, target: str, tasks: dict[str, Task]) -> None:
         )
     if pacing.task not in downstream(list(tasks.values()), tasks[target])[1]:
         raise Impossible(
-            f'Requeue("{target}"): task "{pacing.task}" needs nothing that comes from it, so stale rows would stay '
-            "ready; name a task that gives what it needs"
+            f'Requeue("{target}"): task "{pacing.task}" needs no column of it, so stale rows would stay '
+            "ready; name a task that gives one of its columns"
         )
 
 
@@ -186,7 +186,7 @@ def _check_not_freed(table: TableState, task: Task, now: float) -> None:
 
 def _introduce(table: TableState, task: Task, now: float) -> None:
     """Add the live rows to the new task, or mark them as absent for it. Visits all rows, once; page by page, since
-    arrays of all rows would cost more than what is done with them.
+    arrays of all rows would cost more than the work on them.
     """
     state, pages = table.add_task(task), table.rows.pages
     for rows in [pages.resident_rows()] if task.groups is not None else map(pages.rows_of, pages.pages()):

@@ -6,7 +6,7 @@ Invariants:
 - A version is composed of blocks: new ones, and blocks of a kept version, its base. Each kept version that contains a
   block has one reference to it. So the block is freed with the last of them, and never before.
 - The newest `keep` versions are kept, and any of them can be pulled at any time. A reply pins its blocks for the
-  session. So a version that is not kept any more keeps its bytes until the last reader unpins it.
+  session. So an evicted version keeps its bytes until the last reader unpins it.
 - A version with a lost block is lost as a whole. A pull gets the newest whole version. A pull of the lost one is
   refused with the cause, and no version can use it as base: the next version is published with all its tensors.
 - Publishing and applying are different facts: `applied` records which session generates with which version, since when.
@@ -75,8 +75,8 @@ class PublishedVersion:
 
 @dataclass(slots=True)
 class AppliedVersion:
-    """A session generates with `version` since `at`. lag_s: how long after its publication; None if that time is not
-    known any more.
+    """A session generates with `version` since `at`. lag_s: how long after its publication; None if that time was
+    evicted.
     """
 
     version: int
@@ -112,7 +112,7 @@ class WeightChannelState:
     """Number of versions begun in parts."""
     pending: PendingVersion | None = None
     given_up: dict[int, str] = field(default_factory=dict)
-    """Numbers of versions that were given up, and why: the newest `GIVEN_UP_KEPT`."""
+    """Numbers of abandoned versions, and why: the newest `GIVEN_UP_KEPT`."""
 
 
 def check_publish(channel: WeightChannelState, blocks: BlockRegistry, session: int, request: Publish) -> None:
@@ -180,7 +180,7 @@ def _check_kept(channel: WeightChannelState, blocks: BlockRegistry, request: Pub
         )
     if base is None:
         raise NotFound(
-            f'version {request.base} of channel "{channel.name}", of which version {request.version} keeps blocks, is '
+            f'version {request.base} of channel "{channel.name}", whose blocks version {request.version} keeps, is '
             f"not kept; it has {listing(channel.versions)}: publish over one of these, or all tensors"
         )
     strange = set(request.kept) - set(base.blocks)
@@ -192,7 +192,7 @@ def _check_kept(channel: WeightChannelState, blocks: BlockRegistry, request: Pub
 
 
 def _part(channel: WeightChannelState, blocks: BlockRegistry, request: Publish, numbers: Sequence[int]) -> VersionPart:
-    """What the request brings: new fields, whose blocks are `numbers`, and those that it keeps of its base."""
+    """The fields of the request: new ones, whose blocks are `numbers`, and those kept of its base."""
     fields, slices = list(request.fields), list(request.slices)
     if request.kept:
         base = channel.versions[request.base]
@@ -237,7 +237,7 @@ def _forget(channel: WeightChannelState, blocks: BlockRegistry, version: int) ->
 def begin(
     channel: WeightChannelState, core: SharedState, request: BeginVersion, session: int, now: float
 ) -> VersionBegun:
-    """Begin a version in parts. One that was begun before is given up."""
+    """Begin a version in parts. A pending one is abandoned."""
     _check_next(channel, request.version)
     core.begin()
     give_up(channel, core.blocks, f"version {request.version} was begun instead")
@@ -346,7 +346,7 @@ def pull(channel: WeightChannelState, core: SharedState, request: Pull, session:
 
 
 def explain_pull(channel: WeightChannelState, request: Pull) -> str:
-    """What a pull waits for."""
+    """The version that a pull waits for."""
     wanted = f"version {request.version}" if request.version >= 0 else f"a version above {request.above}"
     has = f"its latest is {channel.latest}" if channel.latest >= 0 else "nothing was published yet"
     if channel.latest in channel.lost:

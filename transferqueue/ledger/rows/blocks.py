@@ -1,4 +1,4 @@
-"""Extents, blocks and pins: who may write bytes, who still needs them, and when memory may be reused.
+"""Extents, blocks and pins: writers and readers of bytes, and when memory may be reused.
 
 An *extent* is a piece of an arena that one session may write into: the session holds a *grant* of it. A *block* is the
 columns of one commit inside an extent. Invariants:
@@ -10,7 +10,7 @@ columns of one commit inside an extent. Invariants:
 - An extent is *open* until its session returns the grant, or commits blocks that begin at its start and end in its last
   page (a put that asked for exactly its size: nothing more fits).
 - An extent is freed, once, when it is closed and no block in it is live or pinned.
-- An extent of a *lost* shard is removed at that point, but not freed: nobody may reuse its memory.
+- An extent of a *lost* shard is removed at that point, but not freed: its memory is not reused.
 - A block may have *copies*: the same bytes in extents of other shards, committed with it and needed as long as it is.
   The rules about its extent hold for each copy. If the shard of the block is lost, a copy replaces it.
 - A block of one value may have a *content*: the digest of its bytes. Later commits of its owner refer to it by that
@@ -22,8 +22,8 @@ columns of one commit inside an extent. Invariants:
   written, and the new block has the content from then on.
 - A block that lost a copy lacks it until another one is written (`missing_copies`). The bytes of that copy still count
   for the owner of the block: so there is room for it when it comes.
-- A block whose bytes were spilled to a disk has no extent until they are loaded (`cold_blocks`). It counts as before,
-  and nobody pins it.
+- A block whose bytes were spilled to a disk has no extent until they are loaded (`cold_blocks`). It still counts, and
+  is not pinned.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class OwnerBytes:
 
 
 class ExtentState:
-    """A piece of an arena. session: which one may commit into it (0: none any more)."""
+    """A piece of an arena. session: which one may commit into it (0: none)."""
 
     __slots__ = ("blocks", "id", "lost", "nbytes", "offset", "open", "session", "shard", "spans")
 
@@ -129,7 +129,7 @@ class CommittedBlock:
 
 
 class Spill(Protocol):
-    """What the registry tells of its blocks if they may be spilled (`cold_blocks.ColdBlocks`)."""
+    """Calls of the registry about blocks that may be spilled (`cold_blocks.ColdBlocks`)."""
 
     on_disk: dict[int, CommittedBlock]
 
@@ -137,13 +137,13 @@ class Spill(Protocol):
         """A block was committed."""
 
     def forget(self, block: CommittedBlock) -> None:
-        """Nobody needs this block any more."""
+        """This block is unreferenced."""
 
     def may_be_cold(self, extent: ExtentState) -> None:
-        """Nobody reads a block of this extent any more, or nobody writes into it any more."""
+        """The last reader of a block of this extent, or its writer, is gone."""
 
     def want(self, numbers: Collection[int], core: Writes) -> MustWait | None:
-        """What a request must wait for that is to name these blocks."""
+        """The condition that a request naming these blocks waits for."""
 
     def is_wanted(self, numbers: Collection[int]) -> bool:
         """Whether a request waits for one of these blocks, which is on a disk."""
@@ -194,7 +194,7 @@ class BlockRegistry:
         if extent is None or not extent.session:
             return False
         if extent.session != session:
-            raise UsageError(f"extent {number} is granted to another session; return only what was granted to you")
+            raise UsageError(f"extent {number} is granted to another session; return only your own grants")
         if number in self.missing.orders:
             raise _ordered(number)
         return True
@@ -289,11 +289,11 @@ class BlockRegistry:
         self._await_again(order)
 
     def finish_copies(self, session: int, number: int, written: Collection[int]) -> tuple[int, list[PostponedCopy]]:
-        """End the order of this extent; `written` are the blocks that were copied. Returns how many copies count from
-        now on, and what is postponed, whose deadlines the caller sets.
+        """End the order of this extent; `written` are the blocks that were copied. Returns the number of new copies,
+        and the postponed blocks, whose deadlines the caller sets.
 
-        Does nothing if the session has no such order: it reported that before, or the order ended. A block that nobody
-        needs any more counts no copy.
+        Does nothing if the session has no such order: it reported that before, or the order ended. An unreferenced
+        block counts no copy.
         """
         extent = self.extents.get(number)
         if extent is None or extent.session != session or number not in self.missing.orders:
@@ -364,8 +364,8 @@ class BlockRegistry:
     def _check_place(
         self, session: int, written: dict[int, ExtentState] | None, block: WrittenBlock, number: int, start: int
     ) -> int:
-        """Raise unless the bytes of the block may be at `start` in this extent. Returns its shard. written: what the
-        blocks before it take; None: it is the only one (its copies lie in other shards).
+        """Raise unless the bytes of the block may be at `start` in this extent. Returns its shard. written: bytes of
+        the blocks before it; None: it is the only one (its copies lie in other shards).
         """
         extent, end = self.extents.get(number), start + block.nbytes
         if extent is None or extent.session != session or extent.lost or number in self.missing.orders:
@@ -398,9 +398,9 @@ class BlockRegistry:
         replicas: int = 1,
         anew: Collection[int] = (),
     ) -> list[int]:
-        """Add the blocks that `check` accepted. Returns their numbers, in order. refs: references that rows will have
-        to each. replicas: how many shards are to have each, if that is more than have it now. anew: which of `placed`
-        are needed, also if another block has the same content.
+        """Add the blocks that `check` accepted. Returns their numbers, in order. refs: references of rows to each.
+        replicas: how many shards are to have each, if that is more than have it now. anew: which of `placed` are
+        needed, also if another block has the same content.
         """
         written: Written = {}
         numbers: list[int] = []
@@ -489,7 +489,7 @@ class BlockRegistry:
     # ------------------------------------------------------------ bytes that leave memory, and come back
 
     def leave(self, block: CommittedBlock) -> None:
-        """The bytes of a block that nobody pins are on a disk alone from now on."""
+        """The bytes of an unpinned block are from now on only on a disk."""
         extents, block.extents = block.extents, ()
         for extent in extents:
             extent.blocks -= 1
@@ -619,8 +619,8 @@ def _ordered(number: int) -> UsageError:
 def _block_at(
     number: int, placed: WrittenBlock, extents: Sequence[ExtentState], before: BlockLocation
 ) -> BlockLocation:
-    """The location of a block, as replies state it. Nobody changes its lists, so it shares those that are as in the
-    block before."""
+    """The location of a block, as replies state it. Its lists are never changed, so it shares those that are equal in
+    the previous block."""
     fields, counts, copies = before.fields, before.counts, _NO_COPIES
     if placed.fields != fields:
         fields = placed.fields

@@ -1,15 +1,15 @@
-"""The blocks of the coordinator's arena that may leave memory for a disk: which extents leave, which are on their way,
-and what comes back.
+"""The blocks of the coordinator's arena that may leave memory for a disk: the choice of extents to spill, those being
+written, and those to load.
 
 The rules (docs/decisions/spill.md):
 
 1. An extent is spilled as a whole, when it is closed and all its blocks are cold: nothing else makes room. The latest
    blocks leave first, since tasks lease the oldest ones first.
-2. A block stays readable until its bytes are written. If somebody pinned it meanwhile, its extent stays in memory.
-3. The blocks of the load order that is carried out are spared. They may lie scattered, each in an extent with others
-   that nobody needs now. If the order finds no memory, and nothing else is cold, these extents leave, too, and the
+2. A block stays readable until its bytes are written. If it was pinned meanwhile, its extent stays in memory.
+3. The blocks of the load order that is carried out are spared. They may lie scattered, each in an extent with blocks
+   that are not needed now. If the order finds no memory, and nothing else is cold, these extents leave, too, and the
    blocks come back side by side. At most twice for each order: first where that makes room, then all, which ends
-   fragmentation. Neither if what cannot leave takes too much memory anyway.
+   fragmentation. Neither if the extents that must stay take too much memory anyway.
 4. Nothing scans the arena. An extent is listed when it may have become cold, and looked at when memory is short; if it
    is not cold then, it is listed again by what makes it cold.
 """
@@ -38,7 +38,8 @@ NO_BLOCKS: Final[frozenset[int]] = frozenset()
 
 @dataclass(slots=True, eq=False)
 class LoadOrder:
-    """What one request waits for. number: of the order; a later one has a higher one. blocks: those that it needs."""
+    """The blocks that one request waits for. number: of the order; a later one has a higher one. blocks: those that it
+    needs."""
 
     number: int
     blocks: frozenset[int]
@@ -62,8 +63,8 @@ class ColdExtent:
 class ColdArena:
     """The blocks of the arena that may be spilled, or are.
 
-    tables: what the blocks of each table count for. room: the most bytes that the blocks of one request may take in
-    memory now. departed: called when blocks have left the disk.
+    tables: the accounts of blocks by table. room: the most bytes that the blocks of one request may take in memory now.
+    departed: called when blocks have left the disk.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class ColdArena:
         """By extent: the blocks that are being loaded into it, with their offsets."""
         self._forgotten: list[int] = []
 
-    # ------------------------------------------------------------ what the registry tells
+    # ------------------------------------------------------------ calls of the registry
 
     def attach(self, blocks: BlockRegistry) -> None:
         """Follow this registry from now on. None of its blocks is on a disk."""
@@ -128,7 +129,7 @@ class ColdArena:
         self.may_be_cold(block.extent.id)
 
     def forget(self, block: CommittedBlock) -> None:
-        """Nobody needs this block any more, which is in memory."""
+        """This block, in memory, is unreferenced."""
         if block.at.block in (members := self._resident.get(block.extent.id, {})):
             del members[block.at.block]
             self._count_pages(block, -1)
@@ -146,14 +147,14 @@ class ColdArena:
             self._pages.pop(extent.id, None)
 
     def may_be_cold(self, extent: int) -> None:
-        """Nobody reads a block of this extent any more, or nobody writes into it any more."""
+        """The last reader of a block of this extent, or its writer, is gone."""
         if extent in self._resident and extent not in self._is_listed:
             self._is_listed.add(extent)
             heappush(self._listed, -extent)
             self._events += 1
 
     def forget_on_disk(self, block: CommittedBlock) -> None:
-        """Nobody needs this block any more, which is on the disk."""
+        """This block, on the disk, is unreferenced."""
         del self.on_disk[block.at.block]
         self._missing = None
         self._left_disk(block)
@@ -174,8 +175,8 @@ class ColdArena:
             self.may_be_cold(extent)
 
     def missing(self) -> list[tuple[list[int], int]]:
-        """The blocks of the order that are on the disk, and that nobody loads yet, in groups. Each is to be loaded into
-        one extent of so many bytes; the largest first."""
+        """The blocks of the order that are on the disk and not being loaded, in groups for one extent of so many bytes
+        each; the largest first."""
         if self._missing is None:
             loading = {number for offsets in self._loading.values() for number in offsets}
             self._missing = self._grouped((self._needed - loading) & self.on_disk.keys())
@@ -262,7 +263,7 @@ class ColdArena:
 
     def choose_spared(self, nbytes: int) -> list[ColdExtent]:
         """As `choose`, of the extents that are spared for the order, if that finds no memory: others wait for memory,
-        and may use what it needs."""
+        and may use this."""
         if self.order is None or self.order.stuck_since is None:
             return []
         tables = {id(usage) for usage in self._tables()}
@@ -284,7 +285,7 @@ class ColdArena:
         return self._pages_of(at.block for at in extent.blocks if at.block in needed) < extent.nbytes
 
     def _if_cold(self, number: int, tables: Collection[int]) -> ColdExtent | None:
-        """This extent, if it is cold and nobody writes it to the disk. tables: of which tables blocks may leave."""
+        """This extent, if it is cold and not being written to the disk. tables: of which tables blocks may leave."""
         members, extent = self._resident.get(number), self._blocks.extents.get(number)
         if (
             members is None
@@ -303,8 +304,8 @@ class ColdArena:
         return chosen
 
     def finish_writing(self, number: int, *, written: bool) -> list[int]:
-        """The bytes of an extent were written, or could not be. Returns the blocks that lie only on the disk from now
-        on: none if somebody needs the extent again."""
+        """The bytes of an extent were written, or could not be. Returns the blocks that are now on the disk only: none
+        if the extent is needed again."""
         begun = self._writing.pop(number)
         spared = self._needed if number not in self._gathered else NO_BLOCKS
         self._gathered.discard(number)

@@ -5,7 +5,7 @@ The rules (docs/decisions/spill.md; what leaves and comes back: `cold_arena`):
 
 1. Only blocks of tables that lie in the coordinator's own arena alone are spilled. Versions of weights and blocks with
    copies stay.
-2. A block is *cold* while nobody pins it.
+2. A block is *cold* while it is not pinned.
 3. A block on the disk has no extent, and its location names the shard `cold_arena.ON_DISK`. No reply contains such a
    location: a request that would name the block waits, and asks for its bytes with a *load order*.
 4. A load order names all blocks that its request needs. All orders wait in one line. The first one is carried out, and
@@ -15,7 +15,7 @@ The rules (docs/decisions/spill.md; what leaves and comes back: `cold_arena`):
    its request is over, it is carried out all the same, for the next such request.
 5. While the disk is silent, an order that lacks blocks is not carried out, and spares none.
 6. A request whose blocks could never be in memory together is refused.
-7. A block that nobody needs any more is forgotten, and its bytes on the disk with it.
+7. An unreferenced block is removed, with its bytes on the disk.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ColdBlocks:
     def _departed(self) -> None:
         self._may_end = True
 
-    # ------------------------------------------------------------ what the registry tells
+    # ------------------------------------------------------------ calls of the registry
 
     def committed(self, block: CommittedBlock) -> None:
         """A block was committed."""
@@ -68,7 +68,7 @@ class ColdBlocks:
             self.arena.committed(block)
 
     def forget(self, block: CommittedBlock) -> None:
-        """Nobody needs this block any more."""
+        """This block is unreferenced."""
         if block.extents:
             if block.extent.shard == OWN_SHARD:
                 self.arena.forget(block)
@@ -77,14 +77,14 @@ class ColdBlocks:
             self._may_end = self.stirred = True
 
     def may_be_cold(self, extent: ExtentState) -> None:
-        """Nobody reads a block of this extent any more, or nobody writes into it any more."""
+        """The last reader of a block of this extent, or its writer, is gone."""
         if extent.shard == OWN_SHARD:
             self.arena.may_be_cold(extent.id)
 
     # ------------------------------------------------------------ requests that need blocks
 
     def want(self, numbers: Collection[int], core: Writes) -> MustWait | None:
-        """What a request must wait for that is to name these blocks; None if they are all in memory.
+        """The condition that a request naming these blocks waits for; None if they are all in memory.
 
         `Impossible` if they never can be in memory together, `Full` if too many orders wait.
         """
@@ -133,8 +133,8 @@ class ColdBlocks:
             self._carry_out_first()
 
     def end_orders(self) -> list[LoadOrder]:
-        """End the order that is carried out, if nothing of it is on the disk any more. Returns the orders that ended:
-        then requests are due that wait for blocks."""
+        """End the running order if none of its blocks is on the disk. Returns the orders that ended: requests that wait
+        for blocks are then due."""
         if not self._may_end:
             return []
         self._may_end = False
@@ -161,7 +161,7 @@ class ColdBlocks:
 
 
 def _loaded(order: LoadOrder) -> WakeKey:
-    """What a request waits for that made the order."""
+    """The condition that the order's request waits for."""
     return ("loaded", str(order.number))
 
 

@@ -7,8 +7,8 @@ field. An entry replaces the one before it in its part, also one of a higher num
 the same content (`newest_beside`). Results that waited for the last ack of replicas lie in an older block too: what
 rows got meanwhile makes way (`make_way`).
 
-An entry is kept exactly while some field of it is still read there. Entries that are not read any more are returned as
-(block, rows), for `BlockRegistry.retire`.
+An entry is kept exactly while some field of it is read there. Unread entries are returned as (block, rows), for
+`BlockRegistry.retire`.
 
 A table with more than `PARTS_MAX` sets of fields stores further sets as one part per field.
 """
@@ -90,8 +90,8 @@ class ColumnGroups:
         return [reference for part in parts if part.entries for reference in self._take_out(part, part.block.a[at])]
 
     def write(self, at: Index, count: int, parts: Sequence[ColumnGroup], block: int, slots: Slots | None) -> None:
-        """Record that `count` rows, which have no entry there (any more), have the fields of `parts` in `block`. slots:
-        of each row; None: they are the first ones.
+        """Record that `count` rows, which have no entry there, have the fields of `parts` in `block`. slots: of each
+        row; None: they are the first ones.
         """
         if slots is None:
             values = _SLOTS[:count] if count <= PAGE_ROWS else np.arange(count, dtype=np.int32)
@@ -115,7 +115,7 @@ class ColumnGroups:
         return tally(held)
 
     def prune(self, at: IntArray, fields: Iterable[str]) -> Retired:
-        """Remove entries of parts with `fields` from which nothing is read any more. Returns their references."""
+        """Remove unread entries of parts with `fields`. Returns their references."""
         retired: Retired = []
         suspects = {id(part): part for name in fields for part in self._of_field.get(name, ())}
         for part in suspects.values():

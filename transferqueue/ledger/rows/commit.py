@@ -180,7 +180,7 @@ def check_contents(staged: StagedCommit, parts: ColumnGroups, usage: OwnerBytes,
 def check_no_group_facts(staged: StagedCommit) -> None:
     """Raise if an update or ack carries facts that only a put may carry."""
     if "group_id" in staged.facts.numbers:
-        raise UsageError("group_id and group_size are given at put and stay; they cannot be updated")
+        raise UsageError("group_id and group_size are set by put and cannot be updated")
 
 
 def check_size(staged: StagedCommit, table: str, bytes_max: int | None, rows: int) -> None:
@@ -311,7 +311,7 @@ def _check_fields(rows: RowStore, columns: Columns) -> CommitFields:
 
 
 def _check_once(given: Counter[str], shared: Counter[str]) -> None:
-    """Raise for a name that is given more than once, unless each of its blocks has members."""
+    """Raise for a repeated name, unless each of its blocks has members."""
     for name, times in given.items():
         if times > 1 and shared[name] != times:
             raise given_twice(name)
@@ -319,7 +319,7 @@ def _check_once(given: Counter[str], shared: Counter[str]) -> None:
 
 def given_twice(name: str) -> UsageError:
     """The error of a request that gives a field more than once."""
-    return UsageError(f'field "{name}" is given twice in one request; give each field once')
+    return UsageError(f'field "{name}" appears twice in one request; pass each field once')
 
 
 def _inline_field(rows: RowStore, known: dict[str, Field], name: str) -> Field:

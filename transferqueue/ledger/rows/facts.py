@@ -35,7 +35,7 @@ UNSET: Final = {
     "tokens": 0,
     "priority": 0.0,
 }
-"""Values of facts that nobody has set. A row without a group is a group of one."""
+"""Values of facts that are not set. A row without a group is a group of one."""
 
 _LOWEST: Final = {"group_id": -1, "group_size": 1, "policy_version": -1, "policy_version_max": -1, "tokens": 0}
 _HIGHEST: Final = 1 << 53
@@ -66,7 +66,7 @@ class CheckedFacts:
 
 
 NO_FACTS: Final = CheckedFacts()
-"""Of a request without facts. Nobody changes it."""
+"""Of a request without facts. Never changed."""
 
 
 def check_facts(facts: RowFacts, rows: int) -> CheckedFacts:
@@ -121,21 +121,21 @@ def _check_groups(numbers: dict[str, AnyArray]) -> None:
         return
     if ids is None or sizes is None:
         present, missing = ("group_size", "group_id") if ids is None else ("group_id", "group_size")
-        raise UsageError(f"{present} is given without {missing}; give both")
+        raise UsageError(f"{present} without {missing}; pass both")
     if sizes.size and int(sizes.max()) > ROWS_PER_REQUEST_MAX:
         raise UsageError(
             f"group_size {int(sizes.max())} is above {ROWS_PER_REQUEST_MAX}, the most rows one lease may have"
         )
     alone = ids < 0
     if (sizes[alone] > 1).any():
-        raise UsageError(f"group_size {int(sizes[alone].max())} is given for a row without a group_id")
+        raise UsageError(f"group_size {int(sizes[alone].max())} set for a row without a group_id; pass both")
 
 
 def _check_keys(keys: list[str]) -> None:
     named = [key for key in keys if key]
     if len(set(named)) < len(named):
         twice, _ = Counter(named).most_common(1)[0]
-        raise UsageError(f"key {twice!r} is given twice in one request; a key names one row")
+        raise UsageError(f"key {twice!r} appears twice in one request; a key names one row")
 
 
 def _check_tags(tags: list[Tags]) -> None:

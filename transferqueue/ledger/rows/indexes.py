@@ -91,8 +91,8 @@ class FinishedOrdinals:
 
     An ordinal is final if a row of it has ended and none of its rows is live. So a further member of its group makes it
     open again. Ended ordinals are kept as spans of consecutive numbers. Whether one has a live row is looked up only
-    when somebody asks for the cursor. So the end of a row costs one append, and a run that puts its ordinals roughly in
-    order has few spans.
+    for a cursor request. So the end of a row costs one append, and a run that puts its ordinals roughly in order has
+    few spans.
     """
 
     def __init__(self, rows: RowStore) -> None:

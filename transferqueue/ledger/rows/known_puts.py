@@ -14,7 +14,7 @@ _COUNT_MASK: Final = (1 << _COUNT_BITS) - 1
 
 
 def put_key(client: bytes, call: int) -> bytes:
-    """What a put is known by."""
+    """The identity of a put."""
     return client + call.to_bytes(8, "little")
 
 

@@ -6,21 +6,20 @@ The rules (docs/decisions/shards.md):
    (`CommittedBlock.replicas`).
 2. A *copy order* has one shard process write some of these blocks into one extent, which is granted to its session. A
    block is in at most one order. While it waits for one it is in `waiting`.
-3. A copy counts once the shard has said that it is written (`BlockRegistry.finish_copies`). Nobody is told of it
-   before.
+3. A copy counts, and is reported, once the shard has acknowledged its write (`BlockRegistry.finish_copies`).
 4. An order ends when the shard reports it, or when its session ends. Then its extent is closed, and the blocks that
    still lack a copy wait again, behind all others. After `COPY_ORDER_S` it is *overdue*: its blocks wait again, so that
    another shard may copy them, but its extent stays with the session, which may still write there, and a late report
-   still counts for what is still lacking. Only these three close the extent: nobody commits into it, and the session
-   does not return it.
+   still counts for what is still lacking. Only these three close the extent: there are no commits into it, and the
+   session does not return it.
 5. Blocks with the fewest copies are copied first; of these the newest, because rows need them for longest.
 6. A copy that failed is read from the next place of the block when it is ordered again, if there are several. After a
    failure from each of them the block is *postponed* for the shard to which it was copied, by `COPY_RETRY_S` and then
    twice as long each time, up to `COPY_POSTPONED_S`: until then it is not copied there, such as damaged bytes again and
    again. Other shards copy it meanwhile, so one to which every copy fails keeps no block from them. A place that is
    added or lost ends that.
-7. A shard process copies to its own shard. It copies to the coordinator's shard only what no other shard process can
-   copy to its own now.
+7. A shard process copies to its own shard. It copies to the coordinator's shard only blocks that no other shard process
+   can copy to its own now.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ from transferqueue.schema import align
 OWN_SHARD: Final = 0
 """The coordinator's shard, which has no process of its own to copy into it."""
 SCANNED_MAX: Final = 4 * COPY_ORDER_BLOCKS
-"""So many blocks with the same copies are looked at for one order, of which some may be too large for the room that
-there is."""
+"""Blocks with the same copies considered for one order; some may be too large for the free room."""
 Shards = tuple[int, ...]
 """The numbers of the shards in which a block lies, ascending."""
 
@@ -96,7 +94,7 @@ class MissingCopies:
         return bool(self.waiting or self.orders)
 
     def blocks(self) -> Iterator[int]:
-        """All blocks that lack copies, some twice. Of those in an order, some may not be needed any more."""
+        """All blocks that lack copies, some twice. Some of those in an order may be unreferenced."""
         orders = (order.offsets for order in self.orders.values())
         for members in (*self.waiting.values(), *orders):
             yield from members
@@ -110,13 +108,13 @@ class MissingCopies:
         self.waiting.setdefault(shards, {})[block] = nbytes
 
     def remove(self, block: int, shards: Shards) -> None:
-        """The block does not wait any more. No error if it did not."""
+        """Remove a waiting block. No error if it does not wait."""
         members = self.waiting.get(shards)
         if members is not None and members.pop(block, None) is not None and not members:
             del self.waiting[shards]
 
     def forget(self, block: int, shards: Shards) -> None:
-        """As `remove`, and forget that copies failed: the block is not needed any more, or its places change."""
+        """As `remove`, and forget failed copies: the block is unreferenced, or its places change."""
         self.remove(block, shards)
         self.late.pop(block, None)
         self.failures.pop(block, None)
@@ -173,7 +171,7 @@ class MissingCopies:
         return order
 
     def choose(self, shard: int, rooms: Mapping[int, int]) -> CopyChoice | None:
-        """What the process of `shard` copies next; None: nothing now.
+        """The next blocks that the process of `shard` copies; None: nothing now.
 
         rooms: the bytes that each shard with room can still grant to copies, `OWN_SHARD` among them.
         """

@@ -53,7 +53,7 @@ class RowStore:
         self.pages = RowPages()
         self.facts = {name: self.pages.column(dtype, UNSET[name]) for name, dtype in DTYPES.items()}
         self.facts_given: dict[str, None] = {}
-        """Facts that some row was given. All rows have the others as in `UNSET`, which spares replies reading them."""
+        """Facts that some row has. All others are as in `UNSET`, and replies do not read them."""
         self.version = self.facts["policy_version"]
         self.stamped = self.pages.column(np.int64, -1)
         """The table's clock when the row last got its policy version."""
@@ -76,7 +76,7 @@ class RowStore:
         self.row_of_key: dict[str, int] = {}
         self.tags: dict[int, Tags] = {}
         self.tags_most = 0
-        """The most tags that a row was given since no row had any."""
+        """The largest number of tags of a row since no row had any."""
 
     # ------------------------------------------------------------ fields
 
@@ -100,8 +100,8 @@ class RowStore:
             existing = self.fields.get(field.name) or new.setdefault(field.name, field)
             if existing != field:
                 raise SchemaError(
-                    f'field "{field.name}" of table "{self.table}" is {existing.describe()}, but {field.describe()} '
-                    "was given; give values of the declared dtype and shape"
+                    f'field "{field.name}" of table "{self.table}" is {existing.describe()}, not {field.describe()}; '
+                    "give values of the declared dtype and shape"
                 )
         if len(self.fields) + len(new) > FIELDS_MAX:
             raise UsageError(
@@ -189,7 +189,7 @@ class RowStore:
                 self.freed[word].a[at] &= ~bits
 
     def mark_freed(self, at: Index, mask: FieldMask) -> None:
-        """Mark the fields of `mask` as freed: they are not set any more."""
+        """Mark the fields of `mask` as freed."""
         while len(self.freed) < len(self.words):
             self.freed.append(self.pages.column(np.uint64))
         for word, bits in mask.words:
@@ -231,8 +231,8 @@ class RowStore:
             fate = "done" if self.pages.fate.a[at[ended][0]] == DONE else "dropped"
             raise NotFound(
                 f'{numbered(rows[ended])} of table "{self.table}" '
-                f"{agreed(rows[ended], 'has ended: it was', 'have ended: they were')} {fate}, and cannot be changed "
-                "any more"
+                f"{agreed(rows[ended], 'has ended: it was', 'have ended: they were')} {fate}, and cannot be "
+                "changed"
             )
         return at
 

@@ -65,7 +65,7 @@ def choose(table: TableState, task: TaskState, request: LeaseRequest) -> ChosenU
 
 
 def _may_suffice(task: TaskState, request: LeaseRequest, ready: int, least: int) -> bool:
-    """Cheap test that does not read the queue, of which so many units are ready. False: the request has to wait."""
+    """Cheap test, without reading the queue, whether so many ready units suffice. False: the request has to wait."""
     if request.groups or (request.rows and not isinstance(task, GroupTaskState)):
         return ready >= least
     return True
@@ -74,7 +74,7 @@ def _may_suffice(task: TaskState, request: LeaseRequest, ready: int, least: int)
 class _BudgetFit(msgspec.Struct):
     ids: IntArray
     costs: IntArray | None
-    """What each unit takes of the budget; None: one."""
+    """The cost of each unit against the budget; None: one."""
     count: int
     amount: int
     full: bool

@@ -1,7 +1,5 @@
 """When a column of a row ends though the row lives on: its value is freed, and its bytes with it.
 
-Rules:
-
 1. In a table with `AckedColumns` a value is freed when the last task that holds its field is done with the row, or will
    never get it. Tasks hold the fields that they need; while stale rows may be requeued, the pacing task holds what is
    needed for that (`tasks.task_order.tasks_that_hold`). A row that was acked with a step is not done before a
@@ -12,8 +10,8 @@ Rules:
    the row.
 4. A freed value is not set. The row remembers that it was freed until the field is written again, so that a reader
    hears why it is not there (`ColumnFreed`), and so that no task has to give it a second time.
-5. The bytes of a block return when none of its values is needed and nobody views it, as for rows (`rows.blocks`).
-   Clients write columns that end with different tasks into different blocks.
+5. The bytes of a block are freed when none of its values is needed or viewed, as for rows (`rows.blocks`). Clients
+   write columns that end with different tasks into different blocks.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ def end_columns(table: TableState, task: TaskState, rows: IntArray, now: float) 
 
 
 def _ended(table: TableState, field: str, holders: Collection[str], at: IntArray) -> BoolArray:
-    """Which rows have a value of the field that no task needs any more."""
+    """Which rows have a value of the field that no task needs."""
     over = table.rows.has_all(at, table.rows.mask((field,)))
     for name in holders:
         state = table.tasks[name].state.a[at]
@@ -62,8 +60,7 @@ def _ended(table: TableState, field: str, holders: Collection[str], at: IntArray
 def free_values(
     table: TableState, chosen: Mapping[str, BoolArray], rows: IntArray, now: float, *, task: str = "", session: int = 0
 ) -> int:
-    """Free values that rows have. chosen: for each field, of which of `rows`. Returns how many. task, session: for the
-    history."""
+    """Free stored values; `chosen[field]` masks `rows`. Returns the number freed. task, session: for the history."""
     fields_of_rows: dict[bytes, list[str]] = {}
     for field, of_rows in chosen.items():
         if of_rows.any():
@@ -115,7 +112,7 @@ def why_freed(table: TableState, field: str, rows: IntArray, now: float) -> str:
     events = [event for event in table.history.of(row) if event.what == FREED and _may_name(event.detail, field)]
     text = f'column "{field}" of {numbered(rows)} in table "{table.name}" was freed'
     if not events:
-        return f"{text} (when, is no longer recorded); its rows live on without it"
+        return f"{text} (the time was evicted from the log); its rows stay without it"
     event = events[-1]
     ago = f"{max(0.0, now - event.at):.1f} s ago"
     if event.task:

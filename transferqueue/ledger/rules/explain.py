@@ -1,4 +1,4 @@
-"""Texts that say why a request waits: what is missing, and who holds it.
+"""Texts that explain waits: missing rows or memory, and their holders.
 
 These functions walk a bounded sample of rows. They are for errors and for `doctor`, and run only for requests that do
 not proceed.
@@ -52,7 +52,7 @@ def session_name(table: TableState, session: int) -> str:
 
 
 def explain_lease(table: TableState, task: TaskState, request: LeaseRequest, now: float) -> str:
-    """What a waiting lease lacks."""
+    """Why a lease waits."""
     ready = counted(task.ready_units, "group" if isinstance(task, GroupTaskState) else "row", "is", "are")
     wanted = _wanted(request)
     matching = " that match where" if request.where else ""
@@ -246,7 +246,7 @@ def _and_no_worker(table: TableState, task: TaskState, now: float) -> str:
 def _for_givers(
     table: TableState, givers: Iterable[TaskState], at: IntArray, now: float, followed: frozenset[str]
 ) -> list[str]:
-    """The states of the rows at `at` in the tasks that could give what they lack, and what these tasks wait for."""
+    """The states of the rows at `at` in the tasks that give their missing fields, and why these tasks wait."""
     lines = []
     for task in givers:
         states = task.state.a[at]
@@ -264,12 +264,12 @@ def _for_givers(
 
 
 def _given_by_none(table: TableState, name: str, givers: Sequence[TaskState], at: IntArray) -> list[str]:
-    """How many of the rows at `at` lack a field although no task that gives it has them any more."""
+    """How many of the rows at `at` lack a field that no task will give."""
     has: BoolArray = np.zeros(at.size, np.bool_)
     for task in givers:
         has |= np.isin(task.state.a[at], OPEN)
     gone = int((~has).sum())
-    return [f'no task will give "{name}" of {counted(gone, "row")} any more'] if gone else []
+    return [f'no task will give "{name}" of {counted(gone, "row")}'] if gone else []
 
 
 def _forming(table: TableState, task: GroupTaskState) -> list[str]:
@@ -299,7 +299,7 @@ def sample(table: TableState) -> IntArray:
 
 
 def explain_room(table: TableState, why: str, now: float) -> str:
-    """What a put that finds no room waits for."""
+    """Why a put waits for room."""
     return f'table "{table.name}" has no room: {why}; {rows_by_holder(table, now)}'
 
 

@@ -48,7 +48,7 @@ def drop_rows(table: TableState, rows: IntArray, reason: str, now: float) -> Non
 
 
 def finish_rows(table: TableState, task: TaskState, rows: IntArray, now: float, before: int = LEASED) -> None:
-    """Record that `task` is done with leased (or acked) rows. Rows that no task needs any more are done."""
+    """Record that `task` is done with leased (or acked) rows. Rows that no task needs are done."""
     at = table.rows.pages.where(rows)
     task.finish(rows, at, before)
     left = table.rows.tasks_left.a[at].tobytes()

@@ -9,7 +9,7 @@ deadline passed, or (c) the table is sealed:
 - `Refill`: on (a), it asks for the dropped members again. On (b), it asks for all absent members, ends the leases that
   other tasks hold on members that are not ready, and starts the deadline again.
 - On (c), when no member is pending and the group is not whole, `DeliverPartial` applies as above. The other two drop
-  the group, since nothing will be put any more. So every table ends.
+  the group, since no further row comes. So every table ends.
 
 Stale rows. A row is over the bound when ``clock - policy_version > max_staleness``. `on_stale` is applied when the
 clock moves, when the row gets a version, and when it returns from a lease of the pacing task. So no row over the bound
@@ -266,8 +266,8 @@ def requeue(table: TableState, pacing_task: TaskState, target: str, rows: IntArr
 def can_be_requeued(table: TableState, task: TaskState) -> bool:
     """Whether rows that `task` is done with may still be requeued to it, or to a task before it.
 
-    That is so while the pacing task has open rows. Until then the table has not ended for `task`: nobody else could
-    regenerate what a stale row needs.
+    That is so while the pacing task has open rows. Until then the table has not ended for `task`: no other task could
+    regenerate a stale row's columns.
     """
     pacing, pacing_task = table.pacing, table.pacing_task
     if pacing is None or pacing_task is None or task is pacing_task or pacing.max_staleness is None:

@@ -4,7 +4,7 @@ A value is *lost* when its bytes are. That matters once a task waits for it: a t
 back (from a lease, by a rollback, by a requeue). Then the row is requeued to a task that gives the field, as the terms
 declare (`gives`). The row is dropped as "lost" instead if no task gives the field, or if each task that gives it
 
-- does not have the row (any more);
+- does not have the row;
 - precedes a task that gives nothing and is done with the row, whose effect is outside of the queue (a trained row is
   trained once);
 - is, or precedes, a task that takes whole groups and has leased the row's group: members are not regenerated one by
@@ -88,7 +88,7 @@ def wait_again(table: TableState, field: str, rows: IntArray) -> None:
     table.wake_room()
 
 
-# ---------------------------------------------------------------- what is gone
+# ---------------------------------------------------------------- freed results
 
 
 def redo_or_drop_missing(

@@ -1,14 +1,12 @@
 """The results that a task must give for a row: fields that it declares in `gives` and that another task needs.
 
-Rules:
-
 1. An ack is refused unless each row that it ends has every required field, from the ack itself or from before (also if
    it was used and freed since). If another task that gives the field still has the row, that task must give it instead:
    the last one does. A row without a result is ended by a drop.
 2. A sealed table gets no more rows, so a task can tell when its pending rows can never become ready: each of them lacks
    a field that some task gives, and no task that gives it is active. A task is active while it has ready or leased
-   rows, or a pending row that may become ready. A field that no task gives may still come by an update, which nobody
-   can rule out, so a task waits for rows that lack only such fields.
+   rows, or a pending row that may become ready. A field that no task gives may still come by an update, so a task waits
+   for rows that lack only such fields.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ def _refusal(table: TableState, task: TaskState, name: str, columns: Collection[
 
 
 def stranded(table: TableState, task: TaskState) -> bool:
-    """Whether the task has pending rows of a sealed table, and none of them can become ready any more."""
+    """Whether the task has pending rows of a sealed table, none of which can become ready."""
     if not table.sealed or not task.counts[PENDING] or _requeues_stale(table):
         return False
     return not _may_complete(table, task, _active_tasks(table))

@@ -32,7 +32,7 @@ def lease_failed(
 
 
 def work_succeeded(table: TableState, task: TaskState, now: float) -> None:
-    """A row was acked after failures: if the task was paused, it is not any more, and what waits is ready at once."""
+    """A row was acked after failures: a paused task resumes, and its waiting rows are ready at once."""
     paused = task.circuit.opened is not None
     task.circuit.reset()
     if paused:
@@ -65,7 +65,7 @@ def resume_due(table: TableState, task: TaskState, now: float) -> None:
 def trial_due(table: TableState, task: TaskState, now: float) -> None:
     """Have the next trial of a paused task begin. The caller runs `apply_group_and_stale_rules` afterwards."""
     circuit = task.circuit
-    if circuit.due or not task.ready_units:  # no request took what is ready, or nothing is
+    if circuit.due or not task.ready_units:  # no request took the ready rows, or there are none
         _resume(table, task, task.retries.parked(), now)
     circuit.due = True
     if task.retries.has_parked:

@@ -1,5 +1,4 @@
-"""Compares rows with what a client read of them: the condition of an update that must not overwrite what others wrote
-since.
+"""Compares rows with a client's earlier read of them: the condition of an update that must not overwrite later writes.
 
 No row has a counter for this. A value in a block is known by the number of its block: blocks are never changed, each
 write of a field brings a new one or refers to one that has a single value, and a number is used once. An inline value
@@ -22,7 +21,7 @@ from transferqueue.wire.messages import BlocksRead, Inline, RowsRead
 
 
 def check_unchanged(table: TableState, read: RowsRead, rows: IntArray, at: IntArray) -> None:
-    """Raise `RowsChanged` unless the rows have what was read of them. Changes nothing."""
+    """Raise `RowsChanged` unless the rows are as they were read. Changes nothing."""
     _check_names(table, read)
     for inline in read.inline:
         _refuse(table, inline.field, rows, ~_has(table, [inline.field], at) | _differ(table, inline, at))
@@ -48,7 +47,7 @@ def _check_names(table: TableState, read: RowsRead) -> None:
     names = [inline.field for inline in read.inline] + [name for placed in read.blocks for name in placed.fields]
     if not names and read.tags is None:
         raise UsageError(
-            "if_unchanged names neither fields nor tags, so it would hold always; read what must not change"
+            "if_unchanged names neither fields nor tags, so it would always hold; read what must not change"
         )
     if len(set(names)) != count:
         twice = repeated(names)[0]
@@ -91,5 +90,5 @@ def _refuse(table: TableState, what: str, rows: IntArray, changed: BoolArray) ->
         subject = "the tags" if what == "tags" else f'field "{what}"'
         raise RowsChanged(
             f'{subject} of {numbered(rows[changed])} in table "{table.name}" changed after the read; nothing was '
-            "updated: read the rows again, and update what they have now"
+            "updated: read the rows again, then update them"
         )

@@ -1,9 +1,8 @@
 """Refuses requests that would take the server too long, before they change anything.
 
-All clients wait while a request is carried out. What one costs follows from its rows, and from what each of them has
-and causes: values, facts, keys and tags, groups, and tasks that get it. So that is estimated and bounded
-(`limits.check_work`), and not the rows alone: a put of 65,536 rows of plain numbers is carried out, as is one of 16,384
-rows with keys, in groups of eight.
+All clients wait while a request is carried out. Its cost follows from its rows and from the values, facts, keys, tags,
+groups and tasks of each. So that is estimated and bounded (`limits.check_work`), and not the rows alone: a put of
+65,536 rows of plain numbers is carried out, as is one of 16,384 rows with keys, in groups of eight.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ def _leases_of(table: TableState, rows: IntArray) -> int:
 
 
 def read_ns(table: TableState, fields: int) -> float:
-    """What it costs to describe a row in a reply with so many fields."""
+    """The cost of a row in a reply with so many fields."""
     rows = table.rows
     tags = TAGGED_NS + READ_TAG_NS * rows.tags_most if rows.tags else 0
     return ROW_NS + VALUE_NS * (fields + len(rows.facts_given)) + (READ_KEY_NS if rows.keys else 0) + tags

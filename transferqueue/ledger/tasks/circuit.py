@@ -51,7 +51,7 @@ class Circuit:
 
     @property
     def holds(self) -> bool:
-        """Whether no lease may be given now."""
+        """Whether leases are refused now."""
         return self.opened is not None and (not self.due or bool(self.trial))
 
     def failed(self, lease: int, rows: IntArray, *, fresh: bool, now: float) -> bool:
@@ -70,7 +70,7 @@ class Circuit:
         return True
 
     def begin(self, lease: int) -> None:
-        """A lease is given: it is a trial if the circuit is open."""
+        """A lease was granted: it is a trial if the circuit is open."""
         if self.opened is not None:
             self.trial[lease] = None
             self.deadline = None

@@ -53,7 +53,7 @@ class TaskErrors:
         if not self._kinds:
             return ""
         (name, text), error = next(reversed(self._kinds.items()))
-        words = " ".join(f"{name} {text}".split()) or "no reason was given"
+        words = " ".join(f"{name} {text}".split()) or "no reason"
         times = f"{error.count} times, the last" if error.count > 1 else "once,"
         return f"{words}, {times} {now - error.last:.0f} s ago, by {error.worker}"
 

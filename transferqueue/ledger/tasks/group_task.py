@@ -204,8 +204,8 @@ class GroupTaskState(TaskState):
         return group
 
     def _unqueue(self, groups: Sequence[FormingGroup]) -> None:
-        """Take those of the groups out of the queue that are in it: they are not whole any more. Their ready members
-        wait again."""
+        """Take those of the groups out of the queue that are in it: they are incomplete. Their ready members wait
+        again."""
         members: list[int] = []
         for group in groups:
             if group.state == QUEUED:

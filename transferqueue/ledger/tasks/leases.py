@@ -1,8 +1,8 @@
 """Leases: which rows are leased to which session, until when, under which fencing token.
 
-A lease ends when none of its rows is held any more: they were acked or released, the lease expired, or the rows were
-dropped. Tokens ascend strictly over the life of the ledger. So a system that stores the token of a later holder can
-refuse an earlier holder.
+A lease ends when it holds no row: they were acked or released, the lease expired, or the rows were dropped. Tokens
+ascend strictly over the life of the ledger. So a system that stores the token of a later holder can refuse an earlier
+holder.
 
 Two masks follow the rows of a lease. `open`: the holder has not ended the row yet, so it may still name it. `held`: the
 row is still leased. A row that was dropped meanwhile is open but not held. An ack may name it together with other rows;

@@ -12,7 +12,7 @@ first bound by that many rows. The second line asks whether a row that is starte
 rows, would still be within the staleness bound.
 
 Resident and reserved rows together never exceed `limits.rows`. So a put under a reservation always finds room, and a
-put without one waits for rows that nobody has reserved.
+put without one waits for unreserved rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transferqueue.text import counted
 
 @dataclass(slots=True)
 class ReservationState:
-    """Rows that a session may still put. refills: how many of them are members of which group."""
+    """Rows that a session may still put. refills: how many of them are members of each group."""
 
     id: int
     session: int

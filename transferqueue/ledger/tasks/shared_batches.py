@@ -83,7 +83,7 @@ class SharedBatches:
             del self.batches[number]
 
     def share_ended(self, lease: int) -> None:
-        """Record that a share has ended, so that no replica can claim it any more."""
+        """Record that a share has ended, so that no replica can claim it."""
         for number, batch in list(self.batches.items()):
             if (rank := batch.rank_of(lease)) is None:
                 continue

@@ -1,4 +1,4 @@
-"""What the declarations of tasks say about their order: which follow a task, and which must be done before a column
+"""The order of tasks that their declarations imply: which follow a task, and which must be done before a column
 ends."""
 
 from __future__ import annotations

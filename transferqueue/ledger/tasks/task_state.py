@@ -175,9 +175,8 @@ class TaskState:
         self.move(at, rows.size, before, DONE)
 
     def remove(self, rows: IntArray, at: IntArray, to: int = GONE) -> None:
-        """Remove rows from the task: they end, or the task has no work with them any more. The caller removes them from
-        leases.
-        """
+        """Remove rows from the task: they end, or the task has no work for them. The caller removes them from
+        leases."""
         if to == GONE:
             self.counters.dropped += int((self.state.a[at] < DONE).sum())
         self._set_state(at, to)
@@ -317,7 +316,7 @@ class TaskState:
         self.move(at, rows.size, READY, LEASED)
         self.hold.a[at] = lease
 
-    # ------------------------------------------------------------ what is left
+    # ------------------------------------------------------------ remaining rows
 
     @property
     def open_rows(self) -> int:

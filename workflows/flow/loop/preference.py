@@ -1,7 +1,5 @@
 """A lease with a preference: rows of one class first, and any other row rather than none.
 
-The law:
-
 1. Rows that are preferred are leased if some are ready; else any row that is ready; else the process waits, for
    preferred rows only.
 2. It looks for other rows again after `LOOK_S`. Waiting for any row instead would give the first process that waits the
@@ -37,7 +35,7 @@ class PreferringWork:
         return self._work(batch)
 
     def choice(self) -> LeaseChoice:
-        """Return what the process leases now."""
+        """Return the process's current lease terms."""
         return self._choice()
 
 

@@ -1,7 +1,5 @@
 """The loop of a stage or source: lease or reserve, call the function, ack or put, report.
 
-Rules:
-
 1. A row is acked, or released unfinished, together with the columns that its stage returns, in one commit.
 2. While the function works, the client renews the lease (see `Table.lease`). A process that is frozen loses it after
    ``lease_s``, a function that hangs after the task's ``time_limit_s``.

@@ -1,4 +1,4 @@
-"""Serving one lease: call the function of a stage, commit what it gives, and give back what it fails on."""
+"""Serving one lease: call the function of a stage, commit its results, and release the rows that fail."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A stage that keeps its slots full: it leases more rows as each finishes, so an engine never drains between two
 leases.
 
-The law, which `Slots` holds without I/O:
+`Slots` holds these rules without I/O:
 
 1. At most `slots` rows are in work. A lease is asked for as soon as there is room for the least number of rows that the
    stage begins with, for no more rows than there is room for. A group is leased whole, so its stage leases when the

@@ -76,7 +76,7 @@ class ChildProcess:
         select.select([self.death], [], [], max(0.0, deadline - time.monotonic()))
 
     def end(self) -> int:
-        """Kill what is left of the group, and return the exit code of the process."""
+        """Kill the rest of the process group, and return the exit code of the process."""
         # Before wait(): until then the dead leader keeps the number of the group from being used by others.
         self.signal(signal.SIGKILL)
         return self.process.wait()

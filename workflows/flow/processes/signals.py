@@ -14,7 +14,7 @@ def signal_pipe() -> Iterator[list[int]]:
     """Yield a descriptor that can be read once a signal has come, so that a wait for it lets Python handle the signal;
     none outside of the main thread.
 
-    The descriptor is not blocking; whoever wakes reads it empty.
+    The descriptor does not block; the thread that wakes reads it empty.
     """
     if threading.current_thread() is not threading.main_thread():
         yield []

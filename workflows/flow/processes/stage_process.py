@@ -135,7 +135,7 @@ def _opened(job: StageJob, context: Context) -> Iterator[Any]:
                 )
             function = stack.enter_context(opened)
         except (UsageError, Corruption) as error:
-            if type(error) not in (UsageError, Impossible, Corruption):  # NotFound: what is missing may come
+            if type(error) not in (UsageError, Impossible, Corruption):  # NotFound: it may still be created
                 raise
             raise StageFailedInProcess(f"{type(error).__name__}: {error}") from error
         yield function

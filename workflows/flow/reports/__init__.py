@@ -1,1 +1,1 @@
-"""What a flow tells of its work: counts of rows, spans of time, and metrics."""
+"""Reports of a flow's work: counts of rows, spans of time, and metrics."""

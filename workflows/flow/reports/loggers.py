@@ -1,7 +1,5 @@
 """Passes the metrics of a run to a logger: TensorBoard, Weights & Biases, or your own function.
 
-Rules:
-
 - A logger is a function of a step and its metrics, ``log(step, {"reward": 0.5, ...})``.
 - It runs in the supervisor, as part of the flow's `observe`; stages do not know it and never wait for it.
 - It gets numbers: the finite values of the events that stages report per step. A histogram of staleness becomes

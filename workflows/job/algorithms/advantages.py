@@ -1,4 +1,4 @@
-"""Advantages: what a response, or each of its tokens, earned above what was expected. Numpy only.
+"""Advantages: how far the reward of a response, or of each of its tokens, is above the expectation. Numpy only.
 
 Group kinds compare the responses of one prompt:
 
@@ -55,9 +55,9 @@ class ScoredRows:
     """What advantages are made from: R rows, one array a row where a value belongs to each of its T tokens.
 
     rewards: float ``[R]``. group_id: integers ``[R]``, in any order. masks: bool ``[T]``, False for tokens that the
-    policy did not choose. logprobs: the policy's, float ``[T]``; ref_logprobs and values likewise. Only what the
-    algorithm reads must be there (`transferqueue.workflows.job.settings.defaults.columns_of`). `UsageError` for lengths
-    that differ and for a reward that is not finite.
+    policy did not choose. logprobs: the policy's, float ``[T]``; ref_logprobs and values likewise. Only the columns
+    that the algorithm reads are required (`transferqueue.workflows.job.settings.defaults.columns_of`). `UsageError` for
+    lengths that differ and for a reward that is not finite.
     """
 
     rewards: npt.ArrayLike
@@ -147,8 +147,8 @@ def leave_one_out_advantages(rewards: npt.ArrayLike, group_id: npt.ArrayLike) ->
 
 
 def overlong_penalties(lengths: npt.ArrayLike, *, tokens_max: int, buffer: int, penalty: float = 1.0) -> Floats:
-    """Return what a response's length costs: 0 up to ``tokens_max - buffer`` tokens, then linearly down to ``-penalty``
-    at ``tokens_max``.
+    """Return the penalty of a response's length: 0 up to ``tokens_max - buffer`` tokens, then linearly down to
+    ``-penalty`` at ``tokens_max``.
 
     `UsageError` unless ``0 < buffer <= tokens_max``.
 

@@ -7,8 +7,7 @@ before the step, which a step must stay near, *current* is being trained. On fre
 - Token ratio (PPO, arXiv 1707.06347): ``current / old`` at each token.
 - Sequence ratio (GSPO, arXiv 2507.18071, equations 7 and 14): the geometric mean of a row's token ratios; every token
   of the row gets it, with the gradient of its own log-prob.
-- Product ratio (RLOO, arXiv 2402.14740, as in TRL): the product of a row's token ratios, of which the response is one
-  action.
+- Product ratio (RLOO, arXiv 2402.14740, as in TRL): the product of a row's token ratios; the response is one action.
 - Truncated importance weight (Espeholt et al., IMPALA, arXiv 1802.01561): ``min(old / rollout, bound)``, a constant.
   With a clip around *old* it is decoupled PPO (Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298).
 

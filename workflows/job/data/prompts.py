@@ -104,8 +104,8 @@ def _as_text(value: Any, name: str, place: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RenderedPrompt:
-    """One prompt. value: as rewards see it, a text or a list of messages. text: what is tokenized. response: text to
-    learn (sft), or ""."""
+    """One prompt. value: as rewards see it, a text or a list of messages. text: its text for the tokenizer. response:
+    text to learn (sft), or ""."""
 
     value: str | list[dict[str, Any]]
     text: str

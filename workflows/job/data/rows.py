@@ -114,7 +114,7 @@ class ArrowRows:
 
 
 class ParquetRows:
-    """A Parquet file of which only the footer was read. `select` decodes columns into memory."""
+    """A Parquet file whose footer was read. `select` decodes columns into memory."""
 
     def __init__(self, path: Path, file: pyarrow.parquet.ParquetFile) -> None:
         self._path, self._file = path, file

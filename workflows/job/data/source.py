@@ -1,14 +1,12 @@
 """The source of prompts of a job: puts the rows of each prompt's group, and goes on where an earlier process ended.
 
-Rules:
-
 1. Prompts are put in the order of their numbers, whole groups at a time, each group in one commit. So the count of rows
    that the table ever received says which prompt is next, whenever the process was killed: none is lost or doubled. The
    queue refuses a second source that puts a group which is live: the group would have too many rows.
 2. A job that never drops a row puts exactly the prompts of its steps. One that may drop groups (equal rewards, too old,
    a reward that fails) puts more in their place, until the trainer seals the table.
 3. Data that ends before the steps do (`data.epochs`) ends the table: the source seals it, and the trainer's last step
-   takes what is left.
+   takes the remaining rows.
 """
 
 from __future__ import annotations

@@ -24,14 +24,14 @@ Message = Mapping[str, Any]
 
 
 class TextTokenizer(Protocol):
-    """What is used of a tokenizer of transformers, or of the built-in model's."""
+    """The calls used of a tokenizer of transformers or of the built-in model."""
 
     chat_template: Any
     eos_token_id: int | None
     all_special_ids: list[int]
 
     def __call__(self, text: list[str], **options: Any) -> Any:
-        """Tokenize texts; ``["input_ids"]`` of what it returns has a list of ids for each."""
+        """Tokenize texts; ``["input_ids"]`` of the result has a list of ids for each."""
 
     def apply_chat_template(self, conversation: Sequence[Message], **options: Any) -> Any:
         """Render a conversation; with ``tokenize=False`` as text."""

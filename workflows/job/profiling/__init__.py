@@ -1,3 +1,1 @@
-"""Measures what a planner is told of a job: its engine, its trainer, its rewards and its publication, one after the
-other.
-"""
+"""Measures a job for the planner: its engine, its trainer, its rewards and its publication, one after the other."""

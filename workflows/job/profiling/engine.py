@@ -1,4 +1,4 @@
-"""Measures a generator: the lengths of its responses, the time of a token by rows at once, and what a row costs that
+"""Measures a generator: the lengths of its responses, the time of a token by rows at once, and the cost of a row that
 takes the slot of a finished one.
 """
 
@@ -29,7 +29,7 @@ ROUNDS: Final = 3
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredEngine:
-    """Costs of one engine, and what it drew to measure them."""
+    """Costs of one engine, and the responses drawn to measure them."""
 
     generation: GenerationProfile
     prompts: list[Ids]
@@ -50,7 +50,7 @@ def measure_engine(
     stream of rows that keeps the slots full.
 
     Blocks; nothing else should run. Rows that are timed end after a number of tokens: no stop token ends them.
-    `prompt_ms` is what the stream takes beyond its tokens, by row.
+    `prompt_ms` is the time of the stream beyond its tokens, by row.
     """
     rows = list(prompts)[: max(1, ROWS_MAX // samples)]
     requested = [Prompt(ids=ids, samples=samples, seed=row_seed(seed, at)) for at, ids in enumerate(rows)]
@@ -129,7 +129,7 @@ def _counts(slots: int) -> list[int]:
 
 
 def _token_ms(whole_s: float, first_s: float, tokens: int) -> float:
-    """Milliseconds of a token of each row: what a request takes beyond its first token. At least a microsecond."""
+    """Milliseconds of a token of each row: the time of a request beyond its first token. At least a microsecond."""
     return max(1e-3, 1000 * (whole_s - first_s) / (tokens - 1))
 
 

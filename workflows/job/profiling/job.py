@@ -50,13 +50,13 @@ def profile_job(
     """Measure `job` here and return its profile, for `devices` devices. Blocks for the start of its engine and its
     model, and some seconds more.
 
-    code: folder whose modules rewards may name. trial_steps: of a run of the whole job at each depth, which shows what
-    its processes cost each other (0: none; `trial.run_trials`). open_engine_: another way to open the engine (None: the
+    code: folder whose modules rewards may name. trial_steps: of a run of the whole job at each depth, which shows how
+    its processes slow each other (0: none; `trial.run_trials`). open_engine_: another way to open the engine (None: the
     job's). say: told each step. Nothing else should run.
 
     Raises what `preflight` does; `Impossible` for sft, which generates nothing, for a job of episodes, whose time is
-    the environment's, and for engines of several kinds, of which a plan would have to choose; `UsageError` for fewer
-    than 2 devices, and for trials of fewer than 3 steps.
+    the environment's, and for engines of several kinds, which a plan cannot choose between; `UsageError` for fewer than
+    2 devices, and for trials of fewer than 3 steps.
     """
     job = checked(job)
     _check(job, devices)
@@ -140,7 +140,7 @@ def _reward_row_s(
 ) -> float:
     scorer = RewardScorer(job, tokenizer)  # type: ignore[arg-type]
     seconds = []
-    for _ in range(2):  # the first call loads what the functions load
+    for _ in range(2):  # the first call loads models
         started = clock()
         scorer.score(
             ids=[prompts[each.prompt].number for each in drawn],

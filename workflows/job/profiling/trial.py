@@ -1,13 +1,11 @@
-"""Runs a job for some steps, to measure what its processes cost each other: cores and memory that they share, the queue
-between them, waits.
-
-Rules:
+"""Runs a job for some steps, to measure how its processes slow each other: shared cores and memory, the queue between
+them, waits.
 
 1. One trial for each depth of the profile: one engine and one trainer, with the slots of the job and the smallest
    micro-batch that plans try.
 2. The busy time of generation and of training over those that the parts alone predict for the same plan are the
    factors.
-3. What a synchronous step takes beyond its prediction with these factors is its wait. An asynchronous one hides it.
+3. The time of a synchronous step beyond its prediction with these factors is its wait. An asynchronous one hides it.
 """
 
 from __future__ import annotations
@@ -86,7 +84,7 @@ def trial_job(job: Job, changes: dict[str, Any], steps: int) -> Job:
 
 
 def factors(profile: Profile, plan: DevicePlan, summary: RunSummary) -> TrialFactors:
-    """Return what a trial of `plan` shows beside what `profile`, measured part by part, predicts of it (rules 2, 3)."""
+    """Return the factors of a trial of `plan` over the prediction of `profile`, measured part by part (rules 2, 3)."""
     step_s = summary.trained_s / summary.steps
     alone = _predicted(profile, plan)
     idle = 0.0 if summary.trainer_idle is None else summary.trainer_idle

@@ -53,5 +53,5 @@ class FunctionTerm:
     def _hangs(self, rows: RewardRows) -> str:
         return (
             f"reward {self.name} did not return within {self._key}.timeout_s={self._timeout_s:g} s for {len(rows)} "
-            f"rows, of which the first is {rows.described(0)}; make it faster, or set a longer limit"
+            f"rows, the first being {rows.described(0)}; make it faster, or set a longer limit"
         )

@@ -1,7 +1,5 @@
 """The reward of rows: the weighted sum of functions and models, each a term whose own score is kept.
 
-Rules:
-
 1. A term gives each row a finite number, or NaN where it does not apply (None of a function). The reward is the sum of
    weight × score over the terms that apply.
 2. A function that raises, or returns NaN, for a row is named with the row, its prompt and its completion.
@@ -83,7 +81,7 @@ class RewardScorer:
         response_ids: Sequence[Ids],
     ) -> RowScores:
         """Return the scores of rows. Raises `RewardFailed` where a term fails and says "stop"; its text names the row
-        and what it says."""
+        and the failure."""
         rows = RewardRows(
             ids=ids, data=data, prompt_ids=prompt_ids, response_ids=response_ids, tokenizer=self._tokenizer
         )

@@ -1,8 +1,8 @@
-"""Ends this process when a call of somebody else's code does not return: Python cannot stop a thread.
+"""Ends this process when a call of user code does not return: Python cannot stop a thread.
 
-The code runs in the main thread, where its own signals work. Another thread waits for the limit; it writes what hangs
-and where, and exits. Code that holds the interpreter's lock stops that thread too, so a timer of C follows a little
-later. Calls of several threads at once (`CallLimit`) have no timer of C, of which a process has one.
+The code runs in the main thread, where its own signals work. Another thread waits for the limit; it logs which call
+hangs and where, and exits. Code that holds the interpreter's lock stops that thread too, so a timer in C follows a
+little later. Calls of several threads at once (`CallLimit`) have no such timer, since a process has only one.
 """
 
 from __future__ import annotations

@@ -27,15 +27,15 @@ from transferqueue.workflows.job.reward_terms.rows import RewardRows
 from transferqueue.workflows.job.settings.job import Job, RewardSettings
 
 COMPLETION: Final = "42"
-"""What the dummy rows answer."""
+"""The answer of the dummy rows."""
 IMPORT_S: Final = 60.0
 """Seconds for the import of a function's module, beside the time that one call may take."""
 _OUTPUT_CHARS: Final = 2000
 
 
 class RewardTrial(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reward function gave for dummy rows. scores: None where it does not apply. failure: why it gave none, if
-    rows may be dropped."""
+    """The result of a reward function for dummy rows. scores: None where it does not apply. failure: why it gave none,
+    if rows may be dropped."""
 
     name: str
     scores: list[float | None] = []

@@ -1,12 +1,10 @@
-"""Gives up a run that was interrupted and is not to be resumed: what it left in shared memory and in the temporary
-directory goes.
-
-Rules:
+"""Gives up an interrupted run that will not be resumed: frees its shared memory and its files in the temporary
+directory.
 
 1. Nothing is removed while a process of the run lives: the run itself and its server hold locks, which the kernel
    releases when they are gone.
 2. Rows, weights and snapshots of its queue go. Checkpoints, figures, samples and logs stay, and ``discarded`` is left
-   in the folder, so that nobody resumes a run without its rows. A new run begins at its checkpoints with
+   in the folder: a run without its rows cannot be resumed. A new run begins at its checkpoints with
    ``checkpoint.resume``.
 """
 
@@ -25,7 +23,7 @@ from transferqueue.workflows.job.run.snapshots import SNAPSHOTS
 
 
 def discard_run(folder: RunFolder) -> int:
-    """Remove what the run keeps for `run_job` with ``resume``; return the bytes that are free again.
+    """Remove the state that `run_job` needs for ``resume``; return the bytes freed.
 
     Raises `AddressInUse`, and removes nothing, while the run or its server lives; `UsageError` for a run that is
     finished, which keeps nothing.

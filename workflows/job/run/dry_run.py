@@ -1,4 +1,4 @@
-"""The dry run: what a job would do, without a server or a process. Two prompts as text and tokens, each reward on a
+"""The dry run: the steps of a job, without a server or a process. Two prompts as text and tokens, each reward on a
 dummy row, tasks, bytes."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ShownPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShownTask(msgspec.Struct, frozen=True, kw_only=True):
-    """A task of the table: the columns it needs and gives, what one call gets, and how many processes serve it."""
+    """A task of the table: its columns, the rows of one call, and the number of its processes."""
 
     name: str
     needs: list[str]
@@ -42,7 +42,7 @@ class ShownTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DryRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job would do. job: the resolved file. rows_ahead, rows_kept: most live rows, before the trainer and in
+    """The dry run's result. job: the resolved file. rows_ahead, rows_kept: most live rows, before the trainer and in
     all. Bytes are upper bounds."""
 
     job: str
@@ -85,7 +85,7 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def dry_run(job: Job, *, code: Path | None = None) -> DryRun:
-    """Check `job` with its files, call its rewards with dummy responses, and return what it would do.
+    """Check `job` with its files, call its rewards with dummy responses, and return its tasks and bytes.
 
     Raises as `preflight` and `try_rewards` do. Starts nothing that goes on, and writes nothing.
     """

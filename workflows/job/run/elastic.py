@@ -1,4 +1,4 @@
-"""The generating processes of a run, as its settings let them come and go; and what the summary says of it."""
+"""The generating processes of a run, added and removed by its settings, and their figures in the summary."""
 
 from __future__ import annotations
 

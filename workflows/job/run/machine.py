@@ -1,5 +1,5 @@
-"""What a job needs of this machine: packages of its engines and loggers, and devices. Checked before anything
-starts."""
+"""The requirements of a job on this machine: packages of its engines and loggers, and devices. Checked before the
+start."""
 
 from __future__ import annotations
 

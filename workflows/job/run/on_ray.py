@@ -1,8 +1,6 @@
 """A run on a Ray cluster: its server is an actor on this node, every other node has a shard, and each process is an
 actor anywhere.
 
-Rules:
-
 1. The job file is the same; model, data, reward modules and the folder of the run lie where every node sees them under
    the same path.
 2. Any node but the server's may die: its actors start elsewhere, its shard is lost. Rows of the lost shard are
@@ -69,7 +67,8 @@ def flow_on_ray(
     observe: Observe,
     **terms: Any,
 ) -> RayFlow:
-    """Return the flow of the job's processes. environment: variables of their processes. terms: others of `RayFlow`."""
+    """Return the flow of the job's processes. environment: variables of their processes. terms: further arguments of
+    `RayFlow`."""
     here = str(Path.cwd())
     passed = {name: value for name, value in os.environ.items() if name in _PASSED}
     paths = os.pathsep.join(filter(None, (environment.get("PYTHONPATH") or os.environ.get("PYTHONPATH", ""), here)))

@@ -1,4 +1,4 @@
-"""What is checked with the files of a job before anything starts: packages, devices, models, data, rewards, memory.
+"""Checks of a job's files before it starts: packages, devices, models, data, rewards, memory.
 
 Rules that need no file: `transferqueue.workflows.job.settings.rules`.
 """

@@ -1,5 +1,4 @@
-"""What a run reports, collected from the events of its processes: files that grow while it runs, and the figures of the
-summary."""
+"""Collects the events of a run's processes: files that grow while it runs, and the figures of the summary."""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ SAMPLES: Final = "samples"
 """Kind of the event with sample responses."""
 CHECKPOINT: Final = "checkpoint"
 REWARD: Final = "reward"
-"""Kind of the event that says what each reward term gave the rows of a lease."""
+"""Kind of the event with the values of each reward term for the rows of a lease."""
 PUBLICATION: Final = "publication"
-"""Kind of the event that says what a publication of weights cost a rank of a trainer."""
+"""Kind of the event with the cost of a publication of weights for a rank of a trainer."""
 SPANS_MAX: Final = 200_000
 """Spans that are kept for the timeline; of a longer run the last ones."""
 _FILES: Final = {

@@ -1,8 +1,6 @@
 """The generating processes of a job at another site: its engines there, and a server of the site that a relay brings
 the weights to.
 
-The law:
-
 1. The job runs at one site, with the queue, the trainer and everything else; engines with ``site = NAME`` are not
    started there. `run_remote_engines` starts those at their site, until the job's table has ended. Both sites have the
    same job file.

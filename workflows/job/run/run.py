@@ -1,7 +1,5 @@
 """Runs a job: its server, its table and its processes, until the last step; then the summary.
 
-Rules:
-
 1. Nothing starts before the job has passed all rules, those that need its files too (`preflight`).
 2. The server, the stages and the trainer are processes of their own. Whichever is killed is started again, and the run
    goes on; one that cannot work ends the run with its last words.
@@ -86,7 +84,7 @@ def run_job(
     """Run `job` to its end and return its outcome. Blocks for as long as that takes.
 
     folder: of a new run (None: one in ``runs/``), or of one to go on with. code: folder whose modules rewards may name,
-    beside the current one. page: serve the queue's page too. plan: what `job` was changed by; it is kept in the folder,
+    beside the current one. page: serve the queue's page too. plan: the changes made to `job`; it is kept in the folder,
     and its prediction is in the summary. observe: called for every event, by the supervising thread. started: called
     once the processes run.
 

@@ -34,7 +34,7 @@ STARTS_MAX: Final = 3
 _LAST_LINES: Final = 5
 _PREFIX: Final = "transferqueue-run-"
 _RUNTIME: Final = "runtime"
-"""File of the run's folder that names the directory of the socket, for whoever comes after a run that was killed."""
+"""File of the run's folder that names the directory of the socket, to clean up after a killed run."""
 
 
 class KilledInStart(Unreachable):
@@ -74,7 +74,7 @@ class RunServer:
         self.address = f"ipc://{self._runtime}/control.sock"
         try:
             self._start()
-        except BaseException:  # Ctrl-C too: what was started ends
+        except BaseException:  # Ctrl-C too: end the started processes
             shutil.rmtree(self._runtime, ignore_errors=True)
             raise
 

@@ -1,8 +1,6 @@
 """Snapshots of a run's queue beside the checkpoints of its trainer: from them a run goes on whose server's state is
 lost, after a reboot for example.
 
-Rules:
-
 1. A snapshot is taken after each checkpoint, by a thread of its own, while all go on. One that falls due while another
    is written is left out.
 2. It is restored when a run goes on and its server has no table. The trainer then goes on from its newest checkpoint.

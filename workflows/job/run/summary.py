@@ -1,4 +1,4 @@
-"""The summary of a run: what it learned, how fast, and where time went; as JSON and as a text."""
+"""The summary of a run: results, speed, and where time went; as JSON and as text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transferqueue.workflows.job.settings.plan import Predicted
 DIFFERENCE: Final = "logprob_difference"
 """Figure of a step, and, with ``_later``, of its updates after the first."""
 MEASURES: Final = ("reward", "kl", "loss")
-"""What an evaluation may measure; of a run that of its kind."""
+"""Possible measures of an evaluation; a run has that of its kind."""
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     up to the put, in versions since a row's first token; staleness_in_queue: the part after it. publish_lag_s: median
     time from a publication until a generating process has loaded it. swaps: how long generation stood still for new
     weights (`flow.reports.weight_swaps`). elastic: how many generating processes there were; None if their number was
-    fixed. step_s: median time from a step to the next. predicted: what the run's plan said of it.
+    fixed. step_s: median time from a step to the next. predicted: the prediction of the run's plan.
     """
 
     name: str
@@ -101,8 +101,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
             *([("each reward of scored rows", _by_term(self.reward_terms))] if self.reward_terms else []),
             ("seconds", f"{self.seconds:.1f}, {self.trained_s:.1f} of them training"),
             ("samples/s, tokens/s", f"{self.samples_per_s:,.1f}, {self.tokens_per_s:,.0f}"),
-            ("trainer idle", "not told" if self.trainer_idle is None else f"{self.trainer_idle:.0%}"),
-            ("busy", busy or "not told"),
+            ("trainer idle", "not reported" if self.trainer_idle is None else f"{self.trainer_idle:.0%}"),
+            ("busy", busy or "not reported"),
             ("rows by staleness", _counts(self.staleness)),
             ("  of it in flight", _counts(self.staleness_in_flight)),
             ("  of it in the queue", _counts(self.staleness_in_queue)),
@@ -203,7 +203,7 @@ _TASKS: Final = (
 
 
 def evaluated(evaluations: list[dict[str, Any]]) -> tuple[str, float | None, float | None]:
-    """Return what was measured, before the run and after it; None for an evaluation that is missing.
+    """Return the measures before the run and after it; None for a missing evaluation.
 
     >>> before, after = {"when": "before", "reward": 0.25}, {"when": "after", "reward": 0.75}
     >>> evaluated([before, {"when": "during", "reward": 0.5}, after])
@@ -251,16 +251,16 @@ def _by_term(terms: Mapping[str, tuple[float | None, float | None]]) -> str:
 
 def _difference(first: float | None, later: float | None) -> str:
     if first is None:
-        return "not told"
+        return "not reported"
     return f"{first:.2g}" + (
         "" if later is None else f" before the first update of a step, {later:.2g} before the others"
     )
 
 
 def _dispatched(figures: Mapping[str, Any]) -> str:
-    """What a ranker recalled and how often its order was used, in words."""
+    """A ranker's recall and how often its order was used, in words."""
     recalled = [figures[name] for name in ("recall_20", "recall_10", "recall_5") if name in figures]
-    recall = " / ".join(f"{share:.2f}" for share in recalled) or "not told"
+    recall = " / ".join(f"{share:.2f}" for share in recalled) or "not reported"
     return (
         f"recall {recall} at 20 / 10 / 5 % of {figures['judged_rows']:,} rows; {figures['plans_in_order']} of "
         f"{figures['plans']} batches in order of length; last: {figures['why']}"
@@ -324,4 +324,4 @@ def _counts(rows: Mapping[str, int]) -> str:
 
 
 def _milliseconds(seconds: float | None, of: str) -> str:
-    return "not told" if seconds is None else f"{1000 * seconds:.1f} ms ({of})"
+    return "not reported" if seconds is None else f"{1000 * seconds:.1f} ms ({of})"

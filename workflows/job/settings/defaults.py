@@ -1,4 +1,4 @@
-"""What each kind of algorithm implies: settings that a job leaves open, tasks, and columns that tasks read. No torch
+"""The defaults of each kind of algorithm: settings that a job leaves open, tasks, and columns that tasks read. No torch
 here.
 
 A kind is a row of `KINDS`. `filled` replaces the open settings of an algorithm (an empty text, 0 for a clip bound,
@@ -24,8 +24,8 @@ class KindDefaults:
     """One kind of algorithm.
 
     std: divisor of a group's centred rewards. ratio: of each token, or of the whole sequence (its geometric mean over
-    tokens). aggregate: what the mean of the loss is over: ``tokens``; ``rows`` of token means; ``rows_max``: rows times
-    the longest response that is allowed. clip_low, clip_high: bounds of the ratio, ``[1 - clip_low, 1 + clip_high]``.
+    tokens). aggregate: the unit of the loss's mean: ``tokens``; ``rows`` of token means; ``rows_max``: rows times the
+    longest response that is allowed. clip_low, clip_high: bounds of the ratio, ``[1 - clip_low, 1 + clip_high]``.
     whiten: advantages get mean 0 and deviation 1 over the batch. filter_equal: groups with equal rewards are replaced.
     compares: responses of one prompt are compared, so group_size is at least 2. tokenwise: advantages are one for each
     token (column ``token_advantages``, else ``advantages``). critic: a value model is trained. rollout: responses are

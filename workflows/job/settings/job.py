@@ -1,8 +1,8 @@
 """A job as a value: one frozen struct for each table of a job file, and `Job`, which holds them.
 
-The structs hold what the file says, with the defaults of this module and nowhere else. What a
-job leaves open (an empty text, None) is filled in by `transferqueue.workflows.job.settings.resolve`. Rules that concern
-one value are checked when a struct is made; rules between tables by `transferqueue.workflows.job.settings.rules`.
+The structs hold the file's values; the defaults are in this module only. Open settings (an empty text, None) are filled
+in by `transferqueue.workflows.job.settings.resolve`. Rules about one value are checked when a struct is made; rules
+between tables by `transferqueue.workflows.job.settings.rules`.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class RewardSettings(_Table):
 
 
 class AlgorithmSettings(_Table):
-    """What is learned. kind decides what is left open here: empty texts, None, and 0 for clip_low and clip_high (see
+    """The algorithm. kind decides the open settings: empty texts, None, and 0 for clip_low and clip_high (see
     `defaults.filled`)."""
 
     kind: AlgorithmKind
@@ -205,7 +205,8 @@ class ElasticSettings(_Table):
     """How many generating processes there are while the job runs: `min` to `max` (0: always the counts of ``engine``).
     More are started like the last of ``engine``.
 
-    threshold: a process is added when generation takes longer than training by this share of what it would save.
+    threshold: a process is added when generation takes longer than training by this share of the time that it would
+    save.
     idle_s: with ``min = 0``, the last one ends after so long without a row. deadline_s: a process that is removed is
     killed after it.
     """

@@ -1,4 +1,4 @@
-"""The keys of a job file: which exist, which one was meant, and what a value may be. No torch here."""
+"""The keys of a job file: their names, suggestions for misspelt ones, and their values. No torch here."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def refusal(text: str, values: Mapping[str, Any]) -> UsageError:
     key = place.rstrip("`").replace("[...]", "").replace("[", ".").replace("]", "").lstrip(".")
     if missing := re.search(r"missing required field `(\w+)`", rule):
         missing_key = f"{key}.{missing[1]}" if key else missing[1]
-        return UsageError(f"{missing_key}: it must be given; {_example(missing_key)}")
+        return UsageError(f"{missing_key}: required; {_example(missing_key)}")
     found, kind = _found(values, key.split("."))
     allowed = _allowed(kind)
     near = get_close_matches(str(found), allowed, n=1, cutoff=_NEAR) if allowed else []

@@ -1,4 +1,4 @@
-"""A plan as a file: changes of a job file, and what is predicted of the run. No torch here."""
+"""A plan as a file: changes of a job file, and the prediction of the run. No torch here."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ STEPS: Final = 8
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the simulation says. step_s: median seconds from a step to the next. trainer_idle, generators_idle: shares
-    of time without rows."""
+    """The result of the simulation. step_s: median seconds from a step to the next. trainer_idle, generators_idle:
+    shares of time without rows."""
 
     step_s: float
     samples_per_s: float

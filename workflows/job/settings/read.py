@@ -1,8 +1,6 @@
 """Reads a job from a TOML file: strict, with errors that name the key, its value, the rule and the remedy. No torch
 here.
 
-Rules:
-
 1. A file is a `Job`: each table of the file is a struct of `transferqueue.workflows.job.settings.job`. Unknown keys are
    refused, with the key that was probably meant, or the table that the key belongs to.
 2. Changes (``trainer.lr=2e-6``) are applied before anything is checked. The value is TOML; a bare word is a text.

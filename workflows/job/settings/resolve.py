@@ -1,4 +1,4 @@
-"""Fills in what a job leaves open: an empty text, None, "auto". No torch here.
+"""Fills in the open settings of a job: an empty text, None, "auto". No torch here.
 
 What depends on the machine (device "auto") or on the model's files stays open, and the process that loads the model
 decides.

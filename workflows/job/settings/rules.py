@@ -1,9 +1,8 @@
-"""What a job must satisfy before anything starts: rules between its tables, each refusal with its arithmetic. No torch
+"""The rules that a job must satisfy before it starts, between its tables, each refusal with its arithmetic. No torch
 here.
 
-A rule is a function that raises. `UsageError` says that two settings contradict each other or that one is read by
-nobody; `Impossible` that the job could never progress. Ranges of single numbers:
-`transferqueue.workflows.job.settings.ranges`.
+A rule is a function that raises. `UsageError` says that two settings contradict each other or that one is unused;
+`Impossible` that the job could never progress. Ranges of single numbers: `transferqueue.workflows.job.settings.ranges`.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def check(job: Job) -> None:
 def _paths(job: Job) -> None:
     for key, path in (("model.path", job.model.path), ("data.path", job.data.path)):
         if not path.strip():
-            raise UsageError(f'{key}="": it must be given')
+            raise UsageError(f'{key}="": required')
 
 
 def _dtypes(job: Job) -> None:

@@ -1,4 +1,4 @@
-"""The stage ``advantage``: from the rewards of a prompt's responses to what the trainer's loss reads.
+"""The stage ``advantage``: from the rewards of a prompt's responses to the columns of the trainer's loss.
 
 Kinds that compare responses get whole groups. With ``filter_equal`` a group whose rewards are equal is dropped, since
 it teaches nothing, and the source admits another in its place (dynamic sampling; DAPO, arXiv 2503.14476, section 3.2).
@@ -134,8 +134,7 @@ def _differ(rewards_B: npt.NDArray[np.float32], group_B: npt.NDArray[np.int64]) 
 
 
 def _scored_rows(batch: tq.Batch, job: Job, at: npt.NDArray[np.intp]) -> ScoredRows:
-    """Return what the advantages of these rows are made from. Log-probs are the proximal policy's where the job has
-    them."""
+    """Return the inputs of these rows' advantages. Log-probs are the proximal policy's where the job has them."""
     read = columns_of(job.algorithm)["advantage"]
     policy = "prox_logprobs" if "prox_logprobs" in read else "rollout_logprobs"
     has_mask = "loss_mask" in batch.fields

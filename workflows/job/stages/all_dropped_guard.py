@@ -15,7 +15,8 @@ of tries is 10."""
 
 
 class AllDroppedGuard:
-    """Counts the rows that a stage drops without keeping any. what: why, for the message. remedy: what to change."""
+    """Counts the rows that a stage drops without keeping any. what: the reason, for the message. remedy: what to
+    change."""
 
     def __init__(self, job: Job, what: str, remedy: str) -> None:
         self._rows_max = BATCHES_MAX * batch_rows(job)

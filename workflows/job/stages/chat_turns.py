@@ -1,8 +1,8 @@
 """Tokens between two turns of an episode: what stands between the model's last token and its next one.
 
 The history is never rendered or tokenized again. The chat template is asked once for a conversation with an answer of
-known text, followed by the observation; what it writes after that answer is the turn. If the model ended its answer
-itself, the end token is not repeated.
+known text, followed by the observation; its text after that answer is the turn. If the model ended its answer itself,
+the end token is not repeated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ChatTurns:
         observation of None or "".
 
         observation: a text. drawn: the tokens that the model drew before it. Without a chat template the ids are those
-        of the text. Raises `UsageError` for what is no text.
+        of the text. Raises `UsageError` if it is no text.
         """
         if observation is None or observation == "":
             return np.empty(0, np.int32)

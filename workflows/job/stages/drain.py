@@ -1,8 +1,7 @@
 """A generator that drains gives its unfinished rows back with their tokens, so that others go on with them.
 
-The engine is told to abort; each request then ends with its tokens so far (`Pause.ABORT`), and `Generate` releases
-those rows. A request that began while the engine was pausing is met by the next round. An engine that cannot abort
-finishes its rows instead.
+The engine gets an abort; each request then ends with its tokens so far (`Pause.ABORT`), and `Generate` releases those
+rows. The next round aborts requests that began during the pause. An engine that cannot abort finishes its rows instead.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class DrainableWork:
         self._changed = threading.Condition()
 
     def __call__(self, batch: tq.Batch) -> Iterable[PartialResult]:
-        """Yield what the function yields."""
+        """Yield the function's results."""
         with self._changed:
             is_late = self._drain.requested.is_set()
             self._running += not is_late

@@ -11,9 +11,9 @@ a function (or class) that is called with `args` for each episode:
 - ``close()``. A call that does not return within ``timeout_s`` ends the run with the environment's name: Python cannot
   stop it. An attribute ``role`` says what observations are: "user" (the default), or "tool".
 
-A row's response is everything after its prompt: what the model drew, and between it the observations, whose tokens have
-`loss_mask` False. It has at most `sampling.tokens_max` tokens. `rewards` is the term's weight times the sum over the
-turns, which `turn_rewards` keeps.
+A row's response is everything after its prompt: the model's tokens, and between them the observations, whose tokens
+have `loss_mask` False. It has at most `sampling.tokens_max` tokens. `rewards` is the term's weight times the sum over
+the turns, which `turn_rewards` keeps.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ FAILED: Final = "environment_error"
 
 @contextmanager
 def episodes(context: Context) -> Iterator[Work]:
-    """Factory of ``play``: like `rollout`, for episodes. Each row is given as soon as its episode is over."""
+    """Factory of ``play``: like `rollout`, for episodes. Each row is yielded as soon as its episode ends."""
     job = context.settings(Job)
     environments = environment_of(job)
     with generating(context, job) as (engine, weights, sampling, chosen):
@@ -90,7 +90,7 @@ class LimitedEnvironment:
             return cast(tuple[Any, Mapping[str, Any]], self._environment.reset(seed=seed, options=options))
 
     def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, Mapping[str, Any]]:
-        """Act. An error of the environment gets a note of what the policy said."""
+        """Act. An error of the environment gets a note with the policy's text."""
         try:
             with self._call("step"):
                 return cast(tuple[Any, SupportsFloat, bool, bool, Mapping[str, Any]], self._environment.step(action))

@@ -1,13 +1,12 @@
 """Held-out evaluation, in a process of its own beside training.
 
 The trainer asks for one by a row of the table "evaluation" (`request_evaluation`); this process takes the version that
-the row names, or the newest if that is no longer kept, generates responses to the held-out prompts, scores them as
-training does, and reports a metric of kind "evaluation" that says which version it was. The trainer does not wait. The
-first version of a run is taken as soon as it is published, and held until it has been evaluated or another is asked
-for, so a run is evaluated before its first step even if the trainer is quick.
+the row names, or the newest if that was freed, generates responses to the held-out prompts, scores them as training
+does, and reports a metric of kind "evaluation" that says which version it was. The trainer does not wait. The first
+version of a run is taken as soon as it is published, and held until it has been evaluated or another is asked for, so a
+run is evaluated before its first step even if the trainer is quick.
 
-What is measured is said by `measures`: the mean reward; for distillation the divergence from the teacher; for sft the
-loss.
+The measure (`measures`) is the mean reward; for distillation the divergence from the teacher; for sft the loss.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _WAIT_S: Final = 30.0
 
 
 def requests_table(queue: tq.Queue) -> tq.Table:
-    """Return the table of requests; it is created by whoever needs it first."""
+    """Return the table of requests, created at first use."""
     return queue.create_table(
         EVALUATIONS,
         fields=[tq.Field("step", "int64"), tq.Field("version", "int64")],
@@ -91,8 +90,8 @@ def evaluate(context: Context) -> Iterator[Callable[[], None]]:
 
 
 def evaluation_engine(job: Job) -> EngineSettings:
-    """Return the engine that evaluates: one of this process, since new weights of a shared server would change what is
-    trained on.
+    """Return the engine that evaluates: one of this process, since new weights of a shared server would change the
+    training rows.
 
     It is transformers, with the options of the job's first such engine; the built-in one for its model; vLLM for a
     model that needs several devices.
@@ -128,7 +127,7 @@ def serve_requests(context: Context, job: Job, measure: Measure, weights: HeldWe
 
 
 def _is_over(table: tq.Table) -> bool:
-    """Whether the job's table is sealed and drained: then nobody asks any more, though nobody said so."""
+    """Whether the job's table is sealed and drained: then no request comes, even if the table of requests is open."""
     stats = table.stats()
     return stats.sealed and not table.audit().rows_live
 
@@ -156,7 +155,7 @@ class HeldWeights:
 
     @contextmanager
     def at(self, version: int) -> Iterator[tuple[WeightSource, int]]:
-        """Yield the weights of `version`, or the newest if it is no longer kept, and which version they are."""
+        """Yield the weights of `version`, or the newest if it was freed, and their version."""
         if self._first is not None and self._first.version == version:
             yield ChannelWeights(self._address, self._first), version
             self._release()

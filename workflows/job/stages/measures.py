@@ -1,4 +1,4 @@
-"""What a held-out evaluation measures: the reward of responses; for distillation the divergence from the teacher; for
+"""The measure of a held-out evaluation: the reward of responses; for distillation the divergence from the teacher; for
 sft the loss.
 
 - With rewards: ``reward`` of responses drawn at `evaluation.temperature` (0: greedy), scored as in training, and
@@ -53,8 +53,7 @@ class Measure(Protocol):
 
 @contextmanager
 def measure_of(job: Job, open_engine: OpenEngine) -> Iterator[Measure]:
-    """Open the held-out prompts, and what the job is measured with. open_engine: opens a generator, if responses are
-    drawn.
+    """Open the held-out prompts and their measure. open_engine: opens a generator, if responses are drawn.
 
     Raises as `open_held_out` does, and `UsageError` if no held-out prompt is short enough.
     """

@@ -1,11 +1,9 @@
 """When a batch is full, the requests of a job that over-samples end, and their rows go on under the weights that the
 batch makes.
 
-Rules:
-
-1. The trainer announces a full batch (`transferqueue.workflows.flow.loop.full_batches`). The engine is then told to
-   abort: each request ends with its tokens so far, and its row is handed back with them. A row that was not begun is
-   handed back as it is. So no row is lost, or generated twice at once.
+1. The trainer announces a full batch (`transferqueue.workflows.flow.loop.full_batches`). The engine then gets an abort:
+   each request ends with its tokens so far, and its row is released with them. A row that was not begun is released as
+   it is. So no row is lost, or generated twice at once.
 2. A row that is leased again waits for the weights that the batch makes (`policy_weights`). It goes on with its tokens,
    or begins anew where its oldest token is more than `pacing.max_staleness` versions behind.
 3. A request that began while the engine was aborting is met by the next round. An engine that cannot abort, or takes no
@@ -47,8 +45,8 @@ class Oversampling:
             yield due
 
     def until_full(self, version: int, rows: Sequence[int], parts: Iterator[PartialResult]) -> Iterator[PartialResult]:
-        """Yield the results of `rows`, of which those that a full batch left unfinished are handed back. version: of
-        their turn; -1: of an engine that takes no weights.
+        """Yield the results of `rows`; rows left unfinished by a full batch are released. version: of their turn; -1:
+        of an engine that takes no weights.
         """
         with self._changed:
             is_full = self._is_full(version)

@@ -1,7 +1,5 @@
 """The weights of a generating process: which version a row is generated with, and when the engine takes a new one.
 
-The law:
-
 1. Nothing is generated before the first version is there.
 2. *Follow in flight* (async): a thread loads each version as it is published, while tokens are drawn. *Follow between
    requests* is the same, but requests that run are finished first and new ones wait.
@@ -42,8 +40,8 @@ class PolicyWeights(Protocol):
     """When rows of a batch may be generated."""
 
     def turns(self, batch: tq.Batch) -> list[tuple[int, list[int]]]:
-        """Return (version, positions) in the order in which the rows are to be generated. What a version means is
-        `at`'s affair."""
+        """Return (version, positions) in the order in which the rows are to be generated. `at` interprets the
+        version."""
 
     def at(self, version: int) -> AbstractContextManager[None]:
         """Wait until rows of that turn may be generated; the block is their generation. From several threads at
@@ -113,8 +111,8 @@ class VersionGate:
         with self._changed:
             if not self._changed.wait_for(lambda: self._version >= version or not self._inside, timeout_s):
                 raise DeadlineExceeded(
-                    f"rows of version {version} waited {timeout_s:g} s for rows of version {self._version}, of which "
-                    f"{self._inside} requests still run"
+                    f"rows of version {version} waited {timeout_s:g} s for rows of version {self._version}, and "
+                    f"{self._inside} of its requests still run"
                 )
             if self._version < version:
                 self._version = self._load(version)
@@ -145,7 +143,7 @@ class ExactWeights:
 
     @contextmanager
     def at(self, version: int) -> Iterator[None]:
-        """When the engine has that version; changes its weights if nobody else uses it."""
+        """When the engine has that version; changes its weights if no other request uses it."""
         with self._gate.at(version, NEWER_S):
             yield
 
@@ -162,7 +160,7 @@ class ExactWeights:
         try:
             weights = self._channel.pull(version=version, timeout_s=NEWER_S)
         except NotFound:
-            weights = self._channel.pull(above=version, timeout_s=NEWER_S)  # no longer kept
+            weights = self._channel.pull(above=version, timeout_s=NEWER_S)  # freed
         with weights:
             self._update(ChannelWeights(self._address, weights), weights.version)
         self._channel.applied(weights.version)

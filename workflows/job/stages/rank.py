@@ -1,9 +1,7 @@
 """The ranker of a job: expected lengths before rows are generated, lessons from finished rows, a plan for each batch.
 
-Rules:
-
-1. Task `rank` is leased a whole batch at a time, so that all its rows become ready at once, ranked. What is not whole
-   within `LINGER_S` goes on as it is.
+1. Task `rank` is leased a whole batch at a time, so that all its rows become ready at once, ranked. A batch not
+   complete within `LINGER_S` goes on as it is.
 2. The plan of the batch is published before its rows are acked. Until the ranker has skill, rows keep the order of the
    data; they are judged all the same.
 3. A thread serves task `lengths`: it teaches the ranker and refits it. Rows never wait for that.

@@ -1,4 +1,4 @@
-"""Sample responses of a run as text: what the model writes, beside what the reward says of it."""
+"""Sample responses of a run as text: the model's text beside its reward."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def teacher(context: Context) -> Iterator[TeacherTopK]:
 
 
 def _scorer(load: Callable[..., Any], scorer: ScorerSettings, policy: ModelSettings) -> Any:
-    """Load a scorer's model; what its settings leave open is the policy's."""
+    """Load a scorer's model; open settings are the policy's."""
     return load(
         scorer.path or policy.path,
         dtype=scorer.dtype or policy.dtype,

@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kind", choices=KINDS, default="qwen3", help="policy, reward model or critic (default: qwen3)"
     )
-    parser.add_argument("--task", choices=TASKS, default="sort", help="what it is trained on (default: sort)")
+    parser.add_argument("--task", choices=TASKS, default="sort", help="the task to train on (default: sort)")
     parser.add_argument(
         "--warm-up", type=int, default=0, metavar="STEPS", help="train at most this many steps of 64 rows (default: 0)"
     )

@@ -92,7 +92,7 @@ def _dataset(name: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """What a JSON value cannot hold changes its type: tuples become lists, and integers beyond 64 bits, which no scorer
+    """Values that JSON cannot hold change their type: tuples become lists, and integers beyond 64 bits, which no scorer
     reads, text.
     """
     if isinstance(value, Mapping):

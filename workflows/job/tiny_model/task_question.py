@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 
 class TaskQuestion(NamedTuple):
-    """A question and its only answer, as text. history: messages between the two, each a role and a text. columns: what
-    else a row of data has.
+    """A question and its only answer, as text. history: messages between the two, each a role and a text. columns:
+    further columns of a data row.
     """
 
     question: str

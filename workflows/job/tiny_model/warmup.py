@@ -146,7 +146,7 @@ def warm_up(
     """Train `model` in place for at most `steps` steps, until `measure` of held-out rows reaches `until`; return that
     figure.
 
-    answers: what is learned or judged. The result depends on the arguments alone, and on torch's global generator where
+    answers: the training data. The result depends on the arguments alone, and on torch's global generator where
     `answers` draw from it.
     """
     questions = list(islice(problems(task, "test", seed=seed), _HELD_OUT_ROWS))

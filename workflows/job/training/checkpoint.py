@@ -4,7 +4,7 @@
 
     model.safetensors       weights by name, in the dtype that is trained; of a model with adapters, the adapters
     optimizer.safetensors   ``name/exp_avg``, ``name/exp_avg_sq``, ``name/step`` of each trained weight; generators
-    state.json              step, version of its weights, where the random generators are, what wrote it
+    state.json              step, version of its weights, where the random generators are, its writer
 
 A checkpoint is written into a directory beside it, whose files and names are synchronised with the disk; then the
 directory is renamed. ``state.json`` has the checksum of each file, which is compared before anything is loaded. A
@@ -48,7 +48,7 @@ _RANDOM: Final = "random/"
 
 
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a checkpoint says of itself. step: of the trainer. version: of its weights. position: which places of the
+    """The description of a checkpoint. step: of the trainer. version: of its weights. position: which places of the
     data were trained.
 
     checksums: of the other files by name, xxh3-64 in hexadecimal.
@@ -147,8 +147,7 @@ class Checkpoints:
 
 
 def load_checkpoint(path: Path, learner: StepLearner) -> CheckpointState:
-    """Make the learner what it was when the checkpoint at `path` was written. Returns what the checkpoint says of
-    itself.
+    """Restore the learner from the checkpoint at `path`. Returns its description.
 
     `NotFound` if it is not complete, `Corruption` if a file cannot be read, `UsageError` if it is of another model.
     """
@@ -166,7 +165,7 @@ def load_checkpoint(path: Path, learner: StepLearner) -> CheckpointState:
 
 
 def checkpoint_state(path: Path) -> CheckpointState:
-    """Read what a checkpoint says of itself. Raises as `load_checkpoint`."""
+    """Read the description of a checkpoint. Raises as `load_checkpoint`."""
     try:
         state = msgspec.json.decode((path / _STATE).read_bytes(), type=CheckpointState)
     except FileNotFoundError as error:

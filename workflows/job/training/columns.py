@@ -22,7 +22,7 @@ _PER_TOKEN = {
     "returns": "returns_N",
     "token_advantages": "advantages_N",
 }
-"""Columns with one float for each response token, and what the losses call them."""
+"""Columns with one float for each response token, and their names in the losses."""
 TRUNCATED = "length"
 """The finish reason of a response that reached its longest length."""
 

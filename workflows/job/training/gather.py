@@ -1,7 +1,5 @@
 """Which rows a step takes, and when it computes with them: decided without a queue.
 
-Rules:
-
 1. A step takes a number of *units*: prompts with all their responses, or single rows where the algorithm compares none.
    The *place* of a unit is its number in the data, over all epochs.
 2. A streaming step computes with units as they come, and asks for the rest; other steps ask for all at once.
@@ -140,7 +138,7 @@ class StepGatherer(Generic[Unit]):
         known = self._finished | self._taken
         return [place for place in range(self._oldest, below) if place not in known]
 
-    # ------------------------------------------------------------ what came
+    # ------------------------------------------------------------ arrivals
 
     def add(self, place: int, unit: Unit) -> None:
         """A unit was leased for this step."""
@@ -149,7 +147,7 @@ class StepGatherer(Generic[Unit]):
         self._count += 1
 
     def gone(self, places: Iterable[int]) -> None:
-        """These places will not come any more."""
+        """These places will not arrive."""
         self._finished.update(place for place in places if place >= self._oldest)
         self._move_on()
 
@@ -160,7 +158,7 @@ class StepGatherer(Generic[Unit]):
     # ------------------------------------------------------------ what to compute with
 
     def parts(self) -> list[list[Unit]]:
-        """Units to compute with now, in parts, each to be computed with at once. They are given once."""
+        """Units to compute with now, in parts of one pass each. Each unit is returned once."""
         if not (self.shape.stream or self.is_complete):
             return []
         if self.shape.order == "ready":
@@ -191,7 +189,7 @@ class StepGatherer(Generic[Unit]):
         self._begin()
 
     def discard(self) -> None:
-        """The step was given up: its units come again."""
+        """The step was abandoned: its units come again."""
         self._begin()
 
     def _begin(self) -> None:

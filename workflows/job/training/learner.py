@@ -97,8 +97,7 @@ class StepLearner(ABC):
         return micro_batches(sizes, tokens, padded=not is_packed(self.model))
 
     def accumulate(self, columns: RowColumns) -> None:
-        """Compute the rows' loss and add its gradient. columns: what the loss reads, one value a row (see
-        `RowColumns`).
+        """Compute the rows' loss and add its gradient. columns: of the loss, one value a row (see `RowColumns`).
 
         Blocks for the passes. `UsageError` for rows that the loss cannot take; the gradient is then that of the passes
         before.
@@ -123,7 +122,7 @@ class StepLearner(ABC):
         """Return the loss of the rows, with one call of the model."""
 
     def discard(self) -> None:
-        """Forget what was accumulated since the last step."""
+        """Drop the gradient accumulated since the last step."""
         self.optimizer.zero_grad(set_to_none=True)
         self._sums, self._wide = {}, [None] * len(self.trained)
 
@@ -132,7 +131,7 @@ class StepLearner(ABC):
     def step(self, *, counts: bool = True) -> dict[str, float]:
         """Update the weights with the mean gradient of the accumulated rows, over all ranks. Returns figures.
 
-        ``loss`` and what the loss counts are means over its weight or over tokens; ``tokens``, ``rows``, ``passes`` are
+        ``loss`` and the loss's figures are means over its weight or over tokens; ``tokens``, ``rows``, ``passes`` are
         sums; ``gradient_norm`` is from before clipping; ``lr``. counts False: further updates of the same step follow.
         `UsageError` if no rank has accumulated a row.
         """

@@ -61,8 +61,8 @@ class Passes:
         self._kept_ids += ids
 
     def update(self) -> dict[str, float]:
-        """Update the weights once the step's rows were given; returns figures, of several updates their means (but see
-        `of_updates`)."""
+        """Update the weights after the step's rows were computed; returns figures, of several updates their means (but
+        see `of_updates`)."""
         if not self.keeps_rows:
             return self._update(counts=True)
         columns, figures = joined(self._kept), []
@@ -154,8 +154,8 @@ def decoded(values: Sequence[int]) -> list[list[int]]:
 
 
 class RankFollower:
-    """Ranks but the first: carry out what rank 0 tells. fields: columns that the loss reads. publisher: publishes the
-    shards of this rank."""
+    """Ranks but the first: carry out the commands of rank 0. fields: columns that the loss reads. publisher: publishes
+    the shards of this rank."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class RankFollower:
             case Kind.SAVE if self._checkpoints is not None:
                 self._checkpoints.save(self._learner, -1, StreamPosition())
             case _:
-                raise InternalError(f"rank {self._learner.ranks.rank} was told {command}, which it cannot do")
+                raise InternalError(f"rank {self._learner.ranks.rank} received the unknown command {command}")
 
     def _compute(self, passes: Sequence[Sequence[int]]) -> None:
         """Make this rank's passes; one without rows repeats those of the first rank with weight 0."""

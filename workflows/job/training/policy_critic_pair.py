@@ -1,9 +1,7 @@
 """The policy's trainer and the critic's as a pair: they go back to the same step. No torch here: the supervisor of a
 run uses it too.
 
-Rules:
-
-1. A checkpoint of a step counts once both trainers have one. Whoever writes the second says ``checkpointed`` for both
+1. A checkpoint of a step counts once both trainers have one. The writer of the second sends ``checkpointed`` for both
    tasks, so rows are final in both or in neither. The policy's last checkpoint counts for any later one of the critic,
    which trains until the table ends.
 2. The processes of a pair die together and start together (`StageJob.together`). Before they start, `begin_again`

@@ -273,7 +273,7 @@ def _stream(context: Context, job: Job, task: str, position: StreamPosition) -> 
 
 
 def stream_terms(job: Job, task: str, fields: tuple[str, ...], figures: tuple[str, ...] = ()) -> StreamTerms:
-    """Return what a trainer of a resolved job leases."""
+    """Return the lease terms of a resolved job's trainer."""
     whole = _is_whole(job, task)
     settings = job.trainer
     units = settings.prompts_per_step if whole else batch_rows(job)

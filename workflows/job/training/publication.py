@@ -1,16 +1,14 @@
 """Publishes weights beside the training: the trainer stands still only while they are copied to host memory.
 
-Rules:
-
 1. The copy of step k begins when its update is done. Forward and backward passes read the weights and change none, so
    only the update of step k + 1 waits for the copy.
-2. A thread copies, publishes the version, and only then acks the rows of the step. So whoever sees room for new rows
-   finds the weights that learned from the old ones. Versions are published in order, one at a time.
+2. A thread copies, publishes the version, and only then acks the rows of the step. So a process that sees room for new
+   rows finds the weights that learned from the old ones. Versions are published in order, one at a time.
 3. An error of the thread is raised by the trainer's next call here: no step follows one that could not be published.
 4. With sharded weights (FSDP2) every rank has a publisher, which copies and publishes the rank's own shards as one part
    of the version. Rank 0 begins the version, and its part, the last, makes all visible; then the step is acked. Nothing
-   crosses between ranks but the number of the version. A version whose parts have not come after `PUBLISH_S` is given
-   up: `VersionGivenUp` or `DeadlineExceeded` end the ranks, which start again.
+   crosses between ranks but the number of the version. A version whose parts have not come after `PUBLISH_S` is
+   abandoned: `VersionGivenUp` or `DeadlineExceeded` end the ranks, which start again.
 """
 
 from __future__ import annotations
@@ -85,8 +83,8 @@ class Publisher:
     """Publishes the weights of a trainer on a channel, in a thread of its own, and acks each step after its version.
 
     dtype: of the published floating tensors; None: as they are. background False: `publish` returns when all is done.
-    rank, ranks: of those that publish one version together (rule 4). emit: is told how long each publication took.
-    figures: is told its bytes and seconds. Call from one thread; `close` ends the thread.
+    rank, ranks: of those that publish one version together (rule 4). emit: called with the time of each publication.
+    figures: called with its bytes and seconds. Call from one thread; `close` ends the thread.
     """
 
     def __init__(

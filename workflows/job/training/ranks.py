@@ -1,6 +1,4 @@
-"""Several processes that learn as one: rank 0 leases, publishes and acks; the others compute what it tells them.
-
-Rules:
+"""Several processes that learn as one: rank 0 leases, publishes and acks; the others carry out its commands.
 
 1. Rank 0 splits every part of a step into passes and tells each rank its rows, as row ids. A rank reads them from the
    table: no rank but 0 has leases, so a step is acked in one commit, and the death of any rank gives all rows of the

@@ -1,7 +1,7 @@
 """The part of the weights that one rank of a sharded trainer has, and so publishes.
 
 FSDP2 splits each parameter over the ranks along dimension 0, in chunks of equal size; the last ranks may have fewer
-rows, or none. What is not sharded (buffers) is the same on all ranks, and rank 0 publishes it.
+rows, or none. Unsharded tensors (buffers) are the same on all ranks, and rank 0 publishes them.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Gathers the rows of a step from the queue, and computes with them as they come.
 
-Rules:
-
 1. Leases are held from the first row of a step to its ack, over any number of requests. The client renews them.
 2. All rows of a step are acked together with their step, in one commit, after the weights that learned from them are
    published. So a trainer that dies at any moment has counted all rows of a step or none.
 3. If a lease is lost before the update (the process was stopped for long, or the task was rolled back), others have its
-   rows: the step is given up, its gradient is discarded, and its other rows are released.
+   rows: the step is abandoned, its gradient is discarded, and its other rows are released.
 4. If a lease is lost after the update, the model has learned from rows that may come again. Those that still exist are
    acked as soon as they come again, with the step that learned from them, and are not computed with.
 5. A wait for rows ends with rows, at the end of the table, when a place that it waits for is gone, or at its deadline.
@@ -37,9 +35,9 @@ Compute = Callable[[RowColumns, list[int]], None]
 
 @dataclass(frozen=True, kw_only=True)
 class StreamTerms:
-    """What is leased. whole: units are groups of `group_rows` rows, whose ordinals are neighbours; else single rows.
-    fields: columns that are computed with. figures: scalar columns of which the step reports means. stall_s: longest
-    wait for a row (default: no limit).
+    """The lease terms of a trainer. whole: units are groups of `group_rows` rows, whose ordinals are neighbours; else
+    single rows. fields: columns of the computation. figures: scalar columns whose means the step reports. stall_s:
+    longest wait for a row (default: no limit).
     """
 
     task: str
@@ -53,7 +51,7 @@ class StreamTerms:
 
 @dataclass(slots=True)
 class GatheredStep:
-    """The rows of one step, leased until `ack`. idle_s: seconds that were waited for rows. version_from: see
+    """The rows of one step, leased until `ack`. idle_s: seconds spent waiting for rows. version_from: see
     `RowStream.step`."""
 
     batches: list[tq.Batch] = field(default_factory=list)
@@ -182,7 +180,7 @@ class RowStream:
             gathered.batches.append(batch)
 
     def _leased(self, started: float, gathered: GatheredStep) -> tq.Batch | None:
-        """Lease what is wanted next, or None at the end of the table. Places that are gone move the window on."""
+        """Lease the next rows, or None at the end of the table. Places that are gone move the window on."""
         while True:
             left_s = max(0.0, self.terms.stall_s - (self._clock() - started))
             try:

@@ -1,7 +1,5 @@
 """The loop of a trainer: gather a step, update, publish, ack, save; and how it begins and ends.
 
-Rules:
-
 1. In order for each step k: update, publish the version that learned from the rows, ack the rows with step k; every so
    often a checkpoint of k, and then ``checkpointed(k)``. Without checkpoints the ack is final at once.
 2. A trainer that begins loads the newest checkpoint c, says ``checkpointed(c)`` again (the death may have been between
@@ -99,8 +97,8 @@ class NoEvaluations:
 
 @dataclass
 class Trainer:
-    """The loop of rank 0. step: steps taken so far. latest: the newest version published. weights: gives what this rank
-    publishes."""
+    """The loop of rank 0. step: steps taken so far. latest: the newest version published. weights: returns this rank's
+    published weights."""
 
     table: tq.Table
     stream: RowStream
