@@ -28,7 +28,7 @@ from transferqueue.workflows.job.profiling.job import profile_job
 from transferqueue.workflows.job.run.folder import RunFolder
 from transferqueue.workflows.job.run.run import run_job
 from transferqueue.workflows.job.settings.changes import apply
-from transferqueue.workflows.job.settings.plan import PlanFile, plan_file
+from transferqueue.workflows.job.settings.plan_file import PlanFile, plan_file
 from transferqueue.workflows.job.settings.read import job_from_values
 from transferqueue.workflows.planner.job_plan import DevicePlan, plans
 from transferqueue.workflows.planner.profile import Profile

@@ -31,7 +31,7 @@ from bench.run_record import into_option, save_record, show
 from transferqueue.adapters.weights import ChannelWeights, ModuleWeights, copy_weights
 from transferqueue.observe.measurement_record import MeasuredResult, Measurement, single, summarize
 from transferqueue.workflows.job.training.publication import HostCopy, Publisher
-from transferqueue.workflows.job.training.shards import RankShards
+from transferqueue.workflows.job.training.rank_shards import RankShards
 
 RANKS: Final = 2
 WIDTH, HIDDEN, LAYERS, VOCABULARY = 512, 2048, 8, 8192

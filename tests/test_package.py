@@ -165,7 +165,7 @@ import transferqueue, transferqueue.adapters, transferqueue.workflows
 assert transferqueue.__file__.startswith(sys.prefix), transferqueue.__file__
 for name in ("adapters", "workflows", "tests", "bench", "torch", "ray", "typer"):
     assert importlib.util.find_spec(name) is None, name
-from transferqueue.cli.pages import folder, page
+from transferqueue.cli.doc_pages import folder, page
 assert str(folder()).startswith(sys.prefix), folder()
 assert page("figures").read_text().startswith("# Figures")
 """

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from transferqueue.client.aio.table import AsyncTable
     from transferqueue.client.aio.weight_channel import AsyncWeightChannel
     from transferqueue.client.operations.publish import WeightSlice
+    from transferqueue.client.operations.pull import Weights
     from transferqueue.client.operations.rows import Rows
-    from transferqueue.client.operations.weights import Weights
     from transferqueue.client.sync.batch import Batch
     from transferqueue.client.sync.loader import Loader
     from transferqueue.client.sync.pipeline import Pipeline
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from transferqueue.client.sync.reservation import Reservation
     from transferqueue.client.sync.table import Table
     from transferqueue.client.sync.weight_channel import WeightChannel
-    from transferqueue.cluster.connect import aconnect, connect
     from transferqueue.cluster.on_ray.deploy import Deployment, deploy_ray
+    from transferqueue.connecting import aconnect, connect
     from transferqueue.errors import (
         AddressInUse,
         AlreadyExists,
@@ -115,8 +115,8 @@ _MODULES: Final = {
     "client.sync.table": "Table",
     "client.sync.weight_channel": "WeightChannel",
     "client.operations.publish": "WeightSlice",
-    "client.operations.weights": "Weights",
-    "cluster.connect": "aconnect connect",
+    "client.operations.pull": "Weights",
+    "connecting": "aconnect connect",
     "cluster.on_ray.deploy": "Deployment deploy_ray",
     "errors": "AddressInUse AlreadyExists BatchEnded ColumnFreed Corruption DeadlineExceeded Disconnected EndOfTable "
     "FlowSignal Forked Full Impossible InternalError LeaseExpired NotFound OutOfMemory PeerError PermissionDenied "

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from transferqueue.errors import UsageError
-from transferqueue.text import shown
+from transferqueue.errors.text import shown
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20

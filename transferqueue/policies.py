@@ -12,6 +12,7 @@ from typing import Literal, dataclass_transform
 import msgspec
 
 from transferqueue.errors import Impossible, UsageError
+from transferqueue.errors.text import shown
 from transferqueue.lazy import renamed_names
 from transferqueue.limits import (
     INTEGER_BITS,
@@ -23,7 +24,6 @@ from transferqueue.limits import (
     check_name,
     check_names,
 )
-from transferqueue.text import shown
 
 
 @dataclass_transform(frozen_default=True)

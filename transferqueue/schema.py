@@ -30,8 +30,8 @@ from typing import Final
 import msgspec
 
 from transferqueue.errors import SchemaError, UsageError, listing
+from transferqueue.errors.text import shown
 from transferqueue.limits import ALIGNMENT, SIZE_BYTES_MAX, check_name
-from transferqueue.text import shown
 
 ITEM_BYTES: Final[dict[str, int]] = {
     "bool": 1,
@@ -386,15 +386,15 @@ NO_SLICES: Final[Mapping[str, Slice]] = {}
 """Of a caller who wants every field whole."""
 
 
-def cut_fields(fields: Mapping[str, Field], slices: Mapping[str, Slice]) -> Mapping[str, Field]:
-    """`fields` as they are after the slices. Raises as `cut_field`."""
+def sliced_fields(fields: Mapping[str, Field], slices: Mapping[str, Slice]) -> Mapping[str, Field]:
+    """`fields` as they are after the slices. Raises as `sliced_field`."""
     if not slices:
         return fields
-    cut = {name: cut_field(fields[name], wanted) for name, wanted in slices.items() if name in fields}
+    cut = {name: sliced_field(fields[name], wanted) for name, wanted in slices.items() if name in fields}
     return {**fields, **cut} if cut else fields
 
 
-def cut_field(field: Field, cut: Slice) -> Field:
+def sliced_field(field: Field, cut: Slice) -> Field:
     """The field of a column that a slice leaves. `SchemaError` if the slice does not fit the field."""
     dimensions = len(field.shape)
     if not dimensions or field.varied:

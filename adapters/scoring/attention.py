@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from transferqueue.adapters.protocols import Unsupported
-from transferqueue.adapters.scoring.rows import Bucket, PackedBuckets
+from transferqueue.adapters.scoring.forward_rows import Bucket, PackedBuckets
 
 NAME: Final = "transferqueue_rows"
 ARGUMENT: Final = "packed_rows"

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+from transferqueue.adapters.scoring.forward_rows import ForwardRows
 from transferqueue.adapters.scoring.plan import inputs, lay_out, limits_of, plan_for, unwrapped
-from transferqueue.adapters.scoring.rows import ForwardRows
 from transferqueue.errors import UsageError
 
 _LOGITS_MAX: Final = {"cpu": 2**24, "cuda": 2**27}

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from transferqueue.adapters.protocols import Unsupported
-from transferqueue.adapters.scoring.rows import ForwardRows, forward_rows, shared_rows
+from transferqueue.adapters.scoring.forward_rows import ForwardRows, forward_rows, shared_rows
 from transferqueue.errors import UsageError
 
 _PLAN: Final = "transferqueue_plan"

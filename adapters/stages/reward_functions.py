@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transferqueue.errors import NotFound, UsageError, listing
-from transferqueue.text import counted, shown, visible
+from transferqueue.errors.text import counted, shown, visible
 
 RewardFunction = Callable[..., "Sequence[float | None] | Awaitable[Sequence[float | None]]"]
 """``(prompts, completions, **columns)``, each with one entry a row. A result of None: the function does not apply to

@@ -16,4 +16,6 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "transferqueue.adapters.vllm.weights", "ChannelEngine")
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "transferqueue.adapters.vllm.weight_transfer", "ChannelEngine"
+        )

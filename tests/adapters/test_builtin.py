@@ -29,7 +29,7 @@ from transferqueue.adapters.builtin.tokenizer import (
 from transferqueue.adapters.engines.transformers import TransformersGenerator
 from transferqueue.adapters.protocols import Prompt, Sampling
 from transferqueue.adapters.scoring import is_packed, load_causal_lm, response_logprobs
-from transferqueue.adapters.scoring.rows import shared_rows
+from transferqueue.adapters.scoring.forward_rows import shared_rows
 from transferqueue.errors import NotFound, UsageError
 
 SHAPE = ModelShape(hidden_size=32, intermediate_size=48, num_attention_heads=4)

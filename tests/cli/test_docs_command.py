@@ -7,7 +7,7 @@ import pytest
 from tests.markdown import ROOT
 from transferqueue.cli.app import run
 from transferqueue.cli.contracts import contract, contract_like, names
-from transferqueue.cli.pages import page, pages
+from transferqueue.cli.doc_pages import page, pages
 from transferqueue.errors import NotFound
 
 NAMED = {
@@ -39,7 +39,7 @@ def test_the_program_names_no_file_that_only_a_checkout_has():
         for path in (ROOT / room).rglob("*.py")
         if re.search(r"(?<![/\w])(docs/[\w-]+|SECURITY|README)\.md", path.read_text()) and path.name != "matrix.py"
     }
-    assert named <= {"transferqueue/cli/pages.py"}
+    assert named <= {"transferqueue/cli/doc_pages.py"}
 
 
 def test_docs_lists_the_pages_and_where_they_are(capsys):

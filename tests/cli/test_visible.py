@@ -18,8 +18,8 @@ from transferqueue import cli
 from transferqueue.cli.app import app
 from transferqueue.cli.screens.terminal import Screen, console, show
 from transferqueue.errors import from_wire
+from transferqueue.errors.text import visible, visible_json, visible_lines
 from transferqueue.observe.prometheus import exposition
-from transferqueue.text import visible, visible_json, visible_lines
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b31m\u202eevil\u2066\u200b\ufeff\r\n\t\x00\x7f\u2028[red]m[/red][link=http://evil.example]l[/link]:boom:"
 SHOWN = r"\x1b[2J\x1b]0;title\x07\x9b31m\u202eevil\u2066\u200b\ufeff\r\n\t\x00\x7f\u2028[red]m[/red][link=http://evil.example]l[/link]:boom:"

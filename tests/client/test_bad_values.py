@@ -11,7 +11,7 @@ import torch
 
 import transferqueue as tq
 from tests.storage.test_bad_columns import UNDECLARED, Failing
-from transferqueue.text import TEXT_SHOWN_CHARS
+from transferqueue.errors.text import TEXT_SHOWN_CHARS
 
 SHORT = 700
 """Characters of the longest refusal of a value: with the list of dtypes that may be stored."""

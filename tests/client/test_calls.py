@@ -66,13 +66,13 @@ def test_an_answer_counts_once() -> None:
 def test_a_late_call_is_sent_again_with_its_id_at_growing_intervals() -> None:
     calls = PendingCalls()
     calls.send(asked(), 0.0)
-    assert calls.next_late() == RESEND_S
-    assert calls.late(RESEND_S - 0.001) == ([], [])
+    assert calls.next_overdue() == RESEND_S
+    assert calls.overdue(RESEND_S - 0.001) == ([], [])
     intervals, now = [], 0.0
     for _ in range(3):
-        due = calls.next_late()
+        due = calls.next_overdue()
         assert due is not None
-        (frame,), overdue = calls.late(due)
+        (frame,), overdue = calls.overdue(due)
         assert (decode_call(frame).id, overdue) == (1, [])
         intervals.append(due - now)
         now = due
@@ -83,7 +83,7 @@ def test_a_late_call_is_sent_again_with_its_id_at_growing_intervals() -> None:
 def test_a_call_that_waits_at_the_server_is_late_only_after_that_wait() -> None:
     calls = PendingCalls()
     calls.send(asked(wait_s=60.0), 0.0)
-    assert calls.next_late() == 60.0 + RESEND_S
+    assert calls.next_overdue() == 60.0 + RESEND_S
 
 
 def test_a_caller_is_told_once_when_nobody_answers_and_the_call_stays_for_its_reply() -> None:
@@ -91,8 +91,8 @@ def test_a_caller_is_told_once_when_nobody_answers_and_the_call_stays_for_its_re
     pending = asked()
     calls.send(pending, 0.0)
     told = []
-    while (due := calls.next_late()) is not None and due < 4 * ANSWER_S:
-        told += calls.late(due)[1]
+    while (due := calls.next_overdue()) is not None and due < 4 * ANSWER_S:
+        told += calls.overdue(due)[1]
     assert told == [pending]
     assert calls.answered(answer(1)) is pending
 
@@ -103,18 +103,18 @@ def test_a_call_with_a_later_deadline_keeps_it_on_every_connection() -> None:
     calls.send(pending, 0.0)
     calls.greet(m.Hello(bytes(16)), 5.0)
     overdue: list[PendingCall] = []
-    while (due := calls.next_late()) is not None and due < 90.0:
-        overdue += calls.late(due)[1]
+    while (due := calls.next_overdue()) is not None and due < 90.0:
+        overdue += calls.overdue(due)[1]
     assert not overdue
-    assert calls.late(120.0)[1] == [pending]
+    assert calls.overdue(120.0)[1] == [pending]
 
 
 def test_an_answered_call_is_not_late() -> None:
     calls = PendingCalls()
     calls.send(asked(), 0.0)
     calls.answered(answer(1))
-    assert calls.next_late() is None
-    assert calls.late(1e9) == ([], [])
+    assert calls.next_overdue() is None
+    assert calls.overdue(1e9) == ([], [])
 
 
 def test_what_a_message_cannot_hold_is_refused_before_it_has_an_id() -> None:
@@ -142,7 +142,7 @@ def test_payloads_are_encoded_once_and_envelopes_each_time() -> None:
     calls.send(first, 0.0)
     calls.send(second, 0.0)
     calls.answered(answer(1))
-    (again,), _ = calls.late(RESEND_S)
+    (again,), _ = calls.overdue(RESEND_S)
     assert decode_call(again) == m.CallFrame(0, 2, 1, m.OpenTable("t"))
     assert msgspec.msgpack.decode(second.payload)[0] == "OpenTable"
 
@@ -162,10 +162,10 @@ def test_a_notice_is_unanswered_until_a_call_after_it_is_answered() -> None:
     calls.send(asked(), 0.0)
     calls.answered(answer(1))
     assert calls.seen == 1
-    assert [decode_call(frame).id for frame in calls.everything(0.0)] == [2, 3]
+    assert [decode_call(frame).id for frame in calls.unanswered_frames(0.0)] == [2, 3]
     calls.answered(answer(3))
     assert calls.seen == 3
-    assert calls.everything(0.0) == []
+    assert calls.unanswered_frames(0.0) == []
 
 
 def test_a_greeting_proves_nothing_about_notices_before_it() -> None:
@@ -173,7 +173,7 @@ def test_a_greeting_proves_nothing_about_notices_before_it() -> None:
     calls.notice(unpin())
     calls.send(PendingCall(m.Hello(bytes(16)), lambda: None), 0.0)
     calls.answered(m.AnswerFrame(1, 2, m.Welcome(1, 1, "", "", {}, 0)))
-    assert [decode_call(frame).request for frame in calls.everything(0.0)] == [unpin()]
+    assert [decode_call(frame).request for frame in calls.unanswered_frames(0.0)] == [unpin()]
 
 
 HELLO = m.Hello(bytes(16))
@@ -189,7 +189,7 @@ def test_nothing_but_the_greeting_is_sent_on_a_new_way_until_it_is_answered() ->
     assert decode_call(calls.greet(HELLO, 0.0)).id == 2
     calls.send(asked(), 0.0)
     assert calls.greeting is not None
-    again, _ = calls.late(RESEND_S)
+    again, _ = calls.overdue(RESEND_S)
     assert [decode_call(frame).request for frame in again] == [HELLO]
     calls.answered(welcome(2))
     assert [decode_call(frame).id for frame in calls.welcomed(RESEND_S)] == [1, 3]
@@ -216,7 +216,7 @@ def test_everything_is_sent_again_in_the_order_of_ids() -> None:
         calls.send(asked(), 0.0)
         calls.notice(unpin())
         calls.notice(m.Heartbeat())
-    again = [decode_call(frame) for frame in calls.everything(0.0)]
+    again = [decode_call(frame) for frame in calls.unanswered_frames(0.0)]
     assert [(call.id, call.session, call.seen) for call in again] == [(n, 7, 0) for n in (1, 2, 4, 5, 7, 8)]
 
 
@@ -225,9 +225,9 @@ def test_a_wait_is_not_longer_for_having_been_interrupted() -> None:
     calls.send(asked(wait_s=30.0), 100.0)
     calls.send(asked(wait_s=0.05), 100.0)
     calls.send(asked(), 100.0)
-    waits = [decode_call(frame).request.wait_s for frame in calls.everything(110.0)]  # type: ignore[union-attr]
+    waits = [decode_call(frame).request.wait_s for frame in calls.unanswered_frames(110.0)]  # type: ignore[union-attr]
     assert waits == [pytest.approx(20.0), pytest.approx(0.05), 0.0]
-    waits = [decode_call(frame).request.wait_s for frame in calls.everything(150.0)]  # type: ignore[union-attr]
+    waits = [decode_call(frame).request.wait_s for frame in calls.unanswered_frames(150.0)]  # type: ignore[union-attr]
     assert waits == [pytest.approx(0.1), pytest.approx(0.05), 0.0]
 
 
@@ -236,13 +236,13 @@ def test_a_wait_that_nobody_waits_for_is_asked_for_again_without_one() -> None:
     waiting, at_once = asked(wait_s=30.0), asked()
     calls.send(waiting, 100.0)
     calls.send(at_once, 100.0)
-    frame = calls.hurried(waiting, 101.0)
+    frame = calls.end_wait_frame(waiting, 101.0)
     assert frame is not None
     assert decode_call(frame) == m.CallFrame(0, 1, 0, m.OpenTable("t", 0.0))
-    assert decode_call(calls.everything(102.0)[0]).request.wait_s == pytest.approx(0.1)  # type: ignore[union-attr]
-    assert calls.hurried(at_once, 101.0) is None
+    assert decode_call(calls.unanswered_frames(102.0)[0]).request.wait_s == pytest.approx(0.1)  # type: ignore[union-attr]
+    assert calls.end_wait_frame(at_once, 101.0) is None
     calls.answered(answer(1))
-    assert calls.hurried(waiting, 101.0) is None
+    assert calls.end_wait_frame(waiting, 101.0) is None
 
 
 def test_an_answer_of_an_earlier_life_is_late_but_for_the_greeting_of_a_clock_set_back() -> None:

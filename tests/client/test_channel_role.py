@@ -9,7 +9,7 @@ import pytest
 
 from transferqueue.client.session import channel_role
 from transferqueue.client.session.calls import PendingCall
-from transferqueue.client.session.channel_role import ChannelRole, Hold
+from transferqueue.client.session.channel_role import ChannelRole, RoleClaim
 from transferqueue.transport import Wakeup
 from transferqueue.transport.address import IpcAddress
 from transferqueue.transport.control.unix_socket import UnixChannel
@@ -25,7 +25,7 @@ def role(tmp_path: Path) -> Iterator[ChannelRole]:
 
 
 def test_a_hold_stands_until_it_is_released(role: ChannelRole) -> None:
-    first, second = Hold(role), Hold(role)
+    first, second = RoleClaim(role), RoleClaim(role)
     assert not first.stands
     assert first.take()
     assert not second.take()
@@ -40,28 +40,28 @@ def test_a_hold_stands_until_it_is_released(role: ChannelRole) -> None:
 
 
 def test_what_was_given_back_is_not_revoked(role: ChannelRole) -> None:
-    hold = Hold(role)
-    assert hold.take()
-    hold.release()
+    claim = RoleClaim(role)
+    assert claim.take()
+    claim.release()
     role.driver = driver = PendingCall(m.Heartbeat())  # of whoever has the role now
     role.revoke_own()
     assert role.driver is driver
 
 
 def test_a_driver_in_the_same_thread_loses_the_role(role: ChannelRole) -> None:
-    outer = Hold(role)
+    outer = RoleClaim(role)
     assert outer.take()
     role.revoke_own()
     assert role.suspect
     assert not outer.stands
-    assert Hold(role).take()
+    assert RoleClaim(role).take()
 
 
 def test_what_the_io_thread_took_from_a_dead_driver_is_given_back_by_it_alone(
     role: ChannelRole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(channel_role, "ORPHAN_S", 0.01)
-    orphan, call = Hold(role), PendingCall(m.Heartbeat())
+    orphan, call = RoleClaim(role), PendingCall(m.Heartbeat())
     assert orphan.take()
     role.driver = call
     role.take([call])
@@ -69,4 +69,4 @@ def test_what_the_io_thread_took_from_a_dead_driver_is_given_back_by_it_alone(
     role.revoke_own()
     assert role.lock.locked(), "the I/O thread has it"
     role.lock.release()
-    assert Hold(role).take()
+    assert RoleClaim(role).take()

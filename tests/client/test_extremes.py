@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import transferqueue as tq
-from transferqueue.text import shown
+from transferqueue.errors.text import shown
 
 HUGE = 10**400
 EXTREMES: list[Any] = [

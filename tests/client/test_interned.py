@@ -17,7 +17,7 @@ from tests.client.test_remote import Between
 from tests.client.test_restart import Supervised
 from tests.cluster.shards import PATIENCE_S, ShardProcess, await_shards
 from tests.scale import only_long
-from transferqueue.client.memory import shards
+from transferqueue.client.memory import shard_clients
 from transferqueue.client.memory.received_contents import ReceivedContents
 from transferqueue.limits import CONTENTS_MAX
 
@@ -163,7 +163,7 @@ def test_a_value_too_large_to_keep_crosses_each_time(
 ) -> None:
     crossed = []
     for bytes_max in (4 * PIXELS - 4, 4 * PIXELS):
-        monkeypatch.setattr(shards, "ReceivedContents", partial(ReceivedContents, bytes_max))
+        monkeypatch.setattr(shard_clients, "ReceivedContents", partial(ReceivedContents, bytes_max))
         with Between(server) as between, tq.connect(between.control.address, data="remote") as queue:
             table = queue.create_table(f"{name}{bytes_max}", retention=tq.Manual())
             table.put(image=tq.Repeat(np.zeros((1, PIXELS), np.uint8)))

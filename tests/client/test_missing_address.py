@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import transferqueue as tq
-from transferqueue.cluster import connect as connecting
+from transferqueue import connecting
 from transferqueue.transport import default_address
 
 

@@ -257,7 +257,7 @@ POLICIES: dict[str, Misuse] = {
     "a dtype that is none": (lambda w: tq.Field("a", "float"), tq.SchemaError, r"dtype 'float' is unknown; known are"),
     "a dtype of torch": (lambda w: tq.Field("a", torch.float32), tq.SchemaError, r"torch.float32 is unknown; known"),
     "text with a shape": (lambda w: tq.Field("a", "str", (3,)), tq.SchemaError, r"'str' has no shape; omit shape=\(3,\)"),
-    "finite integers": (lambda w: tq.Field("a", "int32", finite=True), tq.SchemaError, r"each int32 is finite; leave"),
+    "finite integers": (lambda w: tq.Field("a", "int32", finite=True), tq.SchemaError, r"int32 is finite; leave"),
     "a slice backwards": (lambda w: tq.Slice((5, 2)), tq.UsageError, r"\(5, 2\).*; give 0 <= start < stop"),
     "a share beyond": (lambda w: tq.Share(4, 4), tq.UsageError, r"Share\(4, 4\).*0 <= index < of"),
     "needs as text": (lambda w: tq.Task("a", needs="x"), tq.UsageError,
@@ -510,7 +510,11 @@ UPDATE: dict[str, Misuse] = {
         tq.UsageError,
         r"if_unchanged has response_ids, and the update replaces text too.*; read it first",
     ),
-    "the group": (lambda w: w.table.update([0], group_id=3, group_size=2), tq.UsageError, r"set by put and cannot be updated"),
+    "the group": (
+        lambda w: w.table.update([0], group_id=3, group_size=2),
+        tq.UsageError,
+        r"set by put and cannot be updated",
+    ),
     "deleted while leased": (
         lambda w: w.table.delete([0]),
         tq.UsageError,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import transferqueue as tq
-from transferqueue.text import TEXT_SHOWN_CHARS
+from transferqueue.errors.text import TEXT_SHOWN_CHARS
 
 LONG = "A" * 100_000
 SHORT_MAX = 600

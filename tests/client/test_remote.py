@@ -22,7 +22,7 @@ import transferqueue as tq
 from tests.client.deployments import Served, Worker
 from tests.scale import only_long
 from transferqueue.client.memory import remote
-from transferqueue.client.memory.transfers import FetchTransfer, RequestedColumns, rows_of
+from transferqueue.client.memory.client_transfer import FetchTransfer, RequestedColumns, rows_of
 from transferqueue.limits import BULK_TRIES
 from transferqueue.schema import Field
 from transferqueue.storage.memory.buffer_pool import BufferPool

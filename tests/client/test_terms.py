@@ -31,9 +31,9 @@ def test_what_a_reply_defines_is_known_with_the_rest_and_kept() -> None:
 def test_what_is_heard_or_learned_later_is_told_too() -> None:
     terms, definitions = TableInfo(heard(A)), encode_fields([A])
     assert terms.reply_fields(definitions).known == {"a": A}
-    assert terms.hear(heard(A, B))
+    assert terms.update_from(heard(A, B))
     assert terms.reply_fields(definitions).known == {"a": A, "b": B}
-    assert not terms.hear(heard(A, B))
+    assert not terms.update_from(heard(A, B))
     terms.learn([Field("c", "str")])
     assert set(terms.reply_fields(definitions).known) == {"a", "b", "c"}
 

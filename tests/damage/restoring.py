@@ -22,7 +22,7 @@ from transferqueue.server.durability.snapshot_files import _placement
 from transferqueue.server.durability.snapshots import SnapshotJobs
 from transferqueue.server.shards.block_fetches import BlockFetches
 from transferqueue.server.shards.own_memory import OwnShardMemory
-from transferqueue.server.shards.shards import ShardRegistry
+from transferqueue.server.shards.registry import ShardRegistry
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.memory.arena import Arena

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from transferqueue.ledger import Effect, FreeExtent, LeaseEnded, Ledger, MustWait, WakeWaiters
-from transferqueue.ledger.table import TableState
+from transferqueue.ledger import Blocked, Effect, FreeExtent, LeaseEnded, Ledger, WakeWaiters
+from transferqueue.ledger.table_state import TableState
 from transferqueue.limits import PAGE_BYTES, Limits
 from transferqueue.policies import Pacing, Predicate, Retention, Task
 from transferqueue.schema import Field, align, layout
@@ -241,7 +241,7 @@ class Driver:
         """Row ids, or Wait."""
         columns = self.columns(rows, big, inline, **facts)
         reply = self.apply(m.PutRequest(table, rows, columns, reservation, wait_s))
-        return reply if isinstance(reply, MustWait) else list(range(reply.first, reply.first + reply.rows))
+        return reply if isinstance(reply, Blocked) else list(range(reply.first, reply.first + reply.rows))
 
     def update(
         self,

@@ -10,7 +10,7 @@ import pytest
 
 from tests.ledger.driver import Driver, World, i64
 from transferqueue.errors import DeadlineExceeded, EndOfTable, Impossible, ProtocolError, UsageError
-from transferqueue.ledger import MustWait
+from transferqueue.ledger import Blocked
 from transferqueue.policies import Compare, Complete, Task
 from transferqueue.wire import messages as m
 
@@ -78,12 +78,12 @@ def test_a_waiting_lease_is_woken_by_the_end_of_its_rows(world: World, client: D
     other = world.client()
     held = other.lease("train", groups=2)
     waits = awaiting(client, 0, 1, 2, wait_s=9)
-    assert isinstance(waits, MustWait)
+    assert isinstance(waits, Blocked)
     world.woken.clear()
     client.drop(rows[2:], "equal")
     assert set(waits.keys) & set(world.woken)
     assert awaiting(client, 0, 1, 2, wait_s=9) == [1]
-    assert isinstance(awaiting(client, 0, 2, wait_s=9), MustWait)  # one is leased, the other was never put
+    assert isinstance(awaiting(client, 0, 2, wait_s=9), Blocked)  # one is leased, the other was never put
     other.ack(held, rows[:2])
     assert awaiting(client, 0, 2, wait_s=9) == [0]
     with pytest.raises(DeadlineExceeded):
@@ -101,7 +101,7 @@ def test_a_span_with_a_live_row_has_not_ended(client: Driver) -> None:
     rows = put(client, 0)
     client.drop(rows[:1], "late")  # which drops the other member too
     client.put(1, group_id=[9], group_size=[2], ordinal=[1])
-    assert isinstance(awaiting(client, 0, wait_s=9), MustWait)
+    assert isinstance(awaiting(client, 0, wait_s=9), Blocked)
 
 
 def test_spans_are_judged_as_by_a_plain_set(client: Driver) -> None:
@@ -117,7 +117,7 @@ def test_spans_are_judged_as_by_a_plain_set(client: Driver) -> None:
         asked = sorted(dice.choice(14, 5, replace=False).tolist())
         over = [group for group in asked if group in ended and group not in live]
         reply = awaiting(client, *asked, units=14, wait_s=9)
-        assert reply == over if over else isinstance(reply, MustWait)
+        assert reply == over if over else isinstance(reply, Blocked)
 
 
 def test_ended_rows_are_told_before_the_end_of_the_table(client: Driver) -> None:
@@ -134,12 +134,12 @@ def test_ended_rows_are_told_before_the_end_of_the_table(client: Driver) -> None
 def test_the_end_waits_for_rows_that_the_session_may_give_back(world: World, client: Driver) -> None:
     rows = put(client, 0)
     client.lease("train", groups=1)
-    assert isinstance(client.lease("train", groups=1, wait_s=9, but_held=True), MustWait)
+    assert isinstance(client.lease("train", groups=1, wait_s=9, but_held=True), Blocked)
     waits = client.lease("train", groups=1, wait_s=9)
     world.woken.clear()
     client.seal()
     assert set(waits.keys) & set(world.woken)
-    assert isinstance(client.lease("train", groups=1, wait_s=9), MustWait)
+    assert isinstance(client.lease("train", groups=1, wait_s=9), Blocked)
     with pytest.raises(EndOfTable, match="has drained it but for 2 rows that this session holds"):
         client.lease("train", groups=1, wait_s=9, but_held=True)
     client.drop(rows, "late")
@@ -154,7 +154,7 @@ def test_the_end_waits_for_what_another_session_holds(world: World, client: Driv
     theirs = other.lease("train", groups=1)
     client.seal()
     waits = client.lease("train", groups=1, wait_s=9, but_held=True)
-    assert isinstance(waits, MustWait)
+    assert isinstance(waits, Blocked)
     world.woken.clear()
     other.ack(theirs)
     assert set(waits.keys) & set(world.woken)

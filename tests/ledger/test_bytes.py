@@ -10,7 +10,7 @@ import pytest
 
 from tests.ledger.driver import Driver, Given, World, i64
 from transferqueue.errors import AlreadyExists, DeadlineExceeded, InternalError, NotFound, SchemaError, UsageError
-from transferqueue.ledger import MustWait
+from transferqueue.ledger import Blocked
 from transferqueue.limits import PAGE_ROWS, PARTS_MAX, Limits
 from transferqueue.policies import HoldClock, Manual, Pacing, Task
 from transferqueue.schema import Field, layout
@@ -285,7 +285,7 @@ def pull(client: Driver, **terms: Any) -> Any:
 
 def test_any_kept_version_can_be_pulled_at_any_time(world: World, client: Driver) -> None:
     other = world.client()
-    assert isinstance(pull(other, wait_s=9), MustWait)
+    assert isinstance(pull(other, wait_s=9), Blocked)
     publish(client, 1)
     assert ("channel", "policy") in world.woken
     first = pull(other)
@@ -298,7 +298,7 @@ def test_any_kept_version_can_be_pulled_at_any_time(world: World, client: Driver
         pull(other, version=1)
     with pytest.raises(DeadlineExceeded, match="does not have a version above 5: its latest is 5"):
         pull(other, above=5)
-    assert isinstance(pull(other, version=6, wait_s=9), MustWait)
+    assert isinstance(pull(other, version=6, wait_s=9), Blocked)
     assert world.freed == []  # version 1 is kept no more, and pinned
     other.unpin([first.blocks[0].block])
     assert world.freed == [1]
@@ -342,7 +342,7 @@ def test_a_held_clock_holds_the_publication(world: World, client: Driver) -> Non
     client.create("r", tasks=[Task("train")], pacing=Pacing("train", 4, 1, 0, HoldClock(), "policy"))
     client.put(1, table="r", policy_version=0)
     waits = publish(client, 1, wait_s=9)
-    assert waits == MustWait((("clock", "r"),))
+    assert waits == Blocked((("clock", "r"),))
     with pytest.raises(DeadlineExceeded, match="held at 0: 1 row"):
         publish(client, 1)
     given = client.lease("train", 1, table="r")

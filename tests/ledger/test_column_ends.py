@@ -9,7 +9,7 @@ import pytest
 
 from tests.ledger.driver import Driver, World, ids
 from transferqueue.errors import AlreadyExists, ColumnFreed, Impossible, LeaseExpired, NotFound, UsageError
-from transferqueue.ledger import Ledger, MustWait
+from transferqueue.ledger import Blocked, Ledger
 from transferqueue.policies import Acked, AckedColumns, Complete, Manual, ManualColumns, Pacing, Requeue, Task
 from transferqueue.schema import Field
 from transferqueue.wire import messages as m
@@ -324,4 +324,4 @@ def test_a_lost_value_whose_giver_lacks_its_freed_input_ends_its_row() -> None:
     blocks = np.array(list(world.ledger.state.core.blocks.blocks), np.int64)
     assert world.ledger.blocks_lost(blocks.tolist(), world.now) == {"t": [0]}
     assert world.audit().balanced
-    assert isinstance(client.lease("answer", 1, wait_s=1.0), MustWait)
+    assert isinstance(client.lease("answer", 1, wait_s=1.0), Blocked)

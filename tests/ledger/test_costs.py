@@ -45,7 +45,7 @@ def filled(rows: int, selector: Selector) -> Driver:
             policy_version=at // 100_000,
             priority=dice.random(step),
         )
-        client.world.ledger.seen(client.session, client.call)
+        client.world.ledger.forget_replies(client.session, client.call)
     return client
 
 
@@ -57,7 +57,7 @@ def lease_and_release(client: Driver, **terms: Any) -> float:
     leased = ledger.apply(request, session=1, call=client.call, now=0.0)
     took = time.perf_counter() - start
     client.apply(m.ReleaseRequest("t", leased.lease, leased.token))
-    ledger.seen(1, client.call)
+    ledger.forget_replies(1, client.call)
     return took
 
 
@@ -100,7 +100,7 @@ def test_puts_and_acks_cost_the_same_in_a_full_table(rows: int) -> None:
         leased = ledger.apply(m.LeaseRequest("t", "x", rows=512), session=1, call=client.call - 1, now=0.0)
         ledger.apply(m.Ack("t", leased.lease, leased.token), session=1, call=client.call, now=0.0)
         took = time.perf_counter() - start
-        ledger.seen(1, client.call)
+        ledger.forget_replies(1, client.call)
         return took
 
     assert_flat(lambda: tuple(put_lease_ack(client) for client in clients), rows)

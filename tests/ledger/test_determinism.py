@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from transferqueue.errors import TransferQueueError
-from transferqueue.ledger import FreeExtent, Ledger, MustWait
+from transferqueue.ledger import Blocked, FreeExtent, Ledger
 from transferqueue.ledger.tasks.task_state import LEASED, READY, WAITING_FOR_GROUP
 from transferqueue.limits import Limits
 from transferqueue.policies import (
@@ -226,8 +226,8 @@ class Fuzz:
             self.holder[reply.lease] = session
         if isinstance(reply, m.Reserved):
             self.reservation = reply.reservation
-        self.note(msgspec.msgpack.encode(reply) if not isinstance(reply, MustWait) else repr(reply).encode())
-        if isinstance(reply, MustWait):
+        self.note(msgspec.msgpack.encode(reply) if not isinstance(reply, Blocked) else repr(reply).encode())
+        if isinstance(reply, Blocked):
             self.note(self.ledger.explain(request, self.now).encode())
 
     def session_for(self, request: m.Request) -> int:

@@ -9,8 +9,8 @@ import pytest
 
 from tests.ledger.driver import World
 from transferqueue.errors import NotFound, UsageError
-from transferqueue.ledger.reports import events
-from transferqueue.ledger.reports.events import chosen
+from transferqueue.ledger.reports import listed_events
+from transferqueue.ledger.reports.listed_events import chosen
 from transferqueue.limits import (
     EVENT_ROWS_TOLD_MAX,
     EVENT_TEXT_CHARS_MAX,
@@ -65,7 +65,7 @@ def test_the_first_answer_is_the_position_alone_and_the_next_what_came_since(wor
 def test_an_event_of_too_many_rows_says_how_many_it_does_not_name(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "EVENT_ROWS_TOLD_MAX", 4)
+    monkeypatch.setattr(listed_events, "EVENT_ROWS_TOLD_MAX", 4)
     record(world, 1, np.arange(10))
     (event,) = ask(world, 0).events
     assert (event.rows, event.omitted) == ([0, 1, 2, 3], 6)

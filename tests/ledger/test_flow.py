@@ -8,7 +8,7 @@ import pytest
 
 from tests.ledger.driver import Driver, World
 from transferqueue.errors import DeadlineExceeded, EndOfTable, Full, LeaseExpired, NotFound, Sealed
-from transferqueue.ledger import LeaseEnded, MustWait
+from transferqueue.ledger import Blocked, LeaseEnded
 from transferqueue.limits import Limits
 from transferqueue.policies import (
     Acked,
@@ -176,7 +176,7 @@ def test_the_clock_is_held_by_rows_that_it_would_make_stale() -> None:
     ):
         client.advance(2)
     waits = client.advance(2, wait_s=9)
-    assert isinstance(waits, MustWait)
+    assert isinstance(waits, Blocked)
     world.woken.clear()
     batch = client.lease("train", 2)  # handed over in bound: they hold the clock no more
     assert set(waits.keys) & set(world.woken)
@@ -206,7 +206,7 @@ def test_admission_is_what_the_design_says() -> None:
         client.reserve(1)
     waits = client.reserve(1, wait_s=9)
     client.put(8, inline={"r": 0.0, "score": 0.0}, reservation=first.reservation)
-    assert isinstance(client.reserve(1, wait_s=9), MustWait)  # put, not done: still outstanding
+    assert isinstance(client.reserve(1, wait_s=9), Blocked)  # put, not done: still outstanding
     batch = client.lease("train", 4)
     world.woken.clear()
     client.ack(batch)
@@ -261,7 +261,7 @@ def test_bytes_are_bounded_for_who_did_not_reserve() -> None:
     promise = client.reserve(4)
     client.put(4, ["a"])
     waits = client.put(4, ["a"], wait_s=9)
-    assert isinstance(waits, MustWait)
+    assert isinstance(waits, Blocked)
     client.put(4, ["a"], reservation=promise.reservation)  # work that was admitted is never refused
     assert world.stats().bytes == 384
     world.woken.clear()
@@ -294,11 +294,11 @@ def test_a_partial_batch_waits_for_rows_that_can_still_come() -> None:
     client.update([0, 1, 2], inline={"score": 1.0})
     client.seal()
     waits = client.lease("train", 4, wait_s=9)
-    assert isinstance(waits, MustWait)
+    assert isinstance(waits, Blocked)
     client.update([3], inline={"score": 1.0})
     assert client.lease("train", 4).rows == [0, 1, 2, 3]
     client.update([4], inline={"score": 1.0})
-    assert isinstance(client.lease("train", 4, wait_s=9), MustWait)
+    assert isinstance(client.lease("train", 4, wait_s=9), Blocked)
     world.woken.clear()
     client.drop([5])
     assert set(waits.keys) & set(world.woken)
@@ -312,7 +312,7 @@ def test_the_end_waits_for_what_others_hold_and_comes_when_it_is_done() -> None:
     other = world.client()
     batch = other.lease("train", 2)
     waits = client.lease("train", 2, wait_s=9)
-    assert isinstance(waits, MustWait)
+    assert isinstance(waits, Blocked)
     world.woken.clear()
     other.ack(batch)
     assert set(waits.keys) & set(world.woken)

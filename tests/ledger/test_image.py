@@ -17,7 +17,7 @@ from tests.ledger.test_determinism import Fuzz, run
 from transferqueue.errors import Corruption, InternalError, NotFound, UsageError
 from transferqueue.ledger import Ledger
 from transferqueue.ledger.persistence.image import _KNOWN, _Header
-from transferqueue.ledger.table import TableState
+from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.task_state import TaskState
 from transferqueue.limits import PAGE_ROWS, Limits
@@ -52,7 +52,7 @@ def test_an_image_is_as_large_as_what_is_resident() -> None:
     for _ in range(20):
         client.put(PAGE_ROWS)
         client.ack(client.lease("t", PAGE_ROWS))
-    world.ledger.seen(client.session, client.call)
+    world.ledger.forget_replies(client.session, client.call)
     world.table().history.__init__()  # type: ignore[misc]
     assert len(world.ledger.image()) < empty + PAGE_ROWS * 150
 

@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from tests.ledger.driver import Driver, World, i64
 from tests.scale import only_long
 from transferqueue.errors import AlreadyExists, DeadlineExceeded, Full, NotFound, RowsChanged, UsageError
-from transferqueue.ledger import Ledger, MustWait
+from transferqueue.ledger import Blocked, Ledger
 from transferqueue.ledger.rows.commit import unused
-from transferqueue.ledger.rows.pages import LIVE
+from transferqueue.ledger.rows.row_pages import LIVE
 from transferqueue.limits import Limits
 from transferqueue.policies import AckedColumns, Manual, Task
 from transferqueue.schema import Field
@@ -55,7 +55,7 @@ def named(block: m.WrittenBlock, **changed: Any) -> m.WrittenBlock:
 
 def put(client: Driver, block: m.WrittenBlock, rows: int = 1, call: int | None = None, wait_s: float = 0.0) -> Any:
     reply = client.apply(m.PutRequest("t", rows, m.Columns([], [block]), wait_s=wait_s), call)
-    return reply if isinstance(reply, MustWait) else list(range(reply.first, reply.first + reply.rows))
+    return reply if isinstance(reply, Blocked) else list(range(reply.first, reply.first + reply.rows))
 
 
 def blocks_of(client: Driver, rows: list[int]) -> list[int]:
@@ -432,7 +432,7 @@ def test_a_put_that_waits_for_room_looks_for_its_value_again() -> None:
     put(client, block)
     with pytest.raises(Full):
         put(client, named(block))
-    assert isinstance(put(client, named(block), call=800, wait_s=9), MustWait)
+    assert isinstance(put(client, named(block), call=800, wait_s=9), Blocked)
     client.delete([0])  # makes room, and takes the value
     with pytest.raises(NotFound, match="no row has a value of content"):
         put(client, named(block), call=800, wait_s=9)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.ledger.driver import Driver, World
 from transferqueue.errors import DeadlineExceeded, ShardLost, UsageError
-from transferqueue.ledger import FreeExtent, Ledger, MustWait
+from transferqueue.ledger import Blocked, FreeExtent, Ledger
 from transferqueue.policies import Complete, Manual, Pacing, Refill, Task
 from transferqueue.schema import Field
 from transferqueue.wire import messages as m
@@ -183,7 +183,7 @@ def test_the_newest_whole_version_is_pulled(world: World, near: Driver, far: Dri
         match=r'version 2 of channel "policy" is gone \(lost with shard 1\), and the complete versions are 1; pull',
     ):
         pull(far, version=2)
-    assert isinstance(pull(far, above=1, wait_s=5.0), MustWait)
+    assert isinstance(pull(far, above=1, wait_s=5.0), Blocked)
     with pytest.raises(DeadlineExceeded, match=r"version 2 .* is gone \(lost with shard 1\)"):
         pull(far, above=1)
     publish(far, 3)

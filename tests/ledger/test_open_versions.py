@@ -9,7 +9,7 @@ import pytest
 
 from tests.ledger.driver import Driver, World
 from transferqueue.errors import DeadlineExceeded, NotFound, SchemaError, UsageError, VersionGivenUp
-from transferqueue.ledger.effects import MustWait
+from transferqueue.ledger.effects import Blocked
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import VERSION_PARTS_MAX
 from transferqueue.schema import Field
@@ -88,12 +88,12 @@ def test_each_part_is_given_once_in_the_order_in_which_it_came_and_then_the_whol
 ) -> None:
     pending = begin(relay)
     waiting = ask(reader, wait_s=9)
-    assert waiting == MustWait((("channel", "policy"), ("parts", "policy")))
+    assert waiting == Blocked((("channel", "policy"), ("parts", "policy")))
     publish(relay, pending, 1, "a", "b")
     assert ("parts", "policy") in world.woken
     first = ask(reader, wait_s=9)
     assert (first.version, first.pending, first.have, names(first)) == (1, pending, 1, ["a", "b"])
-    assert isinstance(ask(reader, pending, 1, wait_s=9), MustWait)
+    assert isinstance(ask(reader, pending, 1, wait_s=9), Blocked)
     publish(relay, pending, 2, "c")
     publish(relay, pending, 3, "d")
     second = ask(reader, pending, 1, wait_s=9)
@@ -119,8 +119,8 @@ def test_only_a_version_that_is_waited_for_is_given_in_parts(relay: Driver, read
     pending = begin(relay, 5)
     publish(relay, pending, 1, "a", version=5)
     for terms in ({"above": 5}, {"version": 6}, {"version": 4}):
-        assert isinstance(ask(reader, wait_s=9, **terms), MustWait)
-    assert isinstance(reader.apply(m.Pull("policy", wait_s=9)), MustWait), "it takes no parts"
+        assert isinstance(ask(reader, wait_s=9, **terms), Blocked)
+    assert isinstance(reader.apply(m.Pull("policy", wait_s=9)), Blocked), "it takes no parts"
     assert ask(reader, version=5).pending == ask(reader, above=4).pending == pending
 
 
@@ -146,7 +146,7 @@ def test_a_reader_with_parts_of_a_version_that_is_given_up_hears_why(
     assert ("parts", "policy") in world.woken
     with pytest.raises(VersionGivenUp, match="relay, which began it, is gone"):
         ask(reader, pending, have.have, wait_s=9)
-    assert isinstance(ask(reader, wait_s=9), MustWait)
+    assert isinstance(ask(reader, wait_s=9), Blocked)
     assert world.taken, "the reader has it pinned"
     reader.unpin(numbers(have))
     assert not world.taken

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.ledger.driver import Driver, Given, World, ids
 from transferqueue.errors import Full, TransferQueueError, UsageError
-from transferqueue.ledger import MustWait
+from transferqueue.ledger import Blocked
 from transferqueue.limits import Limits
 from transferqueue.policies import Complete, DropStale, KeepStale, Pacing, Refill, Requeue, Task
 
@@ -90,7 +90,7 @@ class Schedule:
             owner.ack(lease)
 
     def publish(self, client: Driver) -> None:
-        if not isinstance(client.advance(self.clock + 1), MustWait):
+        if not isinstance(client.advance(self.clock + 1), Blocked):
             self.clock += 1
 
     def expire(self, client: Driver) -> None:

@@ -16,7 +16,7 @@ from transferqueue.errors import (
     UsageError,
     VersionGivenUp,
 )
-from transferqueue.ledger.effects import MustWait
+from transferqueue.ledger.effects import Blocked
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.persistence.snapshot_checks import check
 from transferqueue.schema import Field
@@ -149,11 +149,11 @@ def test_rows_that_no_part_has_are_named(world: World, client: Driver) -> None:
 def test_a_version_is_visible_when_all_parts_have_come(world: World, client: Driver) -> None:
     reader, others = world.client(), [world.client(), world.client()]
     pending = begin(client, parts=3)
-    assert isinstance(part(client, [a_slice("w", 0, 4, 10)], pending=pending, wait_s=9), MustWait)
+    assert isinstance(part(client, [a_slice("w", 0, 4, 10)], pending=pending, wait_s=9), Blocked)
     with pytest.raises(DeadlineExceeded, match=r"version 1 .* lacks parts 1, 2 of 3"):
         part(client, [a_slice("w", 0, 4, 10)], pending=pending)
     for number, other in enumerate(others, 1):
-        assert isinstance(reader.apply(m.Pull("policy", wait_s=9)), MustWait)
+        assert isinstance(reader.apply(m.Pull("policy", wait_s=9)), Blocked)
         part(other, [a_slice("w", 4 * number, 4 if number == 1 else 2, 10)], pending=pending, part=number)
         assert ("parts", "policy") in world.woken
     part(client, [a_slice("w", 0, 4, 10)], pending=pending)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.ledger.driver import Driver, World
 from transferqueue.errors import AlreadyExists, DeadlineExceeded, EndOfTable, Impossible, UsageError
-from transferqueue.ledger import MustWait
+from transferqueue.ledger import Blocked
 from transferqueue.policies import Complete, DeliverPartial, Task
 
 REWARD = Task("reward", ["x"], ["rewards", "trace"], lease_s=10.0)
@@ -140,11 +140,11 @@ def test_who_waits_in_a_sealed_table_for_what_nobody_gives_any_more_learns_it_at
     client.add_task(TRAIN, table="late")
     with pytest.raises(DeadlineExceeded, match='no task will give "rewards" of 2 rows'):
         client.lease("train", 2, table="late")
-    assert isinstance(client.lease("train", 2, table="late", wait_s=5.0), MustWait), "rows may still be put"
+    assert isinstance(client.lease("train", 2, table="late", wait_s=5.0), Blocked), "rows may still be put"
     client.seal("late")
     last = client.lease("train", 3, table="late", wait_s=5.0)
     assert last.rows == rows[:1], "what is left"
-    assert isinstance(client.lease("train", 3, table="late", wait_s=5.0), MustWait), "the row may come back"
+    assert isinstance(client.lease("train", 3, table="late", wait_s=5.0), Blocked), "the row may come back"
     client.ack(last, table="late")
     text = (
         r'task "train" of table "late" can never progress: the table is sealed, and 2 rows lack "rewards" '
@@ -166,12 +166,12 @@ def test_a_wait_goes_on_while_a_task_before_it_moves_and_is_woken_by_its_end(wor
     client.add_task(pad, table="chain")
     client.add_task(Task("use", ["padded"]), table="chain")
     client.seal("chain")
-    assert isinstance(client.lease("use", 1, table="chain", wait_s=5.0), MustWait)
+    assert isinstance(client.lease("use", 1, table="chain", wait_s=5.0), Blocked)
     world.woken.clear()
     reward = client.lease("reward", 1, table="chain")
     client.ack(reward, table="chain", **scores(client, 1))
     padding = client.lease("pad", 1, table="chain")
-    assert isinstance(client.lease("use", 2, table="chain", wait_s=5.0), MustWait)
+    assert isinstance(client.lease("use", 2, table="chain", wait_s=5.0), Blocked)
     client.ack(padding, table="chain", **scores(client, 1, "padded"))
     assert ("task", "chain", "use") in world.woken
     client.ack(client.lease("use", 2, table="chain"), table="chain")
@@ -187,7 +187,7 @@ def test_a_field_that_no_task_gives_may_come_by_an_update_after_the_seal(client:
     client.create("open", tasks=[Task("train", ["x", "rewards"])])
     rows = client.put(1, ["x"], table="open")
     client.seal("open")
-    assert isinstance(client.lease("train", 1, table="open", wait_s=5.0), MustWait)
+    assert isinstance(client.lease("train", 1, table="open", wait_s=5.0), Blocked)
     with pytest.raises(DeadlineExceeded, match='1 row lacks "rewards"'):
         client.lease("train", 1, table="open")
     client.update(rows, inline={"rewards": 1.0}, table="open")
@@ -203,7 +203,7 @@ def test_members_that_came_too_late_for_the_task_that_gives_are_told_to_who_wait
     batch = client.lease("reward", groups=1)
     client.put(1, ["x"], group_id=1, group_size=2)
     client.seal()
-    assert isinstance(client.lease("train", 2, wait_s=5.0), MustWait)
+    assert isinstance(client.lease("train", 2, wait_s=5.0), Blocked)
     world.woken.clear()
     client.ack(batch, **scores(client, 1))
     assert ("task", "t", "train") in world.woken

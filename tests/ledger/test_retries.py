@@ -8,8 +8,8 @@ from hypothesis import given
 
 from tests.ledger.driver import Driver, World
 from transferqueue.errors import DeadlineExceeded, Disconnected, ProtocolError, UsageError
-from transferqueue.ledger import MustWait
-from transferqueue.ledger.sessions import IntervalSet, ReplyCache
+from transferqueue.ledger import Blocked
+from transferqueue.ledger.session_state import IntervalSet, ReplyCache
 from transferqueue.limits import REPLIES_KEPT_MAX, SESSIONS_MAX
 from transferqueue.policies import Manual, Task
 from transferqueue.wire import messages as m
@@ -47,14 +47,14 @@ def test_every_request_sent_again_gets_the_same_reply_and_changes_nothing(world:
 def test_a_put_is_known_by_its_rows_long_after_its_reply_is_forgotten(world: World, client: Driver) -> None:
     put = m.PutRequest("t", 3, client.columns(3, ["a"]))
     reply, call = client.apply(put), client.call
-    world.ledger.seen(client.session, call)
+    world.ledger.forget_replies(client.session, call)
     assert client.apply(put, call=call) == reply
     # The client connects anew, to what may be another life of the coordinator, and still does not know.
     client.close()
     again = world.client(client=b"c" * 16)
     again.call = client.call
     assert again.apply(put, call=call) == reply
-    world.ledger.seen(again.session, call)
+    world.ledger.forget_replies(again.session, call)
     again.seal()
     assert again.apply(put, call=call) == reply
     assert world.stats().rows_put == 3
@@ -66,7 +66,7 @@ def test_puts_are_forgotten_with_their_pages(world: World, client: Driver) -> No
     table = world.table()
     for _ in range(12):
         rows = client.put(1000)
-        world.ledger.seen(client.session, client.call)
+        world.ledger.forget_replies(client.session, client.call)
         client.drop(rows)
     assert len(table.known_puts) <= 5
 
@@ -75,7 +75,7 @@ def test_a_duplicate_that_arrives_after_its_reply_was_seen_is_refused(world: Wor
     client.put(4)
     lease = m.LeaseRequest("t", "x", rows=1)
     client.apply(lease)
-    world.ledger.seen(client.session, client.call)
+    world.ledger.forget_replies(client.session, client.call)
     with pytest.raises(ProtocolError, match="was already answered and its reply was evicted"):
         client.apply(lease, call=client.call)
     assert world.stats().tasks["x"].leased == 1
@@ -84,7 +84,7 @@ def test_a_duplicate_that_arrives_after_its_reply_was_seen_is_refused(world: Wor
 
 def test_a_call_parked_long_ago_is_not_taken_for_a_duplicate(world: World, client: Driver) -> None:
     parked = m.LeaseRequest("t", "x", rows=1, wait_s=600)
-    assert isinstance(client.apply(parked), MustWait)
+    assert isinstance(client.apply(parked), Blocked)
     call = client.call
     rows = []
     for _ in range(REPLIES_KEPT_MAX + 50):
@@ -108,7 +108,7 @@ def test_a_grant_is_answered_once(world: World, client: Driver) -> None:
     given = client.grant(100)
     assert world.ledger.replied(client.session, client.call) == given
     assert world.ledger.replied(client.session, client.call + 1) is None
-    world.ledger.seen(client.session, client.call)
+    world.ledger.forget_replies(client.session, client.call)
     with pytest.raises(ProtocolError):
         world.ledger.replied(client.session, client.call)
 
@@ -159,7 +159,7 @@ def test_manual_rows_keep_their_put_known(world: World) -> None:
     put = m.PutRequest("m", 1, m.Columns())
     reply, call = client.apply(put), client.call
     client.ack(client.lease("x", 1, table="m"), table="m")
-    world.ledger.seen(client.session, client.call)
+    world.ledger.forget_replies(client.session, client.call)
     assert client.apply(put, call=call) == reply
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from tests.ledger.driver import Driver, World, i64
 from tests.scale import examples
 from transferqueue.errors import AlreadyExists, DeadlineExceeded, EndOfTable, Impossible, LeaseExpired, UsageError
-from transferqueue.ledger import MustWait
+from transferqueue.ledger import Blocked
 from transferqueue.ledger.tasks.shared_batches import shares
 from transferqueue.limits import PARTS_MAX, Limits
 from transferqueue.policies import Complete, DropStale, HoldClock, Pacing, Selector, Task, TokenBalanced
@@ -404,7 +404,7 @@ def test_a_lease_that_ended_before_a_replica_asked_is_not_waited_for() -> None:
     clients[0].put(8)
     first = replica(clients, 0)
     clients[0].release(first)
-    assert isinstance(replica(clients, 1, 16, wait_s=1), MustWait)
+    assert isinstance(replica(clients, 1, 16, wait_s=1), Blocked)
     assert replica(clients, 1).rows == [0, 1, 2, 3]
     assert replica(clients, 0).rows == [0, 1, 2, 3]
     clients[0].drop([0, 1, 2, 3])

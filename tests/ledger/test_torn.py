@@ -13,8 +13,8 @@ from tests.ledger.test_determinism import Fuzz
 from tests.scale import sizes
 from tests.simulator.interrupts import DEFECTS, Interrupt
 from transferqueue.errors import Full, LedgerTorn, TransferQueueError
-from transferqueue.ledger import Ledger, MustWait
-from transferqueue.ledger import table as ledger_table
+from transferqueue.ledger import Blocked, Ledger
+from transferqueue.ledger import table_state as ledger_table
 from transferqueue.limits import MEMORY_MARGIN_BYTES, NEW_ROW_MEMORY_BYTES, PAGE_ROWS, ROW_MEMORY_BYTES, Limits
 from transferqueue.policies import Task
 from transferqueue.wire import messages as m
@@ -76,7 +76,7 @@ def outcome_of(ledger: Ledger, request: m.Request, terms: dict[str, Any]) -> obj
         reply = ledger.apply(request, **terms)
     except TransferQueueError as error:
         return repr(error)
-    return repr(reply) if isinstance(reply, MustWait) else msgspec.msgpack.encode(reply)
+    return repr(reply) if isinstance(reply, Blocked) else msgspec.msgpack.encode(reply)
 
 
 def state_of(ledger: Ledger, now: float) -> object:

@@ -9,7 +9,7 @@ import pytest
 
 import transferqueue as tq
 from transferqueue.errors import UsageError
-from transferqueue.ledger.reports import events
+from transferqueue.ledger.reports import listed_events
 from transferqueue.observe.tracing import follower as module
 from transferqueue.observe.tracing.follower import RowFollower
 from transferqueue.observe.tracing.row_trace import RowTrace
@@ -111,7 +111,7 @@ def test_rows_that_an_answer_does_not_name_end_what_is_in_flight(
     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
     table.put(x=list(range(20)))
     follower.look()
-    monkeypatch.setattr(events, "EVENT_ROWS_TOLD_MAX", 8)
+    monkeypatch.setattr(listed_events, "EVENT_ROWS_TOLD_MAX", 8)
     table.lease("train", rows=20).ack()
     follower.look()
     assert len(ended) == 20

@@ -8,8 +8,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import transferqueue as tq
+from transferqueue.errors.text import visible
 from transferqueue.observe.prometheus import exposition
-from transferqueue.text import visible
 from transferqueue.wire.answers.stats import SpillStats, Stats
 
 

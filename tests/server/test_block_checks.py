@@ -195,7 +195,7 @@ def test_a_read_with_much_to_compare_sends_no_frame_before(
     bench: Bench, values: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that it is never silent for as long as all of it takes."""
-    monkeypatch.setattr("transferqueue.server.shards.transfers.BACKLOG_BYTES_MAX", 8 * MIB)
+    monkeypatch.setattr("transferqueue.server.shards.shard_transfer.BACKLOG_BYTES_MAX", 8 * MIB)
     few = part_of(bench, b.BulkCut([0, 8], []))
     more = part_of(bench, COLUMNS)
     bench.say(msgspec.structs.replace(few, parts=[*few.parts, *more.parts]))

@@ -9,7 +9,7 @@ import pytest
 from transferqueue.errors import BY_NAME
 from transferqueue.limits import BULK_STALL_S, BULK_TRANSFERS_MAX, BULK_WINDOW_FRAMES, FRAME_BYTES, KIB, MIB
 from transferqueue.schema import Field
-from transferqueue.server.shards import bulk_endpoint, transfers
+from transferqueue.server.shards import bulk_endpoint, shard_transfer
 from transferqueue.server.shards.bulk_endpoint import BulkEndpoint, ShardTransfers
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage import block_writers
@@ -360,7 +360,7 @@ def test_rows_that_lie_apart_are_gathered_in_one_buffer_by_who_keeps_up(bench):
 @pytest.mark.parametrize(("turn_s", "frames"), [(60.0, 4), (0.0, 1)])
 def test_a_transfer_that_is_alone_sends_a_few_frames_a_turn_unless_they_take_long(bench, monkeypatch, turn_s, frames):
     """Who asks meanwhile waits for a turn."""
-    monkeypatch.setattr(transfers, "FRAME_BYTES", 4 * KIB)
+    monkeypatch.setattr(shard_transfer, "FRAME_BYTES", 4 * KIB)
     monkeypatch.setattr(bulk_endpoint, "TURN_BYTES", 16 * KIB)
     monkeypatch.setattr(bulk_endpoint, "TURN_S", turn_s)
     endpoint = BulkEndpoint(bench.backing, bench.tickets)

@@ -40,7 +40,7 @@ def stats(client):
     ("target", "name", "request_"),
     [
         ("ledger", "apply", m.ListTables()),
-        ("ledger", "seen", m.ListTables()),
+        ("ledger", "forget_replies", m.ListTables()),
         ("ledger", "message_received", m.Heartbeat()),
         ("waiting", "count_ahead", m.ListTables()),
         ("shards", "take", m.Grant(5)),

@@ -11,12 +11,12 @@ import pytest
 
 from tests.server.test_bulk import Bench
 from tests.storage.shards import Block, opened_shard
-from transferqueue.client.memory.transfers import FetchTransfer, RequestedColumns, rows_of
-from transferqueue.schema import Field, Slice, cut_fields
-from transferqueue.server.shards import bulk_endpoint, transfers
+from transferqueue.client.memory.client_transfer import FetchTransfer, RequestedColumns, rows_of
+from transferqueue.schema import Field, Slice, sliced_fields
+from transferqueue.server.shards import bulk_endpoint, shard_transfer
 from transferqueue.server.shards.block_checks import BlockChecks
 from transferqueue.server.shards.frame_digests import FrameDigests
-from transferqueue.server.shards.transfers import _Frame, frames_of, parts_of
+from transferqueue.server.shards.shard_transfer import _Frame, frames_of, parts_of
 from transferqueue.storage import Column, MappedBlocks, RowPlacement
 from transferqueue.storage.columns import byte_stream, ranges
 from transferqueue.storage.memory.arena import Arena
@@ -85,7 +85,7 @@ def fetched(asked: list[Any], backing: ArenaBacking, fields: dict[str, Field], r
 def test_what_was_put_arrives(monkeypatch: pytest.MonkeyPatch, seed: int, frame_bytes: int) -> None:
     rng = np.random.default_rng([seed, frame_bytes])
     rows = int(rng.choice([1, 7, 60]))
-    monkeypatch.setattr(transfers, "FRAME_BYTES", frame_bytes)
+    monkeypatch.setattr(shard_transfer, "FRAME_BYTES", frame_bytes)
     monkeypatch.setattr(byte_stream, "EDGES_KEPT", int(rng.choice([0, 3 * rows, 1 << 18])))
     monkeypatch.setattr(ranges, "PLACED_RANGES_MAX", int(rng.choice([5, 512])))  # more of short rows are gathered alone
     fields = {field.name: field for field in rng.permutation(np.array(FIELDS, object))[: rng.integers(1, 8)]}
@@ -98,10 +98,10 @@ def test_what_was_put_arrives(monkeypatch: pytest.MonkeyPatch, seed: int, frame_
         fetch = fetched(asked, ArenaBacking(shard.arena), fields, rng)
         for number, one in enumerate(asked):
             landed = fetch.landed[number]
-            held = MappedBlocks([landed], [landed.memory], cut_fields(fields, cuts))
+            held = MappedBlocks([landed], [landed.memory], sliced_fields(fields, cuts))
             slots = np.arange(len(at), dtype=np.int32) if one.slot_of_row is None else one.slot_of_row
             for name in landed.fields:
-                field = cut_fields(fields, cuts)[name]
+                field = sliced_fields(fields, cuts)[name]
                 got = Column(field, RowPlacement(held, np.zeros(len(at), np.int32), slots))
                 span = slice(*SPANS[name]) if name in cuts else slice(None)
                 for row, place in enumerate(at.tolist()):
@@ -123,7 +123,7 @@ def part(blocks: list[Block], names: list[str], at: Any, rows: int) -> m.ReplyCo
 @pytest.mark.parametrize("seed", range(5))
 def test_no_frame_changes_while_it_is_held(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Transfers by turns, one of which ends in the middle, over connections that are clogged now and then."""
-    monkeypatch.setattr(transfers, "FRAME_BYTES", 4096)
+    monkeypatch.setattr(shard_transfer, "FRAME_BYTES", 4096)
     monkeypatch.setattr(bulk_endpoint, "GATHERED_KEPT_BYTES", 3 * 4096)
     rng, arena = np.random.default_rng(seed), Arena.create(None, 64 << 20)
     bench, held = Bench(arena), list[tuple[b.Message, bytes]]()

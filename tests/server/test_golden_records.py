@@ -35,7 +35,7 @@ def made() -> list[bytes]:
     ledger.open_session(6, bytes(range(1, 17)), 1.5)
 
     def ask(call: int, request: m.Request, now: float) -> None:
-        ledger.seen(5, call - 1)
+        ledger.forget_replies(5, call - 1)
         ledger.apply(request, session=5, call=call, now=now)
 
     ask(1, m.CreateTable("t", [BYTES], [Task("train", ["b"], lease_s=2.0)]), 2.0)

@@ -11,7 +11,7 @@ import pytest
 from tests.ledger.driver import World
 from tests.ledger.test_determinism import Fuzz
 from transferqueue.errors import Corruption, InternalError, LedgerTorn, OutOfMemory, UsageError
-from transferqueue.ledger import Ledger, MustWait
+from transferqueue.ledger import Blocked, Ledger
 from transferqueue.ledger.dispatch import OPERATIONS
 from transferqueue.policies import Task
 from transferqueue.server.durability import recorded_ledger as recording
@@ -111,7 +111,7 @@ def test_what_changes_nothing_is_not_written(world, paper):
     world.ledger.commit()
     with pytest.raises(UsageError):
         client.drop([3, 3])
-    assert isinstance(client.lease("t", 1, wait_s=9), MustWait)
+    assert isinstance(client.lease("t", 1, wait_s=9), Blocked)
     client.observe("stats")
     client.apply(m.Find("t", ["k"]))
     client.apply(m.OpenTable("t"))
@@ -185,7 +185,7 @@ def test_a_request_that_tears_the_ledger_is_not_carried_out_by_the_next_life(wor
     for act in (
         lambda: client.put(1),
         lambda: world.ledger.close_session(1, 0.0),
-        lambda: world.ledger.seen(1, 1),
+        lambda: world.ledger.forget_replies(1, 1),
         world.ledger.checkpoint,
     ):
         with pytest.raises(LedgerTorn, match="followed one that was interrupted"):

@@ -29,7 +29,7 @@ def live_rows(path, rows, batch, *, checkpoint):
     for first in range(0, rows, batch):
         groups = [row // 8 for row in range(first, first + batch)]
         client.put(batch, ["x"], {"length": 1.0}, group_id=groups, group_size=8, policy_version=0)
-        world.ledger.seen(client.session, client.call)
+        world.ledger.forget_replies(client.session, client.call)
         world.ledger.commit()
     if checkpoint:
         world.ledger.checkpoint()

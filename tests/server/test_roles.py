@@ -7,7 +7,7 @@ import pytest
 from tests.server.nodes import Bench, Client, lease
 from transferqueue.errors import PermissionDenied
 from transferqueue.server.sessions.authorization import Authorizer, check_offer, why_not_allowed
-from transferqueue.server.sessions.sessions import NOWHERE
+from transferqueue.server.sessions.session_table import NOWHERE
 from transferqueue.transport.control.zeromq import KeyedPeer
 from transferqueue.transport.security import keyring
 from transferqueue.transport.security.keyring import Keyring
@@ -141,7 +141,7 @@ def test_a_revoked_key_is_told_once_and_has_no_session_and_no_answer(ring):
     bench.receive(consumer.peer, b"\x00")
     assert [answer.error for _, answer in bench.answered[consumer.peer]] == ["Disconnected"]
     assert consumer.take(call) is None
-    assert bench.coordinator.counters.strangers == 2
+    assert bench.coordinator.counters.unauthenticated_peers == 2
     bench.close()
 
 

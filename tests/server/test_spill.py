@@ -9,11 +9,11 @@ import pytest
 from tests.server.nodes import lease
 from tests.server.spilling import ARENA, BODY, SpillBench
 from transferqueue.errors import Impossible
-from transferqueue.ledger.effects import MustWait
+from transferqueue.ledger.effects import Blocked
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot
 from transferqueue.ledger.rows.cold_arena import ON_DISK, ColdArena
 from transferqueue.ledger.rows.cold_blocks import ColdBlocks
-from transferqueue.ledger.table import SharedState
+from transferqueue.ledger.table_state import SharedState
 from transferqueue.limits import LOAD_STUCK_S, LOAD_TRIES, PAGE_BYTES, SPILL_PAUSE_S, SPILL_SILENT_S
 from transferqueue.policies import Task
 from transferqueue.schema import Field
@@ -510,6 +510,6 @@ def test_small_blocks_count_as_they_are_loaded_side_by_side():
         found.on_disk.update(blocks)
         return found
 
-    assert isinstance(cold(10).want(range(640), SharedState()), MustWait)
+    assert isinstance(cold(10).want(range(640), SharedState()), Blocked)
     with pytest.raises(Impossible, match="40,960 bytes"):
         cold(9).want(range(640), SharedState())

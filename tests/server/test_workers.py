@@ -16,7 +16,7 @@ from tests.server.nodes import Bench, local
 from tests.server.test_verdicts import verdict_of
 from transferqueue.policies import Task
 from transferqueue.server.sessions.exit_status import CUT, GOODBYE, SessionEnding
-from transferqueue.server.sessions.sessions import GONE_MAX, Workers
+from transferqueue.server.sessions.session_table import GONE_MAX, Workers
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 from transferqueue.wire.answers.doctor import DoctorAnswer, TaskDiagnosis

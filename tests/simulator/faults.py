@@ -25,7 +25,7 @@ from transferqueue.ledger.rows.indexes import StepIndex
 from transferqueue.ledger.rules import finish, groups_and_staleness
 from transferqueue.ledger.rules.column_ends import free_values
 from transferqueue.ledger.rules.finish import finish_rows
-from transferqueue.ledger.table import TableState
+from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks import task_state
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.leases import LeaseTable

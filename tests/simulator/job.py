@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from tests.simulator.machine import PromiseBroken
 from transferqueue.errors import EndOfTable, FlowSignal, NotFound, OutOfMemory, Sealed, Unreachable
 from transferqueue.ledger.state import LedgerState
-from transferqueue.ledger.table import TableState
+from transferqueue.ledger.table_state import TableState
 from transferqueue.limits import Limits
 from transferqueue.policies import Task
 from transferqueue.schema import Field

@@ -23,7 +23,7 @@ from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.resume import resume_sessions
 from transferqueue.server.sessions.authorization import Authorizer
 from transferqueue.server.sessions.liveness import ProcessHandle
-from transferqueue.server.sessions.sessions import Peer
+from transferqueue.server.sessions.session_table import Peer
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage.memory.allocator import Allocator

@@ -14,7 +14,7 @@ from typing import Any, Final
 from tests.simulator.machine import SimServer
 from tests.simulator.world import SimConnection, World
 from transferqueue.client.session.calls import PendingCall, PendingCalls, outcome
-from transferqueue.client.session.undo import give_back
+from transferqueue.client.session.discard_reply import discard_reply
 from transferqueue.errors import Disconnected, TransferQueueError, Unreachable
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_answer
@@ -155,7 +155,7 @@ class Process:
         elif pending is not None and pending.on_settled is not None:
             pending.settle(reply)
         elif pending is not None and not isinstance(reply, TransferQueueError):
-            for undo in give_back(pending.request, reply):
+            for undo in discard_reply(pending.request, reply):
                 self.send_unawaited(undo)
 
     # ------------------------------------------------------------ the role
@@ -199,7 +199,7 @@ class Process:
             self._ask(wanted, self._resume)
 
     def _plan(self) -> None:
-        late = self._calls.next_late()
+        late = self._calls.next_overdue()
         if late is not None:
             when, number = max(late - self._jumped, self.world.now), self.number
             if self._late_at <= self.world.now or when < self._late_at:
@@ -210,7 +210,7 @@ class Process:
         if when != self._late_at:
             return
         self._late_at = -1.0
-        again, overdue = self._calls.late(self._clock())
+        again, overdue = self._calls.overdue(self._clock())
         for frame in again:
             self._say(frame)
         for pending in overdue:

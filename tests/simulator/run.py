@@ -26,7 +26,7 @@ from tests.simulator.stepped import CheckpointJob
 from tests.simulator.weights import CHANNEL, ForwardedWeightsJob, ShardedWeightsJob, WeightChannelJob
 from tests.simulator.world import Rates, World
 from transferqueue.errors import TransferQueueError
-from transferqueue.ledger.table import TableState
+from transferqueue.ledger.table_state import TableState
 from transferqueue.limits import PAGE_BYTES, SIZE_BYTES_MAX
 from transferqueue.policies import Refill
 from transferqueue.server.coordinator import Coordinator

@@ -195,12 +195,12 @@ def test_a_client_may_come_before_its_server(tmp_path, wakeup):
     assert is_served(address) is False
     channel = dial(address)
     channel.send(b"early")
-    assert channel.ways == 0
+    assert channel.connections_made == 0
     port = UnixServer(parse_address(address))
     while (found := port.recv_nowait()) is None:
         channel.wait(wakeup, 0.01)
     assert found[1] == b"early"
-    assert (channel.ways, channel.is_lost) == (1, False)
+    assert (channel.connections_made, channel.is_lost) == (1, False)
     port.close()
     channel.close()
 
@@ -298,9 +298,9 @@ class Wire:
             thread.join(10)
 
 
-def found_ways(channel, wakeup, ways):
+def are_made(channel, wakeup, connections_made):
     for _ in range(200):
-        if channel.ways == ways:
+        if channel.connections_made == connections_made:
             return True
         channel.wait(wakeup, 0.1)
     return False
@@ -312,8 +312,8 @@ def test_a_client_that_heard_bytes_which_are_no_frame_opens_its_connection_anew(
     wire = Wire(echo.address)
     channel = dial(wire.address)
     try:
-        for ways in (1, 2, 3):
-            assert found_ways(channel, wakeup, ways)
+        for connections_made in (1, 2, 3):
+            assert are_made(channel, wakeup, connections_made)
             assert not channel.is_lost
             channel.send(b"heard")
             peer, frame = echo.next()

@@ -100,12 +100,12 @@ def until_lost(channel, wakeup, port=None):
     raise AssertionError("the loss was not seen")
 
 
-def until_found(channel, wakeup, ways):
+def until_found(channel, wakeup, connections_made):
     for _ in range(10_000):
-        if channel.ways == ways:
+        if channel.connections_made == connections_made:
             return
         channel.wait(wakeup, 0.001)
-    raise AssertionError(f"{channel.ways} ways, not {ways}")
+    raise AssertionError(f"{channel.connections_made} connections, not {connections_made}")
 
 
 @given(st.lists(st.binary(max_size=300), max_size=20), st.lists(st.integers(1, 200), min_size=1, max_size=50))
@@ -185,7 +185,7 @@ def test_a_server_that_took_the_place_of_the_first_is_found(address, wakeup):
     assert frame == b"last words"
     until_lost(channel, wakeup)
     second = UnixServer(parse_address(address))
-    until_found(channel, wakeup, ways=2)
+    until_found(channel, wakeup, connections_made=2)
     assert not channel.is_lost
     channel.send(b"two")
     assert heard(second, channel, wakeup)[1] == b"two"
@@ -203,7 +203,7 @@ def test_what_was_kept_for_a_connection_is_lost_with_it(port, address, wakeup):
     port._drop(line)
     until_lost(channel, wakeup)
     channel.send(b"second")
-    until_found(channel, wakeup, ways=2)
+    until_found(channel, wakeup, connections_made=2)
     assert heard(port, channel, wakeup)[1] == b"second"
     channel.close()
 
@@ -222,7 +222,7 @@ def test_last_words_are_heard_by_one_who_speaks_first(address, wakeup):
     until_lost(channel, wakeup)
     channel.close()
     channel.wait(wakeup, 0)  # and does not dial again
-    assert channel.ways == 1
+    assert channel.connections_made == 1
 
 
 def test_what_a_client_said_before_it_left_is_heard_though_it_cannot_be_answered(port, address, wakeup):
@@ -268,7 +268,7 @@ def test_one_who_sends_thousands_of_frames_at_once_is_heard_and_hears(address, w
             while (frame := channel.recv_nowait()) is not None:
                 came.append(int.from_bytes(frame, "little"))
         assert came == list(range(count))
-        assert channel.ways == 1
+        assert channel.connections_made == 1
     finally:
         stop.set()
         thread.join()
@@ -311,7 +311,7 @@ def test_a_spare_descriptor_that_somebody_else_took_is_no_end(port, address, wak
     assert not port._turn_away()  # nobody knocks; and there is a spare one again
     assert not port._spare.closed
     until_lost(first, wakeup)
-    until_found(first, wakeup, ways=2)
+    until_found(first, wakeup, connections_made=2)
     first.close()
 
 
@@ -406,7 +406,7 @@ def test_who_knocks_when_no_descriptor_is_left_is_turned_away_and_comes_in_later
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
         for one in taken:
             os.close(one)
-    until_found(channel, wakeup, ways=2)
+    until_found(channel, wakeup, connections_made=2)
     channel.send(b"in")
     assert heard(port, channel, wakeup)[1] == b"in"
     channel.close()

@@ -39,9 +39,9 @@ def frames():
         yield found
 
 
-def until_connected(channel, wakeup, ways=1):
+def until_connected(channel, wakeup, connections_made=1):
     deadline = time.monotonic() + DEADLINE_S
-    while channel.ways < ways or channel.is_behind:
+    while channel.connections_made < connections_made or channel.is_behind:
         assert time.monotonic() < deadline
         channel.wait(wakeup, DEADLINE_S)
     assert channel.recv_nowait() is None
@@ -156,7 +156,7 @@ def test_a_reset_connects_anew_and_keeps_what_was_read(server, channel, wakeup):
     assert channel.is_lost
     assert not channel.begin_driving()
     assert channel.recv_nowait() == b"read"
-    until_connected(channel, wakeup, ways=2)
+    until_connected(channel, wakeup, connections_made=2)
     later = peer_of(server, channel, wakeup)
     assert later != peer
     server.send(later, b"reply")
@@ -172,7 +172,7 @@ def test_a_driver_waits_on_where_the_descriptor_tells_of_no_frame(server, channe
         assert time.monotonic() < deadline
         channel.reset()
     assert channel.peek() is None
-    until_connected(channel, wakeup, ways=2)
+    until_connected(channel, wakeup, connections_made=2)
     server.send(peer_of(server, channel, wakeup), b"reply")
     assert frame_of(channel) == b"reply"
 
@@ -186,7 +186,7 @@ def test_a_reset_without_a_server_connects_when_there_is_one(server, channel, wa
     again = ZmqServer()
     try:
         again.listen(parse_address(server.address))
-        until_connected(channel, wakeup, ways=2)
+        until_connected(channel, wakeup, connections_made=2)
         peer_of(again, channel, wakeup)
     finally:
         again.close()

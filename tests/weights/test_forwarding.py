@@ -18,7 +18,7 @@ from tests.client.test_remote import Between
 from tests.scale import only_long
 from tests.weights.relays import GENEROUS_S, MIB, TENSORS, Crossed, channel_bytes, model, until
 from transferqueue.client.operations.publish import begin_open_version
-from transferqueue.client.session.run import run_sync
+from transferqueue.client.session.operation_runner import run_sync
 from transferqueue.weights import RelayProcess, WeightRelay, relay, relay_publish
 from transferqueue.weights.relay_publish import ComingVersion, RelayPublisher
 from transferqueue.wire import messages as m

@@ -44,7 +44,7 @@ def complete_row(context: typer.Context, incomplete: str) -> list[Candidate]:
 def complete_page(incomplete: str) -> list[str]:
     """Pages of the documentation and public names that begin so."""
     import transferqueue as tq
-    from transferqueue.cli.pages import pages
+    from transferqueue.cli.doc_pages import pages
 
     return [name for name in (*pages(), *sorted(tq.__all__)) if name.startswith(incomplete)]
 

@@ -11,7 +11,7 @@ from inspect import isclass, isdatadescriptor, isroutine
 from typing import Any, Final
 
 import transferqueue as tq
-from transferqueue.cli.pages import folder
+from transferqueue.cli.doc_pages import folder
 from transferqueue.errors import NotFound
 
 _KINDS: Final = {"scorer": "testing.conformance.scorers.Scorer", "stage": "adapters.protocols.StageFunction"}

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
-from transferqueue.text import visible_lines
+from transferqueue.errors.text import visible_lines
 
 LEVELS: Final = ("debug", "info", "warning", "error")
 LogLevelOption = Annotated[

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transferqueue.workflows.job.run.folder import RunFolder
     from transferqueue.workflows.job.run.run import JobOutcome, RunningJob
     from transferqueue.workflows.job.settings.job import Job
-    from transferqueue.workflows.job.settings.plan import PlanFile
+    from transferqueue.workflows.job.settings.plan_file import PlanFile
 
 
 @contextmanager

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from transferqueue.client.aio.reservation import AsyncReservation
     from transferqueue.client.aio.table import AsyncTable
     from transferqueue.client.aio.weight_channel import AsyncWeightChannel
+    from transferqueue.client.operations.pull import Weights
     from transferqueue.client.operations.rows import Rows
-    from transferqueue.client.operations.weights import Weights
     from transferqueue.client.sync.batch import Batch
     from transferqueue.client.sync.loader import Loader
     from transferqueue.client.sync.queue import Queue
@@ -51,7 +51,7 @@ __getattr__ = lazy_names(
         "aio.table": "AsyncTable",
         "aio.weight_channel": "AsyncWeightChannel",
         "operations.rows": "Rows",
-        "operations.weights": "Weights",
+        "operations.pull": "Weights",
         "sync.batch": "Batch",
         "sync.loader": "Loader",
         "sync.queue": "Queue",

@@ -19,14 +19,14 @@ from transferqueue.client.memory.carrier import MemoryCarrier, SessionCarrier
 from transferqueue.client.memory.grants import WriteGrants
 from transferqueue.client.memory.mapped import MappedMemory
 from transferqueue.client.memory.remote import RemoteMemory
-from transferqueue.client.memory.shards import ShardClients, ShardLivenessCheck
+from transferqueue.client.memory.shard_clients import ShardClients, ShardLivenessCheck
 from transferqueue.client.memory.verify import Verifier
 from transferqueue.client.session.calls import Deadline
 from transferqueue.client.session.connection import Connection
 from transferqueue.client.session.session_lock import SessionLock, session_lock
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import Unreachable, UsageError
-from transferqueue.text import shown
+from transferqueue.errors.text import shown
 from transferqueue.transport import TcpAddress, dial, parse_address, this_host
 from transferqueue.transport.bulk.carriers import chosen_carrier
 from transferqueue.transport.bulk.tcp import TcpBulkClient
@@ -109,7 +109,7 @@ class ClientSession:
     def table_info(self, terms: m.TableTerms) -> TableInfo:
         """The cached description of a table, updated with the terms that just came."""
         table = self.tables.setdefault(terms.name, TableInfo(terms))
-        table.hear(terms)
+        table.update_from(terms)
         return table
 
     @property

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from transferqueue.errors import SchemaError, listing
+from transferqueue.errors.text import counted
 from transferqueue.limits import CONTENTS_KNOWN
 from transferqueue.schema import Field, known, not_taken
-from transferqueue.text import counted
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_fields
 
@@ -75,9 +75,9 @@ class TableInfo:
         """Fields that a task needs and none gives; empty once it was logged that a put lacks one."""
         self._told_missing = False
         self._told_stale_below = 0
-        self.hear(terms)
+        self.update_from(terms)
 
-    def hear(self, terms: m.TableTerms) -> bool:
+    def update_from(self, terms: m.TableTerms) -> bool:
         """Take over the terms that the server sent. Return whether the fields differ from those known before."""
         fields = {field.name: known(field) for field in terms.fields}
         changed = fields != self.fields

@@ -31,7 +31,7 @@ from msgspec.structs import replace
 from transferqueue.client.client import remote_memory, remote_shard_memory
 from transferqueue.client.memory.remote import RemoteMemory
 from transferqueue.client.session.connection import Connection
-from transferqueue.client.session.run import request_reply, run_sync
+from transferqueue.client.session.operation_runner import request_reply, run_sync
 from transferqueue.errors import (
     Corruption,
     DeadlineExceeded,

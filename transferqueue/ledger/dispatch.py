@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Final
 
 from transferqueue.errors import AlreadyExists, DeadlineExceeded, Full, NotFound, ProtocolError, UsageError, listing
-from transferqueue.ledger.effects import MustWait
+from transferqueue.errors.text import counted
+from transferqueue.ledger.effects import Blocked
 from transferqueue.ledger.reports.answers import observed
 from transferqueue.ledger.requests import (
     ack,
@@ -25,10 +26,9 @@ from transferqueue.ledger.requests import (
 from transferqueue.ledger.requests.registry import OPERATIONS, Answer, carries_out
 from transferqueue.ledger.requests.weight_channels import WeightChannelState
 from transferqueue.ledger.rows.arrays import decode_ids
-from transferqueue.ledger.sessions import SessionState
+from transferqueue.ledger.session_state import SessionState
 from transferqueue.ledger.state import LedgerState
 from transferqueue.limits import ROW_MEMORY_BYTES, TABLES_MAX, check_name
-from transferqueue.text import counted
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 
@@ -66,7 +66,7 @@ def _create(state: LedgerState, request: m.CreateTable, session: SessionState, c
 @carries_out(m.OpenTable)
 def _open(state: LedgerState, request: m.OpenTable, session: SessionState, call: int) -> Answer:
     if request.name not in state.tables and request.wait_s > 0:
-        return MustWait((("table", request.name),))
+        return Blocked((("table", request.name),))
     return state.table(request.name).terms()
 
 
@@ -166,12 +166,12 @@ def _publish(state: LedgerState, request: m.Publish, session: SessionState, call
         return m.DoneReply(len(request.fields))
     if missing := weight_channels.missing_parts(channel, request):
         if request.wait_s > 0:
-            return MustWait((("parts", request.channel),))
+            return Blocked((("parts", request.channel),))
         raise DeadlineExceeded(missing)
     followers = state.followers(request.channel)
     held = [table for table in followers if flow_control.why_clock_is_held(table, request.version)]
     if held and request.wait_s > 0:
-        return MustWait(tuple(("clock", table.name) for table in held))
+        return Blocked(tuple(("clock", table.name) for table in held))
     if held:
         raise DeadlineExceeded(flow_control.why_clock_is_held(held[0], request.version))
     state.core.begin(sum(table.rows.pages.resident for table in followers) * ROW_MEMORY_BYTES)

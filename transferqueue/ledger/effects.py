@@ -24,7 +24,7 @@ blocks that lack copies, ("loaded",): blocks that are on a disk.
 """
 
 
-class MustWait(msgspec.Struct, frozen=True):
+class Blocked(msgspec.Struct, frozen=True):
     """The request cannot proceed now and changed nothing. Apply it again after a `WakeWaiters` for one of `keys`."""
 
     keys: tuple[WakeKey, ...]

@@ -26,25 +26,25 @@ from msgspec.structs import replace
 from transferqueue.errors import Full, InternalError, LedgerTorn, ProtocolError, UsageError
 from transferqueue.ledger.data_loss import lose_blocks, values_in
 from transferqueue.ledger.dispatch import OPERATIONS
-from transferqueue.ledger.effects import Effect, Expiring, MustWait
+from transferqueue.ledger.effects import Blocked, Effect, Expiring
 from transferqueue.ledger.persistence import image
 from transferqueue.ledger.persistence.restore import check_empty, restored
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot, take_snapshot
 from transferqueue.ledger.reports.answers import Observation, explained, observed, sessions
-from transferqueue.ledger.reports.events import listed_events
+from transferqueue.ledger.reports.listed_events import listed_events
 from transferqueue.ledger.requests import weight_channels
 from transferqueue.ledger.requests.ack import expire_lease
 from transferqueue.ledger.requests.lease import is_loading
 from transferqueue.ledger.requests.pending_versions import PendingVersion
 from transferqueue.ledger.rows.blocks import ExtentState, OwnerBytes
 from transferqueue.ledger.rows.cold_blocks import ColdBlocks
-from transferqueue.ledger.rows.known_puts import put_key
 from transferqueue.ledger.rows.missing_copies import CopyChoice, CopyOrderState, PostponedCopy
+from transferqueue.ledger.rows.put_dedup import put_key
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules
 from transferqueue.ledger.rules.retry import resume_due, trial_due
-from transferqueue.ledger.sessions import SessionState
+from transferqueue.ledger.session_state import SessionState
 from transferqueue.ledger.state import LedgerState
-from transferqueue.ledger.table import Absence, SharedState, no_memory
+from transferqueue.ledger.table_state import Absence, SharedState, no_memory
 from transferqueue.ledger.tasks.circuit import Circuit
 from transferqueue.ledger.tasks.group_task import FormingGroup
 from transferqueue.ledger.tasks.leases import LeaseState
@@ -231,13 +231,13 @@ class Ledger:
         """The cached reply to a call, or None. For requests that the caller answers itself (`Grant`)."""
         return self.state.session(session).replies.get(call)
 
-    def seen(self, session: int, call: int) -> None:
+    def forget_replies(self, session: int, call: int) -> None:
         """Remove cached replies up to `call`, which the client has received."""
         if (state := self.state.sessions.get(session)) is not None:
             if self.state.core.writing:
                 self._raise_torn("the seen replies of a client")
             self.state.core.writing = True
-            state.replies.seen(call)
+            state.replies.forget(call)
             self._note("seen", session, call)
             self.state.core.writing = False
 
@@ -496,11 +496,11 @@ class Ledger:
 
     # ------------------------------------------------------------ requests
 
-    def apply(self, request: m.Request, *, session: int, call: int, now: float) -> m.Reply | MustWait:
+    def apply(self, request: m.Request, *, session: int, call: int, now: float) -> m.Reply | Blocked:
         """Execute a request of a session. Raises `TransferQueueError` if it is refused.
 
         call: the client's number of this request, ascending. A retry with the same number gets the same reply (0: the
-        request is not recognised). `MustWait`: apply the request again, with the same call, after a `WakeWaiters` for
+        request is not recognised). `Blocked`: apply the request again, with the same call, after a `WakeWaiters` for
         one of its keys.
         """
         state, core = self.state, self.state.core
@@ -525,7 +525,7 @@ class Ledger:
                 if answered is not None:
                     return answered
             reply = operation(state, request, holder, call)
-            if repeat != "again" and not isinstance(reply, MustWait):
+            if repeat != "again" and not isinstance(reply, Blocked):
                 core.writing = True
                 holder.replies.keep(call, reply)
                 self._note_applied(request, session, call, reply)

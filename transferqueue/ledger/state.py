@@ -9,8 +9,8 @@ from transferqueue.ledger.requests import weight_channels
 from transferqueue.ledger.requests.ack import expire_lease
 from transferqueue.ledger.requests.pending_versions import PendingVersion
 from transferqueue.ledger.requests.weight_channels import WeightChannelState
-from transferqueue.ledger.sessions import SessionState
-from transferqueue.ledger.table import SharedState, TableState
+from transferqueue.ledger.session_state import SessionState
+from transferqueue.ledger.table_state import SharedState, TableState
 from transferqueue.ledger.tasks.task_state import TaskState
 
 

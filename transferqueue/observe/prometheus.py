@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final, Literal, NamedTuple
 
-from transferqueue.text import visible
+from transferqueue.errors.text import visible
 from transferqueue.wire.answers.answer import Answer, Figure, figures
 from transferqueue.wire.answers.stats import ChannelStats, ServerStats, Stats, TableStats, TaskStats, TurnStats
 

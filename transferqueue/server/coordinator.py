@@ -50,7 +50,7 @@ from transferqueue.errors import (
     TransferQueueError,
     UsageError,
 )
-from transferqueue.ledger.effects import FreeExtent, LeaseEnded, MustWait, WakeWaiters
+from transferqueue.ledger.effects import Blocked, FreeExtent, LeaseEnded, WakeWaiters
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import CALLS_PARKED_MAX, COUNT_MAX, DEFECT_PAUSE_S, SMALL_FRAME_BYTES
 from transferqueue.server import reports
@@ -63,12 +63,12 @@ from transferqueue.server.durability.state_directory import (
 from transferqueue.server.event_log import TABLE_EVENTS, log_event, log_table_event
 from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.loop_latency import Turns
-from transferqueue.server.operations import Operations
 from transferqueue.server.reports import Counters
+from transferqueue.server.server_requests import ServerRequests
 from transferqueue.server.sessions import authorization, liveness
 from transferqueue.server.sessions.exit_status import CUT, DIED, GOODBYE
 from transferqueue.server.sessions.home_coordinator import wrong_coordinator
-from transferqueue.server.sessions.sessions import (
+from transferqueue.server.sessions.session_table import (
     NOWHERE,
     PRODUCERS,
     OpenSession,
@@ -79,7 +79,7 @@ from transferqueue.server.sessions.sessions import (
 )
 from transferqueue.server.sessions.waiting import WaitingRequest, WaitQueue, wait_of
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
-from transferqueue.server.shards.shards import ShardRegistry, live_set
+from transferqueue.server.shards.registry import ShardRegistry, live_set
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.server.spill.spilling import Spilling
 from transferqueue.transport.control.unix_socket import UnixPeer
@@ -198,7 +198,7 @@ class Coordinator:
             bulk_received=lambda: dict(self.bulk_received()),
             spilling=self.spilling,
         )
-        self.operations: Final = Operations(self._report_sources)
+        self.operations: Final = ServerRequests(self._report_sources)
         ledger.explain_absence_with(partial(reports.absence, self._report_sources))
 
     # ------------------------------------------------------------ what the loop calls
@@ -242,7 +242,7 @@ class Coordinator:
         self.handled = "none"
         role = "admin" if type(peer) is UnixPeer else self._authorizer.role(peer)
         if role is None:
-            self.counters.strangers += 1
+            self.counters.unauthenticated_peers += 1
             return
         try:
             call = codec.decode_call(frame)
@@ -587,7 +587,7 @@ class Coordinator:
             self._not_its_connection(peer, call)
             return
         if call.seen > session.seen:
-            self.ledger.seen(session.number, call.seen)
+            self.ledger.forget_replies(session.number, call.seen)
             session.answers_received(call.seen)
         session.last_message_at = now
         request = call.request
@@ -650,7 +650,7 @@ class Coordinator:
         outcome = (
             self._queue_or_refuse(session, request, ahead, now) if ahead else self._execute(session, call, request, now)
         )
-        if isinstance(outcome, MustWait):
+        if isinstance(outcome, Blocked):
             if self.waiting.count(session.number) < CALLS_PARKED_MAX:
                 waiting = self.waiting.join(session.number, call, request, now)
                 self.waiting.wait_on(waiting, outcome.keys)
@@ -659,14 +659,14 @@ class Coordinator:
         if declared.reply is not None or isinstance(outcome, m.Failed):  # a notice is answered only if it is refused
             self._reply(session, call, request, outcome)
 
-    def _queue_or_refuse(self, session: OpenSession, request: m.Request, ahead: int, now: float) -> MustWait | m.Failed:
+    def _queue_or_refuse(self, session: OpenSession, request: m.Request, ahead: int, now: float) -> Blocked | m.Failed:
         """The outcome of a new request with `ahead` others before it in its lane."""
         if wait_of(request) > 0:
-            return MustWait(keys=())
+            return Blocked(keys=())
         why = f"{_earlier(ahead)} for the same, and this one may not wait: {self.operations.explain(request, now)}"
         return _failed(DeadlineExceeded(why) if isinstance(request, m.LeaseRequest) else Full(why))
 
-    def _execute(self, session: OpenSession, call: int, request: m.Request, now: float) -> m.Reply | MustWait:
+    def _execute(self, session: OpenSession, call: int, request: m.Request, now: float) -> m.Reply | Blocked:
         """Carry out a request. Returns its reply, which may be a refusal, or the keys on which it must wait."""
         if (refused := session.refused.get(call)) is not None:
             return refused
@@ -728,7 +728,7 @@ class Coordinator:
         """Whether the request was served or refused."""
         session = self.sessions.of_call(waiting.session)
         outcome = self._execute(session, waiting.call, waiting.request, now)
-        if isinstance(outcome, MustWait):
+        if isinstance(outcome, Blocked):
             self.waiting.wait_on(waiting, outcome.keys)
             return False
         self._complete_waiting(waiting, outcome)

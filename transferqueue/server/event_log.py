@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from transferqueue.text import visible
+from transferqueue.errors.text import visible
 from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.server")

@@ -24,7 +24,7 @@ from transferqueue.errors import DiskFailed, LedgerTorn
 from transferqueue.limits import FRAMES_DRAINED_MAX, GAP_S, WAITERS_AT_ONCE
 from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.loop_latency import Meter
-from transferqueue.server.sessions.sessions import Peer
+from transferqueue.server.sessions.session_table import Peer
 from transferqueue.transport import Wakeup
 from transferqueue.transport.control.inproc import InprocServer
 from transferqueue.transport.control.send_result import SendResult

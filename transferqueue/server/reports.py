@@ -11,13 +11,13 @@ from msgspec.structs import replace
 
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.reports.answers import Observation
-from transferqueue.ledger.table import Absence
+from transferqueue.ledger.table_state import Absence
 from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.loop_latency import Turns
-from transferqueue.server.sessions.sessions import OpenSession, SessionTable, Workers
+from transferqueue.server.sessions.session_table import OpenSession, SessionTable, Workers
 from transferqueue.server.sessions.waiting import WaitingRequest, WaitQueue, wait_of
+from transferqueue.server.shards.registry import ShardRegistry
 from transferqueue.server.shards.remote_shard import RemoteShard
-from transferqueue.server.shards.shards import ShardRegistry
 from transferqueue.server.spill.spilling import Spilling
 from transferqueue.transport.control.unix_socket import UnixPeer
 from transferqueue.wire import messages as m
@@ -40,7 +40,7 @@ class Counters:
     def __init__(self) -> None:
         self.calls = 0
         self.garbage = 0
-        self.strangers = 0
+        self.unauthenticated_peers = 0
         self.repeated = 0
         self.leases_ended = 0
         self.sessions_dropped = 0

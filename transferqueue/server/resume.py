@@ -17,7 +17,7 @@ from transferqueue.errors import listing
 from transferqueue.ledger.rows.blocks import ExtentState
 from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.sessions import liveness
-from transferqueue.server.sessions.sessions import decode_hello
+from transferqueue.server.sessions.session_table import decode_hello
 from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.server")

@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from transferqueue.errors import UsageError
-from transferqueue.text import shown
+from transferqueue.errors.text import shown
 
 IPC_PATH_BYTES_MAX: Final = 107
 """The kernel's `sun_path` holds 108 bytes with its terminator."""

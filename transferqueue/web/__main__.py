@@ -16,7 +16,7 @@ from typing import Final
 
 import transferqueue as tq
 from transferqueue.errors import AddressInUse, TransferQueueError
-from transferqueue.text import visible
+from transferqueue.errors.text import visible
 from transferqueue.transport import TcpAddress
 from transferqueue.web.access import AccessPolicy, web_place
 from transferqueue.web.connections import Server, configured

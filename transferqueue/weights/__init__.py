@@ -34,8 +34,8 @@ publish it as slices (`WeightSlice`) to forward it earlier.
 from __future__ import annotations
 
 from transferqueue.client.aio.weight_channel import AsyncWeightChannel
-from transferqueue.client.handles.weights import Subscription
-from transferqueue.client.operations.weights import Weights
+from transferqueue.client.handles.weight_channel import Subscription
+from transferqueue.client.operations.pull import Weights
 from transferqueue.client.sync.weight_channel import WeightChannel
 from transferqueue.lazy import renamed_names
 from transferqueue.weights.relay import RelayProcess, WeightRelay

@@ -14,8 +14,8 @@ from typing import Final
 
 from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
-from transferqueue.client.operations.arriving import SharedTensor, by_field, fetch_tensors, release_all
-from transferqueue.client.session.run import Operation, request_reply, run_sync
+from transferqueue.client.operations.weight_parts import SharedTensor, by_field, fetch_tensors, release_all
+from transferqueue.client.session.operation_runner import Operation, request_reply, run_sync
 from transferqueue.client.sync.weight_channel import WeightChannel
 from transferqueue.errors import VersionGivenUp
 from transferqueue.wire import messages as m

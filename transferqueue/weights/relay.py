@@ -12,8 +12,8 @@ from typing import Final, Self
 import transferqueue as tq
 from transferqueue.client.client import Data
 from transferqueue.client.operations import arguments as checks
-from transferqueue.client.operations.arriving import release_all
-from transferqueue.client.operations.weights import TRIES
+from transferqueue.client.operations.pull import TRIES
+from transferqueue.client.operations.weight_parts import release_all
 from transferqueue.errors import Corruption, FlowSignal, NotFound, PeerError, UsageError
 from transferqueue.limits import RELAY_PART_BYTES
 from transferqueue.weights.fetching import Source

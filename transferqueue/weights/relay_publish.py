@@ -21,7 +21,6 @@ from typing import Final
 
 import msgspec
 
-from transferqueue.client.operations.arriving import SharedTensor, by_field, copy_of
 from transferqueue.client.operations.publish import (
     WHOLE,
     PartTerms,
@@ -29,8 +28,9 @@ from transferqueue.client.operations.publish import (
     is_unchanged,
     mirror_version,
 )
-from transferqueue.client.operations.weights import Weights
-from transferqueue.client.session.run import run_sync
+from transferqueue.client.operations.pull import Weights
+from transferqueue.client.operations.weight_parts import SharedTensor, by_field, copy_of
+from transferqueue.client.session.operation_runner import run_sync
 from transferqueue.client.sync.weight_channel import WeightChannel
 from transferqueue.errors import DeadlineExceeded
 from transferqueue.limits import RELAY_PARTS_GROWTH, VERSION_PARTS_MAX

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import inspect
 
 from transferqueue.errors import listing
-from transferqueue.text import visible
+from transferqueue.errors.text import visible
 from transferqueue.wire.versions import VERSION
 
 _UNKNOWN: Final = re.compile(r"Invalid (?:enum )?value '(.*)' - at `\$((?:\[\d+\])+)`", re.DOTALL)

@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 
 from transferqueue.errors import VersionMismatch
-from transferqueue.text import visible_lines
+from transferqueue.errors.text import visible_lines
 
 PROTOCOL: Final = 1
 """What this package speaks. It grows with each change that the golden frames (tests/wire/golden) notice."""

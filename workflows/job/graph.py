@@ -30,7 +30,7 @@ import msgspec
 import transferqueue as tq
 from transferqueue.adapters.stages.generation import BEGUN
 from transferqueue.errors import NotFound
-from transferqueue.text import counted
+from transferqueue.errors.text import counted
 from transferqueue.workflows.flow.processes.stage_process import StageJob
 from transferqueue.workflows.flow.stage import Stage
 from transferqueue.workflows.job import names

@@ -197,7 +197,7 @@ class _Simulation:
     def _apply(self, request: m.Request) -> object:
         self._calls += 1
         reply = self._ledger.apply(request, session=SESSION, call=self._calls, now=self.now)
-        self._ledger.seen(SESSION, self._calls)
+        self._ledger.forget_replies(SESSION, self._calls)
         self._ledger.take_effects()
         return reply
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import transferqueue as tq
-from transferqueue.client.operations.facts import GivenFacts
+from transferqueue.client.operations.row_metadata import GivenFacts
 from transferqueue.errors import SchemaError, UsageError, listing
 from transferqueue.limits import TEXT_CHARS_MAX
 

@@ -17,7 +17,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
-from transferqueue.client.operations.near_misses import RESERVED
+from transferqueue.client.operations.name_suggestions import RESERVED
 from transferqueue.errors import UsageError
 from transferqueue.schema import Field
 from transferqueue.storage import PlainValues, RowsOf

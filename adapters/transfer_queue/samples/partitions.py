@@ -23,8 +23,8 @@ from transferqueue.adapters.transfer_queue.samples.columns import columns_of, te
 from transferqueue.adapters.transfer_queue.samples.merging import MergeFunction, merge, retried
 from transferqueue.adapters.transfer_queue.samples.tags import partition_of, stored_tags, table_of
 from transferqueue.client.operations import commit
-from transferqueue.client.operations.facts import GivenFacts
-from transferqueue.client.session.run import run_sync
+from transferqueue.client.operations.row_metadata import GivenFacts
+from transferqueue.client.session.operation_runner import run_sync
 from transferqueue.errors import AlreadyExists, NotFound, SchemaError
 from transferqueue.schema import Field
 

@@ -24,7 +24,7 @@ from transferqueue.adapters.carriers.nixl.client.one_sided import OneSidedMemory
 from transferqueue.adapters.carriers.nixl.shard.carrier import OneSidedShard
 from transferqueue.adapters.protocols import Unsupported
 from transferqueue.client.memory import remote
-from transferqueue.client.memory.transfers import RequestedColumns, RequestedRows
+from transferqueue.client.memory.client_transfer import RequestedColumns, RequestedRows
 from transferqueue.errors import OutOfMemory
 from transferqueue.limits import ALIGNMENT, MIB
 from transferqueue.schema import Field, align

@@ -27,7 +27,7 @@ from transferqueue.adapters.carriers.nixl.shard.client_memory import ClientMemor
 from transferqueue.adapters.carriers.nixl.shard.registered_arena import RegisteredArena
 from transferqueue.client.client import _carrier_to
 from transferqueue.client.memory import remote
-from transferqueue.client.memory.transfers import RequestedColumns, RequestedRows
+from transferqueue.client.memory.client_transfer import RequestedColumns, RequestedRows
 from transferqueue.errors import Corruption, Unreachable, UsageError
 from transferqueue.limits import MIB
 from transferqueue.schema import Field

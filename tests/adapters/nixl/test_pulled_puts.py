@@ -20,7 +20,7 @@ from transferqueue.adapters.carriers.nixl.shard.carrier import OneSidedShard
 from transferqueue.adapters.carriers.nixl.shard.client_memory import ClientMemory
 from transferqueue.adapters.carriers.nixl.shard.registered_arena import RegisteredArena
 from transferqueue.client.memory import remote
-from transferqueue.client.memory.transfers import write_head
+from transferqueue.client.memory.client_transfer import write_head
 from transferqueue.client.session.calls import Deadline
 from transferqueue.errors import DeadlineExceeded, Forked, Unreachable
 from transferqueue.limits import MIB

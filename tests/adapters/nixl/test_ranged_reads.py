@@ -24,7 +24,7 @@ from transferqueue.server.durability.state_directory import StateDirectory
 from transferqueue.server.process import assembly
 from transferqueue.server.runtime_directory import private_arena
 from transferqueue.server.shards.bulk_endpoint import ShardTransfers
-from transferqueue.storage.columns.cut import dense_slices
+from transferqueue.storage.columns.slicing import dense_slices
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.storage.memory.checksum import checksum
 from transferqueue.transport.bulk import protocol as b

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import transferqueue as tq
 from transferqueue.adapters.scoring.lora import LoraLinear, add_lora, published_weights
 from transferqueue.workflows.job.training.publication import Publisher
-from transferqueue.workflows.job.training.shards import RankShards
+from transferqueue.workflows.job.training.rank_shards import RankShards
 
 RANKS = 2
 

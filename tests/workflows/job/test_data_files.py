@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from transferqueue.errors import Impossible, NotFound, UsageError
-from transferqueue.workflows.job.data import files, rows
+from transferqueue.workflows.job.data import data_rows, files
 from transferqueue.workflows.job.data.files import open_data
 
 ROWS = [{"question": f"{n}+1?", "answer": n + 1, "more": {"n": n, "list": [n]}} for n in range(5)]
@@ -216,20 +216,20 @@ def test_paths_that_are_no_data_are_refused(tmp_path):
 
 def test_sizes_are_bounded_before_anything_is_read(tmp_path, monkeypatch):
     path = write(tmp_path / "a" / "some.parquet")
-    monkeypatch.setattr(rows, "PARQUET_BYTES_MAX", 50)
+    monkeypatch.setattr(data_rows, "PARQUET_BYTES_MAX", 50)
     with pytest.raises(Impossible, match=r"columns answer, more, question decode to .* write the data as Arrow IPC"):
         open_data(path).select(["question", "answer", "more"])
     write(tmp_path / "a" / "other.parquet")
     with pytest.raises(Impossible, match=r"columns more of 2 Parquet files decode to"):
         open_data(tmp_path / "a").select(["more"])
     write(tmp_path / "c.json")
-    monkeypatch.setattr(rows, "JSON_BYTES_MAX", 10)
+    monkeypatch.setattr(data_rows, "JSON_BYTES_MAX", 10)
     with pytest.raises(Impossible, match="is one JSON array of"):
         open_data(tmp_path / "c.json")
-    monkeypatch.setattr(rows, "COLUMNS_MAX", 2)
+    monkeypatch.setattr(data_rows, "COLUMNS_MAX", 2)
     with pytest.raises(UsageError, match="over 2 different keys"):
         open_data(write(tmp_path / "d.jsonl"))
-    monkeypatch.setattr(rows, "LINE_BYTES_MAX", 64)
+    monkeypatch.setattr(data_rows, "LINE_BYTES_MAX", 64)
     with pytest.raises(UsageError, match="line 1: over"):
         open_data(write(tmp_path / "b.jsonl", [{"a": "x" * 100}]))
     monkeypatch.setattr(files, "FILES_MAX", 1)

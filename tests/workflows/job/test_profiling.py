@@ -15,7 +15,7 @@ from transferqueue.errors import Impossible, NotFound, UsageError
 from transferqueue.workflows.job.profiling import trial
 from transferqueue.workflows.job.run.summary import RunSummary
 from transferqueue.workflows.job.settings.changes import apply
-from transferqueue.workflows.job.settings.plan import PlanFile, Predicted, changes_of, plan_file, read_plan
+from transferqueue.workflows.job.settings.plan_file import PlanFile, Predicted, changes_of, plan_file, read_plan
 from transferqueue.workflows.job.settings.read import job_from_file, job_from_values
 from transferqueue.workflows.job.settings.write import as_toml
 from transferqueue.workflows.planner.job_plan import DevicePlan, draw_lengths, plans, predict

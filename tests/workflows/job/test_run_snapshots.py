@@ -6,8 +6,8 @@ import transferqueue as tq
 from tests.workflows.job.jobs import job
 from transferqueue.workflows.flow.events import Figures
 from transferqueue.workflows.job import graph
+from transferqueue.workflows.job.run.queue_snapshots import QueueSnapshots, restore_if_lost
 from transferqueue.workflows.job.run.server import RunServer, discard_state
-from transferqueue.workflows.job.run.snapshots import QueueSnapshots, restore_if_lost
 from transferqueue.workflows.job.settings.job import QueueSettings
 
 pytestmark = pytest.mark.slow

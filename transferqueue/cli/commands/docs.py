@@ -35,7 +35,7 @@ def docs(
 
     Without a name: list the pages. They are of the installed version and need no network.
     """
-    from transferqueue.cli.pages import folder, heading, pages
+    from transferqueue.cli.doc_pages import folder, heading, pages
 
     if name is None:
         for each, path in pages().items():
@@ -50,7 +50,7 @@ def _found(name: str) -> str:
     """The contract of exactly this name, else the page, else the contract of a name like it. `NotFound` lists names
     that are near."""
     from transferqueue.cli.contracts import contract, contract_like, names
-    from transferqueue.cli.pages import page
+    from transferqueue.cli.doc_pages import page
 
     text = contract(name)
     if text is not None:

@@ -123,7 +123,7 @@ def train(
         _discard(job, changes or [], out, others=dry_run or resume or plan is not None)
         return
     from transferqueue.errors import UsageError
-    from transferqueue.workflows.job.settings.plan import read_plan
+    from transferqueue.workflows.job.settings.plan_file import read_plan
 
     if plan and resume:
         raise UsageError("--plan with --resume: a run goes on with the plan that it has; leave one of them out")

@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from transferqueue.text import visible
+from transferqueue.errors.text import visible
 
 GAP: Final = 2
 """Blank cells between two columns."""

@@ -1,7 +1,7 @@
 """Printing: commands write to the terminal only through this module.
 
-Control characters are replaced by visible text first (`transferqueue.text`), so that no name in a table can send an
-escape sequence.
+Control characters are replaced by visible text first (`transferqueue.errors.text`), so that no name in a table can send
+an escape sequence.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from transferqueue.text import visible, visible_json, visible_lines
+from transferqueue.errors.text import visible, visible_json, visible_lines
 
 
 class Screen(Console):

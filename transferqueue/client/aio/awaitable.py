@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from transferqueue.errors import UsageError
-from transferqueue.text import shown
+from transferqueue.errors.text import shown
 
 A = TypeVar("A", bound=AbstractAsyncContextManager[Any])
 

@@ -7,8 +7,8 @@ from typing import Any, Self
 
 from transferqueue.client.handles.batch import GIVEN_BACK, BatchBase
 from transferqueue.client.operations import lease
-from transferqueue.client.operations.facts import Floats, GivenFacts, Ints, Keys, TagsGiven
-from transferqueue.client.session.run import Operation, T, run_async
+from transferqueue.client.operations.row_metadata import Floats, GivenFacts, Ints, Keys, TagsGiven
+from transferqueue.client.session.operation_runner import Operation, T, run_async
 from transferqueue.errors import LeaseExpired, TransferQueueError, UsageError
 
 

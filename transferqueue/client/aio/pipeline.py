@@ -15,7 +15,7 @@ from transferqueue.client.handles.pipeline import PipelineBase, PromiseBase, fac
 from transferqueue.client.handles.reservation import reservation_id
 from transferqueue.client.operations import commit, lease
 from transferqueue.client.operations.rows import RowsBase
-from transferqueue.client.session.run import COMMITS, Operation, T, run_async
+from transferqueue.client.session.operation_runner import COMMITS, Operation, T, run_async
 from transferqueue.errors import TransferQueueError
 
 
@@ -175,7 +175,7 @@ class AsyncPipeline(PipelineBase[AsyncPromise[Any]]):
                 await self._finish_oldest()
         self._raise_unseen()
         promise: AsyncPromise[T] = AsyncPromise(self)
-        promise.started(await run_async(self._client.connection, operation, hold=COMMITS))
+        promise.started(await run_async(self._client.connection, operation, pipelined=COMMITS))
         self._add(promise)
         return promise
 

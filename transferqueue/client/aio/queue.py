@@ -12,9 +12,9 @@ from transferqueue.client.aio.table import AsyncTable
 from transferqueue.client.aio.weight_channel import AsyncWeightChannel
 from transferqueue.client.handles.coordinators import QueueBase
 from transferqueue.client.operations import snapshot, tables
+from transferqueue.client.operations.pull import channel_name
 from transferqueue.client.operations.snapshot import SNAPSHOT_S, Progress, SnapshotCalls
-from transferqueue.client.operations.weights import channel_name
-from transferqueue.client.session.run import Operation, T, run_async
+from transferqueue.client.session.operation_runner import Operation, T, run_async
 from transferqueue.limits import REPORT_S, Limits
 from transferqueue.policies import Acked, Pacing, Retention, Task
 from transferqueue.schema import Field

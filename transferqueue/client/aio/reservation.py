@@ -7,7 +7,7 @@ from typing import Self
 
 from transferqueue.client.handles.reservation import ReservationBase
 from transferqueue.client.operations import tables
-from transferqueue.client.session.run import run_async
+from transferqueue.client.session.operation_runner import run_async
 
 
 class AsyncReservation(ReservationBase):

@@ -16,9 +16,9 @@ from transferqueue.client.handles.batch import leases_of
 from transferqueue.client.handles.reservation import reservation_id
 from transferqueue.client.handles.table import TableBase
 from transferqueue.client.operations import ack_leases, commit, lease, tables
-from transferqueue.client.operations.facts import Floats, GivenFacts, Ints, Keys, TagsGiven
+from transferqueue.client.operations.row_metadata import Floats, GivenFacts, Ints, Keys, TagsGiven
 from transferqueue.client.operations.rows import Rows, RowsBase
-from transferqueue.client.session.run import Operation, T, run_async
+from transferqueue.client.session.operation_runner import Operation, T, run_async
 from transferqueue.errors import EndOfTable
 from transferqueue.limits import PIPELINE_BYTES, PIPELINE_CALLS, REPORT_S
 from transferqueue.policies import Predicate, Task

@@ -6,10 +6,9 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from transferqueue.client.handles.weights import AsyncWeightChannelBase
+from transferqueue.client.handles.weight_channel import AsyncWeightChannelBase
 from transferqueue.client.operations.publish import begin_version, publish_weights
-from transferqueue.client.operations.tensor_parts import Only
-from transferqueue.client.operations.weights import (
+from transferqueue.client.operations.pull import (
     BEGUN_S,
     TURN_S,
     Weights,
@@ -19,7 +18,8 @@ from transferqueue.client.operations.weights import (
     release_update_slot,
     report_applied,
 )
-from transferqueue.client.session.run import Operation, T, run_async
+from transferqueue.client.operations.tensor_parts import Only
+from transferqueue.client.session.operation_runner import Operation, T, run_async
 
 
 class AsyncWeightChannel(AsyncWeightChannelBase):

@@ -11,8 +11,8 @@ from typing import Final
 from transferqueue.client.operations.lease import BatchLease
 from transferqueue.client.operations.rows import RowsBase
 from transferqueue.errors import LeaseExpired, UsageError
+from transferqueue.errors.text import shown
 from transferqueue.storage.memory.private_pages import when_gone
-from transferqueue.text import shown
 from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.client")

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from typing import ClassVar, TypeVar
 
 from transferqueue.client.client import ClientSession
-from transferqueue.client.session.run import Operation
+from transferqueue.client.session.operation_runner import Operation
 from transferqueue.errors import PeerError, TransferQueueError, UsageError
+from transferqueue.errors.text import counted, shown
 from transferqueue.limits import check_name
 from transferqueue.storage.elements.process_bound import ProcessBound
-from transferqueue.text import counted, shown
 from transferqueue.wire.answers.coordinators import UnreachableCoordinator
 from transferqueue.wire.home_coordinator import home_coordinator
 

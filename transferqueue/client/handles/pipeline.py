@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from transferqueue.client.client import ClientSession
 from transferqueue.client.operations.arguments import positive
-from transferqueue.client.operations.facts import GivenFacts
-from transferqueue.client.session.run import Held, trimmed
+from transferqueue.client.operations.row_metadata import GivenFacts
+from transferqueue.client.session.operation_runner import PipelinedOperation, trimmed
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import InternalError, TransferQueueError, UsageError
 from transferqueue.limits import PIPELINE_CALLS_MAX, parse_bytes
@@ -24,13 +24,13 @@ class PromiseBase(Generic[T]):
     __slots__ = ("_error", "_held", "_value")
 
     def __init__(self) -> None:
-        self._held: Held[T] | None = None
+        self._held: PipelinedOperation[T] | None = None
         self._value: T | None = None
         self._error: TransferQueueError | None = None
 
-    def started(self, outcome: T | Held[T]) -> None:
+    def started(self, outcome: T | PipelinedOperation[T]) -> None:
         """The call is on its way; or it had nothing to send, and this is its result."""
-        if isinstance(outcome, Held):
+        if isinstance(outcome, PipelinedOperation):
             self._held = outcome
         else:
             self.settle(outcome)
@@ -89,7 +89,7 @@ class PipelineBase(ProcessBound, Generic[P]):
                 "pipeline: ..."
             )
 
-    def _take_oldest(self) -> tuple[P, Held[Any]]:
+    def _take_oldest(self) -> tuple[P, PipelinedOperation[Any]]:
         promise = self._in_flight.popleft()
         held = promise._held
         if held is None:

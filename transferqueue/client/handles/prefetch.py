@@ -32,7 +32,7 @@ from transferqueue.client.handles.batch import BatchBase
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations import lease
 from transferqueue.client.operations.lease import BatchLease, LeaseSpec
-from transferqueue.client.session.run import INLINE_WORK_BYTES, BlockingWork, Operation, run_async
+from transferqueue.client.session.operation_runner import INLINE_WORK_BYTES, BlockingWork, Operation, run_async
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import DeadlineExceeded, EndOfTable, UsageError
 from transferqueue.wire import messages as m

@@ -8,9 +8,9 @@ from typing import ClassVar
 from transferqueue.client.client import ClientSession
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import UsageError
+from transferqueue.errors.text import counted, shown
 from transferqueue.storage.elements.process_bound import ProcessBound
 from transferqueue.storage.memory.private_pages import when_gone
-from transferqueue.text import counted, shown
 from transferqueue.wire import messages as m
 
 

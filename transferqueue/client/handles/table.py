@@ -6,11 +6,11 @@ from typing import ClassVar
 
 from transferqueue.client.client import ClientSession
 from transferqueue.client.table_info import TableInfo
+from transferqueue.errors.text import counted
 from transferqueue.limits import Limits
 from transferqueue.policies import Pacing, Retention, Task
 from transferqueue.schema import Field
 from transferqueue.storage.elements.process_bound import ProcessBound
-from transferqueue.text import counted
 
 
 class TableBase(ProcessBound):

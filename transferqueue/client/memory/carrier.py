@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from transferqueue.client.memory.transfers import ClientTransfer, FetchTransfer, RequestedColumns
+from transferqueue.client.memory.client_transfer import ClientTransfer, FetchTransfer, RequestedColumns
 from transferqueue.errors import TransferQueueError
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.transport.bulk import protocol as b

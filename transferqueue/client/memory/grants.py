@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from transferqueue.client.session.calls import Deadline
-from transferqueue.client.session.run import Operation, request_reply
+from transferqueue.client.session.operation_runner import Operation, request_reply
 from transferqueue.limits import ALIGNMENT, PAGE_BYTES, SMALL_EXTENT_BYTES, SMALL_EXTENTS_BYTES, SMALL_EXTENTS_SHARE
 from transferqueue.schema import align
 from transferqueue.wire import messages as m

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferqueue.client.memory.grants import CommitOutcome, WriteRegion
-from transferqueue.client.session.run import BlockingWork, Operation
+from transferqueue.client.session.operation_runner import BlockingWork, Operation
 from transferqueue.client.session.session_lock import SessionLock
 from transferqueue.errors import Unreachable
 from transferqueue.limits import COPIED_BYTES_MAX

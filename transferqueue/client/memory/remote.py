@@ -18,8 +18,7 @@ from typing import Final, TypeVar
 import numpy as np
 
 from transferqueue.client.memory.carrier import MemoryCarrier
-from transferqueue.client.memory.grants import CommitOutcome, WriteRegion
-from transferqueue.client.memory.transfers import (
+from transferqueue.client.memory.client_transfer import (
     ClientTransfer,
     FetchTransfer,
     RequestedColumns,
@@ -28,8 +27,9 @@ from transferqueue.client.memory.transfers import (
     rows_of,
     write_head,
 )
+from transferqueue.client.memory.grants import CommitOutcome, WriteRegion
 from transferqueue.client.session.calls import Deadline
-from transferqueue.client.session.run import BlockingWork, Operation
+from transferqueue.client.session.operation_runner import BlockingWork, Operation
 from transferqueue.errors import (
     Corruption,
     DeadlineExceeded,
@@ -43,7 +43,7 @@ from transferqueue.errors import (
     UsageError,
 )
 from transferqueue.limits import BULK_SILENCE_S, BULK_TRANSFERS_MAX, BULK_TRIES, STALLED_S, TIMEOUT_S_DEFAULT
-from transferqueue.schema import NO_SLICES, Field, Slice, cut_fields
+from transferqueue.schema import NO_SLICES, Field, Slice, sliced_fields
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.memory.buffer_pool import BufferPool
@@ -182,7 +182,7 @@ class RemoteMemory:
                 )
         finally:
             self._unpin(list({block.block for part in parts for block in part.blocks}))
-        return _columns(parts, asked, cut_fields(fields, slices), found[0] if found else None)
+        return _columns(parts, asked, sliced_fields(fields, slices), found[0] if found else None)
 
     def welcomed(self, welcome: m.Welcome) -> None:
         """Begin all transfers again: this session has reconnected, perhaps to the next server."""

@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from transferqueue.client.session.run import BlockingWork, Operation
+from transferqueue.client.session.operation_runner import BlockingWork, Operation
 from transferqueue.errors import Corruption, listing
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks

@@ -10,7 +10,7 @@ import numpy as np
 from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations.lease import BatchLease, renew
-from transferqueue.client.session.run import Operation, request_reply
+from transferqueue.client.session.operation_runner import Operation, request_reply
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import BatchEnded, LeaseExpired, UsageError, listing
 from transferqueue.limits import LEASES_PER_REQUEST_MAX

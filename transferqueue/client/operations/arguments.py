@@ -13,8 +13,9 @@ import msgspec
 import numpy as np
 
 from transferqueue.client.session.calls import Deadline, timeout
-from transferqueue.client.session.run import Operation, Within
+from transferqueue.client.session.operation_runner import Operation, StartDeadline
 from transferqueue.errors import InternalError, UsageError
+from transferqueue.errors.text import SHOWN_CHARS, shortened, shown
 from transferqueue.limits import (
     COUNT_MAX,
     FIELDS_MAX,
@@ -23,7 +24,6 @@ from transferqueue.limits import (
     check_rows,
 )
 from transferqueue.schema import NO_SLICES, FieldsWanted, Slice
-from transferqueue.text import SHOWN_CHARS, shortened, shown
 
 T = TypeVar("T")
 _WHOLE_MAX: Final = COUNT_MAX
@@ -33,7 +33,7 @@ _HOMES: Final = re.compile(r"(transferqueue\.\w+|typing|collections\.abc)\.")
 def within(timeout_s: object) -> Operation[Deadline]:
     """Start the deadline of the operation, `timeout_s` seconds from now (None: no limit). `UsageError` if it is not a
     time."""
-    deadline = yield Within(timeout(timeout_s))
+    deadline = yield StartDeadline(timeout(timeout_s))
     if not isinstance(deadline, Deadline):
         raise InternalError(f"a deadline was answered with {type(deadline).__name__}")
     return deadline

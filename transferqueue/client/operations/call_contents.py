@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from transferqueue.client.session.run import BlockingWork, Operation
+from transferqueue.client.session.operation_runner import BlockingWork, Operation
 from transferqueue.client.table_info import RecentContents
 from transferqueue.storage.inputs.content_blocks import ContentBlock, content_blocks
 from transferqueue.storage.inputs.prepare import Prepared

@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 
 from transferqueue.client.client import ClientSession
 from transferqueue.client.memory.mapped import MappedMemory, placement_of
-from transferqueue.client.memory.shards import OWN
+from transferqueue.client.memory.shard_clients import OWN
 from transferqueue.client.operations.device import Destination
-from transferqueue.client.session.run import BlockingWork, Operation, request_reply
+from transferqueue.client.session.operation_runner import BlockingWork, Operation, request_reply
 from transferqueue.client.table_info import ReplyFields, TableInfo
 from transferqueue.errors import NotFound, ProtocolError, SchemaError, listing
-from transferqueue.schema import NO_SLICES, Field, Slice, cut_fields
+from transferqueue.errors.text import SHOWN_CHARS, shortened
+from transferqueue.schema import NO_SLICES, Field, Slice, sliced_fields
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks
 from transferqueue.storage.elements.dtypes import I64
-from transferqueue.text import SHOWN_CHARS, shortened
 from transferqueue.wire import messages as m
 
 Memory = Mapping[int, NDArray[np.uint8]]
@@ -55,7 +55,7 @@ class ColumnSource:
         slices: Mapping[str, Slice] = NO_SLICES,
     ) -> None:
         self.subject, self.rows = subject, len(content.rows) // 8
-        self.fields: Mapping[str, Field] = cut_fields(fields.own, slices) if slices else fields.own
+        self.fields: Mapping[str, Field] = sliced_fields(fields.own, slices) if slices else fields.own
         """The fields of the columns, by name."""
         self._content, self._known = content, fields.known
         self._memory, self._slices = memory, slices
@@ -154,14 +154,14 @@ def content_source(
     fields = terms.reply_fields(content.definitions)
     if not fields.known.keys() >= {name for block in named.values() for name in block.fields}:
         try:  # a block may hold further fields, which this client has not heard of
-            terms.hear((yield from request_reply(m.OpenTable(name=terms.name), m.TableTerms)))
+            terms.update_from((yield from request_reply(m.OpenTable(name=terms.name), m.TableTerms)))
         except BaseException:
             client.connection.unpin(list(named))
             raise
         fields = terms.reply_fields(content.definitions)
     if slices:
         try:
-            cut_fields(fields.own, slices)
+            sliced_fields(fields.own, slices)
         except SchemaError:
             client.connection.unpin(list(named))
             raise

@@ -24,20 +24,20 @@ from transferqueue.client.client import ClientSession
 from transferqueue.client.memory.grants import OPEN_MAX, CommitOutcome
 from transferqueue.client.operations.arguments import few, flag, row_ids
 from transferqueue.client.operations.call_contents import CallContents
-from transferqueue.client.operations.facts import GivenFacts
-from transferqueue.client.operations.near_misses import check_columns
+from transferqueue.client.operations.name_suggestions import check_columns
+from transferqueue.client.operations.row_metadata import GivenFacts
 from transferqueue.client.operations.rows import RowsBase, rows_read
 from transferqueue.client.operations.written_blocks import WrittenBlocks, reference, write_columns
 from transferqueue.client.session.calls import ENDLESS_S, Deadline, timeout
-from transferqueue.client.session.run import Operation, Within, request_reply, unexpected
+from transferqueue.client.session.operation_runner import Operation, StartDeadline, request_reply, unexpected
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import FlowSignal, NotFound, SchemaError, ShardLost, TransferQueueError, UsageError, listing
+from transferqueue.errors.text import SHOWN_CHARS, shortened
 from transferqueue.limits import FIELDS_MAX, check_name, check_rows
 from transferqueue.schema import Field
 from transferqueue.storage.inputs.from_libraries import column_of
 from transferqueue.storage.inputs.lengths import Lengths, check_lengths, unknown
 from transferqueue.storage.inputs.prepare import Prepared, Repeat, prepare
-from transferqueue.text import SHOWN_CHARS, shortened
 from transferqueue.wire import messages as m
 
 R = TypeVar("R", bound=m.Message)
@@ -74,7 +74,7 @@ def put(
 
     refers: see `commit`.
     """
-    deadline: Deadline = yield Within(timeout(timeout_s))
+    deadline: Deadline = yield StartDeadline(timeout(timeout_s))
     return (yield from _put(client, terms, facts, columns, reservation, deadline, used, refers=refers))
 
 
@@ -298,7 +298,7 @@ def finish_commit(written: WrittenBlocks | None, request: m.Request, kind: type[
 
 def _refresh(terms: TableInfo) -> Operation[bool]:
     """Ask for the table's terms. Return whether its fields changed."""
-    return terms.hear((yield from request_reply(m.OpenTable(name=terms.name), m.TableTerms)))
+    return terms.update_from((yield from request_reply(m.OpenTable(name=terms.name), m.TableTerms)))
 
 
 def _rows_of(columns: Mapping[str, Any], facts: GivenFacts) -> int:

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from transferqueue.errors import UsageError
+from transferqueue.errors.text import shown
 from transferqueue.storage.columns.column import Column
-from transferqueue.text import shown
 
 Destination = Callable[[Mapping[str, Column]], dict[str, Column]]
 """Begins to copy columns to a device, see `device_copy.land`. Blocks while they are gathered."""

@@ -17,16 +17,16 @@ from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations.column_source import ColumnSource, ColumnsWanted, content_source
 from transferqueue.client.operations.commit import commit
 from transferqueue.client.operations.device import destination
-from transferqueue.client.operations.facts import GivenFacts
+from transferqueue.client.operations.row_metadata import GivenFacts
 from transferqueue.client.session.calls import ENDLESS_S, Deadline, seconds, timeout
 from transferqueue.client.session.lease_renewal import RenewedLease
-from transferqueue.client.session.run import Operation, Within, request_reply, unexpected
+from transferqueue.client.session.operation_runner import Operation, StartDeadline, request_reply, unexpected
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import BatchEnded, LeaseExpired, NotFound, RowsEnded, ShardLost, UsageError, listing
+from transferqueue.errors.text import shown
 from transferqueue.limits import check_name
 from transferqueue.policies import Predicate
-from transferqueue.schema import FieldsWanted, cut_fields
-from transferqueue.text import shown
+from transferqueue.schema import FieldsWanted, sliced_fields
 from transferqueue.wire import messages as m
 
 B = TypeVar("B")
@@ -170,8 +170,8 @@ def lease(
     others."""
     request, time_limit_s, wanted = spec
     if wanted.slices:
-        cut_fields(terms.fields, wanted.slices)  # what this client knows is refused before rows are leased
-    deadline: Deadline = yield Within(request.wait_s)
+        sliced_fields(terms.fields, wanted.slices)  # what this client knows is refused before rows are leased
+    deadline: Deadline = yield StartDeadline(request.wait_s)
     if terms.forgotten:
         _log_forgotten(terms)
     for _ in range(LOST_MAX):
@@ -251,7 +251,7 @@ def _rows_ended(request: m.LeaseRequest, reply: m.OrdinalsEnded) -> RowsEnded:
 
 def _time_limit(terms: TableInfo, task: str) -> Operation[float]:
     """The time limit of a task, by the table's terms as they are now. 0: its leases are not renewed."""
-    terms.hear((yield from request_reply(m.OpenTable(name=terms.name), m.TableTerms)))
+    terms.update_from((yield from request_reply(m.OpenTable(name=terms.name), m.TableTerms)))
     return terms.time_limits.get(task, 0.0)
 
 

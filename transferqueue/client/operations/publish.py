@@ -34,14 +34,14 @@ from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations.commit import CERTAIN, finish_commit, retry_on_other_shard
 from transferqueue.client.operations.written_blocks import WrittenBlocks, write
 from transferqueue.client.session.calls import Deadline, seconds
-from transferqueue.client.session.run import BlockingWork, Operation, request_reply
+from transferqueue.client.session.operation_runner import BlockingWork, Operation, request_reply
 from transferqueue.errors import NotFound, SchemaError, ShardLost, TransferQueueError, UsageError
+from transferqueue.errors.text import SHOWN_CHARS, shortened, shown
 from transferqueue.limits import VERSION_PARTS_MAX, check_name
 from transferqueue.schema import Field
 from transferqueue.storage.inputs.block_writer import BlockWriter
 from transferqueue.storage.inputs.prepare import Prepared, prepare
 from transferqueue.storage.memory.checksum import UNCHECKED
-from transferqueue.text import SHOWN_CHARS, shortened, shown
 from transferqueue.wire import messages as m
 
 BASE: Final = "_"

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from transferqueue.client.operations.column_source import ColumnSource
 from transferqueue.errors import UsageError, listing
+from transferqueue.errors.text import counted, shortened
 from transferqueue.policies import Tags
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.export import arrow_type
 from transferqueue.storage.elements.process_bound import ProcessBound
 from transferqueue.storage.elements.torch_interop import require_torch
-from transferqueue.text import counted, shortened
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 

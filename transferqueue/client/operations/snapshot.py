@@ -11,10 +11,10 @@ from typing import Final, TypeVar
 from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.session.calls import Deadline
-from transferqueue.client.session.run import Operation, request_reply
+from transferqueue.client.session.operation_runner import Operation, request_reply
 from transferqueue.errors import TransferQueueError, UsageError
+from transferqueue.errors.text import shown
 from transferqueue.limits import SNAPSHOTS_KEPT_MAX, check_path
-from transferqueue.text import shown
 from transferqueue.wire import messages as m
 from transferqueue.wire.answers.snapshots import StoredSnapshot
 

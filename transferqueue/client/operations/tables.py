@@ -11,19 +11,19 @@ from numpy.typing import NDArray
 
 from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
-from transferqueue.client.operations import near_misses
+from transferqueue.client.operations import name_suggestions
 from transferqueue.client.operations.column_source import ColumnsWanted, content_source
 from transferqueue.client.operations.device import destination
-from transferqueue.client.operations.facts import check_key
 from transferqueue.client.operations.lease import LOST_MAX, predicates
+from transferqueue.client.operations.row_metadata import check_key
 from transferqueue.client.operations.rows import Rows
-from transferqueue.client.session.run import Operation, request_reply
+from transferqueue.client.session.operation_runner import Operation, request_reply
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import DeadlineExceeded, NotFound, ShardLost, Unreachable, UsageError
+from transferqueue.errors.text import shown
 from transferqueue.limits import FIELDS_MAX, REPORT_S, ROWS_DESCRIBED_MAX, TASKS_MAX, Limits, check_name
 from transferqueue.policies import Pacing, Predicate, Retention, Task
-from transferqueue.schema import Field, FieldsWanted, cut_fields
-from transferqueue.text import shown
+from transferqueue.schema import Field, FieldsWanted, sliced_fields
 from transferqueue.wire import messages as m
 from transferqueue.wire.answers.doctor import DoctorAnswer
 from transferqueue.wire.answers.events import EventsAnswer
@@ -66,8 +66,8 @@ def create_table(
         replicas=checks.whole("replicas", replicas, least=1),
         extra_fields=extra_fields,
     )
-    near_misses.check_declared(name, request.fields, request.tasks)
-    near_misses.check_needs(request.tasks, {field.name for field in request.fields})
+    name_suggestions.check_declared(name, request.fields, request.tasks)
+    name_suggestions.check_needs(request.tasks, {field.name for field in request.fields})
     return client.table_info((yield from request_reply(request, m.TableTerms)))
 
 
@@ -168,7 +168,7 @@ def read(
     values = checks.flag("values", values)
     to = destination(device, values=values)
     names, slices = checks.field_slices(fields)
-    cut_fields(terms.fields, slices)
+    sliced_fields(terms.fields, slices)
     request = m.ReadRequest(
         table=terms.name,
         rows=None if rows is None else checks.row_ids(rows),
@@ -312,15 +312,15 @@ def seal(terms: TableInfo) -> Operation[None]:
 def add_task(client: ClientSession, terms: TableInfo, task: Task) -> Operation[None]:
     """Declare one more task."""
     request = m.AddTask(table=terms.name, task=_one("task", task, Task))
-    near_misses.check_declared(terms.name, (), [request.task])
-    near_misses.check_new_task(request.task, terms)
+    name_suggestions.check_declared(terms.name, (), [request.task])
+    name_suggestions.check_new_task(request.task, terms)
     client.table_info((yield from request_reply(request, m.TableTerms)))
 
 
 def add_fields(client: ClientSession, terms: TableInfo, fields: Sequence[Field]) -> Operation[None]:
     """Declare more fields."""
     request = m.AddFields(table=terms.name, fields=_each("fields", fields, Field, FIELDS_MAX))
-    near_misses.check_declared(terms.name, request.fields, ())
+    name_suggestions.check_declared(terms.name, request.fields, ())
     client.table_info((yield from request_reply(request, m.TableTerms)))
 
 

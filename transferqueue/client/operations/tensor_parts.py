@@ -13,9 +13,9 @@ from typing import Final
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations.publish import BASE, base_field
 from transferqueue.errors import UsageError
+from transferqueue.errors.text import shown
 from transferqueue.limits import ITEMS_MAX
-from transferqueue.schema import Field, Share, Slice, cut_field, share_range
-from transferqueue.text import shown
+from transferqueue.schema import Field, Share, Slice, share_range, sliced_field
 from transferqueue.wire import messages as m
 
 Only = Iterable[str] | Mapping[str, range | Slice | None]
@@ -62,7 +62,7 @@ class TensorParts:
 
 def _of_slice(tensor: Field, part: Slice, one: m.TensorSlice | None, rows: int) -> Slice | None:
     """The part of a slice with `rows` rows."""
-    cut_field(tensor, part)  # refuses what does not fit
+    sliced_field(tensor, part)  # refuses what does not fit
     (start, stop), *inner = _ranges(tensor, part)
     first = 0 if one is None else one.first
     start, stop = max(start - first, 0), min(stop - first, rows)

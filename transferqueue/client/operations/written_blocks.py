@@ -22,7 +22,7 @@ from typing import NamedTuple
 from transferqueue.client.client import ClientSession
 from transferqueue.client.memory.grants import COLUMNS, CONTENTS, ROWS, CommitOutcome, WriteRegion
 from transferqueue.client.session.calls import Deadline
-from transferqueue.client.session.run import UNINTERRUPTED, Operation
+from transferqueue.client.session.operation_runner import UNINTERRUPTED, Operation
 from transferqueue.errors import DeadlineExceeded, Full
 from transferqueue.limits import COLUMN_APART_BYTES
 from transferqueue.policies import AckedColumns, ManualColumns

@@ -27,8 +27,8 @@ from typing import Final
 import msgspec
 
 from transferqueue.errors import Impossible, TransferQueueError, UsageError, from_wire
+from transferqueue.errors.text import shown
 from transferqueue.limits import ANSWER_S, LATE_ANSWER_S, RESEND_S, SECONDS_MAX, SMALL_FRAME_BYTES
-from transferqueue.text import shown
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import unsendable
 from transferqueue.wire.messages.declarations import DECLARED
@@ -130,7 +130,7 @@ class PendingCall:
         self.blocks_loop = False
         """Whether it was made by a thread in whose event loop nothing else runs meanwhile."""
         self.by_loop = False
-        """Whether an event loop that reads (see `loop_reader`) waits for it."""
+        """Whether an event loop that reads (see `asyncio_io`) waits for it."""
         self.id = 0
         self.tries = 0
         self.deadline = self.next_send = self.sent_at = self.told_at = 0.0
@@ -213,7 +213,7 @@ class PendingCalls:
         if self.greeting is None or self.greeting in self.by_id:
             return []
         self.greeting = None
-        return self.everything(now)
+        return self.unanswered_frames(now)
 
     def notice(self, request: m.Request) -> bytes:
         """The frame of a request that has no answer. A heartbeat is not kept: the next one says the same."""
@@ -245,7 +245,7 @@ class PendingCalls:
         greeted = answer.id == self.greeting and answer.id in self.by_id
         return answer.epoch < self._epoch and not greeted
 
-    def late(self, now: float) -> tuple[list[bytes], list[PendingCall]]:
+    def overdue(self, now: float) -> tuple[list[bytes], list[PendingCall]]:
         """Frames to send again, and calls whose deadline has passed.
 
         Each such call is returned once, and stays here (rule 7).
@@ -266,7 +266,7 @@ class PendingCalls:
             self._schedule(pending, now)
         return again, overdue
 
-    def hurried(self, pending: PendingCall, now: float) -> bytes | None:
+    def end_wait_frame(self, pending: PendingCall, now: float) -> bytes | None:
         """The frame that ends the wait of a call at the server; None if it does not wait there."""
         if pending.id not in self.by_id or not wait_of(pending.request):
             return None
@@ -274,13 +274,13 @@ class PendingCalls:
         pending.deadline = now + ANSWER_S
         return self._frame(pending.id, pending.payload)
 
-    def next_late(self) -> float | None:
-        """When `late` may have something; None if no call is unanswered."""
+    def next_overdue(self) -> float | None:
+        """When `overdue` may have something; None if no call is unanswered."""
         while self._agenda and self._agenda[0][1] not in self.by_id:
             heapq.heappop(self._agenda)
         return self._agenda[0][0] if self._agenda else None
 
-    def everything(self, now: float) -> list[bytes]:
+    def unanswered_frames(self, now: float) -> list[bytes]:
         """The frames of all calls and notices that the server may not have, in order (rule 6)."""
         for pending in self.by_id.values():
             if (waits := wait_of(pending.request)) > 0:

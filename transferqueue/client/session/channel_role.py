@@ -24,32 +24,32 @@ ORPHAN_S: Final = 1.0
 """How often the I/O thread, while it waits for a driver to give up the role, looks whether the driver is gone."""
 
 
-class Hold:
+class RoleClaim:
     """One attempt of the present thread to take the role without waiting for it. An interrupt comes before or after a
     step of it, never in the middle: each is a single call of C code.
 
     release: gives the role back at its first call, and does nothing afterwards.
     """
 
-    __slots__ = ("_acquire", "_holds", "_unreleased", "release", "thread")
+    __slots__ = ("_acquire", "_claims", "_unreleased", "release", "thread")
 
     def __init__(self, role: ChannelRole) -> None:
         unreleased = repeat((), 1)
         self.thread: Final = threading.get_ident()
         self.release: Final[Callable[[], object]] = partial(deque, starmap(role.lock.release, unreleased), 0)
         self._unreleased = unreleased
-        self._acquire, self._holds = role.lock.acquire, role.holds
+        self._acquire, self._claims = role.lock.acquire, role.claims
 
     def take(self) -> bool:
         """Take the role if nobody has it. Returns whether this thread has it now."""
-        self._holds.extend(compress((self,), map(self._acquire, (False,))))
+        self._claims.extend(compress((self,), map(self._acquire, (False,))))
         return self.stands
 
     @property
     def stands(self) -> bool:
         """Whether the role was taken, and has not been given back."""
-        holds = self._holds
-        return bool(holds) and holds[0] is self and length_hint(self._unreleased) > 0
+        claims = self._claims
+        return bool(claims) and claims[0] is self and length_hint(self._unreleased) > 0
 
     def give_up(self) -> None:
         """Give the role back, unless it was not taken, or was given back before."""
@@ -60,7 +60,7 @@ class Hold:
 class ChannelRole:
     """The role, and the caller that has it. wakeup: wakes the I/O thread.
 
-    holds: the last hold that took the role, which may have ended. driver: the call that drives, or what stands for an
+    claims: the last claim that took the role, which may have ended. driver: the call that drives, or what stands for an
     event loop that reads; None: no caller has the role. driver_waits: it is in its wait, where an interrupt does no
     harm. drivable: the channel; None: callers of this kind of channel cannot drive.
     """
@@ -71,7 +71,7 @@ class ChannelRole:
         self._wakeup = wakeup
         self.driver: PendingCall | None = None
         self.driver_waits = False
-        self.holds: Final[deque[Hold]] = deque(maxlen=1)
+        self.claims: Final[deque[RoleClaim]] = deque(maxlen=1)
         self.suspect = False
         self.ask_loop: Callable[[], object] = _nothing
         """Has the event loop that reads call `revoke_own`."""
@@ -85,7 +85,7 @@ class ChannelRole:
                 driver = self.driver
                 if driver is not None and any(call is driver for call in list(left)):
                     self.suspect = True  # a second interrupt came before the first one had given the role back
-                    self.holds.clear()  # this thread gives it back instead
+                    self.claims.clear()  # this thread gives it back instead
                     break
                 self.ask_loop()
         if self.drivable is not None and (
@@ -99,16 +99,16 @@ class ChannelRole:
 
     def revoke_own(self) -> None:
         """Take the role from a driver in this thread, if there is one: it was interrupted by the signal handler that
-        calls this and goes on after it, or ended by a second interrupt before it had given the role back. A hold that
+        calls this and goes on after it, or ended by a second interrupt before it had given the role back. A claim that
         was given back is left alone: the I/O thread, or another caller, may use the channel now."""
-        hold = self.holds[0] if self.holds else None
-        if hold is None or hold.thread != threading.get_ident() or not hold.stands:
+        claim = self.claims[0] if self.claims else None
+        if claim is None or claim.thread != threading.get_ident() or not claim.stands:
             return
         self.suspect = not self.driver_waits
         self.driver, self.driver_waits = None, False
         if self.drivable is not None:
             self.drivable.end_driving()
-        hold.release()
+        claim.release()
         self._wakeup.set()
 
 

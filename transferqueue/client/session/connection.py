@@ -2,12 +2,12 @@
 
 There are three ways to make a call:
 
-1. A caller that finds the role free and nothing else to do *drives* (`driving`): it sends its request and waits on the
-   socket itself. As soon as anything else happens it gives the role up, and waits as in 2.
+1. A caller that finds the role free and nothing else to do *drives* (`caller_io`): it sends its request and waits on
+   the socket itself. As soon as anything else happens it gives the role up, and waits as in 2.
 2. Otherwise it appends the request to a queue and wakes the I/O thread (`io_thread`), which has the role whenever it is
    awake. The caller waits on a bare lock that the I/O thread releases. So do calls beside others on their way, and what
    nobody waits for.
-3. An event loop sends its calls, and reads their replies when they come (`loop_reader`), wherever a caller in 1 could
+3. An event loop sends its calls, and reads their replies when they come (`asyncio_io`), wherever a caller in 1 could
    drive. Otherwise as in 2.
 """
 
@@ -21,14 +21,14 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final, NoReturn
 
+from transferqueue.client.session.asyncio_io import LoopReader
+from transferqueue.client.session.caller_io import drive_if_free, send_if_free
 from transferqueue.client.session.calls import Deadline, PendingCall
-from transferqueue.client.session.channel_role import Hold
+from transferqueue.client.session.channel_role import RoleClaim
 from transferqueue.client.session.deferred_interrupts import DeferredInterrupts
-from transferqueue.client.session.driving import drive_if_free, send_if_free
+from transferqueue.client.session.discard_reply import unanswered
 from transferqueue.client.session.io_thread import IoThread
 from transferqueue.client.session.lease_renewal import RenewedLease
-from transferqueue.client.session.loop_reader import LoopReader
-from transferqueue.client.session.undo import unanswered
 from transferqueue.errors import Forked, InternalError, TransferQueueError, Unreachable
 from transferqueue.limits import ANSWER_S
 from transferqueue.storage.memory.mapping import Pins
@@ -102,7 +102,7 @@ class Connection:
         io, gate = self._io, threading.Lock()
         gate.acquire()
         pending = PendingCall(request, gate.release)
-        hold = Hold(io.role)
+        claim = RoleClaim(io.role)
         try:  # from here on: an interrupt that comes after the request was queued must not lose its reply
             since = self.clock()
             until = None
@@ -112,7 +112,7 @@ class Connection:
             if io.role.drivable is not None:
                 if os.getpid() != self._pid:
                     self._check_process()
-                drive_if_free(io, pending, until, hold)
+                drive_if_free(io, pending, until, claim)
             if pending.reply is None:
                 if not pending.id:
                     self._submit(pending)
@@ -128,7 +128,7 @@ class Connection:
         except TransferQueueError:
             raise
         except BaseException:
-            hold.give_up()
+            claim.give_up()
             self._abandon(pending)
             raise
 
@@ -141,16 +141,16 @@ class Connection:
         gate.acquire()
         pending = PendingCall(request, gate.release)
         until = None if deadline is None else self.clock() + deadline.patience()
-        hold = Hold(self._io.role)
+        claim = RoleClaim(self._io.role)
         try:
             self._check_process()
-            send_if_free(self._io, pending, hold)
+            send_if_free(self._io, pending, claim)
             if not pending.id:
                 self._submit(pending)
         except TransferQueueError:
             raise
         except BaseException:
-            hold.give_up()
+            claim.give_up()
             self._abandon(pending)
             raise
 
@@ -203,12 +203,12 @@ class Connection:
                 self._abandon(pending)
 
         pending = PendingCall(request, tell)
-        hold = Hold(self._io.role)
+        claim = RoleClaim(self._io.role)
         try:
             self._check_process()
             pending.by_loop = self._reader.begin(loop)
             if pending.by_loop:
-                send_if_free(self._io, pending, hold)
+                send_if_free(self._io, pending, claim)
             if not pending.id:
                 self._submit(pending)
             if deadline is None:
@@ -225,7 +225,7 @@ class Connection:
         except TransferQueueError:
             raise
         except BaseException:
-            hold.give_up()
+            claim.give_up()
             self._abandon(pending)
             raise
 
@@ -265,14 +265,14 @@ class Connection:
         if os.getpid() != self._pid or self._io.over is not None:
             return
         kept.begin(self.clock(), lease_s)
-        self._io.keeper.keep(kept)
+        self._io.renewer.renew(kept)
         if kept.due < self._io.check_at:  # read after the lease was added: see `_turn`
             self._io.wakeup.set()
 
     def keep_on(self, kept: RenewedLease) -> None:
         """The holder of a lease that is kept has shown that it does not hang."""
         if os.getpid() == self._pid and self._io.over is None and kept.restart(self.clock()):
-            self._io.keeper.keep(kept)
+            self._io.renewer.renew(kept)
             self._io.wakeup.set()
 
     @property
@@ -311,7 +311,7 @@ class Connection:
         raise unanswered(pending.request, self.address, deadline.wait_s, self._io.server.why_silent)
 
     def _abandon(self, pending: PendingCall) -> None:
-        self._io.left.append(pending)
+        self._io.abandoned.append(pending)
         if self._io.over is None:
             self._io.wakeup.set()
 

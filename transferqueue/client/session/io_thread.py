@@ -1,8 +1,8 @@
 """The thread of a session: sends what callers queued, reads what comes, and does what is due by time.
 
 It resends calls, renews leases, says that this process lives, returns pins, undoes replies that nobody waits for any
-more, and greets the server again after a reconnection. While a caller drives (see `driving`), or an event loop reads
-(see `loop_reader`), it sleeps until something is due. Finalizers and signal handlers only append and wake: they run in
+more, and greets the server again after a reconnection. While a caller drives (see `caller_io`), or an event loop reads
+(see `asyncio_io`), it sleeps until something is due. Finalizers and signal handlers only append and wake: they run in
 the middle of this code, where a lock would one day be taken twice.
 """
 
@@ -19,10 +19,10 @@ from typing import Final
 
 from transferqueue.client.session.calls import PendingCall, PendingCalls, outcome, wait_of
 from transferqueue.client.session.channel_role import ChannelRole
-from transferqueue.client.session.lease_renewal import Keeper, RenewedLease
+from transferqueue.client.session.discard_reply import discard_reply, in_doubt
+from transferqueue.client.session.lease_renewal import LeaseRenewer, RenewedLease
+from transferqueue.client.session.liveness import ServerLiveness
 from transferqueue.client.session.outbox import Outbox
-from transferqueue.client.session.server_watch import ServerWatch
-from transferqueue.client.session.undo import give_back, in_doubt
 from transferqueue.client.session.wait_log import WaitLog
 from transferqueue.errors import (
     DeadlineExceeded,
@@ -55,8 +55,8 @@ GOODBYE_S: Final = 1.0
 class IoThread:
     """Everything about one session that several threads touch, and the thread that serves it.
 
-    Any thread, and any finalizer, may append to `inbox` (calls to send), `left` (calls whose callers went away),
-    `unpinned` (pins to return) and `keeper`, and then set `wakeup`. `calls`, `outbox`, `server` and the channel belong
+    Any thread, and any finalizer, may append to `inbox` (calls to send), `abandoned` (calls whose callers went away),
+    `unpinned` (pins to return) and `renewer`, and then set `wakeup`. `calls`, `outbox`, `server` and the channel belong
     to whoever has the `role`.
     """
 
@@ -69,11 +69,11 @@ class IoThread:
         now = clock()
         self.calls: Final = PendingCalls()
         self.outbox: Final = Outbox(channel, self.calls, now)
-        self.server: Final = ServerWatch(channel, address, self.calls, self.outbox, now)
+        self.server: Final = ServerLiveness(channel, address, self.calls, self.outbox, now)
         self.waits: Final = WaitLog(channel, address, self.calls, self.outbox.call)
-        self.keeper: Final = Keeper()
+        self.renewer: Final = LeaseRenewer()
         self.inbox: Final[deque[PendingCall]] = deque()
-        self.left: Final[deque[PendingCall]] = deque()
+        self.abandoned: Final[deque[PendingCall]] = deque()
         self.unpinned: Final[deque[list[int]]] = deque()
         self.unpins_at: float | None = None
         """When this thread sends the pins that no call has taken along; None: whoever returns one has to wake it."""
@@ -87,11 +87,11 @@ class IoThread:
         self.hello: m.Hello | None = None
         self.on_welcome: Callable[[m.Welcome], object] = _nothing
         self.loop_frames: select.epoll | None = None
-        """What an event loop that reads watches (see `loop_reader`); None: none does."""
+        """What an event loop that reads watches (see `asyncio_io`); None: none does."""
         self.on_over: Callable[[], object] = _done
         """Called when the thread ends."""
         self.heartbeat_s = HEARTBEAT_S
-        self.ways = 0
+        self.connections_made = 0
         """How many connections to the server the channel has made."""
         self.check_at = now
         """When this thread looks at what is due by time."""
@@ -108,7 +108,7 @@ class IoThread:
     def _run(self) -> None:
         try:
             while self.over is None:
-                self.role.take(self.left)
+                self.role.take(self.abandoned)
                 try:
                     self._turn()
                     if self.over is None and self.loop_frames is not None and self.role.drivable is not None:
@@ -121,7 +121,7 @@ class IoThread:
             self._end(InternalError(f"the connection to {self.address} failed: {error!r}"))
             raise
         finally:
-            self.role.take(self.left)
+            self.role.take(self.abandoned)
             self.channel.close()
             self.wakeup.close()
             self.role.lock.release()
@@ -134,7 +134,7 @@ class IoThread:
             self.channel.look()
             if self.channel.is_lost and self.calls.session:  # look for the server sooner than at the next heartbeat
                 self.check_at = min(self.check_at, self.outbox.spoke_at + SERVER_CHECK_S)
-            if self.channel.ways != self.ways:
+            if self.channel.connections_made != self.connections_made:
                 self._found_way(self.clock())
             while self.over is None and (frame := self.channel.recv_nowait()) is not None:
                 self.server.heard_at = self.clock()
@@ -143,8 +143,8 @@ class IoThread:
             if self.has_work() or now >= self.check_at:
                 self._send_what_is_due(now)
                 self.check_at = self._next_check(now)
-            if self.keeper.has_new:  # perhaps added by a thread that saw the time of the next check before it was set
-                self.check_at = min(self.check_at, self.keeper.next_due() or self.check_at)
+            if self.renewer.has_new:  # perhaps added by a thread that saw the time of the next check before it was set
+                self.check_at = min(self.check_at, self.renewer.next_due() or self.check_at)
         except PeerError as error:
             self._end(error)
 
@@ -159,7 +159,12 @@ class IoThread:
         """Whether something waits to be done. Kept cheap: this thread runs it after each reply, while the caller that
         the reply woke waits for the interpreter."""
         return bool(
-            self.inbox or self.left or self.outbox.backlog or self.closing or self.waits_end_now or self.unpins_wait
+            self.inbox
+            or self.abandoned
+            or self.outbox.backlog
+            or self.closing
+            or self.waits_end_now
+            or self.unpins_wait
         )
 
     def has_other_work(self) -> bool:
@@ -174,7 +179,7 @@ class IoThread:
             or self.role.suspect
             or calls.greeting is not None
             or not calls.session
-            or self.channel.ways != self.ways
+            or self.channel.connections_made != self.connections_made
         )
 
     def _reads(self) -> bool:
@@ -197,23 +202,23 @@ class IoThread:
         if self.waits_end_now:
             self.waits_end_now = False
             for pending in self.calls.unanswered():
-                self._hurry(pending, now)
+                self._end_wait(pending, now)
         if self.inbox or self.unpins_at is None or now >= self.unpins_at:
             self._send_unpins(now)
         while self.inbox:
             pending = self.inbox.popleft()
             self.outbox.call(pending, now)
             if self.why_no_waits is not None:
-                self._hurry(pending, now)
-        while self.left:
-            self._leave(self.left.popleft(), now)
-        again, overdue = self.calls.late(now)
+                self._end_wait(pending, now)
+        while self.abandoned:
+            self._leave(self.abandoned.popleft(), now)
+        again, overdue = self.calls.overdue(now)
         for frame in again:
             self.outbox.say(frame, now)
         for pending in overdue:
             pending.settle(self._unanswered(pending))
         self.waits.look(now)
-        for kept, lease_s in self.keeper.renewals(now):
+        for kept, lease_s in self.renewer.renewals(now):
             self._renew(kept, lease_s, now)
         if self.calls.session and now >= self.outbox.spoke_at + self._silence_s():
             self.outbox.spoke_at = now
@@ -225,7 +230,7 @@ class IoThread:
     def _next_check(self, now: float) -> float:
         """When the next heartbeat, resend or renewal is due. Before it is greeted this client sends no heartbeat."""
         due = (self.outbox.spoke_at if self.calls.session else now) + self._silence_s()
-        for other in (self.calls.next_late(), self.keeper.next_due(), self.unpins_at):
+        for other in (self.calls.next_overdue(), self.renewer.next_due(), self.unpins_at):
             if other is not None:
                 due = min(due, other)
         return min(due, self._goodbye_by) if self._goodbye is not None else due
@@ -244,15 +249,15 @@ class IoThread:
                 kept.lost = True
             else:
                 granted = pending.reply.lease_s if isinstance(pending.reply, m.Renewed) else lease_s
-                self.keeper.renewed(kept, granted, self.clock())
+                self.renewer.renewed(kept, granted, self.clock())
 
         pending = PendingCall(m.Renew(table=kept.table, lease=kept.lease, token=kept.token, lease_s=lease_s), settled)
         self.outbox.call(pending, now)
 
     def _found_way(self, now: float) -> None:
         """The channel has connected to the server, or to the next one: greet it."""
-        self.ways = self.channel.ways
-        if self.ways == 1 or self.hello is None:
+        self.connections_made = self.channel.connections_made
+        if self.connections_made == 1 or self.hello is None:
             return  # the first Hello was sent already
         self.outbox.backlog.clear()
         self.outbox.say(self.calls.greet(self.hello, now), now)
@@ -363,16 +368,16 @@ class IoThread:
         if pending.reply is not None:
             self._give_back(pending.request, pending.reply)
         else:
-            self._hurry(pending, now)
+            self._end_wait(pending, now)
 
-    def _hurry(self, pending: PendingCall, now: float) -> None:
+    def _end_wait(self, pending: PendingCall, now: float) -> None:
         """End the wait of a call at the server: it answers at once, or refuses."""
-        if (frame := self.calls.hurried(pending, now)) is not None:
+        if (frame := self.calls.end_wait_frame(pending, now)) is not None:
             self.outbox.send(frame, now)
 
     def _give_back(self, request: m.Request, reply: m.Reply) -> None:
         now = self.clock()
-        for undo in give_back(request, reply):
+        for undo in discard_reply(request, reply):
             if is_notice(undo):
                 self.outbox.notice(undo, now)
             else:

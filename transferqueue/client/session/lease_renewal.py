@@ -10,8 +10,8 @@ Rules:
 3. A process that is dead, stopped or cut off renews nothing, so its rows are given to others after `lease_s`.
 4. A lease that the server refuses to renew is lost. Its holder learns that when it next uses the batch.
 
-`Keeper.keep` and the methods of `RenewedLease` may be called from any thread, also from a finalizer: they take no lock.
-Everything else belongs to the thread of the connection.
+`LeaseRenewer.renew` and the methods of `RenewedLease` may be called from any thread, also from a finalizer: they take no
+lock. Everything else belongs to the thread of the connection.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ class RenewedLease:
         self.ended = self.lost = self.is_last = False
 
     def begin(self, now: float, lease_s: float) -> None:
-        """The worker has shown that it does not hang, and the lease lasts `lease_s` from now. `Keeper.keep` has to
-        follow."""
+        """The worker has shown that it does not hang, and the lease lasts `lease_s` from now. `LeaseRenewer.renew` has
+        to follow.
+        """
         self.is_last = False
         self.ends = now + lease_s
         self.until = max(now + self.limit_s, self.ends)
         self.due = now + RENEWED_AT * lease_s
 
     def restart(self, now: float) -> bool:
-        """The worker has shown that it does not hang. Whether `Keeper.keep` has to follow, as no renewal was to
+        """The worker has shown that it does not hang. Whether `LeaseRenewer.renew` has to follow, as no renewal was to
         come."""
         self.until = max(self.until, now + self.limit_s)
         if not self.is_last or self.ended or self.lost:
@@ -60,7 +61,7 @@ class RenewedLease:
         self.ended = True
 
 
-class Keeper:
+class LeaseRenewer:
     """The leases of one connection."""
 
     def __init__(self) -> None:
@@ -69,7 +70,7 @@ class Keeper:
         self._pushed = 0
         self._compact_at = COMPACT_MIN
 
-    def keep(self, kept: RenewedLease) -> None:
+    def renew(self, kept: RenewedLease) -> None:
         """Renew this lease from `kept.due` on. Again: from the present `due`."""
         self._new.append(kept)
 
@@ -103,7 +104,7 @@ class Keeper:
         kept.ends = now + lease_s
         if not kept.is_last and kept.due == math.inf:
             kept.due = now + RENEWED_AT * lease_s
-            self.keep(kept)
+            self.renew(kept)
 
     def _take_new(self) -> None:
         while self._new:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from transferqueue.client.handles.prefetch import Prefetcher
-from transferqueue.client.session.run import trimmed
+from transferqueue.client.session.operation_runner import trimmed
 from transferqueue.client.sync.batch import Batch
 from transferqueue.errors import EndOfTable, Forked, TransferQueueError, UsageError
 from transferqueue.storage.elements.process_bound import ProcessBound

@@ -14,7 +14,7 @@ from transferqueue.client.handles.pipeline import PipelineBase, PromiseBase, fac
 from transferqueue.client.handles.reservation import reservation_id
 from transferqueue.client.operations import commit, lease
 from transferqueue.client.operations.rows import RowsBase
-from transferqueue.client.session.run import COMMITS, Operation, T, run_sync
+from transferqueue.client.session.operation_runner import COMMITS, Operation, T, run_sync
 from transferqueue.client.sync.batch import Batch
 from transferqueue.client.sync.reservation import Reservation
 from transferqueue.errors import TransferQueueError
@@ -174,7 +174,7 @@ class Pipeline(PipelineBase[Promise[Any]]):
                 self._finish_oldest()
         self._raise_unseen()
         promise: Promise[T] = Promise(self)
-        promise.started(run_sync(self._client.connection, operation, hold=COMMITS))
+        promise.started(run_sync(self._client.connection, operation, pipelined=COMMITS))
         self._add(promise)
         return promise
 

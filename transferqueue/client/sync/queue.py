@@ -10,9 +10,9 @@ from typing import Self
 
 from transferqueue.client.handles.coordinators import QueueBase
 from transferqueue.client.operations import snapshot, tables
+from transferqueue.client.operations.pull import channel_name
 from transferqueue.client.operations.snapshot import SNAPSHOT_S, Progress, SnapshotCalls
-from transferqueue.client.operations.weights import channel_name
-from transferqueue.client.session.run import Operation, T, run_sync
+from transferqueue.client.session.operation_runner import Operation, T, run_sync
 from transferqueue.client.sync.table import Table
 from transferqueue.client.sync.weight_channel import WeightChannel
 from transferqueue.limits import REPORT_S, Limits

@@ -8,7 +8,7 @@ from typing import Self
 
 from transferqueue.client.handles.reservation import ReservationBase
 from transferqueue.client.operations import tables
-from transferqueue.client.session.run import run_sync
+from transferqueue.client.session.operation_runner import run_sync
 
 
 class Reservation(ReservationBase):

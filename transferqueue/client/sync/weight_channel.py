@@ -7,10 +7,9 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from transferqueue.client.handles.weights import WeightChannelBase
+from transferqueue.client.handles.weight_channel import WeightChannelBase
 from transferqueue.client.operations.publish import begin_version, publish_weights
-from transferqueue.client.operations.tensor_parts import Only
-from transferqueue.client.operations.weights import (
+from transferqueue.client.operations.pull import (
     BEGUN_S,
     TURN_S,
     Weights,
@@ -20,7 +19,8 @@ from transferqueue.client.operations.weights import (
     release_update_slot,
     report_applied,
 )
-from transferqueue.client.session.run import Operation, T, run_sync
+from transferqueue.client.operations.tensor_parts import Only
+from transferqueue.client.session.operation_runner import Operation, T, run_sync
 
 
 class WeightChannel(WeightChannelBase):

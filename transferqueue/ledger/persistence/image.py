@@ -37,17 +37,17 @@ from transferqueue.ledger.rows.blocks import BlockRegistry, CommittedBlock, Exte
 from transferqueue.ledger.rows.column_places import ColumnGroup, ColumnGroups
 from transferqueue.ledger.rows.commit import MemberRows, StagedCommit
 from transferqueue.ledger.rows.dropped import LastFailure, SpentRow, SpentRows
-from transferqueue.ledger.rows.events import TableEvent, TableHistory
-from transferqueue.ledger.rows.facts import CheckedFacts
 from transferqueue.ledger.rows.groups import GroupIndex, GroupState
 from transferqueue.ledger.rows.indexes import FinishedOrdinals, StepIndex, VersionIndex
-from transferqueue.ledger.rows.known_puts import KnownPuts
 from transferqueue.ledger.rows.missing_copies import CopyOrderState, MissingCopies, PostponedCopy
-from transferqueue.ledger.rows.pages import RowPages, StateColumn
+from transferqueue.ledger.rows.put_dedup import KnownPuts
+from transferqueue.ledger.rows.row_metadata import CheckedFacts
+from transferqueue.ledger.rows.row_pages import RowPages, StateColumn
 from transferqueue.ledger.rows.row_state import FieldMask, RowStore
-from transferqueue.ledger.sessions import IntervalSet, ReplyCache, SessionState
+from transferqueue.ledger.rows.table_history import TableEvent, TableHistory
+from transferqueue.ledger.session_state import IntervalSet, ReplyCache, SessionState
 from transferqueue.ledger.state import LedgerState
-from transferqueue.ledger.table import SharedState, TableState, unknown
+from transferqueue.ledger.table_state import SharedState, TableState, unknown
 from transferqueue.ledger.tasks.circuit import Circuit
 from transferqueue.ledger.tasks.errors import ErrorCount, TaskErrors
 from transferqueue.ledger.tasks.group_task import FormingGroup, GroupTaskState

@@ -18,11 +18,11 @@ from transferqueue.ledger.requests.tables import check_create, create_table
 from transferqueue.ledger.requests.weight_channels import PublishedVersion, WeightChannelState
 from transferqueue.ledger.rows.arrays import BoolArray, IntArray, tally
 from transferqueue.ledger.rows.blocks import OwnerBytes
-from transferqueue.ledger.rows.facts import CheckedFacts
-from transferqueue.ledger.rows.pages import LIVE
+from transferqueue.ledger.rows.row_metadata import CheckedFacts
+from transferqueue.ledger.rows.row_pages import LIVE
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, return_rows
 from transferqueue.ledger.state import LedgerState
-from transferqueue.ledger.table import TableState
+from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.task_state import ACKED_WITH_STEP, KEPT_STALE, LEASED, RETRYING, TaskState
 from transferqueue.limits import PAGE_BYTES

@@ -23,7 +23,7 @@ import numpy as np
 from transferqueue.ledger.requests.weight_channels import WeightChannelState
 from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, IntArray
 from transferqueue.ledger.state import LedgerState
-from transferqueue.ledger.table import TableState
+from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.task_state import ACKED_WITH_STEP, TaskState
 from transferqueue.policies import Tags

@@ -18,9 +18,9 @@ from transferqueue.ledger.persistence.snapshot import ChannelSnapshot, LedgerSna
 from transferqueue.ledger.requests.flow_control import VERSION_MAX
 from transferqueue.ledger.requests.pending_versions import check_fields, check_whole
 from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, IntArray, numbered
-from transferqueue.ledger.rows.facts import DTYPES, check_ranges
 from transferqueue.ledger.rows.indexes import SPANS_MAX
-from transferqueue.ledger.rows.pages import DROPPED, LIVE, SHIFT
+from transferqueue.ledger.rows.row_metadata import DTYPES, check_ranges
+from transferqueue.ledger.rows.row_pages import DROPPED, LIVE, SHIFT
 from transferqueue.ledger.tasks.group_task import FORMING, OUT, OVER, QUEUED
 from transferqueue.ledger.tasks.task_state import (
     ABSENT,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from transferqueue.errors import NotFound, UsageError, listing
+from transferqueue.errors.text import counted
 from transferqueue.ledger.reports import statistics
 from transferqueue.ledger.reports.weight_channels import channel_lines
 from transferqueue.ledger.requests import flow_control, weight_channels
@@ -13,8 +14,7 @@ from transferqueue.ledger.requests.put import no_room
 from transferqueue.ledger.requests.weight_channels import WeightChannelState
 from transferqueue.ledger.rules.explain import explain_lease, explain_room, rows_by_holder
 from transferqueue.ledger.state import LedgerState
-from transferqueue.ledger.table import TableState
-from transferqueue.text import counted
+from transferqueue.ledger.table_state import TableState
 from transferqueue.wire import messages as m
 from transferqueue.wire.answers.doctor import DoctorAnswer
 from transferqueue.wire.answers.row import RowLife

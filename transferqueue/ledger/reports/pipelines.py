@@ -8,7 +8,7 @@ from typing import Final
 
 from transferqueue.ledger.rows.arrays import IntArray
 from transferqueue.ledger.rules.explain import sample
-from transferqueue.ledger.table import TableState
+from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.task_state import PENDING, TaskState
 from transferqueue.wire.answers.doctor import PipelineStage, TablePipeline
 

@@ -14,14 +14,14 @@ import numpy as np
 from msgspec.structs import replace
 
 from transferqueue.errors import NotFound
+from transferqueue.errors.text import counted
 from transferqueue.ledger.reports.pipelines import pipeline
 from transferqueue.ledger.requests.flow_control import why_clock_is_held
 from transferqueue.ledger.requests.weight_channels import WeightChannelState
 from transferqueue.ledger.rows.arrays import IntArray
 from transferqueue.ledger.rows.blocks import BlockRegistry
-from transferqueue.ledger.rows.events import TableEvent
-from transferqueue.ledger.rows.pages import DONE, DROPPED, LIVE
-from transferqueue.ledger.rules.choose import first_units
+from transferqueue.ledger.rows.row_pages import DONE, DROPPED, LIVE
+from transferqueue.ledger.rows.table_history import TableEvent
 from transferqueue.ledger.rules.explain import (
     absence,
     explain_lease,
@@ -32,10 +32,11 @@ from transferqueue.ledger.rules.explain import (
     rows_by_holder,
     session_name,
 )
+from transferqueue.ledger.rules.lease_selection import first_units
 from transferqueue.ledger.rules.requeue import LOST
 from transferqueue.ledger.rules.required_results import stranded
-from transferqueue.ledger.sessions import SessionState
-from transferqueue.ledger.table import SharedState, TableState
+from transferqueue.ledger.session_state import SessionState
+from transferqueue.ledger.table_state import SharedState, TableState
 from transferqueue.ledger.tasks.group_task import FORMING, GroupTaskState
 from transferqueue.ledger.tasks.task_state import (
     ACKED_WITH_STEP,
@@ -49,7 +50,6 @@ from transferqueue.ledger.tasks.task_state import (
     TaskState,
 )
 from transferqueue.limits import COPY_POSTPONED_S
-from transferqueue.text import counted
 from transferqueue.wire.answers.doctor import DoctorAnswer, TaskDiagnosis
 from transferqueue.wire.answers.row import RowEvent, RowField, RowLife, RowTask
 from transferqueue.wire.answers.sessions import HeldLease, Sessions, SessionStats

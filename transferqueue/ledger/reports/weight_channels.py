@@ -10,7 +10,7 @@ from transferqueue.ledger.requests.weight_channels import WeightChannelState
 from transferqueue.limits import HEARTBEAT_S
 
 if TYPE_CHECKING:
-    from transferqueue.ledger.table import SharedState
+    from transferqueue.ledger.table_state import SharedState
 
 NAMES_SHOWN: Final = 4
 _SILENT_S: Final = 2 * HEARTBEAT_S

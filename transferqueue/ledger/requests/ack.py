@@ -27,7 +27,7 @@ from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stal
 from transferqueue.ledger.rules.required_results import check_required_results
 from transferqueue.ledger.rules.retry import lease_failed, work_succeeded
 from transferqueue.ledger.rules.work import check_change_work
-from transferqueue.ledger.table import TableState
+from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.task_state import TaskState

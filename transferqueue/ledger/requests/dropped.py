@@ -10,10 +10,10 @@ from transferqueue.errors import Full, NotFound, Sealed
 from transferqueue.ledger.requests.put import limit_refills, no_room
 from transferqueue.ledger.requests.registry import in_table
 from transferqueue.ledger.rows.arrays import IntArray, decode_rows, numbered
-from transferqueue.ledger.rows.pages import LIVE
+from transferqueue.ledger.rows.row_pages import LIVE
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, apply_stale_policy
 from transferqueue.ledger.rules.retry import ATTEMPTS
-from transferqueue.ledger.table import TableState
+from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.task_state import ABSENT, ACKED_WITH_STEP, DONE, PENDING
 from transferqueue.limits import DROPPED_ROWS_MAX
 from transferqueue.wire.messages import DoneReply, DroppedRow, DroppedRows, ListDropped, RetryRows

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from transferqueue.errors import DeadlineExceeded, Full, NotFound, Sealed, UsageError
-from transferqueue.ledger.effects import MustWait
+from transferqueue.errors.text import counted
+from transferqueue.ledger.effects import Blocked
 from transferqueue.ledger.requests.registry import in_table
 from transferqueue.ledger.rows.arrays import IntArray, tally
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, apply_stale_policy
-from transferqueue.ledger.table import TableState
+from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.reservations import check_reserve, why_not
 from transferqueue.ledger.tasks.task_state import LEASED, READY, TaskState
 from transferqueue.policies import HoldClock
-from transferqueue.text import counted
 from transferqueue.wire.messages import AdvanceClock, DoneReply, Reserve, Reserved, Seal, Unreserve
 
 VERSION_MAX = 1 << 53
@@ -19,7 +19,7 @@ VERSION_MAX = 1 << 53
 
 
 @in_table(Reserve)
-def reserve(table: TableState, request: Reserve, session: int, now: float) -> Reserved | MustWait:
+def reserve(table: TableState, request: Reserve, session: int, now: float) -> Reserved | Blocked:
     """Answer a `Reserve`."""
     if table.sealed:
         raise Sealed(f'table "{table.name}" is sealed; no row may enter it, so none can be reserved')
@@ -27,7 +27,7 @@ def reserve(table: TableState, request: Reserve, session: int, now: float) -> Re
     check_reserve(table.name, table.pacing, table.limits.rows, request.rows, version, table.clock)
     if why := why_reserve_waits(table, request):
         if request.wait_s > 0:
-            return MustWait((("room", table.name), ("table", table.name)))
+            return Blocked((("room", table.name), ("table", table.name)))
         raise Full(f'{counted(request.rows, "row")} cannot be reserved in table "{table.name}" now: {why}')
     table.begin()
     table.core.last_reservation += 1
@@ -75,7 +75,7 @@ def unreserve(table: TableState, request: Unreserve, session: int, now: float) -
 
 
 @in_table(AdvanceClock)
-def advance(table: TableState, request: AdvanceClock, session: int, now: float) -> DoneReply | MustWait:
+def advance(table: TableState, request: AdvanceClock, session: int, now: float) -> DoneReply | Blocked:
     """Advance the policy version clock of the table to `version`."""
     if table.pacing is not None and table.pacing.channel is not None:
         raise UsageError(
@@ -90,7 +90,7 @@ def advance(table: TableState, request: AdvanceClock, session: int, now: float) 
         )
     if why := why_clock_is_held(table, request.version):
         if request.wait_s > 0:
-            return MustWait((("clock", table.name), ("table", table.name)))
+            return Blocked((("clock", table.name), ("table", table.name)))
         raise DeadlineExceeded(why)
     table.begin(table.rows.pages.resident)
     set_clock(table, request.version, now)

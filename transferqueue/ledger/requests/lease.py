@@ -8,17 +8,18 @@ from itertools import pairwise
 import numpy as np
 
 from transferqueue.errors import DeadlineExceeded, EndOfTable, Impossible, UsageError, listing
-from transferqueue.ledger.effects import MustWait
+from transferqueue.errors.text import counted
+from transferqueue.ledger.effects import Blocked
 from transferqueue.ledger.requests.registry import HasTables, carries_out
 from transferqueue.ledger.requests.reply_rows import are_awaited, await_bytes, complete_fields, describe_rows
 from transferqueue.ledger.rows.arrays import NO_ROWS, Index, IntArray, decode_int64s, tally
-from transferqueue.ledger.rules.choose import ChosenUnits, check_groups_fit, choose, first_units, tokens_of
 from transferqueue.ledger.rules.explain import explain_lease, explain_stranded
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, can_be_requeued, return_rows
+from transferqueue.ledger.rules.lease_selection import ChosenUnits, check_groups_fit, choose, first_units, tokens_of
 from transferqueue.ledger.rules.required_results import stranded
 from transferqueue.ledger.rules.work import check_lease_work
-from transferqueue.ledger.sessions import SessionState
-from transferqueue.ledger.table import TableState
+from transferqueue.ledger.session_state import SessionState
+from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.predicates import check_where
@@ -26,15 +27,14 @@ from transferqueue.ledger.tasks.shared_batches import SharedBatches, shares
 from transferqueue.ledger.tasks.task_state import LEASED, READY, RETRYING, TaskState
 from transferqueue.limits import REPLICAS_MAX, ROWS_PER_REQUEST_MAX, SPANS_AWAITED_MAX
 from transferqueue.policies import AckedColumns
-from transferqueue.text import counted
 from transferqueue.wire.messages import Leased, LeaseRequest, OrdinalsEnded
 
 
 @carries_out(LeaseRequest)
 def lease(
     state: HasTables, request: LeaseRequest, session: SessionState, call: int
-) -> Leased | OrdinalsEnded | MustWait:
-    """Answer with rows, with awaited ordinals that have ended, or `MustWait`; raises `EndOfTable`, or
+) -> Leased | OrdinalsEnded | Blocked:
+    """Answer with rows, with awaited ordinals that have ended, or `Blocked`; raises `EndOfTable`, or
     `DeadlineExceeded` if the request does not wait.
     """
     (table, task), now = state.task(request.table, request.task), state.now
@@ -52,7 +52,7 @@ def lease(
         _raise_if_ended(table, task, request, held, now)
     if request.wait_s > 0:
         keys = ("task", table.name, task.task.name), ("table", table.name)
-        return MustWait((*keys, ("room", table.name)) if request.awaited else keys)  # the end of a row makes room
+        return Blocked((*keys, ("room", table.name)) if request.awaited else keys)  # the end of a row makes room
     raise DeadlineExceeded(explain_lease(table, task, request, now))
 
 
@@ -191,7 +191,7 @@ def _raise_if_ended(table: TableState, task: TaskState, request: LeaseRequest, h
 
 def _lease_units(
     table: TableState, task: TaskState, request: LeaseRequest, session: int, now: float
-) -> Leased | MustWait | None:
+) -> Leased | Blocked | None:
     choice = choose(table, task, request)
     if choice is None:
         return None
@@ -262,7 +262,7 @@ def _add_counts(counts: dict[int, int], lags: IntArray) -> None:
 
 def _claim_share(
     table: TableState, task: TaskState, request: LeaseRequest, session: int, now: float
-) -> Leased | MustWait | None:
+) -> Leased | Blocked | None:
     key = (task.task.name, request.world, request.replicas)
     shared = table.shared_batches.get(key) or SharedBatches(request.world, request.replicas)
     claim = shared.waiting(request)

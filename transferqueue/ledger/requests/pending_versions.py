@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from transferqueue.errors import AlreadyExists, NotFound, SchemaError, UsageError, VersionGivenUp, listing
 from transferqueue.ledger.rows.arrays import repeated
-from transferqueue.ledger.table import SharedState
+from transferqueue.ledger.table_state import SharedState
 from transferqueue.limits import ITEMS_MAX, VERSION_PARTS_MAX
 from transferqueue.schema import Field
 from transferqueue.wire.messages import Publish, Pull, TensorSlice, WeightsReply

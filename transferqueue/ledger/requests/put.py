@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from transferqueue.errors import Full, Impossible, NotFound, ProtocolError, Sealed, UsageError
-from transferqueue.ledger.effects import MustWait
+from transferqueue.errors.text import counted
+from transferqueue.ledger.effects import Blocked
 from transferqueue.ledger.requests.registry import HasTables, carries_out, in_table
 from transferqueue.ledger.rows.arrays import Index, IntArray, agreed, decode, decode_rows, numbered
 from transferqueue.ledger.rows.commit import (
@@ -18,29 +19,28 @@ from transferqueue.ledger.rows.commit import (
     reserve_blocks,
     write_columns,
 )
-from transferqueue.ledger.rows.known_puts import put_key
-from transferqueue.ledger.rows.pages import LIVE
+from transferqueue.ledger.rows.put_dedup import put_key
+from transferqueue.ledger.rows.row_pages import LIVE
 from transferqueue.ledger.rules.column_ends import check_not_needed, free_values
 from transferqueue.ledger.rules.explain import explain_room
 from transferqueue.ledger.rules.finish import drop_rows, free_rows, retire
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, apply_stale_policy
+from transferqueue.ledger.rules.optimistic_update import check_unchanged
 from transferqueue.ledger.rules.requeue import wait_again
-from transferqueue.ledger.rules.unchanged import check_unchanged
 from transferqueue.ledger.rules.work import check_change_work, check_end_work, check_put_work
-from transferqueue.ledger.sessions import SessionState
-from transferqueue.ledger.table import TableState
+from transferqueue.ledger.session_state import SessionState
+from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.reservations import ReservationState
 from transferqueue.ledger.tasks.task_state import LEASED, PENDING
 from transferqueue.limits import REASONS_MAX, ROW_NS, VALUE_NS, check_name, check_rows, check_work
-from transferqueue.text import counted
 from transferqueue.wire.messages import Delete, DoneReply, Drop, FreeColumns, PutRequest, PutRows, Update
 
 # ---------------------------------------------------------------- put
 
 
 @carries_out(PutRequest)
-def put(state: HasTables, request: PutRequest, session: SessionState, call: int) -> PutRows | MustWait:
+def put(state: HasTables, request: PutRequest, session: SessionState, call: int) -> PutRows | Blocked:
     """Add rows. A late retry is recognised by its client and call, while the pages of its rows exist."""
     table, key = state.table(request.table), put_key(session.client, call)
     before = table.known_puts.find(key)
@@ -54,7 +54,7 @@ def put(state: HasTables, request: PutRequest, session: SessionState, call: int)
     reservation = _check_reservation(table, request, session.id) if request.reservation else None
     if reservation is None and (why := no_room(table, request.rows, staged.nbytes)):
         if request.wait_s > 0:
-            return MustWait((("room", table.name), ("table", table.name)))
+            return Blocked((("room", table.name), ("table", table.name)))
         raise Full(explain_room(table, why, state.now))
     table.begin(request.rows, new=request.rows, fields=len(staged.names))
     first = _add_rows(table, staged, session.id, state.now)

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from transferqueue.errors import ColumnFreed, NotFound
-from transferqueue.ledger.effects import MustWait
+from transferqueue.errors.text import counted
+from transferqueue.ledger.effects import Blocked
 from transferqueue.ledger.requests.registry import in_table
 from transferqueue.ledger.requests.reply_rows import await_bytes, complete_fields, describe_rows
 from transferqueue.ledger.rows.arrays import IntArray, agreed, decode_rows, numbered, run_of
-from transferqueue.ledger.rows.pages import DROPPED
+from transferqueue.ledger.rows.row_pages import DROPPED
 from transferqueue.ledger.rules.column_ends import why_freed
 from transferqueue.ledger.rules.work import read_ns
-from transferqueue.ledger.table import TableState
+from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.predicates import check_where, matches
 from transferqueue.limits import check_work
 from transferqueue.policies import Predicate
-from transferqueue.text import counted
 from transferqueue.wire.messages import Cursor, CursorValue, Find, Found, ReadRequest, ReadRows
 
 
@@ -30,7 +30,7 @@ def find(table: TableState, request: Find, session: int, now: float) -> Found:
 
 
 @in_table(ReadRequest)
-def read(table: TableState, request: ReadRequest, session: int, now: float) -> ReadRows | MustWait:
+def read(table: TableState, request: ReadRequest, session: int, now: float) -> ReadRows | Blocked:
     """Resident rows by id, in the order of the request; or all rows that are not dropped and match, ascending."""
     check_where(table.rows, request.where, table.expected_fields())
     for name in request.fields or ():

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, Protocol, TypeVar
 
-from transferqueue.ledger.effects import MustWait
-from transferqueue.ledger.sessions import SessionState
-from transferqueue.ledger.table import TableState
+from transferqueue.ledger.effects import Blocked
+from transferqueue.ledger.session_state import SessionState
+from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.task_state import TaskState
 from transferqueue.wire import messages as m
 
-Answer = m.Reply | MustWait
+Answer = m.Reply | Blocked
 Operation = Callable[[Any, Any, SessionState, int], Answer]
 """(state of the ledger, request, session, call) -> reply, or the condition that the request waits for."""
 TableOperation = TypeVar("TableOperation", bound=Callable[[TableState, Any, int, float], Answer])

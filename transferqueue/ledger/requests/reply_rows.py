@@ -11,11 +11,11 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from transferqueue.ledger.effects import MustWait
+from transferqueue.ledger.effects import Blocked
 from transferqueue.ledger.rows.arrays import Index, IntArray, are_equal
 from transferqueue.ledger.rows.blocks import BlockRegistry
 from transferqueue.ledger.rows.column_places import BlockSlots
-from transferqueue.ledger.table import TableState
+from transferqueue.ledger.table_state import TableState
 from transferqueue.wire import codec
 from transferqueue.wire.messages import Inline, ReplyColumns, ReplyRows
 
@@ -44,7 +44,7 @@ def describe_rows(table: TableState, rows: IntArray, at: Index, names: Sequence[
     return content, list(blocks)
 
 
-def await_bytes(table: TableState, at: Index, names: Sequence[str]) -> MustWait | None:
+def await_bytes(table: TableState, at: Index, names: Sequence[str]) -> Blocked | None:
     """The condition that a request describing these rows waits for, if their bytes are on a disk. None: they are all in
     memory."""
     cold = table.core.blocks.cold

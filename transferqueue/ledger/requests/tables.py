@@ -8,11 +8,11 @@ import numpy as np
 
 from transferqueue.errors import AlreadyExists, Impossible, UsageError, listing
 from transferqueue.ledger.rows.arrays import BoolArray, Index, IntArray, repeated
-from transferqueue.ledger.rows.pages import LIVE
+from transferqueue.ledger.rows.row_pages import LIVE
 from transferqueue.ledger.rules.column_ends import why_freed
 from transferqueue.ledger.rules.finish import drop_rows, end_lease, free_rows
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules
-from transferqueue.ledger.table import SharedState, TableState
+from transferqueue.ledger.table_state import SharedState, TableState
 from transferqueue.ledger.tasks.selectors import Ranker
 from transferqueue.ledger.tasks.task_order import downstream
 from transferqueue.ledger.tasks.task_state import ABSENT, PENDING, TaskState

@@ -31,7 +31,7 @@ from transferqueue.errors import (
     UsageError,
     listing,
 )
-from transferqueue.ledger.effects import Deadlines, Effects, MustWait
+from transferqueue.ledger.effects import Blocked, Deadlines, Effects
 from transferqueue.ledger.requests.flow_control import VERSION_MAX
 from transferqueue.ledger.requests.pending_versions import (
     PendingVersion,
@@ -43,7 +43,7 @@ from transferqueue.ledger.requests.pending_versions import (
 )
 from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
 from transferqueue.ledger.rows.commit import check_layout
-from transferqueue.ledger.table import SharedState
+from transferqueue.ledger.table_state import SharedState
 from transferqueue.schema import Field
 from transferqueue.wire.messages import (
     AcquireUpdateSlot,
@@ -319,7 +319,7 @@ def basis(channel: WeightChannelState, blocks: BlockRegistry) -> LatestVersion:
     return LatestVersion(channel.latest, list(newest.fields), [block.at for block in kept], extents)
 
 
-def pull(channel: WeightChannelState, core: SharedState, request: Pull, session: int) -> WeightsReply | MustWait:
+def pull(channel: WeightChannelState, core: SharedState, request: Pull, session: int) -> WeightsReply | Blocked:
     """The requested version, pinned for the session; or parts of it, if it is not published yet and the session takes
     parts."""
     version = request.version if request.version >= 0 else max(channel.versions, default=-1)
@@ -337,7 +337,7 @@ def pull(channel: WeightChannelState, core: SharedState, request: Pull, session:
             return parts
         if request.wait_s > 0:
             keys = ("channel", "parts") if request.parts else ("channel",)
-            return MustWait(tuple((key, channel.name) for key in keys))
+            return Blocked(tuple((key, channel.name) for key in keys))
         raise DeadlineExceeded(explain_pull(channel, request))
     core.begin()
     core.blocks.pin(session, published.blocks)
@@ -368,12 +368,12 @@ def apply_version(channel: WeightChannelState, request: ReportApplied, session: 
 
 def take_turn(
     channel: WeightChannelState, core: SharedState, request: AcquireUpdateSlot, session: int, now: float
-) -> DoneReply | MustWait:
+) -> DoneReply | Blocked:
     """Give the session an update slot from now on. Asked for again, its time restarts."""
     others = len(channel.update_slots.keys() - {session})
     if others >= request.at_once:
         if request.wait_s > 0:
-            return MustWait((("turn", channel.name),))
+            return Blocked((("turn", channel.name),))
         raise DeadlineExceeded(explain_turn(channel, request))
     core.begin()
     turn = channel.update_slots.setdefault(session, UpdateSlot(channel.name, session))

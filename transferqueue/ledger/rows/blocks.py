@@ -35,11 +35,11 @@ from typing import Final, Protocol
 from msgspec.structs import replace
 
 from transferqueue.errors import NotFound, ProtocolError, ShardLost, UsageError, listing
-from transferqueue.ledger.effects import Effects, FreeExtent, MustWait, WakeKey, Writes
+from transferqueue.errors.text import counted
+from transferqueue.ledger.effects import Blocked, Effects, FreeExtent, WakeKey, Writes
 from transferqueue.ledger.rows.missing_copies import CopyOrderState, MissingCopies, PostponedCopy, Shards
 from transferqueue.limits import ALIGNMENT, PAGE_BYTES
 from transferqueue.schema import align
-from transferqueue.text import counted
 from transferqueue.wire.messages import BlockLocation, CopyLocation, WrittenBlock
 
 _NO_COPIES: Final[list[CopyLocation]] = []
@@ -142,7 +142,7 @@ class Spill(Protocol):
     def may_be_cold(self, extent: ExtentState) -> None:
         """The last reader of a block of this extent, or its writer, is gone."""
 
-    def want(self, numbers: Collection[int], core: Writes) -> MustWait | None:
+    def want(self, numbers: Collection[int], core: Writes) -> Blocked | None:
         """The condition that a request naming these blocks waits for."""
 
     def is_wanted(self, numbers: Collection[int]) -> bool:

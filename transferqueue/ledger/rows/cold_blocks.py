@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from transferqueue.errors import Full, Impossible
-from transferqueue.ledger.effects import MustWait, WakeKey, Writes
+from transferqueue.ledger.effects import Blocked, WakeKey, Writes
 from transferqueue.ledger.rows.blocks import BlockRegistry, CommittedBlock, ExtentState, OwnerBytes
 from transferqueue.ledger.rows.cold_arena import ColdArena, LoadOrder
 from transferqueue.ledger.rows.missing_copies import OWN_SHARD
@@ -83,7 +83,7 @@ class ColdBlocks:
 
     # ------------------------------------------------------------ requests that need blocks
 
-    def want(self, numbers: Collection[int], core: Writes) -> MustWait | None:
+    def want(self, numbers: Collection[int], core: Writes) -> Blocked | None:
         """The condition that a request naming these blocks waits for; None if they are all in memory.
 
         `Impossible` if they never can be in memory together, `Full` if too many orders wait.
@@ -94,7 +94,7 @@ class ColdBlocks:
         if (order := self.orders.get(needed)) is None:
             order = self._begin(needed, core)
             core.writing = False  # the order is there; the request has changed nothing else
-        return MustWait((_loaded(order),))
+        return Blocked((_loaded(order),))
 
     def is_wanted(self, numbers: Collection[int]) -> bool:
         """Whether a request waits for one of these blocks, which is on the disk."""

@@ -19,14 +19,14 @@ from typing import NamedTuple
 import numpy as np
 
 from transferqueue.errors import AlreadyExists, Impossible, NotFound, SchemaError, UsageError
+from transferqueue.errors.text import counted
 from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, decode, numbered, repeated
 from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes, may_refer
 from transferqueue.ledger.rows.column_places import ColumnGroup, ColumnGroups, Retired
-from transferqueue.ledger.rows.facts import NO_FACTS, NO_FACTS_GIVEN, CheckedFacts, check_facts
+from transferqueue.ledger.rows.row_metadata import NO_FACTS, NO_FACTS_GIVEN, CheckedFacts, check_facts
 from transferqueue.ledger.rows.row_state import RowStore
 from transferqueue.limits import BLOCK_ROWS_MAX, CONTENTS_MAX, FIELDS_MAX
 from transferqueue.schema import Field, layout
-from transferqueue.text import counted
 from transferqueue.wire.messages import Columns, WrittenBlock
 
 

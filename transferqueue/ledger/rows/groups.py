@@ -16,9 +16,9 @@ from itertools import chain
 import numpy as np
 
 from transferqueue.errors import Impossible, UsageError
+from transferqueue.errors.text import counted
 from transferqueue.ledger.rows.arrays import NO_ROWS, AnyArray, Index, IntArray, runs_of, tally_in_order
 from transferqueue.ledger.rows.row_state import RowStore
-from transferqueue.text import counted
 
 
 class GroupState:

@@ -12,13 +12,13 @@ from typing import Final
 import numpy as np
 
 from transferqueue.errors import AlreadyExists, NotFound, SchemaError, UsageError, listing
+from transferqueue.errors.text import SHOWN_CHARS, shortened
 from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, agreed, numbered
-from transferqueue.ledger.rows.facts import DTYPES, UNSET, CheckedFacts
-from transferqueue.ledger.rows.pages import DONE, LIVE, RowPages, StateColumn
+from transferqueue.ledger.rows.row_metadata import DTYPES, UNSET, CheckedFacts
+from transferqueue.ledger.rows.row_pages import DONE, LIVE, RowPages, StateColumn
 from transferqueue.limits import FIELDS_MAX
 from transferqueue.policies import Tags
 from transferqueue.schema import Field, known, not_taken
-from transferqueue.text import SHOWN_CHARS, shortened
 from transferqueue.wire.codec import encode_constant, encode_fields
 
 WORD = 64

@@ -12,11 +12,12 @@ from itertools import islice
 import numpy as np
 
 from transferqueue.errors import listing
+from transferqueue.errors.text import counted
 from transferqueue.ledger.rows.arrays import BoolArray, IntArray, tally
-from transferqueue.ledger.rows.pages import LIVE
+from transferqueue.ledger.rows.row_pages import LIVE
 from transferqueue.ledger.rules.requeue import LOST
 from transferqueue.ledger.rules.required_results import no_task_gives
-from transferqueue.ledger.table import Absence, TableState
+from transferqueue.ledger.table_state import Absence, TableState
 from transferqueue.ledger.tasks.group_task import FORMING, GroupTaskState
 from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.task_state import (
@@ -31,7 +32,6 @@ from transferqueue.ledger.tasks.task_state import (
 )
 from transferqueue.limits import HEARTBEAT_S
 from transferqueue.policies import Manual
-from transferqueue.text import counted
 from transferqueue.wire.messages import LeaseRequest
 
 PAGES_SAMPLED = 16

@@ -18,10 +18,10 @@ from transferqueue.ledger.rows.arrays import BoolArray, Index, IntArray, by_valu
 from transferqueue.ledger.rows.column_places import Retired
 from transferqueue.ledger.rows.commit import unused
 from transferqueue.ledger.rows.dropped import SpentRow
-from transferqueue.ledger.rows.pages import DONE, DROPPED, LIVE
+from transferqueue.ledger.rows.row_pages import DONE, DROPPED, LIVE
 from transferqueue.ledger.rules.column_ends import end_columns
 from transferqueue.ledger.rules.retry import ATTEMPTS, trial_ended
-from transferqueue.ledger.table import TableState
+from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.task_state import LEASED, TaskState
 

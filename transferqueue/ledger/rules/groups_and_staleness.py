@@ -21,12 +21,12 @@ from __future__ import annotations
 import numpy as np
 
 from transferqueue.ledger.rows.arrays import BoolArray, IntArray
-from transferqueue.ledger.rows.pages import LIVE
+from transferqueue.ledger.rows.row_pages import LIVE
 from transferqueue.ledger.rules.column_ends import end_columns
 from transferqueue.ledger.rules.finish import drop_rows, lose_leases
 from transferqueue.ledger.rules.requeue import redo_or_drop_missing, requeue_rows
 from transferqueue.ledger.rules.retry import postpone_failed
-from transferqueue.ledger.table import TableState
+from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.group_task import FORMING, FormingGroup, GroupTaskState
 from transferqueue.ledger.tasks.task_order import downstream
 from transferqueue.ledger.tasks.task_state import KEPT_STALE, LEASED, OPEN, PENDING, READY, TaskState

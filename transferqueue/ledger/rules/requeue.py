@@ -19,7 +19,7 @@ from typing import Final
 
 from transferqueue.ledger.rows.arrays import BoolArray, IntArray
 from transferqueue.ledger.rules.finish import lose_leases, retire
-from transferqueue.ledger.table import TableState
+from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.task_order import downstream
 from transferqueue.ledger.tasks.task_state import ACKED_WITH_STEP, DONE, READY, WAITING_FOR_GROUP, TaskState

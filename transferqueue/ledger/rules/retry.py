@@ -11,7 +11,7 @@ from typing import Final
 
 from transferqueue.ledger.rows.arrays import IntArray, by_value
 from transferqueue.ledger.rows.dropped import LastFailure
-from transferqueue.ledger.table import TableState
+from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.retries import PostponedRows
 from transferqueue.ledger.tasks.task_state import TaskState

@@ -11,9 +11,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from transferqueue.errors.text import counted
 from transferqueue.ledger.rows.arrays import NO_ROWS, AnyArray, IntArray, ascends, runs_of
 from transferqueue.ledger.rows.commit import StagedCommit
-from transferqueue.ledger.table import TableState
+from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.task_state import LEASED, TaskState
 from transferqueue.limits import (
     FEW_ROWS,
@@ -37,7 +38,6 @@ from transferqueue.limits import (
     VERSION_NS,
     check_work,
 )
-from transferqueue.text import counted
 from transferqueue.wire.messages import LeaseRequest
 
 

@@ -20,8 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from transferqueue.errors import Impossible
+from transferqueue.errors.text import counted
 from transferqueue.policies import Pacing
-from transferqueue.text import counted
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from transferqueue.errors import InternalError, NotFound, listing
+from transferqueue.errors.text import SHOWN_CHARS, shortened
 from transferqueue.ledger.rows.arrays import AnyArray, IntArray
 from transferqueue.ledger.rows.row_state import RowStore
 from transferqueue.policies import (
@@ -26,7 +27,6 @@ from transferqueue.policies import (
     Selector,
     TokenBalanced,
 )
-from transferqueue.text import SHOWN_CHARS, shortened
 
 
 class UnitFacts:

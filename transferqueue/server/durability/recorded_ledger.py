@@ -23,7 +23,7 @@ from zlib import crc32
 import msgspec
 
 from transferqueue.errors import Corruption, DiskFailed, LedgerTorn, OutOfMemory, TransferQueueError
-from transferqueue.ledger.effects import MustWait
+from transferqueue.ledger.effects import Blocked
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.persistence import image
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot
@@ -261,7 +261,7 @@ _OUTCOMES: Final[dict[type, Callable[[Any], list[int]]]] = {
 }
 
 
-def outcome_of(reply: m.Reply | MustWait) -> list[int]:
+def outcome_of(reply: m.Reply | Blocked) -> list[int]:
     """What a request did, for a comparison of its replay with its record: the ids that it gave, or how many rows it
     concerned."""
     outcome = _OUTCOMES.get(type(reply))
@@ -312,7 +312,7 @@ def _replay_record(ledger: Ledger, record: _Any) -> tuple[object, object]:
             )
             return record.extent, granted.extent
         case _Seen(session=session, call=call):
-            ledger.seen(session, call)
+            ledger.forget_replies(session, call)
         case _Lost(blocks=blocks, now=now):
             ledger.blocks_lost(blocks, now)
         case _ShardLost(shard=shard, now=now):
@@ -325,7 +325,7 @@ def _replay_record(ledger: Ledger, record: _Any) -> tuple[object, object]:
             return added, ledger.finish_copies(session, extent, written, now)
         case _Applied():
             reply = ledger.apply(record.request, session=record.session, call=record.call, now=record.now)
-            return record.outcome, "a wait" if isinstance(reply, MustWait) else outcome_of(reply)
+            return record.outcome, "a wait" if isinstance(reply, Blocked) else outcome_of(reply)
     return None, None
 
 

@@ -29,7 +29,7 @@ from transferqueue.ledger.persistence.snapshot import (
 )
 from transferqueue.ledger.persistence.snapshot_checks import check
 from transferqueue.ledger.rows.arrays import AnyArray, IntArray
-from transferqueue.ledger.rows.facts import DTYPES, UNSET
+from transferqueue.ledger.rows.row_metadata import DTYPES, UNSET
 from transferqueue.ledger.tasks.task_state import STATES
 from transferqueue.limits import MIB
 from transferqueue.schema import Field

@@ -48,7 +48,7 @@ from transferqueue.errors import (
     UsageError,
     listing,
 )
-from transferqueue.ledger.effects import MustWait
+from transferqueue.ledger.effects import Blocked
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot
 from transferqueue.ledger.rows.cold_arena import ON_DISK
@@ -159,14 +159,14 @@ class SnapshotJobs:
             )
         return resolved
 
-    def watch(self, request: m.WatchJob) -> m.JobProgress | MustWait:
+    def watch(self, request: m.WatchJob) -> m.JobProgress | Blocked:
         """How far a work is; raises what ended it."""
         job = self._job(request.work)
         if job.error is not None:
             raise job.error
         if job.ended or job.reported > request.done or not request.wait_s:
             return job.reply()
-        return MustWait((("work", str(job.number)),))
+        return Blocked((("work", str(job.number)),))
 
     def _job(self, number: int) -> SnapshotJob:
         job = self._jobs.get(number)

@@ -18,7 +18,7 @@ from pathlib import PurePath
 
 from transferqueue.errors import Disconnected, PermissionDenied, ProtocolError, UsageError
 from transferqueue.limits import SMALL_FRAME_BYTES
-from transferqueue.server.sessions.sessions import NOWHERE, OpenSession, Peer
+from transferqueue.server.sessions.session_table import NOWHERE, OpenSession, Peer
 from transferqueue.transport.control.zeromq import KeyedPeer
 from transferqueue.transport.security.keyring import Keyring
 from transferqueue.wire import messages as m

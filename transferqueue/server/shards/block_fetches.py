@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 from msgspec.structs import replace
 
 from transferqueue.errors import Corruption, OutOfMemory, ShardLost, TransferQueueError, Unreachable
-from transferqueue.ledger.effects import MustWait
+from transferqueue.ledger.effects import Blocked
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import (
     COPY_ORDER_BLOCKS,
@@ -38,7 +38,7 @@ from transferqueue.limits import (
 from transferqueue.schema import align
 from transferqueue.server.sessions.waiting import WakeKey
 from transferqueue.server.shards.own_memory import SHARD
-from transferqueue.server.shards.shards import ShardRegistry
+from transferqueue.server.shards.registry import ShardRegistry
 from transferqueue.wire import messages as m
 
 _COPIES: Final[WakeKey] = ("copies",)
@@ -176,7 +176,7 @@ class BlockFetches:
             self._return(order, now)
         return True
 
-    def order(self, session: int, shard: int, now: float) -> m.CopyOrder | MustWait | None:
+    def order(self, session: int, shard: int, now: float) -> m.CopyOrder | Blocked | None:
         """The order of a shard, which has no other; the same one until it is reported. None: it has nothing to
         fetch."""
         order = self._orders.get(session) or self._left_by_earlier_run(session, shard)
@@ -185,7 +185,7 @@ class BlockFetches:
                 return None
             order = self._begin_order(session, shard, wanted, now)
             if order is None:
-                return MustWait((_COPIES, _MEMORY))
+                return Blocked((_COPIES, _MEMORY))
         places = [_named(block.at) for block, _ in order.blocks.values()]
         return m.CopyOrder(shard, order.target, places, [offset for _, offset in order.blocks.values()])
 

@@ -44,14 +44,14 @@ from transferqueue.limits import BULK_TRANSFERS_MAX, DEFECT_PAUSE_S, FAREWELL_S,
 from transferqueue.server.shards.block_checks import BlockChecks
 from transferqueue.server.shards.carrier import ShardCarrier
 from transferqueue.server.shards.frame_digests import FrameDigests
-from transferqueue.server.shards.tickets import TicketIssuer
-from transferqueue.server.shards.transfers import (
+from transferqueue.server.shards.shard_transfer import (
     ExtentTransfer,
     KnownSums,
     ReadTransfer,
     SteppedWrite,
     WriteTransfer,
 )
+from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage.memory.backing import Backing
 from transferqueue.storage.memory.buffer_pool import BufferPool
 from transferqueue.transport import TcpAddress, Wakeup, parse_address

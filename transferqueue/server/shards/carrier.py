@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from transferqueue.server.shards.frame_digests import FrameDigests
+from transferqueue.server.shards.shard_transfer import KnownSums, ReadTransfer, SteppedWrite
 from transferqueue.server.shards.tickets import TicketIssuer
-from transferqueue.server.shards.transfers import KnownSums, ReadTransfer, SteppedWrite
 from transferqueue.storage.columns.ranges import Room
 from transferqueue.storage.memory.backing import Backing
 from transferqueue.transport.bulk import protocol as b

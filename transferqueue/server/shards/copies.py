@@ -19,14 +19,14 @@ from typing import Final
 from msgspec.structs import replace
 
 from transferqueue.errors import InternalError, OutOfMemory
-from transferqueue.ledger.effects import MustWait
+from transferqueue.ledger.effects import Blocked
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import COPIES_IN_FLIGHT_BYTES, PAGE_BYTES
 from transferqueue.schema import align
-from transferqueue.server.sessions.sessions import OpenSession
+from transferqueue.server.sessions.session_table import OpenSession
 from transferqueue.server.sessions.waiting import WakeKey
 from transferqueue.server.shards.block_fetches import BlockFetches
-from transferqueue.server.shards.shards import ShardRegistry
+from transferqueue.server.shards.registry import ShardRegistry
 from transferqueue.wire import messages as m
 
 _COPIES: Final[WakeKey] = ("copies",)
@@ -39,7 +39,7 @@ class CopyOrders:
     def __init__(self, ledger: Ledger, shards: ShardRegistry, fetches: BlockFetches) -> None:
         self._ledger, self._shards, self._fetches = ledger, shards, fetches
 
-    def take(self, session: OpenSession, request: m.TakeCopies, now: float) -> m.CopyOrder | MustWait:
+    def take(self, session: OpenSession, request: m.TakeCopies, now: float) -> m.CopyOrder | Blocked:
         """The next order of a shard, after it reported the one before. `UsageError` if the session is no shard."""
         shard = self._shards.shard_of(session).number
         if request.extent and not self._fetches.report(session.number, request.extent, request.written, now):
@@ -47,13 +47,13 @@ class CopyOrders:
         order = self._ledger.copy_order(session.number, shard) or self._fetches.order(session.number, shard, now)
         if order is None:
             if not self._ledger.lacks_copies:
-                return MustWait((_COPIES,))
+                return Blocked((_COPIES,))
             if not self._begin(session, shard, now):
-                return MustWait((_COPIES, _MEMORY))
+                return Blocked((_COPIES, _MEMORY))
             order = self._ledger.copy_order(session.number, shard)
         if order is None:
             raise InternalError(f"shard {shard} has no copy order, and it was given one")
-        return order if isinstance(order, MustWait) else self._with_tickets(session.number, order)
+        return order if isinstance(order, Blocked) else self._with_tickets(session.number, order)
 
     def _begin(self, session: OpenSession, shard: int, now: float) -> bool:
         """Begin an order of the shard. Returns False if there is nothing to copy for it, or no room."""

@@ -24,10 +24,10 @@ from typing import Final
 import msgspec
 
 from transferqueue.errors import ProtocolError
-from transferqueue.ledger.effects import MustWait
+from transferqueue.ledger.effects import Blocked
 from transferqueue.limits import ARENA_STEP_BYTES, ITEMS_MAX, PAGE_BYTES
 from transferqueue.schema import align
-from transferqueue.server.sessions.sessions import OpenSession
+from transferqueue.server.sessions.session_table import OpenSession
 from transferqueue.server.sessions.waiting import WakeKey
 from transferqueue.server.shards.own_memory import TRIM_AFTER_S, check_size
 from transferqueue.server.shards.tickets import TicketIssuer
@@ -233,7 +233,7 @@ class RemoteShard:
 
     # ------------------------------------------------------------ commands
 
-    def commands(self, request: m.PollCommands, now: float) -> m.ShardCommands | MustWait:
+    def commands(self, request: m.PollCommands, now: float) -> m.ShardCommands | Blocked:
         """The next commands, after the shard confirmed earlier ones. `ProtocolError` if it confirms a command that it
         never got."""
         self.sent_bytes = dict(zip(self.sent_bytes, request.sent, strict=True))
@@ -246,7 +246,7 @@ class RemoteShard:
                 )
             self._confirm(request.done, frozenset(request.failed), now)
         if not self._commands:
-            return MustWait((("shard", str(self.number)),))
+            return Blocked((("shard", str(self.number)),))
         sent = list(islice(self._commands, ITEMS_MAX))
         self._last_sent = max(self._last_sent, sent[-1].number)
         return m.ShardCommands(self._epoch, sent[0].number, [queued.command for queued in sent])

@@ -21,7 +21,7 @@ from transferqueue.ledger.rows.cold_arena import LoadOrder
 from transferqueue.limits import LOAD_STUCK_S, SPILL_SILENT_S
 from transferqueue.server.shards.backlog import Backlog
 from transferqueue.server.shards.own_memory import OwnShardMemory
-from transferqueue.server.shards.shards import for_loads
+from transferqueue.server.shards.registry import for_loads
 from transferqueue.server.spill.spill_jobs import SpilledBlock, SpillSpace
 from transferqueue.server.spill.spiller import Spiller
 from transferqueue.storage.elements.dtypes import U8

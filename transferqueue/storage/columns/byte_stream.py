@@ -24,7 +24,6 @@ import numpy as np
 from transferqueue.errors import Corruption
 from transferqueue.limits import ALIGNMENT
 from transferqueue.schema import Field, Slice, align, layout
-from transferqueue.storage.columns.cut import CutStream, cut_stream
 from transferqueue.storage.columns.gather import (
     RowEdges,
     edges_of_all,
@@ -36,6 +35,7 @@ from transferqueue.storage.columns.gather import (
 )
 from transferqueue.storage.columns.placement import RowPlacement
 from transferqueue.storage.columns.ranges import Room
+from transferqueue.storage.columns.slicing import SliceStream, slice_stream
 from transferqueue.storage.elements.dtypes import I64, U8
 
 EDGES_KEPT: Final = 1 << 18
@@ -54,9 +54,9 @@ def cut_column_stream(
     ranges_from: int = 0,
     room: Room | None = None,
 ) -> Stream:
-    """The block of these columns, some of them cut (`cut.cut_stream`), as `column_stream` gives uncut ones."""
+    """The block of these columns, some of them cut (`slicing.slice_stream`), as `column_stream` gives uncut ones."""
     streams = [
-        _listed(cut_stream(field, slices[field.name], placement, piece_bytes, ranges_from, room))
+        _listed(slice_stream(field, slices[field.name], placement, piece_bytes, ranges_from, room))
         if field.name in slices
         else column_stream([field], placement, piece_bytes, ranges_from, room)
         for field in fields
@@ -64,7 +64,7 @@ def cut_column_stream(
     return [count for counts, _ in streams for count in counts], chain.from_iterable(pieces for _, pieces in streams)
 
 
-def _listed(stream: CutStream) -> Stream:
+def _listed(stream: SliceStream) -> Stream:
     return [stream[0]], stream[1]
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferqueue.errors import BatchEnded, InternalError, UsageError
-from transferqueue.schema import TORCH_ONLY_DTYPES, Field, Slice, align, cut_field
-from transferqueue.storage.columns.cut import dense_slices, inner_slices, load_cut
+from transferqueue.errors.text import shown
+from transferqueue.schema import TORCH_ONLY_DTYPES, Field, Slice, align, sliced_field
 from transferqueue.storage.columns.export import arrow_array, arrow_type, row_value, shown_row, to_python
 from transferqueue.storage.columns.gather import (
     LoadedColumn,
@@ -23,11 +23,11 @@ from transferqueue.storage.columns.gather import (
     shapes_of,
 )
 from transferqueue.storage.columns.placement import RowPlacement
+from transferqueue.storage.columns.slicing import dense_slices, inner_slices, load_slice
 from transferqueue.storage.elements.dtypes import I64, ml_dtype, shown_dtype, stored_dtype
 from transferqueue.storage.elements.numbers import store_numbers
 from transferqueue.storage.elements.process_bound import ProcessBound
 from transferqueue.storage.elements.torch_interop import as_jagged, as_torch
-from transferqueue.text import shown
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -62,11 +62,11 @@ class Column(ProcessBound):
 
     _remedy: ClassVar[str] = "pass its values: .numpy(), .list() or .arrow()"
 
-    __slots__ = ("__weakref__", "_cell", "_cut", "_placement", "_rows", "_whole", "field")
+    __slots__ = ("__weakref__", "_cell", "_placement", "_rows", "_slice", "_whole", "field")
 
     def __init__(self, field: Field, placement: RowPlacement, cut: Slice | None = None) -> None:
-        self.field = field if cut is None else cut_field(field, cut)
-        self._whole, self._cut = field, cut
+        self.field = field if cut is None else sliced_field(field, cut)
+        self._whole, self._slice = field, cut
         self._placement: RowPlacement | None = placement
         self._rows = placement.rows
         self._cell: dict[str, LoadedColumn] = {}
@@ -92,7 +92,7 @@ class Column(ProcessBound):
         values = np.frombuffer(data, stored_dtype(field.dtype)).copy() if isinstance(data, bytes) else data
         column = cls.__new__(cls)
         column.field, column._placement, column._rows = field, None, len(values)
-        column._whole, column._cut = field, None
+        column._whole, column._slice = field, None
         column._cell = {"rows": LoadedColumn(len(values), values, None, None)}
         return column
 
@@ -183,7 +183,7 @@ class Column(ProcessBound):
         chosen = rows if isinstance(rows, slice) else np.asarray(rows) if len(rows) else slice(0)
         if self._placement is None:
             return Column.of_inline(self.field, self._load().values[chosen])
-        return Column(self._whole, self._placement.select(chosen), self._cut)
+        return Column(self._whole, self._placement.select(chosen), self._slice)
 
     @property
     def lengths(self) -> I64:
@@ -194,7 +194,7 @@ class Column(ProcessBound):
         if self.field.varied:
             return self.shapes[:, 0].copy()
         placement, loaded = self._placement, self._cell.get("rows")
-        if loaded is None and placement is not None and self._cut is None and self._rows:
+        if loaded is None and placement is not None and self._slice is None and self._rows:
             edges = row_edges(self._whole, placement)
             return edges.last - edges.first
         return np.diff(offsets_of(self._load()))
@@ -214,7 +214,7 @@ class Column(ProcessBound):
             shapes[:, 0], shapes[:, 1:] = self.lengths, self.field.fixed
             return shapes
         placement, loaded = self._placement, self._cell.get("rows")
-        if loaded is None and placement is not None and self._cut is None and self._rows:
+        if loaded is None and placement is not None and self._slice is None and self._rows:
             return row_shapes(self._whole, placement)
         return shapes_of(self._load())
 
@@ -264,7 +264,7 @@ class Column(ProcessBound):
         """
         if not self.field.ragged:
             raise self._unfit("ragged")
-        placement, cut = self._placement, self._cut
+        placement, cut = self._placement, self._slice
         if cut is not None and cut.first is None and placement is not None and placement.run is not None:
             placement.blocks.columns.add(self)
             loaded = load(self._whole, placement)  # a view of the block
@@ -373,7 +373,7 @@ class Column(ProcessBound):
         return loaded
 
     def _gather(self, placement: RowPlacement) -> LoadedColumn:
-        return load(self._whole, placement) if self._cut is None else load_cut(self._whole, self._cut, placement)
+        return load(self._whole, placement) if self._slice is None else load_slice(self._whole, self._slice, placement)
 
     def forget(self) -> None:
         """Drop the loaded rows, so that their memory is freed when no view of it is left. Called when the batch
@@ -385,9 +385,9 @@ class Column(ProcessBound):
         placement = self._placement
         if placement is not None and placement.run is not None:  # a view of the block: nothing is loaded
             whole = dense_run(self._whole, placement, *placement.run)
-            if self._cut is None:
+            if self._slice is None:
                 return whole
-            if (cut := dense_slices(self._whole, self._cut)) is not None:
+            if (cut := dense_slices(self._whole, self._slice)) is not None:
                 return whole[(slice(None), *cut)]
         return self._load().values.reshape(self._rows, *self.field.fixed)
 

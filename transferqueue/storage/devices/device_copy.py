@@ -130,10 +130,10 @@ class _DeviceCopy:
     def _values(self, into: Any, column: Column) -> None:
         if not len(into):
             return
-        if column._cut is not None and column.field.dense:
+        if column._slice is not None and column.field.dense:
             self._strided(into, column._dense())
             return
-        placement = column._placement if column._cut is None else None
+        placement = column._placement if column._slice is None else None
         if placement is None:  # values of the reply itself, or a part of each ragged row
             self._whole(into, np.ascontiguousarray(column._load().values).view(np.uint8))
             return
@@ -247,7 +247,7 @@ class DeviceColumn(Column):
     __slots__ = ("_device", "_event", "_landed")
 
     def __init__(self, column: Column, landed: LandedColumn, device: Accelerator, event: CopyEvent) -> None:
-        self.field, self._whole, self._cut = column.field, column._whole, column._cut
+        self.field, self._whole, self._slice = column.field, column._whole, column._slice
         self._placement, self._rows, self._cell = column._placement, column._rows, column._cell
         self._device, self._event = device, event
         self._landed: LandedColumn | None = landed

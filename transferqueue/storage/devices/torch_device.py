@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from transferqueue.errors import Forked, OutOfMemory, UsageError
+from transferqueue.errors.text import SHOWN_CHARS, shortened, shown
 from transferqueue.storage.devices.accelerator import Accelerator, CopyEvent, HostDevice
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.elements.torch_interop import require_torch
-from transferqueue.text import SHOWN_CHARS, shortened, shown
 
 if TYPE_CHECKING:
     import torch

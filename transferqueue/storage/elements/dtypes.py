@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferqueue.errors import SchemaError, UsageError
+from transferqueue.errors.text import SHOWN_CHARS, shortened
 from transferqueue.schema import BLOB_DTYPES, ITEM_BYTES, TORCH_ONLY_DTYPES
-from transferqueue.text import SHOWN_CHARS, shortened
 
 U8 = NDArray[np.uint8]
 I32 = NDArray[np.int32]

@@ -16,9 +16,9 @@ from typing import Any, Final
 import numpy as np
 
 from transferqueue.errors import SchemaError
+from transferqueue.errors.text import shown
 from transferqueue.schema import BLOB_DTYPES, TORCH_ONLY_DTYPES
 from transferqueue.storage.elements.dtypes import NUMPY_DTYPES, dtype_of_numpy, ml_dtype, stored_dtype, torch_dtype
-from transferqueue.text import shown
 
 Numbers = np.ndarray[Any, Any]
 

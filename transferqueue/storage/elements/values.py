@@ -12,8 +12,8 @@ from typing import Any, Final
 import msgspec
 
 from transferqueue.errors import Corruption, SchemaError
+from transferqueue.errors.text import shown
 from transferqueue.limits import VALUE_DEPTH_MAX, VALUE_NODES_MAX
-from transferqueue.text import shown
 
 _LEAVES: Final = frozenset({type(None), bool, int, float, str, bytes})
 _KEYS: Final = frozenset({str, int})

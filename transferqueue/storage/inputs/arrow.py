@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from transferqueue.errors import SchemaError
+from transferqueue.errors.text import SHOWN_CHARS, shortened
 from transferqueue.storage.elements.dtypes import I64, dtype_of_numpy
 from transferqueue.storage.inputs.parsed import BytesInput, DenseInput, Parsed, RaggedInput, rectangles
 from transferqueue.storage.inputs.sources import Arrays
-from transferqueue.text import SHOWN_CHARS, shortened
 
 Array = np.ndarray[Any, Any]
 _ASCII_MAX = 127

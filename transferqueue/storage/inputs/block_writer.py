@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from transferqueue.errors import InternalError, SchemaError, UsageError
+from transferqueue.errors.text import counted
 from transferqueue.schema import Span, layout
 from transferqueue.storage.elements.dtypes import I32, U8
 from transferqueue.storage.inputs.prepare import Prepared
 from transferqueue.storage.memory.checksum import UNCHECKED, checksum
 from transferqueue.storage.memory.parallel_copy import PARALLEL_BYTES, Job, parallel_copy
-from transferqueue.text import counted
 
 
 class BlockWriter:

@@ -14,11 +14,11 @@ from typing import Any, Final
 import numpy as np
 
 from transferqueue.errors import SchemaError
+from transferqueue.errors.text import SHOWN_CHARS, shortened
 from transferqueue.schema import TORCH_ONLY_DTYPES
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.inputs.arrow import chunked, is_arrow, plain_values
 from transferqueue.storage.inputs.prepare import PlainValues, Repeat
-from transferqueue.text import SHOWN_CHARS, shortened
 
 _NOT_ARROW: Final = frozenset({np.ndarray, list, tuple, dict, str, bytes, int, float, bool, type(None)})
 """Types of most columns and facts, for which nothing needs to be looked up."""

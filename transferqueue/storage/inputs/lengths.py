@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from transferqueue.errors import SchemaError
+from transferqueue.errors.text import counted
 from transferqueue.schema import Field
 from transferqueue.storage.elements.dtypes import I64
 from transferqueue.storage.inputs.prepare import Prepared
-from transferqueue.text import counted
 
 Lengths = Callable[[str], "I64 | None"]
 """The lengths of a field's rows, int64 ``[rows]``; None if they are not known."""

@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from transferqueue.errors import SchemaError
+from transferqueue.errors.text import SHOWN_CHARS, shortened
 from transferqueue.schema import RAGGED_RANK_MAX, TORCH_ONLY_DTYPES, Field
 from transferqueue.storage.elements.dtypes import I64, dtype_of_numpy, stored_dtype
 from transferqueue.storage.elements.numbers import are_numbers, store_integers, store_numbers
@@ -18,7 +19,6 @@ from transferqueue.storage.elements.values import encode
 from transferqueue.storage.inputs.parsed import BytesInput, DenseInput, Parsed, RaggedInput, only_rank, rectangles
 from transferqueue.storage.inputs.sources import Arrays, ByteStrings
 from transferqueue.storage.inputs.tensors import are_tensors, parse_tensors
-from transferqueue.text import SHOWN_CHARS, shortened
 
 _BYTE_STRINGS: Final = (bytes, bytearray, memoryview)
 _LISTS: Final = (list, tuple)

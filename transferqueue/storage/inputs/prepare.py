@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferqueue.errors import SchemaError
+from transferqueue.errors.text import SHOWN_CHARS, counted, shortened, shown
 from transferqueue.limits import BY_CONTENT_BYTES_MIN, ROWS_PER_REQUEST_MAX, SIZE_BYTES_MAX
 from transferqueue.schema import Field, Span
 from transferqueue.storage.elements.dtypes import I32, I64, NUMPY_DTYPES, U8, stored_dtype
@@ -39,7 +40,6 @@ from transferqueue.storage.inputs.parsed import UNKNOWN, BytesInput, DenseInput,
 from transferqueue.storage.inputs.sources import Arrays, ValueSource
 from transferqueue.storage.inputs.tensors import is_tensor, parse_tensor
 from transferqueue.storage.memory.parallel_copy import Job
-from transferqueue.text import SHOWN_CHARS, counted, shortened, shown
 
 
 class Repeat:

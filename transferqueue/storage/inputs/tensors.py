@@ -9,11 +9,11 @@ from typing import Any, Final
 import numpy as np
 
 from transferqueue.errors import SchemaError
+from transferqueue.errors.text import counted
 from transferqueue.schema import ITEM_BYTES
 from transferqueue.storage.elements.dtypes import I64, as_array, dtype_of_torch, imported_torch
 from transferqueue.storage.inputs.parsed import DenseInput, Parsed, RaggedInput, only_rank
 from transferqueue.storage.inputs.sources import Arrays, DeviceTensors, TensorMemory, ValueSource
-from transferqueue.text import counted
 
 LOW_ADDRESS: Final = 1 << 40
 """The memory of a tensor mostly lies above. That of one whose storage was freed begins at 0, or as far above as its

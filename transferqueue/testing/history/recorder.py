@@ -24,7 +24,7 @@ import numpy as np
 
 from transferqueue.client import Batch, Reservation, Table, WeightChannel, Weights
 from transferqueue.client.operations.commit import PreparedCommit, outgoing
-from transferqueue.client.operations.facts import GivenFacts
+from transferqueue.client.operations.row_metadata import GivenFacts
 from transferqueue.errors import Disconnected
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement

@@ -68,7 +68,7 @@ class ClientChannel(Protocol):
         """For error messages: the likely cause if the server does not answer, and the remedy."""
 
     @property
-    def ways(self) -> int:
+    def connections_made(self) -> int:
         """How many connections were made, as far as this end has noticed. Frames sent over an earlier one may be
         lost."""
 

@@ -26,7 +26,7 @@ _numbers: Final = itertools.count(1)
 class InprocChannel:
     """The client's end. See `transferqueue.transport.ClientChannel`."""
 
-    ways: Final = 1
+    connections_made: Final = 1
     is_lost: Final = False
 
     def __init__(self, server: InprocServer, peer: int) -> None:

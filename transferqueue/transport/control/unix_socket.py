@@ -225,7 +225,7 @@ class UnixChannel(PolledChannel):
     def __init__(self, place: IpcAddress, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self.address = str(place)
-        self.ways, self.is_lost = 0, False
+        self.connections_made, self.is_lost = 0, False
         self._path = str(place.path)
         self._clock = clock
         self._stream: FrameStream | None = None
@@ -246,7 +246,7 @@ class UnixChannel(PolledChannel):
         with suppress(OSError, UnicodeDecodeError):
             note = IpcAddress(Path(self._path)).note_path
             return f"its server ended, and waits for its disk: {read_private(note, NOTE_BYTES_MAX).decode()}"
-        if self.ways:
+        if self.connections_made:
             return (
                 "a server listens there, and closed the connection: it may open no more files (raise its limit: "
                 "ulimit -n), or it stops"
@@ -343,7 +343,7 @@ class UnixChannel(PolledChannel):
         self._stream = FrameStream(connected)
         self._attach(connected.fileno())
         self._waits_to_write = False
-        self.ways, self.is_lost = self.ways + 1, False
+        self.connections_made, self.is_lost = self.connections_made + 1, False
         kept, self._kept = self._kept, deque()
         for frame in kept:
             self.send(frame)

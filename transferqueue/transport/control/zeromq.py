@@ -56,7 +56,7 @@ class ZmqChannel(PolledChannel):
         super().__init__()
         self.address = str(place)
         self.doubt = _doubt(place, keys)
-        self.ways, self.is_lost = 0, False
+        self.connections_made, self.is_lost = 0, False
         self._clock = clock
         self._redial_at: float | None = None
         """When to connect again, unless ZeroMQ reports until then that it does; None: it does, or there is no need."""
@@ -121,7 +121,7 @@ class ZmqChannel(PolledChannel):
     @property
     def is_behind(self) -> bool:
         """See `DrivableChannel`."""
-        return self.is_lost or not self.ways
+        return self.is_lost or not self.connections_made
 
     def _due_s(self) -> float | None:
         if self._takes_more:
@@ -145,7 +145,7 @@ class ZmqChannel(PolledChannel):
             self._redial_at = self._clock() + REDIAL_S if number == zmq.EVENT_DISCONNECTED else None
             if number != zmq.EVENT_CONNECT_RETRIED:
                 self.is_lost = number == zmq.EVENT_DISCONNECTED
-                self.ways += not self.is_lost
+                self.connections_made += not self.is_lost
 
     def reset(self) -> None:
         """Disconnect, and connect again at once: a caller was interrupted in the middle of a frame."""

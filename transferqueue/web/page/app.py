@@ -20,9 +20,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import transferqueue as tq
 from transferqueue.errors import TransferQueueError, UsageError
+from transferqueue.errors.text import visible
 from transferqueue.limits import check_name
 from transferqueue.observe.prometheus import CONTENT_TYPE, exposition
-from transferqueue.text import visible
 from transferqueue.web.access import HEADERS, LINK, METRICS, AccessPolicy
 from transferqueue.web.connections import LET_IN
 from transferqueue.web.page.row_life import named

@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 import transferqueue as tq
 from transferqueue.errors import TransferQueueError
-from transferqueue.text import visible
+from transferqueue.errors.text import visible
 from transferqueue.web.access import METRICS, AccessPolicy
 from transferqueue.web.page.app import Endpoint, Gate, gated, metrics_of
 from transferqueue.web.service.actions import ACTIONS, Action, Actions

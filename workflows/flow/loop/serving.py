@@ -13,7 +13,7 @@ import numpy.typing as npt
 import transferqueue as tq
 from transferqueue.adapters.protocols import PartialResult
 from transferqueue.errors import FlowSignal, LeaseExpired, PeerError, TransferQueueError, UsageError
-from transferqueue.text import counted
+from transferqueue.errors.text import counted
 from transferqueue.workflows.flow.events import Event, Failure
 from transferqueue.workflows.flow.stage import Stage, Work
 

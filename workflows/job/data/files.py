@@ -24,7 +24,7 @@ from typing import Any, Final
 import msgspec
 
 from transferqueue.errors import NotFound, UsageError, listing
-from transferqueue.workflows.job.data.rows import DataRows, JoinedRows, arrow_rows, json_rows, parquet_rows
+from transferqueue.workflows.job.data.data_rows import DataRows, JoinedRows, arrow_rows, json_rows, parquet_rows
 
 FILES_MAX: Final = 16_384
 """Files of one data set: each is opened, and the largest public ones have some thousands."""

@@ -10,9 +10,9 @@ import msgspec
 
 from transferqueue.adapters.stages.reward_functions import GIVEN, load_reward
 from transferqueue.errors import Impossible, NotFound, UsageError, listing
+from transferqueue.workflows.job.data.data_rows import DataRows
 from transferqueue.workflows.job.data.files import open_data
 from transferqueue.workflows.job.data.prompts import PromptRenderer, near
-from transferqueue.workflows.job.data.rows import DataRows
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
 from transferqueue.workflows.job.settings.job import DataSettings, Job
 

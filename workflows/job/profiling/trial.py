@@ -23,7 +23,7 @@ from transferqueue.workflows.job.run.run import run_job
 from transferqueue.workflows.job.run.summary import RunSummary
 from transferqueue.workflows.job.settings.changes import apply
 from transferqueue.workflows.job.settings.job import Job
-from transferqueue.workflows.job.settings.plan import changes_of
+from transferqueue.workflows.job.settings.plan_file import changes_of
 from transferqueue.workflows.job.settings.read import job_from_values
 from transferqueue.workflows.planner.job_plan import DevicePlan, Planned, draw_lengths, plans, predict
 from transferqueue.workflows.planner.profile import Profile, TrialFactors

@@ -8,7 +8,7 @@ from typing import Any
 
 from transferqueue.adapters.stages.reward_functions import RewardCall
 from transferqueue.workflows.job.data.prompt_data import PROMPT
-from transferqueue.workflows.job.reward_terms.rows import Floats, RewardRows
+from transferqueue.workflows.job.reward_terms.reward_rows import Floats, RewardRows
 
 TimeLimit = Callable[[float, Callable[[], str]], AbstractContextManager[None]]
 """What bounds a call: a number of seconds, and the text if it is not enough."""

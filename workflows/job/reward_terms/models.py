@@ -21,7 +21,7 @@ from transferqueue.adapters.scoring import RewardModel, load_classifier
 from transferqueue.adapters.stages.reward_functions import checked_scores
 from transferqueue.errors import UsageError
 from transferqueue.workflows.job.data.tokenizer import Message, TextTokenizer, load_tokenizer, render
-from transferqueue.workflows.job.reward_terms.rows import Floats, RewardRows
+from transferqueue.workflows.job.reward_terms.reward_rows import Floats, RewardRows
 from transferqueue.workflows.job.settings.job import Job, ModelSettings, RewardSettings
 from transferqueue.workflows.job.settings.sizes import pass_tokens
 

@@ -24,7 +24,7 @@ from transferqueue.adapters.stages.reward_functions import RewardFailed, load_re
 from transferqueue.errors import UsageError
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer
 from transferqueue.workflows.job.reward_terms.functions import FunctionTerm, TimeLimit, no_limit
-from transferqueue.workflows.job.reward_terms.rows import Floats, RewardRows, RewardTerm
+from transferqueue.workflows.job.reward_terms.reward_rows import Floats, RewardRows, RewardTerm
 from transferqueue.workflows.job.settings.job import Job, RewardSettings
 
 DROPPED: Final = "reward_error"

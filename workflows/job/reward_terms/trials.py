@@ -23,7 +23,7 @@ from transferqueue.errors import DeadlineExceeded, TransferQueueError, UsageErro
 from transferqueue.workflows.job.data.sequence import NumberedPrompt
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer
 from transferqueue.workflows.job.reward_terms.functions import FunctionTerm, no_limit
-from transferqueue.workflows.job.reward_terms.rows import RewardRows
+from transferqueue.workflows.job.reward_terms.reward_rows import RewardRows
 from transferqueue.workflows.job.settings.job import Job, RewardSettings
 
 COMPLETION: Final = "42"

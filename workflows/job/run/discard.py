@@ -18,8 +18,8 @@ from pathlib import Path
 from transferqueue.errors import AddressInUse, UsageError
 from transferqueue.transport import FileLock
 from transferqueue.workflows.job.run.folder import DISCARDED, SUMMARY, RunFolder
+from transferqueue.workflows.job.run.queue_snapshots import SNAPSHOTS
 from transferqueue.workflows.job.run.server import discard_state, remove_runtime
-from transferqueue.workflows.job.run.snapshots import SNAPSHOTS
 
 
 def discard_run(folder: RunFolder) -> int:

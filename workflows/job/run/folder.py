@@ -30,7 +30,7 @@ from transferqueue.errors import AddressInUse, NotFound, UsageError
 from transferqueue.transport import FileLock
 from transferqueue.workflows.job.settings.changes import apply
 from transferqueue.workflows.job.settings.job import Job
-from transferqueue.workflows.job.settings.plan import Predicted, read_plan
+from transferqueue.workflows.job.settings.plan_file import Predicted, read_plan
 from transferqueue.workflows.job.settings.read import job_from_values, read_toml
 from transferqueue.workflows.job.settings.write import job_as_toml
 

@@ -28,7 +28,7 @@ from transferqueue.errors import UsageError, listing
 from transferqueue.workflows.flow.flow import Observe
 from transferqueue.workflows.flow.on_ray import RayFlow
 from transferqueue.workflows.flow.processes.stage_process import StageJob
-from transferqueue.workflows.job.run.snapshots import SNAPSHOTS
+from transferqueue.workflows.job.run.queue_snapshots import SNAPSHOTS
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import GIB
 

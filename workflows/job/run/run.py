@@ -35,12 +35,12 @@ from transferqueue.workflows.job.run.folder import PLAN, SUMMARY, RunFolder, new
 from transferqueue.workflows.job.run.on_ray import deployed, flow_on_ray
 from transferqueue.workflows.job.run.plot import can_draw, draw
 from transferqueue.workflows.job.run.preflight import check_queue, importable, preflight
+from transferqueue.workflows.job.run.queue_snapshots import SNAPSHOTS, QueueSnapshots, restore_if_lost
 from transferqueue.workflows.job.run.record import RunRecord
 from transferqueue.workflows.job.run.server import RunServer, discard_state
-from transferqueue.workflows.job.run.snapshots import SNAPSHOTS, QueueSnapshots, restore_if_lost
 from transferqueue.workflows.job.run.summary import RunSummary, summarize
 from transferqueue.workflows.job.settings.job import Job
-from transferqueue.workflows.job.settings.plan import PlanFile
+from transferqueue.workflows.job.settings.plan_file import PlanFile
 from transferqueue.workflows.job.settings.read import checked
 from transferqueue.workflows.job.training.policy_critic_pair import begin_pair
 

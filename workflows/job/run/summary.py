@@ -15,7 +15,7 @@ from transferqueue.workflows.job import names
 from transferqueue.workflows.job.run.elastic import ElasticSummary, elastic_summary
 from transferqueue.workflows.job.run.record import RunRecord
 from transferqueue.workflows.job.settings.job import Job
-from transferqueue.workflows.job.settings.plan import Predicted
+from transferqueue.workflows.job.settings.plan_file import Predicted
 
 DIFFERENCE: Final = "logprob_difference"
 """Figure of a step, and, with ``_later``, of its updates after the first."""

@@ -34,8 +34,8 @@ from transferqueue.workflows.job.algorithms.responses import Responses
 from transferqueue.workflows.job.settings.defaults import filled
 from transferqueue.workflows.job.settings.job import AlgorithmSettings, TrainerSettings
 from transferqueue.workflows.job.training.columns import RowColumns, lengths, loss_columns, rows_of, select
+from transferqueue.workflows.job.training.rank_shards import RankShards
 from transferqueue.workflows.job.training.ranks import ALONE, Ranks
-from transferqueue.workflows.job.training.shards import RankShards
 
 _PER_STEP: Final = frozenset({"tokens", "rows"})
 """Figures that count; the others are sums over tokens, reported as means."""

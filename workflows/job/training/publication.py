@@ -26,7 +26,7 @@ import transferqueue as tq
 from transferqueue.adapters.protocols import WeightSource
 from transferqueue.errors import UsageError
 from transferqueue.workflows.flow.events import PUBLISH, Event, TimeSpan
-from transferqueue.workflows.job.training.shards import RankShards
+from transferqueue.workflows.job.training.rank_shards import RankShards
 
 PUBLISH_S: Final = 600.0
 """Longest wait for memory for a version, and for its parts."""

@@ -11,7 +11,7 @@ from typing import Final
 from transferqueue.adapters.carriers.nixl.client.one_sided import OneSidedMemory, ShardReader
 from transferqueue.adapters.carriers.nixl.client.pulled_store import PulledStore, ShardWriter
 from transferqueue.adapters.carriers.nixl.client.ranged_fetch import RangedFetch
-from transferqueue.client.memory.transfers import RequestedColumns
+from transferqueue.client.memory.client_transfer import RequestedColumns
 from transferqueue.errors import TransferQueueError
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.transport.bulk import protocol as b

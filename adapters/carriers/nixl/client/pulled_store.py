@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from transferqueue.adapters.carriers.nixl.client.one_sided import PAUSE_S, OneSidedMemory
-from transferqueue.client.memory.transfers import WritingTransfer
+from transferqueue.client.memory.client_transfer import WritingTransfer
 from transferqueue.errors import Impossible, TransferQueueError, Unreachable, UsageError
 from transferqueue.limits import FRAME_BYTES, KIB
 from transferqueue.storage.elements.dtypes import U8

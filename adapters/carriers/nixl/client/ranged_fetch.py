@@ -12,7 +12,7 @@ import numpy as np
 
 from transferqueue.adapters.carriers.nixl.agent import CopiedRange
 from transferqueue.adapters.carriers.nixl.client.one_sided import ShardReader
-from transferqueue.client.memory.transfers import FetchTransfer, RequestedColumns
+from transferqueue.client.memory.client_transfer import FetchTransfer, RequestedColumns
 from transferqueue.errors import Corruption
 from transferqueue.storage.memory.private_pages import memory_address
 from transferqueue.transport.bulk import protocol as b

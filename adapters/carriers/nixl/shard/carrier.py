@@ -10,8 +10,8 @@ from transferqueue.adapters.carriers.nixl.shard.pulled_write import PulledWrite
 from transferqueue.adapters.carriers.nixl.shard.ranged_read import RangedRead
 from transferqueue.adapters.carriers.nixl.shard.registered_arena import RegisteredArena
 from transferqueue.server.shards.frame_digests import FrameDigests
+from transferqueue.server.shards.shard_transfer import KnownSums
 from transferqueue.server.shards.tickets import TicketIssuer
-from transferqueue.server.shards.transfers import KnownSums
 from transferqueue.storage.columns.ranges import Room
 from transferqueue.storage.memory.backing import Backing
 from transferqueue.transport.bulk import protocol as b

@@ -18,8 +18,8 @@ from transferqueue.adapters.carriers.nixl.shard.registered_arena import Metadata
 from transferqueue.errors import Corruption, ProtocolError, Unreachable
 from transferqueue.limits import BULK_SILENCE_S, BULK_WINDOW_FRAMES, FRAME_BYTES
 from transferqueue.server.shards.frame_digests import FrameDigests
+from transferqueue.server.shards.shard_transfer import SteppedWrite
 from transferqueue.server.shards.tickets import TicketIssuer
-from transferqueue.server.shards.transfers import SteppedWrite
 from transferqueue.storage.memory.backing import Backing
 from transferqueue.transport.bulk import protocol as b
 

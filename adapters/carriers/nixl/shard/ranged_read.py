@@ -17,8 +17,7 @@ from transferqueue.adapters.carriers.nixl.shard.staging import STAGED_FRAME_BYTE
 from transferqueue.limits import BULK_STALL_S, FRAME_BYTES, PAGE_BYTES
 from transferqueue.server.shards.block_checks import PartCheck
 from transferqueue.server.shards.frame_digests import FrameDigests
-from transferqueue.server.shards.tickets import TicketIssuer
-from transferqueue.server.shards.transfers import (
+from transferqueue.server.shards.shard_transfer import (
     FrameContent,
     KnownSums,
     ReadPart,
@@ -27,6 +26,7 @@ from transferqueue.server.shards.transfers import (
     known_digest,
     parts_of,
 )
+from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage.columns.ranges import Room
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.backing import Backing

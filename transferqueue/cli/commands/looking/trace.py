@@ -42,9 +42,9 @@ def trace(
     change nothing, and the server is asked once a look.
     """
     from transferqueue.cli.connection import connected
+    from transferqueue.errors.text import counted
     from transferqueue.observe.tracing.follower import RowFollower
     from transferqueue.observe.tracing.otel import SpanExport, tracer_provider
-    from transferqueue.text import counted
 
     with connected(address_of(where or address), label="trace") as queue:
         provider = tracer_provider(console=console)

@@ -71,7 +71,7 @@ def plan(
 
 
 def _write(path: Path, profile: Profile, plans: Sequence[Planned], choose: int) -> None:
-    from transferqueue.workflows.job.settings.plan import plan_file
+    from transferqueue.workflows.job.settings.plan_file import plan_file
 
     if not 1 <= choose <= len(plans):
         raise UsageError(f"--choose {choose}: {len(plans)} plans were simulated; give 1 to {len(plans)}")

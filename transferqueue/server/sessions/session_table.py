@@ -30,10 +30,10 @@ from typing import Final
 import msgspec
 
 from transferqueue.errors import Corruption, Disconnected, Full
+from transferqueue.errors.text import visible
 from transferqueue.limits import CALLS_PARKED_MAX, LOCK_CHECK_FIRST_S, LOCK_CHECK_S, SESSION_SILENCE_S, SESSIONS_MAX
 from transferqueue.server.sessions.exit_status import SessionEnding
 from transferqueue.server.sessions.liveness import ProcessHandle
-from transferqueue.text import visible
 from transferqueue.transport.control.unix_socket import UnixPeer
 from transferqueue.transport.control.zeromq import KeyedPeer
 from transferqueue.wire import messages as m

@@ -88,7 +88,7 @@ class ReplyCache:
             del self._kept[oldest]
             self._given.add(oldest)
 
-    def seen(self, call: int) -> None:
+    def forget(self, call: int) -> None:
         """Remove replies up to `call`, which the client has received."""
         if call <= self._seen:
             return

@@ -10,9 +10,9 @@ import pytest
 
 from tests.storage.shards import Shard
 from transferqueue.errors import SchemaError, UsageError
-from transferqueue.schema import Field, Share, Slice, cut_field, layout, share_range
+from transferqueue.schema import Field, Share, Slice, layout, share_range, sliced_field
 from transferqueue.storage import block_writers
-from transferqueue.storage.columns.cut import cut_stream, load_cut
+from transferqueue.storage.columns.slicing import load_slice, slice_stream
 from transferqueue.storage.inputs.prepare import prepare
 
 RNG = np.random.default_rng(4)
@@ -64,31 +64,31 @@ def test_a_cut_is_what_a_writer_of_it_would_have_made(
     placement = shard.column("x", [*first, *second], [(at // 20, at % 20) for at in rows])._placement
     assert placement is not None
     expected = [sliced(values[at], cut) for at in rows]
-    fewer = cut_field(field, cut)
+    fewer = sliced_field(field, cut)
     (writer,) = block_writers([prepare("x", expected, fewer)])
     raw = np.empty(writer.nbytes + 64, np.uint8)
     block = raw[-raw.__array_interface__["data"][0] % 64 :][: writer.nbytes]
     writer.write(block)
-    count, pieces = cut_stream(field, cut, placement, piece_bytes)
+    count, pieces = slice_stream(field, cut, placement, piece_bytes)
     found = list(pieces)
     assert [count] == writer.counts
     assert b"".join(piece.tobytes() for piece in found) == block.tobytes()
     assert layout([fewer], len(rows), [count])[1] == len(block)
     assert max(map(len, found), default=0) <= piece_bytes
-    _, views = cut_stream(field, cut, placement, piece_bytes, ranges_from=1)
+    _, views = slice_stream(field, cut, placement, piece_bytes, ranges_from=1)
     named = list(views)
     assert b"".join(piece.tobytes() for piece in named) == block.tobytes()
     assert max(map(len, named), default=0) <= piece_bytes
-    _, roomy = cut_stream(field, cut, placement, piece_bytes, room=lambda nbytes: np.full(nbytes, 7, np.uint8))
+    _, roomy = slice_stream(field, cut, placement, piece_bytes, room=lambda nbytes: np.full(nbytes, 7, np.uint8))
     assert b"".join(piece.tobytes() for piece in roomy) == block.tobytes(), "in memory of another"
-    loaded = load_cut(field, cut, placement)
+    loaded = load_slice(field, cut, placement)
     assert loaded.values.tobytes() == b"".join(np.ascontiguousarray(each).tobytes() for each in expected)
 
 
 def test_no_rows_have_an_empty_cut(shard: Shard) -> None:
     placement = shard.column("x", shard.put({"x": VALUES["ragged"][1]}, [RAGGED]), [])._placement
     assert placement is not None
-    assert load_cut(RAGGED, Slice((0, 2)), placement).rows == 0
+    assert load_slice(RAGGED, Slice((0, 2)), placement).rows == 0
 
 
 def test_the_shares_of_all_ranks_are_the_whole() -> None:
@@ -96,7 +96,7 @@ def test_the_shares_of_all_ranks_are_the_whole() -> None:
         for size in range(12):
             parts = [sliced(np.arange(size), Slice(Share(rank, 3, zigzag))) for rank in range(3)]
             assert sorted(np.concatenate(parts).tolist()) == list(range(size))
-            fields = [cut_field(Field("x", "int64", (size,)), Slice(Share(rank, 3, zigzag))) for rank in range(3)]
+            fields = [sliced_field(Field("x", "int64", (size,)), Slice(Share(rank, 3, zigzag))) for rank in range(3)]
             assert [field.shape for field in fields] == [(len(part),) for part in parts]
 
 
@@ -138,7 +138,7 @@ def test_a_slice_that_is_none_is_refused_when_it_is_made(make: Any, message: str
 )
 def test_a_slice_that_does_not_fit_its_field_is_refused(field: Field, cut: Slice, message: str) -> None:
     with pytest.raises(SchemaError, match=message):
-        cut_field(field, cut)
+        sliced_field(field, cut)
 
 
 BOXES = [
@@ -167,7 +167,7 @@ def test_long_rows_are_cut_piece_by_piece(shard: Shard, shape: tuple[int | None,
         return np.empty(nbytes, np.uint8)
 
     for ranges_from in (0, 16 << 10):
-        _, pieces = cut_stream(field, cut, placement, piece_bytes, ranges_from, room)
+        _, pieces = slice_stream(field, cut, placement, piece_bytes, ranges_from, room)
         found = list(pieces)
         assert max(map(len, found)) <= piece_bytes
         made = b"".join(piece.tobytes() for piece in found)

@@ -1,7 +1,8 @@
 """Operations, and how the two APIs run them.
 
 An operation is a generator. It yields requests; the runner sends each, and sends its reply back into the generator or
-throws the error that it was refused with. An operation with a timeout first yields `Within` and gets its deadline.
+throws the error that it was refused with. An operation with a timeout first yields `StartDeadline` and gets its
+deadline.
 Copies of many bytes it yields as `BlockingWork`, which an event loop runs in a thread. It does no I/O and knows no
 thread or loop (docs/decisions/calls.md), so the two APIs cannot differ.
 """
@@ -16,7 +17,7 @@ import msgspec
 from transferqueue.client.session.calls import Deadline
 from transferqueue.client.session.connection import Connection
 from transferqueue.client.session.deferred_interrupts import DeferredInterrupts
-from transferqueue.client.session.undo import in_doubt
+from transferqueue.client.session.discard_reply import in_doubt
 from transferqueue.errors import InternalError, ProtocolError, TransferQueueError, Unreachable
 from transferqueue.limits import MIB
 from transferqueue.wire import messages as m
@@ -47,13 +48,13 @@ UNINTERRUPTED: Final = BlockingWork(0, lambda: None)
 steps that follow."""
 
 
-class Within(msgspec.Struct, frozen=True):
+class StartDeadline(msgspec.Struct, frozen=True):
     """The operation has `wait_s` seconds from now. The runner answers with the `Deadline`, and ends waits by it."""
 
     wait_s: float
 
 
-Operation = Generator[m.Request | BlockingWork | Within, Any, T]
+Operation = Generator[m.Request | BlockingWork | StartDeadline, Any, T]
 
 
 def request_reply(request: m.Request, kind: type[R]) -> Operation[R]:
@@ -73,7 +74,7 @@ COMMITS: Final = (m.PutRequest, m.Update, m.Ack)
 """Requests that a pipeline does not wait for."""
 
 
-class Held(Generic[T]):
+class PipelinedOperation(Generic[T]):
     """An operation whose commit is on its way. answer: waits for the reply, and returns it, or raises what the commit
     was refused with. abandon: nobody will wait for it. nbytes: of the columns that it commits."""
 
@@ -110,18 +111,20 @@ def run_sync(
 
 
 @overload
-def run_sync(connection: Connection, operation: Operation[T], *, hold: tuple[type[m.Message], ...]) -> T | Held[T]: ...
+def run_sync(
+    connection: Connection, operation: Operation[T], *, pipelined: tuple[type[m.Message], ...]
+) -> T | PipelinedOperation[T]: ...
 
 
 def run_sync(
     connection: Connection,
     operation: Operation[T],
     *,
-    hold: tuple[type[m.Message], ...] = (),
+    pipelined: tuple[type[m.Message], ...] = (),
     answer: Callable[[DeferredInterrupts], Any] | None = None,
     deadline: Deadline | None = None,
-) -> T | Held[T]:
-    """Run an operation in this thread to its end, or until it sends a request that is one of `hold`, which is not
+) -> T | PipelinedOperation[T]:
+    """Run an operation in this thread to its end, or until it sends a request that is one of `pipelined`, which is not
     waited for.
 
     answer, deadline: of one that was held. Its reply is waited for first.
@@ -129,7 +132,7 @@ def run_sync(
     Once the operation has got something (a reply, memory), an interrupt comes in its waits and its `BlockingWork`, and
     before this returns, but not in its own steps, where what it got would be lost.
     """
-    step: Callable[[Any], m.Request | BlockingWork | Within] = operation.send
+    step: Callable[[Any], m.Request | BlockingWork | StartDeadline] = operation.send
     sent: Any = None
     interrupts = DeferredInterrupts()
     if answer is not None:
@@ -148,13 +151,13 @@ def run_sync(
                 raise trimmed(error) from error.__cause__
             try:
                 interrupts.end()
-                if isinstance(wanted, Within):
+                if isinstance(wanted, StartDeadline):
                     sent = deadline = Deadline(connection.clock, wanted.wait_s)
                 elif isinstance(wanted, BlockingWork):
                     sent = _bounded(wanted, deadline).run()  # type: ignore[func-returns-value]
                     interrupts.begin()
-                elif hold and isinstance(wanted, hold):
-                    return Held(operation, wanted, connection.start(wanted, deadline), deadline)
+                elif pipelined and isinstance(wanted, pipelined):
+                    return PipelinedOperation(operation, wanted, connection.start(wanted, deadline), deadline)
                 else:
                     sent = connection.call(wanted, deadline, interrupts)
                 step = operation.send
@@ -178,20 +181,20 @@ async def run_async(
 
 @overload
 async def run_async(
-    connection: Connection, operation: Operation[T], *, hold: tuple[type[m.Message], ...]
-) -> T | Held[T]: ...
+    connection: Connection, operation: Operation[T], *, pipelined: tuple[type[m.Message], ...]
+) -> T | PipelinedOperation[T]: ...
 
 
 async def run_async(
     connection: Connection,
     operation: Operation[T],
     *,
-    hold: tuple[type[m.Message], ...] = (),
+    pipelined: tuple[type[m.Message], ...] = (),
     answer: Callable[[], Awaitable[Any]] | None = None,
     deadline: Deadline | None = None,
-) -> T | Held[T]:
+) -> T | PipelinedOperation[T]:
     """`run_sync` for an event loop."""
-    step: Callable[[Any], m.Request | BlockingWork | Within] = operation.send
+    step: Callable[[Any], m.Request | BlockingWork | StartDeadline] = operation.send
     sent: Any = None
     if answer is not None:
         try:
@@ -207,12 +210,12 @@ async def run_async(
             except TransferQueueError as error:
                 raise trimmed(error) from error.__cause__
             try:
-                if isinstance(wanted, Within):
+                if isinstance(wanted, StartDeadline):
                     sent = deadline = Deadline(connection.clock, wanted.wait_s)
                 elif isinstance(wanted, BlockingWork):
                     sent = await _work(_bounded(wanted, deadline))  # type: ignore[func-returns-value]
-                elif hold and isinstance(wanted, hold):
-                    return Held(operation, wanted, connection.astart(wanted, deadline), deadline)
+                elif pipelined and isinstance(wanted, pipelined):
+                    return PipelinedOperation(operation, wanted, connection.astart(wanted, deadline), deadline)
                 else:
                     sent = await connection.acall(wanted, deadline)
                 step = operation.send

@@ -9,10 +9,10 @@ from typing import Final
 import numpy as np
 
 from transferqueue.errors import UsageError
+from transferqueue.errors.text import counted
 from transferqueue.ledger.rows.arrays import AnyArray, decode
 from transferqueue.limits import ROWS_PER_REQUEST_MAX, TAGS_MAX, check_names, check_rows
 from transferqueue.policies import Tags
-from transferqueue.text import counted
 from transferqueue.wire.messages import RowFacts
 
 DTYPES: Final = {

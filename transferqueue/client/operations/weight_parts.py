@@ -24,11 +24,11 @@ import msgspec
 
 from transferqueue.client.client import ClientSession
 from transferqueue.client.memory.remote import RemoteMemory
-from transferqueue.client.memory.shards import FoundTensor
+from transferqueue.client.memory.shard_clients import FoundTensor
 from transferqueue.client.operations.publish import ReusedTensor, is_unchanged
 from transferqueue.client.operations.tensor_parts import WHOLE
 from transferqueue.client.session.calls import Deadline
-from transferqueue.client.session.run import BlockingWork, Operation, request_reply
+from transferqueue.client.session.operation_runner import BlockingWork, Operation, request_reply
 from transferqueue.errors import ShardLost, VersionGivenUp
 from transferqueue.limits import PARTS_MAX
 from transferqueue.schema import Field, Slice

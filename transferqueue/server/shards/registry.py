@@ -32,7 +32,7 @@ import msgspec
 from transferqueue.errors import Full, Impossible, NotFound, OutOfMemory, UsageError, listing
 from transferqueue.ledger.effects import FreeExtent
 from transferqueue.limits import LOADS_SHARE, PAGE_BYTES, RESULTS_SHARE, SHARD_BYTES_MAX, SHARDS_MAX
-from transferqueue.server.sessions.sessions import OpenSession
+from transferqueue.server.sessions.session_table import OpenSession
 from transferqueue.server.sessions.waiting import WakeKey
 from transferqueue.server.shards.backlog import Backlog
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory

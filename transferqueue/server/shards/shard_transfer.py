@@ -13,14 +13,14 @@ import numpy as np
 
 from transferqueue.errors import Corruption, NotFound, ProtocolError
 from transferqueue.limits import BULK_STALL_S, FIELDS_MAX, FRAME_BYTES, PARTS_MAX
-from transferqueue.schema import Field, Slice, cut_field, known, layout
+from transferqueue.schema import Field, Slice, known, layout, sliced_field
 from transferqueue.server.shards.block_checks import BACKLOG_BYTES_MAX, BlockChecks, PartCheck
 from transferqueue.server.shards.frame_digests import DIGESTED_MIN_BYTES, FrameDigests
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage.columns.byte_stream import column_stream, cut_column_stream
-from transferqueue.storage.columns.cut import cut_span
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.columns.ranges import Room
+from transferqueue.storage.columns.slicing import slice_span
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.backing import Backing, Range
 from transferqueue.storage.memory.checksum import UNCHECKED
@@ -298,7 +298,7 @@ def parts_of(
         placement = _placement(read.shard, part, fields, backing)
         wanted = [_known(fields, name) for name in part.fields]
         slices = {name: cut.slice() for name, cut in part.slices.items()}
-        sent = [cut_field(field, slices[field.name]) if field.name in slices else field for field in wanted]
+        sent = [sliced_field(field, slices[field.name]) if field.name in slices else field for field in wanted]
         if slices:
             counts, pieces = cut_column_stream(wanted, slices, placement, FRAME_BYTES, ranges_from, room)
         else:
@@ -329,7 +329,7 @@ def _compared(
     for at, memory, expected in zip(part.blocks, placement.blocks.live_memory(), part.sums, strict=True):
         span = 0, at.nbytes
         if len(part.blocks) == len(part.fields) == 1 and part.fields[0] in slices:
-            span = cut_span(fields[part.fields[0]], slices[part.fields[0]], placement)
+            span = slice_span(fields[part.fields[0]], slices[part.fields[0]], placement)
         if expected != UNCHECKED and span[0] < span[1]:
             found.append(checks.check(Range(at.extent, at.offset, at.nbytes), memory, expected, at.block, span))
     return found

@@ -25,9 +25,9 @@ import select
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from transferqueue.client.session.caller_io import settle_next
 from transferqueue.client.session.calls import PendingCall
-from transferqueue.client.session.channel_role import Hold
-from transferqueue.client.session.driving import settle_next
+from transferqueue.client.session.channel_role import RoleClaim
 from transferqueue.client.session.io_thread import IoThread
 from transferqueue.transport.control.channel import DrivableChannel
 from transferqueue.wire import messages as m
@@ -94,16 +94,16 @@ class LoopReader:
         if os.getpid() != self._pid:
             return  # a forked child has the loop and the socket, too
         io, role = self._io, self._io.role
-        channel, hold = role.drivable, Hold(role)
+        channel, claim = role.drivable, RoleClaim(role)
         if channel is None:
             return
         role.revoke_own()  # two interrupts may have come, and the second before the role was given back
         try:  # no other `try` in this function: CPython does not guard the line of an inner one
-            if hold.take():
+            if claim.take():
                 self._take_replies(channel)
-                hold.release()
+                claim.release()
         except BaseException:
-            hold.give_up()
+            claim.give_up()
             io.wakeup.set()
             raise
 

@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations import publish
-from transferqueue.client.operations.arriving import (
+from transferqueue.client.operations.device import destination
+from transferqueue.client.operations.tensor_parts import WHOLE, Only, TensorParts
+from transferqueue.client.operations.weight_parts import (
     ArrivedTensors,
     Parts,
     SharedTensor,
@@ -29,16 +31,14 @@ from transferqueue.client.operations.arriving import (
     release_all,
     return_pins,
 )
-from transferqueue.client.operations.device import destination
-from transferqueue.client.operations.tensor_parts import WHOLE, Only, TensorParts
 from transferqueue.client.session.calls import Deadline, seconds
 from transferqueue.client.session.deferred_interrupts import DeferredInterrupts
-from transferqueue.client.session.run import Operation, request_reply
+from transferqueue.client.session.operation_runner import Operation, request_reply
 from transferqueue.errors import Corruption, NotFound, UsageError, listing
+from transferqueue.errors.text import shown
 from transferqueue.limits import check_name
 from transferqueue.schema import Field, Slice
 from transferqueue.storage.elements.process_bound import ProcessBound
-from transferqueue.text import shown
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:

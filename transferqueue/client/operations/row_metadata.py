@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from transferqueue.client.operations.rows import RowsBase
 from transferqueue.errors import SchemaError, UsageError
+from transferqueue.errors.text import SHOWN_CHARS, counted, shortened, shown
 from transferqueue.limits import KEY_CHARS_MAX, TAGS_MAX
 from transferqueue.policies import Tags, check_tags
 from transferqueue.storage.inputs.from_libraries import arrow_columns, fact_of
-from transferqueue.text import SHOWN_CHARS, counted, shortened, shown
 from transferqueue.wire import messages as m
 
 Ints = int | Sequence[int] | npt.NDArray[Any] | None

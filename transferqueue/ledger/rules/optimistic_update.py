@@ -12,10 +12,10 @@ import numpy as np
 from msgspec.msgpack import encode
 
 from transferqueue.errors import RowsChanged, UsageError
+from transferqueue.errors.text import counted
 from transferqueue.ledger.rows.arrays import BoolArray, IntArray, decode, numbered, repeated
-from transferqueue.ledger.table import TableState
+from transferqueue.ledger.table_state import TableState
 from transferqueue.limits import FIELDS_MAX
-from transferqueue.text import counted
 from transferqueue.wire import codec
 from transferqueue.wire.messages import BlocksRead, Inline, RowsRead
 

@@ -19,7 +19,7 @@ from transferqueue.transport.control.port_probe import PortProbe
 from transferqueue.wire import messages as m
 
 
-class ServerWatch:
+class ServerLiveness:
     """What one connection knows of its server. durable: whether sessions outlive it."""
 
     def __init__(self, channel: ClientChannel, address: str, calls: PendingCalls, outbox: Outbox, now: float) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from transferqueue.errors import Corruption, Unreachable, from_wire
 from transferqueue.limits import FRAME_BYTES
-from transferqueue.schema import NO_SLICES, Field, Slice, cut_field, layout
+from transferqueue.schema import NO_SLICES, Field, Slice, layout, sliced_field
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.buffer_pool import BufferPool
 from transferqueue.transport.bulk import protocol as b
@@ -225,7 +225,7 @@ class FetchTransfer(_StreamTransfer):
         part = self._parts[begun.part]
         names, slices = part.wanted.fields, part.wanted.slices
         fields = [
-            cut_field(self._fields[name], slices[name].slice()) if name in slices else self._fields[name]
+            sliced_field(self._fields[name], slices[name].slice()) if name in slices else self._fields[name]
             for name in names
         ]
         _, nbytes = layout(fields, part.count, begun.counts)

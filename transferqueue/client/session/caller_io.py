@@ -7,7 +7,7 @@ and a call is settled before it is taken out of the calls; see also `channel_rol
 from __future__ import annotations
 
 from transferqueue.client.session.calls import PendingCall, outcome
-from transferqueue.client.session.channel_role import Hold
+from transferqueue.client.session.channel_role import RoleClaim
 from transferqueue.client.session.io_thread import IoThread
 from transferqueue.errors import Disconnected, PeerError, ProtocolError, TransferQueueError
 from transferqueue.limits import HEARTBEAT_S, UNPIN_S
@@ -16,42 +16,42 @@ from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_answer
 
 
-def drive_if_free(io: IoThread, pending: PendingCall, until: float | None, hold: Hold) -> None:
+def drive_if_free(io: IoThread, pending: PendingCall, until: float | None, claim: RoleClaim) -> None:
     """Send a call and wait for its reply, unless another thread has the role. Whoever calls this looks afterwards
-    whether the call was sent, and is settled; after an interrupt it gives `hold` up.
+    whether the call was sent, and is settled; after an interrupt it gives `claim` up.
 
-    until: when to stop waiting; None: never. hold: takes the role.
+    until: when to stop waiting; None: never. claim: takes the role.
     """
     role, channel = io.role, io.role.drivable
     if channel is None:
         return
     role.revoke_own()  # the driver may be the code that this signal handler interrupted
-    if hold.take():
+    if claim.take():
         try:
-            _drive(io, channel, pending, until, hold)
+            _drive(io, channel, pending, until, claim)
         finally:
-            _end_driving(io, channel, pending, hold)
+            _end_driving(io, channel, pending, claim)
 
 
-def send_if_free(io: IoThread, pending: PendingCall, hold: Hold) -> None:
+def send_if_free(io: IoThread, pending: PendingCall, claim: RoleClaim) -> None:
     """Send a call without waiting for its reply, unless another thread has the role or other work comes first: then the
     call has no id yet.
 
     Nor over a lost connection: that would count as spoken, and put off the look whether the server is gone
-    (`ServerWatch`).
+    (`ServerLiveness`).
 
-    The I/O thread is not woken: it, or the event loop of the call, reads the reply when that comes. hold: as of
+    The I/O thread is not woken: it, or the event loop of the call, reads the reply when that comes. claim: as of
     `drive_if_free`.
     """
     role, channel = io.role, io.role.drivable
     if channel is None:
         return
     role.revoke_own()
-    if not hold.take():
+    if not claim.take():
         return
     try:
         role.driver = pending
-        if hold.stands and not io.has_other_work() and not io.channel.is_lost:
+        if claim.stands and not io.has_other_work() and not io.channel.is_lost:
             now = io.clock()
             role.suspect = True
             if io.unpinned and now >= io.unpinned_at + UNPIN_S:
@@ -70,12 +70,12 @@ def send_if_free(io: IoThread, pending: PendingCall, hold: Hold) -> None:
             elif io.loop_frames is not None and not pending.by_loop:
                 io.wakeup.set()  # the I/O thread reads from now on, not the loop
             role.driver = None
-        hold.release()
+        claim.release()
         if io.has_work():
             io.wakeup.set()
 
 
-def _drive(io: IoThread, channel: DrivableChannel, pending: PendingCall, until: float | None, hold: Hold) -> None:
+def _drive(io: IoThread, channel: DrivableChannel, pending: PendingCall, until: float | None, claim: RoleClaim) -> None:
     """Send a call and wait for its reply in this thread, which holds the role: no other thread has to be woken for it.
 
     Only where nothing else is to be done: no other call is on its way, and the connection stands. As soon as anything
@@ -86,7 +86,7 @@ def _drive(io: IoThread, channel: DrivableChannel, pending: PendingCall, until: 
     """
     role = io.role
     role.driver = pending
-    if not hold.stands or io.calls.by_id or io.has_other_work() or not channel.begin_driving():
+    if not claim.stands or io.calls.by_id or io.has_other_work() or not channel.begin_driving():
         return
     now = io.clock()
     role.suspect = True
@@ -160,7 +160,7 @@ def settle_next(io: IoThread, channel: DrivableChannel, own: PendingCall | None)
     return True
 
 
-def _end_driving(io: IoThread, channel: DrivableChannel, pending: PendingCall, hold: Hold) -> None:
+def _end_driving(io: IoThread, channel: DrivableChannel, pending: PendingCall, claim: RoleClaim) -> None:
     role = io.role
     if role.driver is pending:
         if pending.reply is None or role.suspect or channel.peek() is not None:
@@ -168,6 +168,6 @@ def _end_driving(io: IoThread, channel: DrivableChannel, pending: PendingCall, h
         role.driver_waits = False
         channel.end_driving()
         role.driver = None
-    hold.release()
+    claim.release()
     if io.has_work():
         io.wakeup.set()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from transferqueue.ledger.rows.pages import SHIFT
+from transferqueue.ledger.rows.row_pages import SHIFT
 from transferqueue.limits import BLOCK_ROWS_MAX
 
 _COUNT_BITS: Final = BLOCK_ROWS_MAX.bit_length()

@@ -22,17 +22,17 @@ from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from transferqueue.client.memory.client_transfer import ReceivedBlock
 from transferqueue.client.memory.grants import CommitOutcome, WriteRegion
 from transferqueue.client.memory.mapped import MappedMemory, placement_of
 from transferqueue.client.memory.received_contents import ReceivedContents
 from transferqueue.client.memory.remote import ASK_S, RemoteMemory
-from transferqueue.client.memory.transfers import ReceivedBlock
 from transferqueue.client.session.calls import Deadline
 from transferqueue.client.session.connection import Connection
-from transferqueue.client.session.run import INLINE_WORK_BYTES, BlockingWork, Operation, request_reply
+from transferqueue.client.session.operation_runner import INLINE_WORK_BYTES, BlockingWork, Operation, request_reply
 from transferqueue.errors import Corruption, DeadlineExceeded, PeerError, ShardLost, TransferQueueError
 from transferqueue.limits import FRAME_BYTES, PARTS_MAX
-from transferqueue.schema import NO_SLICES, Field, Slice, cut_fields
+from transferqueue.schema import NO_SLICES, Field, Slice, sliced_fields
 from transferqueue.storage.columns.byte_stream import cut_column_stream
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
@@ -257,7 +257,7 @@ class ShardClients:
             memory = self._memory(shards.pop()) if shards else self._own
             return (yield from memory.columns(parts, fields, rows, slices))
         found = yield from self._gathered(parts, fields, rows, slices)
-        return _joined(parts, found, cut_fields(fields, slices), rows)
+        return _joined(parts, found, sliced_fields(fields, slices), rows)
 
     def _columns_by_content(
         self, parts: Sequence[m.ReplyColumns], fields: Mapping[str, Field], rows: int, slices: Mapping[str, Slice]
@@ -325,11 +325,11 @@ class ShardClients:
             blocks = MappedBlocks(some.blocks, [memory[one.block] for one in some.blocks], fields)
             placement = placement_of(some, blocks, count)
             if slices.keys() & set(some.fields):
-                blocks, placement = _cut_here(some.fields, placement, fields, slices)
+                blocks, placement = _slice_here(some.fields, placement, fields, slices)
             found[at].append((which, blocks, placement))
 
 
-def _cut_here(
+def _slice_here(
     names: Sequence[str], placement: RowPlacement, fields: Mapping[str, Field], slices: Mapping[str, Slice]
 ) -> tuple[MappedBlocks, RowPlacement]:
     """Mapped rows, cut into a block as a shard would send it, so that they can be joined with rows of other shards."""
@@ -337,7 +337,7 @@ def _cut_here(
     taken = list(pieces)
     memory = np.concatenate(taken) if taken else np.empty(0, np.uint8)
     block = ReceivedBlock(0, len(memory), placement.rows, list(names), counts, memory)
-    blocks = MappedBlocks([block], [memory], cut_fields(fields, slices))
+    blocks = MappedBlocks([block], [memory], sliced_fields(fields, slices))
     return blocks, RowPlacement.of_run(blocks, 0, 0, placement.rows)
 
 

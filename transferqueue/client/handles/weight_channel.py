@@ -6,8 +6,8 @@ from types import TracebackType
 from typing import ClassVar, Self
 
 from transferqueue.client.client import ClientSession
-from transferqueue.client.operations.weights import Weights, pull_weights
-from transferqueue.client.session.run import run_sync
+from transferqueue.client.operations.pull import Weights, pull_weights
+from transferqueue.client.session.operation_runner import run_sync
 from transferqueue.storage.elements.process_bound import ProcessBound
 
 

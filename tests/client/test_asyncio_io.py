@@ -20,10 +20,10 @@ import pytest
 
 import transferqueue as tq
 from tests.client.deployments import in_this_process
-from tests.client.test_driving import CALLS, OTHER_WAKES, Sleeps
+from tests.client.test_caller_io import CALLS, OTHER_WAKES, Sleeps
 from tests.client.test_interrupted_finalizers import Interrupts, until
 from transferqueue.client.session.calls import PendingCall
-from transferqueue.client.session.channel_role import Hold
+from transferqueue.client.session.channel_role import RoleClaim
 from transferqueue.client.session.connection import Connection
 from transferqueue.limits import HEARTBEAT_S
 from transferqueue.transport.control.channel import DrivableChannel
@@ -294,15 +294,15 @@ def test_the_next_loop_gives_back_what_a_closed_loop_waited_for(address: str) ->
 
     async def go_on(queue: tq.AsyncQueue) -> tuple[list[int], int]:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: met.append(context))
-        ways = connection_of(queue)._io.ways
+        connections_made = connection_of(queue)._io.connections_made
         table = await queue.table("t")
         await table.put(x=[7])
         batch = await table.lease("train", rows=1, timeout_s=20)
         found = batch["x"].list()
         await batch.ack()
-        ways -= connection_of(queue)._io.ways
+        connections_made -= connection_of(queue)._io.connections_made
         await queue.close()
-        return found, ways
+        return found, connections_made
 
     queue, waiting = loop.run_until_complete(begin())
     loop.close()
@@ -390,7 +390,7 @@ def test_a_second_interrupt_before_the_role_was_given_back_loses_no_reply(
                 told.append("first")
                 raise KeyboardInterrupt
 
-            def second(_: Hold) -> None:
+            def second(_: RoleClaim) -> None:
                 monkeypatch.undo()
                 told.append("second")
                 raise KeyboardInterrupt
@@ -402,7 +402,7 @@ def test_a_second_interrupt_before_the_role_was_given_back_loses_no_reply(
             assert connection._reader._frames is not None
             asyncio.get_running_loop().add_reader(connection._reader._frames.fileno(), read)
             monkeypatch.setattr(channel, "hear", first)
-            monkeypatch.setattr(Hold, "give_up", second)
+            monkeypatch.setattr(RoleClaim, "give_up", second)
             while not told:  # the I/O thread may still read
                 assert await asyncio.wait_for(queue.tables(), 20) == ["t"]
             return told

@@ -12,7 +12,7 @@ from transferqueue.wire import messages as m
 from transferqueue.wire.requests import declaration, undo
 
 
-def give_back(request: m.Request, reply: m.Reply) -> list[m.Request]:
+def discard_reply(request: m.Request, reply: m.Reply) -> list[m.Request]:
     """Requests that undo `reply` to `request`; none if it gave nothing away."""
     return undo(request, reply, "abandoned wait")
 

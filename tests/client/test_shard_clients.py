@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transferqueue.client.memory.mapped import placement_of
-from transferqueue.client.memory.shards import _cut_here, _one, _split, run_concurrently
-from transferqueue.client.session.run import BlockingWork
+from transferqueue.client.memory.shard_clients import _one, _slice_here, _split, run_concurrently
+from transferqueue.client.session.operation_runner import BlockingWork
 from transferqueue.errors import Unreachable
-from transferqueue.schema import Slice, cut_fields
+from transferqueue.schema import Slice, sliced_fields
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks
 from transferqueue.storage.inputs.block_writer import BlockWriter
@@ -61,10 +61,10 @@ def test_mapped_rows_that_are_cut_join_with_rows_of_other_shards():
     pieces = []
     for place, which, some in _split(whole, 5, lambda shard: shard):
         blocks = MappedBlocks(some.blocks, [made[place][1]], fields)
-        cut = _cut_here(some.fields, placement_of(some, blocks, len(which)), fields, slices)
+        cut = _slice_here(some.fields, placement_of(some, blocks, len(which)), fields, slices)
         pieces.append((which, *cut))
-    _, placement = _one(pieces, cut_fields(fields, slices), 5)
-    found = Column(cut_fields(fields, slices)["x"], placement).numpy()
+    _, placement = _one(pieces, sliced_fields(fields, slices), 5)
+    found = Column(sliced_fields(fields, slices)["x"], placement).numpy()
     assert found.tolist() == [[1 + 2 * slot + 1000 * block] for block, slot in zip(order, slots, strict=True)]
 
 

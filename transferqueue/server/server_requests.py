@@ -1,7 +1,7 @@
 """Requests that the server carries out itself, because they need its memory, its shards or its files.
 
 The ledger carries out all others (`transferqueue.ledger.dispatch`). A request is tried again after each change that it
-may wait for, so an operation changes nothing when it answers `MustWait`.
+may wait for, so an operation changes nothing when it answers `Blocked`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any, Final
 
 from transferqueue.errors import Full, InternalError, OutOfMemory, UsageError
-from transferqueue.ledger.effects import MustWait
+from transferqueue.ledger.effects import Blocked
 from transferqueue.limits import TEXT_CHARS_MAX
 from transferqueue.server import reports
 from transferqueue.server.durability.snapshots import SnapshotJobs
 from transferqueue.server.reports import ReportSources
-from transferqueue.server.sessions.sessions import OpenSession
+from transferqueue.server.sessions.session_table import OpenSession
 from transferqueue.server.sessions.waiting import WakeKey
 from transferqueue.server.shards.block_fetches import BlockFetches
 from transferqueue.server.shards.copies import CopyOrders
@@ -24,7 +24,7 @@ from transferqueue.server.shards.own_memory import SHARD
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 
-Answer = m.Reply | MustWait
+Answer = m.Reply | Blocked
 Operation = Callable[[OpenSession, int, Any, float], Answer]
 """(session, call, request, now) -> reply."""
 
@@ -33,7 +33,7 @@ _NEED_BYTES: Final = frozenset({m.LeaseRequest, m.ReadRequest})
 """Requests that wait for blocks on a disk."""
 
 
-class Operations:
+class ServerRequests:
     """One method for each request. `by_type` and `explanations` find them by the request's class."""
 
     def __init__(self, sources: ReportSources) -> None:
@@ -92,7 +92,7 @@ class Operations:
         if self._sources.spilling.is_on and self._shards.own_may_have(request.nbytes, request.apart, request.use):
             self._sources.spilling.need(request.nbytes, request.use)
         if request.wait_s:
-            return MustWait(keys=(_MEMORY,))
+            return Blocked(keys=(_MEMORY,))
         raise Full(self._explain_grant(request, now))
 
     def _explain_grant(self, request: m.Grant, now: float) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 import transferqueue as tq
 from tests.client.deployments import LoopThread
-from transferqueue.client.operations import near_misses as slips
+from transferqueue.client.operations import name_suggestions as slips
 
 CANONICAL = [
     "input_ids",

@@ -18,7 +18,7 @@ from transferqueue.adapters.protocols import Unsupported
 from transferqueue.adapters.scoring.lora import published_weights
 from transferqueue.adapters.weights import TensorWeights
 from transferqueue.workflows.job.training.publication import Publisher
-from transferqueue.workflows.job.training.shards import RankShards
+from transferqueue.workflows.job.training.rank_shards import RankShards
 
 WAIT_S = 120
 

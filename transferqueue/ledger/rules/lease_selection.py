@@ -17,14 +17,14 @@ import msgspec
 import numpy as np
 
 from transferqueue.errors import Impossible
+from transferqueue.errors.text import counted
 from transferqueue.ledger.rows.arrays import IntArray
 from transferqueue.ledger.rules.required_results import stranded
-from transferqueue.ledger.table import TableState
+from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.ready_queue import ReadyQueue
 from transferqueue.ledger.tasks.task_state import TaskState
 from transferqueue.limits import GROUPS_PER_REQUEST_MAX, ROWS_PER_REQUEST_MAX
-from transferqueue.text import counted
 from transferqueue.wire.messages import LeaseRequest
 
 BATCH_FIRST = 64

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from transferqueue.text import shortened, visible, visible_lines
+from transferqueue.errors.text import shortened, visible, visible_lines
 
 
 class TransferQueueError(Exception):

@@ -1,7 +1,7 @@
 """Parts of rows: a range or a share of each row's steps, and ranges of its inner dimensions, gathered from where the
 rows lie.
 
-A *cut* of a field (`schema.Slice`) makes a column of another field (`schema.cut_field`): the same name and dtype, a
+A *cut* of a field (`schema.Slice`) makes a column of another field (`schema.sliced_field`): the same name and dtype, a
 smaller shape. The first dimension costs nothing that is not wanted: the edges of each row move, and only the steps
 between them are read. Inner dimensions lie side by side in each step. Of short rows whole steps are read, a piece at a
 time, and copied once more: inner dimensions save bytes that cross, not time. Of long rows, such as tensors of weights,
@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from transferqueue.limits import ALIGNMENT, KIB
-from transferqueue.schema import Field, Share, Slice, cut_field, share_range
+from transferqueue.schema import Field, Share, Slice, share_range, sliced_field
 from transferqueue.storage.columns.gather import LoadedColumn, RowEdges, load, row_edges
 from transferqueue.storage.columns.placement import RowPlacement
 from transferqueue.storage.columns.ranges import Room, copy_ranges, join, places_best
@@ -26,11 +26,11 @@ from transferqueue.storage.elements.dtypes import I64, U8, stored_dtype
 LONG_ROW_BYTES: Final = 64 * KIB
 """Rows of at least so many wanted bytes in the mean are cut one by one, which costs some microseconds each."""
 
-CutStream = tuple[int, Iterator[U8]]
+SliceStream = tuple[int, Iterator[U8]]
 """The count of the cut column for `schema.layout`, and the bytes of its block in order."""
 
 
-def cut_ranges(first: tuple[int, int] | Share | None, edges: RowEdges) -> tuple[I64, I64]:
+def slice_ranges(first: tuple[int, int] | Share | None, edges: RowEdges) -> tuple[I64, I64]:
     """The wanted steps of each row: starts and ends int64 ``[rows, ranges]``, within its edges. A zigzag share has two
     ranges a row."""
     lengths = edges.last - edges.first
@@ -71,29 +71,29 @@ def dense_slices(field: Field, cut: Slice) -> list[slice] | None:
         if first.zigzag:
             return None
         edges = RowEdges(np.zeros(1, np.int64), np.array([_steps_of_row(field)], np.int64))
-        low, high = cut_ranges(first, edges)
+        low, high = slice_ranges(first, edges)
         return [slice(int(low[0, 0]), int(high[0, 0])), *inner_slices(field, cut)]
     return [slice(None) if first is None else slice(*first), *inner_slices(field, cut)]
 
 
-def load_cut(field: Field, cut: Slice, placement: RowPlacement) -> LoadedColumn:
+def load_slice(field: Field, cut: Slice, placement: RowPlacement) -> LoadedColumn:
     """The cut rows of a column, gathered into new memory. `Corruption`, `BatchEnded` as of `gather.load`."""
     if not len(placement):
-        return load(cut_field(field, cut), placement)
+        return load(sliced_field(field, cut), placement)
     starts, ends = _wanted(field, cut, placement)
     offsets = _summed((ends - starts).sum(axis=1))
     values = _gathered(field, cut, placement, starts, ends).view(stored_dtype(field.dtype))
     return LoadedColumn(len(placement), values, None if field.dense else offsets, None)
 
 
-def cut_stream(
+def slice_stream(
     field: Field,
     cut: Slice,
     placement: RowPlacement,
     piece_bytes: int,
     ranges_from: int = 0,
     room: Room | None = None,
-) -> CutStream:
+) -> SliceStream:
     """A block with the cut column of these rows (at least one), as `byte_stream.column_stream` gives uncut ones.
 
     At most `piece_bytes` are gathered at a time, of short rows at most `piece_bytes` of wanted steps and at least one
@@ -102,7 +102,7 @@ def cut_stream(
     """
     starts, ends = _wanted(field, cut, placement)
     offsets = _summed((ends - starts).sum(axis=1))
-    step = cut_field(field, cut)
+    step = sliced_field(field, cut)
     step_bytes = step.row_bytes if field.ragged else step.row_bytes // max(1, _steps_of_row(step))
 
     def pieces() -> Iterator[U8]:
@@ -133,7 +133,7 @@ def cut_stream(
     return (int(offsets[-1]) if field.ragged else 0), pieces()
 
 
-def cut_span(field: Field, cut: Slice, placement: RowPlacement) -> tuple[int, int]:
+def slice_span(field: Field, cut: Slice, placement: RowPlacement) -> tuple[int, int]:
     """The bytes of the only block of these rows between which the cut column lies, counted from the start of the
     block."""
     starts, ends = _wanted(field, cut, placement)
@@ -164,7 +164,7 @@ def _wanted(field: Field, cut: Slice, placement: RowPlacement) -> tuple[I64, I64
         steps = _steps_of_row(field)
         first = placement.slot_of_row.astype(np.int64) * steps
         edges = RowEdges(first, first + steps)
-    return cut_ranges(cut.first, edges)
+    return slice_ranges(cut.first, edges)
 
 
 def _gathered(

@@ -14,8 +14,8 @@ import numpy as np
 
 from transferqueue.errors import UsageError
 from transferqueue.ledger.rows.arrays import BoolArray, IntArray
-from transferqueue.ledger.rows.events import TableEvent
-from transferqueue.ledger.table import TableState
+from transferqueue.ledger.rows.table_history import TableEvent
+from transferqueue.ledger.table_state import TableState
 from transferqueue.limits import EVENT_ROWS_TOLD_MAX, EVENTS_TOLD_MAX
 from transferqueue.wire.answers.events import EventsAnswer, RowsEvent
 from transferqueue.wire.messages import ListEvents
