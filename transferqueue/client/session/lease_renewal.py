@@ -10,8 +10,8 @@ Rules:
 3. A process that is dead, stopped or cut off renews nothing, so its rows are given to others after `lease_s`.
 4. A lease that the server refuses to renew is lost. Its holder learns that when it next uses the batch.
 
-`LeaseRenewer.renew` and the methods of `RenewedLease` may be called from any thread, also from a finalizer: they take no
-lock. Everything else belongs to the thread of the connection.
+`LeaseRenewer.renew` and the methods of `RenewedLease` may be called from any thread, also from a finalizer: they take
+no lock. Everything else belongs to the thread of the connection.
 """
 
 from __future__ import annotations
