@@ -171,7 +171,7 @@ def test_a_rule_about_a_field_that_is_none_is_refused(server: Served, name: str)
         with pytest.raises(tq.UsageError, match='is like "b", which is float32: its rows have no lengths'):
             queue.create_table(name, fields=[tq.Field("b", "float32"), tq.Field("a", "float32", RAGGED, like="b")])
         queue.create_table(name, fields=[ids_of])
-        with pytest.raises(tq.SchemaError, match=r'is int32\[None\], but int32\[None\] like="other" was given'):
+        with pytest.raises(tq.SchemaError, match=r'is int32\[None\], not int32\[None\] like="other"'):
             queue.table(name).add_fields([tq.Field("response_ids", "int32", RAGGED, like="other")])
 
 

@@ -256,8 +256,12 @@ TABLES: dict[str, Misuse] = {
 POLICIES: dict[str, Misuse] = {
     "a dtype that is none": (lambda w: tq.Field("a", "float"), tq.SchemaError, r"dtype 'float' is unknown; known are"),
     "a dtype of torch": (lambda w: tq.Field("a", torch.float32), tq.SchemaError, r"torch.float32 is unknown; known"),
-    "text with a shape": (lambda w: tq.Field("a", "str", (3,)), tq.SchemaError, r"'str' has no shape; omit shape"),
-    "finite integers": (lambda w: tq.Field("a", "int32", finite=True), tq.SchemaError, r"int32 is finite; leave"),
+    "text with a shape": (
+        lambda w: tq.Field("a", "str", (3,)),
+        tq.SchemaError,
+        r"'str' has no shape; omit shape=\(3,\)",
+    ),
+    "finite integers": (lambda w: tq.Field("a", "int32", finite=True), tq.SchemaError, r"each int32 is finite"),
     "a slice backwards": (lambda w: tq.Slice((5, 2)), tq.UsageError, r"\(5, 2\).*; give 0 <= start < stop"),
     "a share beyond": (lambda w: tq.Share(4, 4), tq.UsageError, r"Share\(4, 4\).*0 <= index < of"),
     "needs as text": (lambda w: tq.Task("a", needs="x"), tq.UsageError,

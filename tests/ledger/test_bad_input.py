@@ -143,7 +143,7 @@ def test_a_table_that_declares_its_fields_takes_no_others(world: World, client: 
 
 @pytest.mark.parametrize("field", [Field("ids", "int32", (None,)), Field("ids", "int64", (4,)), Field("ids", "int64")])
 def test_dtype_shape_or_raggedness_against_the_schema(world: World, client: Driver, field: Field) -> None:
-    message = f'field "ids" of table "t" is int64[None], but {field.describe()} was given'
+    message = f'field "ids" of table "t" is int64[None], not {field.describe()}; give values of the declared dtype'
     inline = m.Columns(fields=[field])
     refused(world, SchemaError, message, lambda: client.apply(m.PutRequest("t", 1, inline)))
 
@@ -206,7 +206,7 @@ def test_columns_that_look_like_committed_ones_are_checked_all_the_same(world: W
     changed("has 2 rows; the request has 1", SchemaError, blocks=[client.block([RAGGED], 2)])
     changed("slots reach from 1 to 1", blocks=[structs.replace(fresh, slots=np.array([1], "<i4").tobytes())])
     changed("has 4 bytes; 1 rows of <f8", inline=[m.Inline("score", bytes(4))])
-    changed('field "score" of table "t" is float64, but int64', SchemaError, fields=[RAGGED, Field("score", "int64")])
+    changed('field "score" of table "t" is float64, not int64', SchemaError, fields=[RAGGED, Field("score", "int64")])
     changed('field "ids" appears twice', blocks=[fresh, client.block([RAGGED], 1)])
     changed('field "pixels" is float32[4], which does not travel inline', SchemaError, inline=[m.Inline("pixels", b"")])
     changed("a block without fields", blocks=[structs.replace(fresh, fields=[], counts=[])])
@@ -232,7 +232,7 @@ def test_a_field_given_twice(world: World, client: Driver) -> None:
     refused(
         world,
         SchemaError,
-        'field "s" of table "t" is int8, but int16',
+        'field "s" of table "t" is int8, not int16',
         lambda: client.apply(m.PutRequest("t", 1, twice)),
     )
 
@@ -331,8 +331,10 @@ def test_a_group_larger_than_its_size(world: World, client: Driver) -> None:
 
 
 def test_members_that_disagree_on_the_size(world: World, client: Driver) -> None:
-    refused(world, UsageError, "has group_size 4, but 5 was given", lambda: client.put(1, group_id=1, group_size=5))
-    refused(world, UsageError, "has group_size 2, but 3", lambda: client.put(2, group_id=9, group_size=[2, 3]))
+    refused(world, UsageError, "has group_size 4, but this put says 5", lambda: client.put(1, group_id=1, group_size=5))
+    refused(
+        world, UsageError, "has group_size 2, but this put says 3", lambda: client.put(2, group_id=9, group_size=[2, 3])
+    )
 
 
 def test_half_of_what_makes_a_group(world: World, client: Driver) -> None:
@@ -591,7 +593,7 @@ def test_weights_too_old_ever_to_be_trained(world: World, client: Driver) -> Non
 def test_seal_twice_and_put_after_seal(world: World, client: Driver) -> None:
     client.seal()
     refused(world, Sealed, 'table "t" is sealed already', client.seal)
-    refused(world, Sealed, 'table "t" is sealed; no row may enter', lambda: client.put(1))
+    refused(world, Sealed, 'table "t" is sealed; it takes no further rows', lambda: client.put(1))
     refused(world, Sealed, "none can be reserved", lambda: client.reserve(1))
 
 
@@ -672,7 +674,7 @@ def test_a_task_declared_again_with_other_terms(world: World, client: Driver) ->
 
 def test_fields_against_the_schema(world: World, client: Driver) -> None:
     other = m.AddFields("t", [Field("new", "int8"), Field("ids", "str")])
-    refused(world, SchemaError, 'field "ids" of table "t" is int64[None], but str', lambda: client.apply(other))
+    refused(world, SchemaError, 'field "ids" of table "t" is int64[None], not str', lambda: client.apply(other))
     many = m.AddFields("t", [Field(f"f{number}", "int8") for number in range(1024)])
     refused(world, UsageError, "would have 1026 fields; at most 1024", lambda: client.apply(many))
 

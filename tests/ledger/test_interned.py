@@ -87,7 +87,7 @@ def bytes_of(world: World) -> int:
         ({"counts": [2], "nbytes": 128}, NotFound, "no row has a value of content"),
         ({"rows": 2, "nbytes": 128}, UsageError, "with 2 rows has a content of 16 bytes; only blocks of one value"),
         ({"slots": None, "rows": 1, "content": b""}, NotFound, "extent 0 is not granted"),
-        ({"fields": ["image", "image"]}, UsageError, "given twice"),
+        ({"fields": ["image", "image"]}, UsageError, "appears twice"),
         ({"fields": ["unknown"]}, NotFound, "unknown"),
     ],
 )
@@ -303,8 +303,8 @@ def members_of(block: m.WrittenBlock, rows: list[int]) -> m.WrittenBlock:
         ([[0, 1, 2], []], "each block has one"),
         ([[0, 1, 2]], "lies in 1 block with 3 members"),
         ([[0, 0, 1, 2]], "lies in 1 block with 4 members"),
-        ([[0], None], "given twice"),
-        ([None, None], "given twice"),
+        ([[0], None], "appears twice"),
+        ([None, None], "appears twice"),
         ([[number] for number in range(65)], "lies in 65 blocks"),
     ],
 )
@@ -328,7 +328,7 @@ def test_blocks_that_do_not_share_out_the_rows_are_refused(members: list[list[in
         ({"content": b""}, "has members; such a block has one field, a content and no slots"),
         ({"slots": i32([0])}, "no slots"),
         ({"rows": 2, "nbytes": 128}, "block of image has 2 rows; the request has 1"),
-        ({"fields": ["image", "other"], "counts": [1, 1], "nbytes": 256}, "given twice|one field"),
+        ({"fields": ["image", "other"], "counts": [1, 1], "nbytes": 256}, "appears twice|one field"),
         ({"members": b"123"}, "members"),
     ],
 )

@@ -90,7 +90,7 @@ def test_a_call_parked_long_ago_is_not_taken_for_a_duplicate(world: World, clien
     for _ in range(REPLIES_KEPT_MAX + 50):
         rows += client.put(1)
     old = call + 1
-    with pytest.raises(ProtocolError, match="is not kept any more"):
+    with pytest.raises(ProtocolError, match="its reply was evicted"):
         client.apply(m.Drop("t", rows[0].to_bytes(8, "little"), "x"), call=old)
     assert isinstance(client.apply(parked, call=call), m.Leased)
 

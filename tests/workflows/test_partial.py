@@ -20,7 +20,7 @@ from transferqueue.workflows.flow.stage import Stage
 def test_an_unfinished_part_says_which_rows_and_nothing_else() -> None:
     with pytest.raises(UsageError, match="say which rows"):
         PartialResult(columns={}, unfinished=True)
-    with pytest.raises(UsageError, match="nobody would read them"):
+    with pytest.raises(UsageError, match="no stage reads them"):
         PartialResult(columns={"y": [1]}, drop="flat")
 
 

@@ -122,7 +122,7 @@ def test_dispatch_by_length_is_in_the_summary_and_in_a_file(tmp_path):
     first = record.plans[0] | {"judged_rows": 0}
     del first["recall_20"], first["recall_10"], first["recall_5"]
     record.plans.append(first)
-    assert "recall not told at" in summarize(record, job("grpo"), AUDIT, starts=1, seconds=9.0).text()
+    assert "recall not reported at" in summarize(record, job("grpo"), AUDIT, starts=1, seconds=9.0).text()
 
 
 def test_recall_over_time_is_in_the_summary_and_in_a_file(tmp_path):

@@ -123,7 +123,7 @@ class GroupIndex:
             declared = known.size if known else seen.setdefault(number, size)
             if size != declared:
                 raise UsageError(
-                    f'group {number} of table "{table}" has group_size {declared}, but this put says {size};  '
+                    f'group {number} of table "{table}" has group_size {declared}, but this put says {size}; '
                     "all members of a group carry the same size"
                 )
             present = known.present if known else 0
