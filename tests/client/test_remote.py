@@ -560,26 +560,23 @@ def test_of_weights_only_what_changed_crosses(between: Between, queue: tq.Queue,
 
 
 @pytest.mark.parametrize(
-    ("blocks", "slots", "rows", "lie_apart", "asked"),
+    ("blocks", "slots", "rows", "asked"),
     [
-        (0, [3, 4, 5], 3, False, [3, 4, 5]),
-        (0, [7], 1, False, [7]),
-        (0, [3, 5], 2, True, [3, 5]),
-        (0, [4, 3], 2, True, [4, 3]),
-        ([0, 1], [3, 4], 2, True, [3, 4]),
-        (0, [5, 5, 2, 5], 4, True, [5, 2]),
+        (0, [3, 4, 5], 3, [3, 4, 5]),
+        (0, [7], 1, [7]),
+        (0, [3, 5], 2, [3, 5]),
+        (0, [4, 3], 2, [4, 3]),
+        ([0, 1], [3, 4], 2, [3, 4]),
+        (0, [5, 5, 2, 5], 4, [5, 2]),
     ],
 )
-def test_a_request_names_each_row_once_and_knows_whether_they_lie_apart(
-    blocks: int | list[int], slots: list[int], rows: int, lie_apart: bool, asked: list[int]
-) -> None:
+def test_a_request_names_each_row_once(blocks: int | list[int], slots: list[int], rows: int, asked: list[int]) -> None:
     block_of_row = np.array(blocks, "<i4").tobytes()
     located = [m.BlockLocation(at, 0, at, 0, 4096, 64, ["x"], [0], b"ticket") for at in range(2)][: np.max(blocks) + 1]
     part = m.ReplyColumns(["x"], located, block_of_row, codec.encode_ascending(np.array(slots, "<i4")))
     found = rows_of(part, rows)
     assert np.frombuffer(found.wanted.slot_of_row, "<i4").tolist() == asked
     assert (asked if found.slot_of_row is None else [asked[at] for at in found.slot_of_row]) == slots
-    assert found.lie_apart == lie_apart
 
 
 def test_a_frame_of_another_transfer_puts_no_byte_where_those_of_this_one_are_due():

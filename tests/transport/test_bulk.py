@@ -15,8 +15,6 @@ PIECES = [b"some bytes", memoryview(np.arange(100, dtype=np.uint8))]
 class Kept:
     """Takes a message, and its bytes a few at a time."""
 
-    coming = 0
-
     def __init__(self):
         self.head, self.content, self._place = None, b"", memoryview(bytearray(7))
 

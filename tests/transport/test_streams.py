@@ -12,7 +12,7 @@ import pytest
 
 from transferqueue.errors import AddressInUse, Corruption, Unreachable
 from transferqueue.limits import BULK_STALL_S, FRAME_BYTES, KIB
-from transferqueue.transport.bulk import listener, protocol, tcp
+from transferqueue.transport.bulk import listener, protocol
 from transferqueue.transport.bulk.listener import DEAF_S, TcpBulkServer
 from transferqueue.transport.bulk.tcp import BulkStream, TcpBulkClient
 from transferqueue.transport.control.unauthenticated_peers import unauthenticated_peers_max
@@ -23,8 +23,6 @@ FRAME = np.random.default_rng(0).integers(0, 255, FRAME_BYTES, dtype=np.uint8)
 
 class Desk:
     """Keeps what comes, its bytes in one place."""
-
-    coming = 0
 
     def __init__(self):
         self.heads, self.place, self._at = [], np.zeros(FRAME_BYTES, np.uint8), 0
@@ -272,13 +270,12 @@ def test_what_has_arrived_is_received_at_the_end_of_a_wait(house):
 
 
 @contextmanager
-def receiving(coming):
-    """A line, its desk, which knows what will come, and its far end."""
+def receiving():
+    """A line, its desk, and its far end."""
     with socket.create_server(("127.0.0.1", 0)) as place:
         line, desk = TcpBulkClient("127.0.0.1", place.getsockname()[1], epoch=1), Desk()
         assert line.open(PATIENCE_S)
         far, _ = place.accept()
-        desk.coming = coming
         try:
             yield line, desk, far
         finally:
@@ -286,50 +283,8 @@ def receiving(coming):
             line.close()
 
 
-def wakes(line):
-    """Count how often the line was woken by its socket."""
-    counted, wait = [], line._wait
-
-    def waited(*of):
-        counted.append(wait(*of))
-        return counted[-1]
-
-    line._wait = waited
-    return counted
-
-
-def test_a_head_is_waited_for_together_with_the_content_that_will_come(monkeypatch):
-    monkeypatch.setattr(tcp, "HEAD_BODY_WAIT_S", PATIENCE_S)
-    head, _ = data()
-    with receiving(FRAME_BYTES) as (line, desk, far):
-        woken = wakes(line)
-        assert not line.receive(desk, 0.01), "nothing has come yet"
-        sender = threading.Thread(target=lambda: (far.sendall(head), far.sendall(FRAME)))
-        sender.start()
-        assert line.receive(desk, PATIENCE_S)
-        sender.join()
-        assert woken.count(True) <= 2, "the head, and the content's first packets, woke nobody"
-        assert np.array_equal(desk.place, FRAME)
-
-
-@pytest.mark.parametrize("more", [b"", bytes(1000)], ids=["nothing", "some content"])
-def test_what_does_not_come_is_not_waited_for_long(more):
-    """A refusal is shorter than what was to come. So may a frame be, and its sender may wait for an acknowledgement."""
-    with receiving(FRAME_BYTES) as (line, desk, far):
-        began = time.monotonic()
-        for number in (1, 2):
-            threading.Timer(
-                0.02, far.sendall, [protocol.message(protocol.FlowAck(1, number), [more])[0] + more]
-            ).start()
-            assert line.receive(desk, PATIENCE_S)
-        assert [head.frames for head in desk.heads] == [1, 2]
-        assert time.monotonic() - began < PATIENCE_S / 2
-
-
-def test_an_interrupt_that_is_seen_after_a_wait_for_a_head_ends_the_wait(monkeypatch):
-    """As on a machine where the thread got no core for a while."""
-    monkeypatch.setattr(tcp, "HEAD_BODY_WAIT_S", 0.0)
-    with receiving(FRAME_BYTES) as (line, desk, far):
+def test_an_interrupt_ends_a_wait_for_a_head():
+    with receiving() as (line, desk, far):
         began = time.monotonic()
         line.interrupt()
         assert not line.receive(desk, 5.0)
@@ -338,16 +293,9 @@ def test_an_interrupt_that_is_seen_after_a_wait_for_a_head_ends_the_wait(monkeyp
         assert line.receive(desk, PATIENCE_S), "and the connection can be used"
 
 
-def test_after_the_last_of_what_was_to_come_any_byte_is_news():
+def test_after_a_message_any_byte_is_news():
     head, _ = data()
-    with receiving(FRAME_BYTES) as (line, desk, far):
-        expect = desk.expect
-
-        def last(head, nbytes):
-            expect(head, nbytes)
-            desk.coming = 0
-
-        desk.expect = last
+    with receiving() as (line, desk, far):
         sender = threading.Thread(target=lambda: (far.sendall(head), far.sendall(FRAME)))
         sender.start()
         assert line.receive(desk, PATIENCE_S)

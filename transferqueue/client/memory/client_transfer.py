@@ -36,10 +36,6 @@ class ClientTransfer(Protocol):
     def done(self) -> bool:
         """Whether the transfer has ended."""
 
-    @property
-    def coming(self) -> int:
-        """See `b.MessageReceiver`."""
-
     def serve(self) -> bool:
         """Nothing has arrived for a while. Whether the shard should be asked now (`ask`)."""
 
@@ -62,12 +58,11 @@ class ClientTransfer(Protocol):
 
 class RequestedRows(msgspec.Struct, frozen=True):
     """The distinct rows of one part, as the request names them, and for each row of the reply which of them it is;
-    None: they are the rows of the reply, in order. lie_apart: whether they are no consecutive slots of one block."""
+    None: they are the rows of the reply, in order."""
 
     wanted: b.RowSelection
     count: int
     slot_of_row: NDArray[np.int32] | None
-    lie_apart: bool = False
 
 
 def rows_of(
@@ -100,7 +95,7 @@ def rows_of(
         slices={name: b.BulkCut.of(slices[name]) for name in part.fields if name in slices},
         sums=[block.checksum for block in part.blocks] if compare and slices.keys() & set(part.fields) else [],
     )
-    return RequestedRows(wanted, len(slots), index, not alone or bool((slots[1:] - slots[:-1] != 1).any()))
+    return RequestedRows(wanted, len(slots), index)
 
 
 def _located(at: m.BlockLocation, layouts: dict[tuple[str, ...], int]) -> b.BulkBlock:
@@ -154,7 +149,6 @@ class FetchTransfer(_StreamTransfer):
         self._number: Final = number
         self._asked, self._buffers = asked, buffers
         self._fields, self._parts = asked.fields, asked.parts
-        self._is_gathered = any(part.lie_apart for part in asked.parts)
         self._intake = b.ReceiveWindow()
         self._due: deque[memoryview] = deque()
         self._arriving: b.ReadFrame | b.RangesFrame | None = None
@@ -165,12 +159,6 @@ class FetchTransfer(_StreamTransfer):
 
     def _request(self) -> b.ReadColumns:
         return self._asked.message(self._number)
-
-    @property
-    def coming(self) -> int:
-        """Bytes of parts that have begun, if the shard gathers them: to receive a frame while it is sent makes the
-        shard slower, and it is what both wait for. What leaves as it lies is better received at once."""
-        return sum(map(len, self._due)) if self._is_gathered else 0
 
     def ask(self) -> b.Message:
         """Whether more will come."""
@@ -257,8 +245,6 @@ class FetchTransfer(_StreamTransfer):
 class WritingTransfer:
     """What both kinds of writes share: frames that `left` makes are sent as the window allows, and the shard says which
     ones it has stored."""
-
-    coming = 0
 
     def __init__(self, number: int, left: Iterator[b.Message]) -> None:
         self.done = False

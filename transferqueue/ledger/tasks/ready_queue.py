@@ -148,6 +148,9 @@ class SortedRun:
 class Arrivals:
     """A sorted run of rows in the order in which they became ready, with key 0. In a range, row and stamp both ascend
     by one from entry to entry, and the order is the stamp.
+
+    It saves memory, not time: with sorted runs alone, puts of 8 rows took 320 to 337 bytes a row of the server instead
+    of 238 to 265 (two tasks), and GRPO groups over ipc 1.01 of the time.
     """
 
     __slots__ = ("ranges", "size")

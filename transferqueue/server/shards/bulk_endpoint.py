@@ -83,7 +83,6 @@ class PeerReceiver:
     """Takes the messages of one peer, and passes them to the transfers."""
 
     __slots__ = ("_exchange", "_peer")
-    coming = 0
 
     def __init__(self, exchange: ShardTransfers, peer: bytes) -> None:
         self._exchange, self._peer = exchange, peer

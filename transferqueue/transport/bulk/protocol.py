@@ -313,11 +313,6 @@ _to_client: Final[msgspec.msgpack.Decoder[ToClient]] = msgspec.msgpack.Decoder(T
 class MessageReceiver(Protocol):
     """Receives messages: first the head of each, then its content."""
 
-    @property
-    def coming(self) -> int:
-        """Bytes of content that later messages bring, unless the transfer fails, and that are best received a message
-        at a time; 0: perhaps none."""
-
     def expect(self, head: bytes, nbytes: int) -> None:
         """A head has arrived; `nbytes` bytes of content follow. `Corruption` if the head's checksum does not match."""
 

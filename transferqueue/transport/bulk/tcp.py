@@ -40,8 +40,6 @@ _RECEIVE_AT_ONCE_LATER: Final = MIB
 """Steps of a connection that has moved `_GROWN_BYTES`: its window holds so much by then. Who waits for more than the
 window holds waits for timers."""
 _GROWN_BYTES: Final = 4 * MIB
-HEAD_BODY_WAIT_S: Final = 0.002
-"""How long a receiver waits for a head together with the content behind it, to wake once for both."""
 _KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 """A lost machine is noticed within half a minute, also on an idle connection."""
 
@@ -70,7 +68,6 @@ class BulkStream:
         self._head = bytearray()
         self._head_bytes = protocol.PRELUDE_BYTES
         self._content_left = -1  # unknown before the head has arrived
-        self._wait_ended = False
         self._digest = xxhash.xxh3_64()
 
     @property
@@ -114,32 +111,16 @@ class BulkStream:
             while self._content_left > 0:
                 self._content_left -= receiver.fill(self._read)
         except BlockingIOError:
-            self._wake_at(self._content_left if self._content_left > 0 else self._wanted_bytes(receiver))
+            self._wake_at(self._content_left)
             return False
-        if not receiver.coming:
-            self._wake_at(1)  # before the check: what comes after damaged content is heard at once, too
+        self._wake_at(1)  # before the check: what comes after damaged content is heard at once, too
         protocol.check_content(self._head, self._digest.digest())
         self._expect_head()
         return True
 
-    def _wanted_bytes(self, receiver: protocol.MessageReceiver) -> int:
-        """How many bytes to wait for while no head has arrived."""
-        return 1 if self._head or self._wait_ended else receiver.coming
-
-    @property
-    def waits_for_head(self) -> bool:
-        """Whether the receiver waits for a head together with its content, which may come later. Wait at most
-        `HEAD_BODY_WAIT_S`, then `end_head_wait`."""
-        return self._content_left < 0 and self._wakes_at > 1
-
-    def end_head_wait(self) -> None:
-        """Have any byte make the socket readable until the next message."""
-        self._wait_ended = True
-        self._wake_at(1)
-
     def _wake_at(self, left: int) -> None:
-        """Have the socket be readable when so many bytes have arrived, or one step; what has arrived can be received at
-        any time."""
+        """Have the socket be readable when so many bytes have arrived, at least one, or one step; what has arrived can
+        be received at any time."""
         step = _RECEIVE_AT_ONCE if self.moved < _GROWN_BYTES else _RECEIVE_AT_ONCE_LATER
         nbytes = max(1, min(left, step))
         if nbytes != self._wakes_at:
@@ -293,16 +274,11 @@ class TcpBulkClient:
         stream = self._live
         while not stream.receive(receiver):
             wanted = select.POLLIN | (select.POLLOUT if stream.pending else 0)
-            left_s = deadline - time.monotonic()
-            is_ready = self._wait(
-                stream.socket, wanted, min(left_s, HEAD_BODY_WAIT_S) if stream.waits_for_head else left_s
-            )
+            is_ready = self._wait(stream.socket, wanted, deadline - time.monotonic())
             if is_ready is None:
                 return False
             if not is_ready:
-                if time.monotonic() >= deadline:
-                    return stream.receive(receiver)  # perhaps less has arrived than makes the socket readable
-                stream.end_head_wait()
+                return stream.receive(receiver)  # perhaps less has arrived than makes the socket readable
             stream.flush()
         return True
 
