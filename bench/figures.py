@@ -128,13 +128,6 @@ def wake(record: RunRecord) -> Figure:
     return at_most(work, "ZeroMQ round trip, back to back", 10, _ratio(ours, trip), _ms(ours, trip))
 
 
-def wake_queue(record: RunRecord) -> Figure:
-    """By turns, in one scenario."""
-    ours, theirs = (record.median("ping_pong", name, "one_row", "put_to_delivered") for name in (OURS, "mp-queue"))
-    work = "put → waiting lease returns, p50, by turns"
-    return at_most(work, "multiprocessing.Queue", 1, _ratio(ours, theirs), _ms(ours, theirs))
-
-
 def wake_redis(record: RunRecord) -> Figure:
     ours, theirs = (record.median("latency", name, "pairs_1", "put_to_delivered") for name in (OURS, "redis"))
     return at_most("the same, 250 rows a second", "Redis streams", 1, _ratio(ours, theirs), _ms(ours, theirs))
@@ -143,19 +136,15 @@ def wake_redis(record: RunRecord) -> Figure:
 VERBS = ("put", "lease", "ack")
 
 
-def request(metric: str, work: str, against: str, bound: float, placed: str = "") -> Callable[[RunRecord], Figure]:
-    """The largest ratio of ours to Redis' of three requests, of 1 and of 64 rows. Measured by turns, in one scenario.
-    placed: the suffix of the workload's name."""
+def request(metric: str, work: str, against: str, bound: float) -> Callable[[RunRecord], Figure]:
+    """The largest ratio of ours to Redis' of three requests, of 1 and of 64 rows, measured by turns in one scenario."""
 
     def figure(record: RunRecord) -> Figure:
         pairs = [
             (
                 verb,
                 rows,
-                *(
-                    record.median("requests", name, f"rows_{rows}{placed}", f"{verb}_{metric}")
-                    for name in (OURS, "redis")
-                ),
+                *(record.median("requests", name, f"rows_{rows}", f"{verb}_{metric}") for name in (OURS, "redis")),
             )
             for rows in (1, 64)
             for verb in VERBS
@@ -168,22 +157,10 @@ def request(metric: str, work: str, against: str, bound: float, placed: str = ""
     return figure
 
 
-def busy_clients(record: RunRecord) -> Figure:
-    """The server has a core of its own."""
-    few, many = (record.median("busy", OURS, f"ipc_rows_1_clients_{count}", "requests") for count in (4, 16))
-    detail = f"{_rates(many, few)}; CPU of the server a request {_us(*_server_cpu(record))}"
-    return at_least("requests a second, 16 clients", "4 clients", 1, _ratio(many, few), detail if many else "")
-
-
 def busy_redis(record: RunRecord) -> Figure:
     ours, theirs = (record.median("busy", name, "ipc_rows_1_clients_16", "requests") for name in (OURS, "redis"))
-    return at_least(
-        "the same", "redis-server, 16 clients", 0.25, _ratio(ours, theirs), _rates(ours, theirs) if ours else ""
-    )
-
-
-def _server_cpu(record: RunRecord) -> tuple[float | None, ...]:
-    return tuple(record.median("busy", OURS, f"ipc_rows_1_clients_{count}", "server_cpu") for count in (16, 4))
+    detail = _rates(ours, theirs) if ours else ""
+    return at_least("requests a second, 16 clients", "redis-server, 16 clients", 0.25, _ratio(ours, theirs), detail)
 
 
 def many_clients(record: RunRecord) -> Figure:
@@ -252,13 +229,9 @@ FIGURES: tuple[Callable[[RunRecord], Figure], ...] = (
     wake,
     wake_paced,
     wake_p99,
-    wake_queue,
     wake_redis,
     request("server_cpu", "CPU of the server: put, lease, ack (worst)", "redis-server: XADD, XREADGROUP, XACK", 4),
-    request("server_cpu", "the same, client and server on one core", "redis-server", 4, "_one_core"),
     request("call", "time of the call, one client (worst)", "the same of redis-py", 2),
-    request("call", "the same, client and server on one core", "redis-py", 2, "_one_core"),
-    busy_clients,
     busy_redis,
     many_clients,
     resident,

@@ -1,7 +1,7 @@
 """Scenario: the queue from another machine, beside one raw TCP stream, by turns in one run, over loopback.
 
     python -m bench.remote --out FILE
-    python -m bench.remote --moving-only --workloads ragged_32 ragged_128 random_ragged --out FILE
+    python -m bench.remote --moving-only --workloads ragged_32 random_ragged --out FILE
 
 - `raw/stream`: one process sends the bytes of a workload, another receives them into a buffer that it reuses.
 - `transferqueue/get`, `put`: `table.read` and `table.put` by a client that maps nothing (`data="remote"`), checksums
@@ -43,7 +43,7 @@ from bench.workloads import WORKLOADS, Workload, columns, same
 
 SCENARIO = "remote"
 OURS = "transferqueue"
-GETS = ("dense_1", "dense_32", "dense_128", "ragged_1", "ragged_32", "ragged_128", "random_dense", "random_ragged")
+GETS = ("dense_1", "dense_32", "dense_128", "ragged_1", "ragged_32", "random_dense", "random_ragged")
 TURNS = 11
 WARM = 3
 LEASES = 1500

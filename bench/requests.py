@@ -12,8 +12,8 @@ process, so it holds also while the machine is busy; times of calls do not.
 
 Which core a process is woken on decides more than anything else, and the kernel decides that from one moment to the
 next: a `send` that wakes a process on an idle core costs 20 µs on a virtual machine, and 1 µs if that process is to run
-on the core of the sender (an echo server in Python: 67 and 5 µs a call). So both are measured: `rows_N` with each
-server on a core of its own and the client on another, `rows_N_one_core` with all of them on one core.
+on the core of the sender (an echo server in Python: 67 and 5 µs a call). So the servers are placed on one core and the
+client on another, where there are two.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -140,15 +140,12 @@ def place(pid: int | str, core: int) -> None:
             os.sched_setaffinity(int(task.name), {core})
 
 
-def placements(stores: list[Any]) -> Iterator[str]:
-    """Place the processes in one way after another, and give what each is called."""
+def place_apart(stores: list[Any]) -> None:
+    """Place the servers on one core and this process on another, if there are two."""
     cores = sorted(os.sched_getaffinity(0))
-    for suffix, core in (("", cores[1:2]), ("_one_core", cores[:1])):
-        if core:
-            for store in stores:
-                place(store.pid, cores[0])
-            place("self", core[0])
-            yield suffix
+    for store in stores:
+        place(store.pid, cores[0])
+    place("self", cores[:2][-1])
 
 
 def one_round(store: Store, verbs: dict[str, Callable[[], object]], calls: int) -> dict[tuple[str, str], float]:
@@ -168,8 +165,8 @@ def one_round(store: Store, verbs: dict[str, Callable[[], object]], calls: int) 
     return costs
 
 
-def measure(stores: list[Store], rows: int, calls: int, rounds: int, suffix: str = "") -> list[Result]:
-    """Rounds of all stores in turn; the first is not counted. suffix: of the workload's name."""
+def measure(stores: list[Store], rows: int, calls: int, rounds: int) -> list[Result]:
+    """Rounds of all stores in turn; the first is not counted."""
     verbs: dict[str, Any] = {store.name: store.begin(rows) for store in stores}
     raw: dict[tuple[str, str, str], list[float]] = {}
     for number in range(rounds + 1):
@@ -178,7 +175,7 @@ def measure(stores: list[Store], rows: int, calls: int, rounds: int, suffix: str
                 if number:
                     raw.setdefault((store.name, verb, metric), []).append(cost)
     return [
-        Result(SCENARIO, name, f"rows_{rows}{suffix}", f"{verb}_{metric}", "s", costs)
+        Result(SCENARIO, name, f"rows_{rows}", f"{verb}_{metric}", "s", costs)
         for (name, verb, metric), costs in raw.items()
     ]
 
@@ -198,12 +195,8 @@ def run(names: list[str], levels: list[int], calls: int, rounds: int) -> list[Re
         for name in names:
             stores.append({"transferqueue": Ours, "redis": Redis}[name]())
             stack.callback(stores[-1].stop)
-        return [
-            result
-            for suffix in placements(stores)
-            for rows in levels
-            for result in measure(stores, rows, calls, rounds, suffix)
-        ]
+        place_apart(stores)
+        return [result for rows in levels for result in measure(stores, rows, calls, rounds)]
 
 
 def main() -> None:

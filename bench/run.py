@@ -69,7 +69,7 @@ def _lease_cost(contender: str, resident: list[int], peer: bool, repetitions: in
 
 def _control_plane(seconds: float) -> list[Job]:
     """What requests cost, beside Redis, and how soon a thousand clients are served. seconds: of the thousand."""
-    busy = ("--clients", "4", "16", "--rows", "1", "--seconds", "2", "--pin", "--redis")
+    busy = ("--clients", "16", "--rows", "1", "--seconds", "2", "--pin", "--redis")
     return [
         Job("requests", OURS, "bench.requests", ()),
         Job("busy", OURS, "bench.busy", busy),
