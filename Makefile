@@ -7,6 +7,9 @@ STAMP  := $(VENV)/.installed
 DEMOED := $(VENV)/.installed-demo
 DOCS   := .venv-docs
 DOCSED := $(DOCS)/.installed
+MIKE    = NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(DOCS))/bin:$$PATH" mike
+NAMES  ?= dev
+PUSH   ?= --push
 # pip would compile every module of every package, half of its processor time; Python compiles and keeps those that are imported.
 PIP    := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --progress-bar off --constraint constraints.txt
 ARGS   ?=
@@ -44,7 +47,7 @@ export PYTHONUTF8 := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: help setup check test docs dist test-long test-all test-engines test-shim test-verl test-stacks test-nemo test-ray test-mooncake test-nixl test-gpu test-others test-web test-deploy engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
+.PHONY: help setup check test docs docs-publish docs-pictures dist test-long test-all test-engines test-shim test-verl test-stacks test-nemo test-ray test-mooncake test-nixl test-gpu test-others test-web test-deploy engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -96,9 +99,16 @@ $(DOCSED): pyproject.toml constraints.txt
 # The site needs no network once this is installed: pages fetch nothing, and search is theirs.
 docs: $(DOCSED) ## the documentation as a site in build/docs: strict, links, anchors and twenty searches checked (half a minute; ARGS goes to mkdocs)
 	$(DOCS)/bin/python docs/site/prepare.py build/docs-source
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict --config-file docs/site/mkdocs.yml $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --config-file docs/site/mkdocs.yml $(ARGS)
 	$(DOCS)/bin/python docs/site/searches.py build/docs
 	@echo 'docs: open build/docs/index.html, or, for its search, python -m http.server --directory build/docs'
+
+docs-publish: docs ## the site as one version on the branch gh-pages, beside the others (NAMES="v0.1.0 latest"; PUSH= pushes nothing)
+	$(MIKE) deploy --config-file docs/site/mkdocs.yml --update-aliases $(PUSH) $(NAMES)
+	$(MIKE) set-default --config-file docs/site/mkdocs.yml $(PUSH) $$($(MIKE) list --config-file docs/site/mkdocs.yml latest >/dev/null 2>&1 && echo latest || echo dev)
+
+docs-pictures: docs $(WEBBED) ## each page of the site in Chromium, on a desktop and a phone: is anything cut off? Pictures in build/pictures (3 minutes)
+	$(WEB)/bin/python -m tests.web.site_pictures build/docs --out build/pictures
 
 dist: $(STAMP) ## wheel and sdist in dist/, twine check, the first pages in a bare environment of each Python (ARGS="--python PATH")
 	$(BIN)/python -m tests.dist $(ARGS)

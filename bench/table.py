@@ -29,7 +29,7 @@ def newest() -> Path:
 
 
 def _line(figure: Figure) -> str:
-    cells = (figure.work, figure.against, figure.required, figure.shown or "—", OUTCOMES[figure.met], figure.detail)
+    cells = (figure.work, figure.shown or "—", figure.required, OUTCOMES[figure.met], figure.against, figure.detail)
     return "| " + " | ".join(cells) + " |"
 
 
@@ -47,7 +47,7 @@ def caption(record: RunRecord) -> str:
 
 def markdown(record: RunRecord) -> str:
     """The table, its header and its caption."""
-    head = ["| work | against | required | measured | met | ours / theirs |", "|---|---|---|---|---|---|"]
+    head = ["| work | measured | required | met | against | ours / theirs |", "|---|---|---|---|---|---|"]
     return "\n".join([*head, *map(_line, figures(record)), "", caption(record)])
 
 

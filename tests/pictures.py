@@ -75,7 +75,7 @@ def picture() -> str:
         line("M532 168 L598 168", "both"),
         line("M670 196 L670 334 L90 334 L90 296", "weights"),
         label(565, 160, "lease, ack"),
-        label(196, 232, "lease, ack"),
+        label(240, 254, "lease, ack"),
         label(180, 100, "put"),
         label(560, 328, "weights, by version"),
         "</svg>",

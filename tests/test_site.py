@@ -4,6 +4,7 @@ and asks it twenty searches (`docs/site/searches.py`)."""
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -48,3 +49,14 @@ def test_decisions_and_sources_are_not_searched(prepared: Path) -> None:
     assert len(decisions) > 10
     assert len(sources) > 10
     assert [page.name for page in (*decisions, *sources) if _is_searched(page)] == []
+
+
+def test_blocks_of_code_open_with_their_language_alone(prepared: Path) -> None:
+    """Markdown shows a block whose opening has a second word as text, and swallows the headings after it."""
+    opened = [
+        line
+        for page in prepared.rglob("*.md")
+        for line in re.findall(r"^```+\w.*$", page.read_text("utf-8"), re.MULTILINE)
+    ]
+    assert len(opened) > 100
+    assert [line for line in opened if not re.fullmatch(r"```+\w+", line)] == []

@@ -17,10 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("*.md", "docs/**/*.md", "bench/*.md", "deploy/*.md", "examples/*.md")
+PAGES = ("*.md", "docs/**/*.md", "bench/**/*.md", "deploy/*.md", "examples/*.md")
 LINK = re.compile(r"(?P<before>\[[^\]]*\]\()(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?P<after>\))")
+CONTINUED = re.compile(r"^(```\w+) continue$", re.MULTILINE)
+"""The opening of a block that the tests run after those before it; Markdown knows no such word."""
 FENCE = re.compile(r"^```.*?^```\s*?$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".sbatch": "sh"}
+STYLE = ROOT / "docs/site/phone.css"
 SHOWN_AS_IT_IS = {".png", ".svg", ".ipynb"}
 NOT_SEARCHED = ("docs/decisions/", "docs/contribute/", "bench/", "CHANGELOG", "CONTRIBUTING")
 HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
@@ -39,7 +42,16 @@ class Site:
         where = page.relative_to(ROOT)
         text = page.read_text(encoding="utf-8")
         linked = outside_fences(text, lambda part: LINK.sub(lambda link: self._link(page, link), part))
-        self._write(where, HIDDEN * str(where).startswith(NOT_SEARCHED) + linked)
+        shown = CONTINUED.sub(r"\1", linked)
+        self._write(where, HIDDEN * str(where).startswith(NOT_SEARCHED) + shown)
+
+    def add_file(self, path: Path) -> None:
+        """Copy a file that is shown or loaded as it is."""
+        where = path.relative_to(ROOT)
+        if where not in self.written:
+            self.written.add(where)
+            (self.out / where).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, self.out / where)
 
     def _link(self, page: Path, link: re.Match[str]) -> str:
         target, anchor = link["target"], link["anchor"] or ""
@@ -60,10 +72,7 @@ class Site:
         if path.suffix == ".md":
             return where
         if path.suffix in SHOWN_AS_IT_IS:
-            if where not in self.written:
-                self.written.add(where)
-                (self.out / where).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, self.out / where)
+            self.add_file(path)
             return where
         shown = where.with_name(where.name + ".md")
         if shown not in self.written:
@@ -108,6 +117,7 @@ def prepare(out: Path) -> list[str]:
     site = Site(out)
     for page in sorted(path for pattern in PAGES for path in ROOT.glob(pattern)):
         site.add_page(page)
+    site.add_file(STYLE)
     return site.missing
 
 
