@@ -1,19 +1,23 @@
 """A job as a value: one frozen struct for each table of a job file, and `Job`, which holds them.
 
-The structs hold the file's values; the defaults are in this module only. Open settings (an empty text, None) are filled
-in by `transferqueue.workflows.job.settings.resolve`. Rules about one value are checked when a struct is made; rules
-between tables by `transferqueue.workflows.job.settings.rules`.
+The structs hold the file's values; the defaults are in this module only. The text beside a type says what the key
+means, and stands on the page `transferqueue docs job-keys`. Open settings (an empty text, None) are filled in by
+`transferqueue.workflows.job.settings.resolve`. Rules about one value are checked when a struct is made; rules between
+tables by `transferqueue.workflows.job.settings.rules`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, dataclass_transform
+from typing import Annotated, Any, Final, Literal, dataclass_transform
 
 import msgspec
 
 AlgorithmKind = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "ppo", "distill", "sft"]
 EngineKind = Literal["builtin", "transformers", "vllm", "vllm_server", "sglang_server", "openai"]
 Mode = Literal["sync", "delayed", "async"]
+
+_DTYPES: Final = "One of `float32`, `bfloat16` and `float16`."
+_DEVICE: Final = "Torch device, such as `cuda:1`. `auto`: a GPU if there is one, else the CPU."
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -22,282 +26,416 @@ class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ModelSettings(_Table):
-    """The policy. path: a Hugging Face directory or id, or the directory of a built-in model. tokenizer: a path (empty:
-    the model's). chat_template: a file (empty: the tokenizer's)."""
+    """The policy: the model that is trained, and its tokenizer."""
 
-    path: str
-    revision: str = ""
-    tokenizer: str = ""
-    chat_template: str = ""
-    dtype: str = "bfloat16"
-    trust_remote_code: bool = False
+    path: Annotated[str, "The policy: a Hugging Face directory or id, or the directory of a built-in model."]
+    revision: Annotated[
+        str, "Branch, tag or commit of a model that is given by its id. Empty: the default branch of the hub."
+    ] = ""
+    tokenizer: Annotated[str, "Directory or id of the tokenizer. Empty: `model.path`."] = ""
+    chat_template: Annotated[str, "File with a chat template in Jinja. Empty: the tokenizer's own."] = ""
+    dtype: Annotated[
+        str,
+        "Dtype of engines that the job starts, of the trainer's passes, and of scoring models without their own.",
+        _DTYPES,
+    ] = "bfloat16"
+    trust_remote_code: Annotated[bool, "Run Python code that comes with a model or tokenizer."] = False
 
 
 class DataSettings(_Table):
-    """The prompts. path: Parquet, Arrow or JSONL, a file or a directory of them, or a directory that `datasets` saved.
+    """The prompts that the policy is trained on."""
 
-    prompt: the column with the prompt, a text or a list of messages. template: makes the prompt from columns
-    (``"{question}"``). system: a system message. response: the column with the answer, for sft. columns: names of the
-    data's columns by the names that rewards ask for. overlong: what happens to a prompt over prompt_tokens_max tokens.
-    """
-
-    path: str
-    split: str = "train"
-    prompt: str = "prompt"
-    template: str = ""
-    system: str = ""
-    response: str = ""
-    columns: dict[str, str] = {}
-    epochs: int = 0
-    shuffle: bool = True
-    prompt_tokens_max: int = 1024
-    overlong: Literal["drop", "refuse"] = "drop"
+    path: Annotated[
+        str, "Parquet, Arrow or JSONL, a file or a directory of them, or a directory that `datasets` saved."
+    ]
+    split: Annotated[
+        str, "Split of a directory, by the names of its files. Where `path` is a file, it is not read."
+    ] = "train"
+    prompt: Annotated[str, "Column of the prompt, a text or a list of messages. Not read with a `template`."] = "prompt"
+    template: Annotated[
+        str, 'Text of the prompt with columns in braces: `"{question}"`. Empty: the column `prompt` has it.'
+    ] = ""
+    system: Annotated[
+        str, "System message before each prompt that has none, for models with a chat template. Empty: none."
+    ] = ""
+    response: Annotated[
+        str,
+        "Column of the response that `sft` learns; other kinds refuse it.",
+        "Empty: messages end with one of the assistant.",
+    ] = ""
+    columns: Annotated[
+        dict[str, str],
+        'Columns by the names that rewards ask for: `{ answer = "solution" }`.',
+        "Rewards that take every column get those named here; if none is named, all of the data.",
+    ] = {}
+    epochs: Annotated[int, "Passes over the data. 0: as many as the steps need."] = 0
+    shuffle: Annotated[bool, "Draw a new order for each epoch, by `seed`. `false`: the order of the files."] = True
+    prompt_tokens_max: Annotated[int, "Longest prompt, in tokens."] = 1024
+    overlong: Annotated[
+        Literal["drop", "refuse"],
+        "A longer prompt (for `sft` also a response over `sampling.tokens_max`) is left out and counted, or ends the"
+        " run with its line.",
+    ] = "drop"
 
 
 class EngineSettings(_Table):
-    """Processes that generate. count: number of them. slots: requests that one runs at a time. serves: the class of
-    rows that dispatch by length may give it. site: where they run ("": where the job does);
-    ``transferqueue train --site`` starts those of another site there. options: passed to the engine.
-    """
+    """Processes that generate. `engine` is an array of these tables."""
 
-    kind: EngineKind = "vllm"
-    url: str = ""
-    model: str = ""
-    count: int = 1
-    tensor_parallel: int = 1
-    slots: int = 64
-    serves: Literal["any", "tail", "regular"] = "any"
-    site: str = ""
-    options: dict[str, Any] = {}
+    kind: Annotated[EngineKind, "Program that generates. `transferqueue docs job-file` compares them."] = "vllm"
+    url: Annotated[
+        str,
+        "Address of the server, such as `http://127.0.0.1:8000`.",
+        "Required for `vllm_server`, `sglang_server` and `openai`; other kinds refuse it.",
+    ] = ""
+    model: Annotated[
+        str, "Directory or id of the engine's first weights; for `openai` the endpoint's name. Empty: `model.path`."
+    ] = ""
+    count: Annotated[int, "Processes like this."] = 1
+    tensor_parallel: Annotated[int, "Devices over which one `vllm` process spreads its model."] = 1
+    slots: Annotated[int, "Requests that one process runs at a time."] = 64
+    serves: Annotated[
+        Literal["any", "tail", "regular"],
+        'Rows that the engine takes with `dispatch.kind = "length"`: all, the longest, or the others.',
+    ] = "any"
+    site: Annotated[
+        str, "Site that runs these processes, by `transferqueue train --site NAME`. Empty: where the job runs."
+    ] = ""
+    options: Annotated[dict[str, Any], "Further arguments of the engine, by the engine's own names."] = {}
 
 
 class SamplingSettings(_Table):
-    """How responses are drawn. group_size: responses of a prompt. budget: tokens that one lease adds to a response at
-    most (0: no bound)."""
+    """How responses are drawn."""
 
-    group_size: int = 8
-    tokens_max: int = 512
-    temperature: float = 1.0
-    top_p: float = 1.0
-    stop: tuple[str, ...] = ()
-    budget: int = 0
+    group_size: Annotated[int, "Responses to each prompt. `sft` has one, and does not read it."] = 8
+    tokens_max: Annotated[int, "Longest response, in tokens."] = 512
+    temperature: Annotated[float, "Divisor of the logits, for drawing and for log-probs."] = 1.0
+    top_p: Annotated[
+        float,
+        "Probability mass that tokens are drawn from. Below 1 it is refused, but for `sft`: log-probs of a cut"
+        " distribution are not those of the trained model.",
+    ] = 1.0
+    stop: Annotated[tuple[str, ...], "Texts of one token each that end a response, as the model's end tokens do."] = ()
+    budget: Annotated[
+        int, "Most tokens that one lease adds to a response; a later lease goes on with it. 0: no bound."
+    ] = 0
 
 
 class RewardSettings(_Table):
-    """One term of the reward: exactly one of function (``module:function``, in TRL's form), model (a sequence
-    classifier) and environment (``module:factory``). weight: 0 measures the term and does not reward it."""
+    """A term of the reward, with exactly one of function, model and environment. `reward` is an array of these."""
 
-    function: str = ""
-    model: str = ""
-    environment: str = ""
-    weight: float = 1.0
-    args: dict[str, Any] = {}
-    processes: int = 1
-    timeout_s: float = 60.0
-    on_error: Literal["stop", "drop"] = "stop"
+    function: Annotated[str, "Function in TRL's form: `module:function` or `file.py:function`."] = ""
+    model: Annotated[str, "Directory or id of a sequence classifier with one label."] = ""
+    environment: Annotated[
+        str, "Factory of an environment, `module:factory`. Its episodes bring their rewards; it is the only term."
+    ] = ""
+    weight: Annotated[float, "Factor of this term in the sum. 0: measured, and not rewarded."] = 1.0
+    args: Annotated[
+        dict[str, Any],
+        'Arguments of the class or factory; of a model `output`, which is `"score"` or `"probability"`.',
+    ] = {}
+    processes: Annotated[int, "Processes that compute rewards. Of several terms the largest number counts."] = 1
+    timeout_s: Annotated[
+        float, "Longest call of the function or environment, in seconds; a longer one ends the run."
+    ] = 60.0
+    on_error: Annotated[
+        Literal["stop", "drop"], "A row for which the term fails ends the run, or is dropped as `reward_error`."
+    ] = "stop"
 
 
 class AlgorithmSettings(_Table):
-    """The algorithm. kind decides the open settings: empty texts, None, and 0 for clip_low and clip_high (see
-    `defaults.filled`)."""
+    """The advantages and the loss. The kind decides the keys that are left open (see `defaults.filled`)."""
 
-    kind: AlgorithmKind
-    std: Literal["sample", "population", "none", ""] = ""
-    std_eps: float = 1e-4
-    clip_low: float = 0.0
-    clip_high: float = 0.0
-    dual_clip: float = 0.0
-    ratio: Literal["token", "sequence", ""] = ""
-    aggregate: Literal["tokens", "rows", "rows_max", ""] = ""
-    old: Literal["rollout", "trainer"] = "rollout"
-    tis_max: float = 0.0
-    kl: float = 0.0
-    kl_in: Literal["loss", "reward"] = "loss"
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    filter_equal: bool | None = None
-    overlong_buffer: int = 0
-    overlong_penalty: float = 1.0
-    mask_truncated: bool = False
-    gamma: float = 1.0
-    lam: float = 0.95
-    value_clip: float = 0.2
-    whiten: bool | None = None
-    epochs: int = 1
-    minibatches: int = 1
-    top_k: int = 0
-    direction: Literal["reverse", "forward"] = "reverse"
+    kind: Annotated[AlgorithmKind, "Algorithm. `transferqueue docs losses` compares them."]
+    std: Annotated[
+        Literal["sample", "population", "none", ""],
+        "Divisor of a group's centred rewards: their standard deviation, by n − 1 or by n, or none.",
+        "Read by `grpo`, `dr_grpo`, `dapo` and `gspo`.",
+    ] = ""
+    std_eps: Annotated[float, "Added to that deviation."] = 1e-4
+    clip_low: Annotated[float, "The ratio is clipped below 1 − `clip_low`."] = 0.0
+    clip_high: Annotated[
+        float,
+        "The ratio is clipped above 1 + `clip_high`.",
+        "Open, it is a `clip_low` that is set, but for `dapo` and `gspo`.",
+    ] = 0.0
+    dual_clip: Annotated[
+        float, "Where an advantage A is negative, the loss is at most −`dual_clip` · A. 0: no such bound."
+    ] = 0.0
+    ratio: Annotated[
+        Literal["token", "sequence", ""],
+        "Ratio of each token, or of the sequence: the geometric mean over its tokens, for `rloo` their product.",
+    ] = ""
+    aggregate: Annotated[
+        Literal["tokens", "rows", "rows_max", ""],
+        "Mean of the loss over tokens; over rows, each by its token mean; or over rows times the longest response"
+        " allowed.",
+    ] = ""
+    old: Annotated[
+        Literal["rollout", "trainer"],
+        "Denominator of the ratio: the policy that drew the tokens, or the trainer's before the step.",
+    ] = "rollout"
+    tis_max: Annotated[
+        float,
+        'Largest importance weight p_old / p_rollout of a token; needs `old = "trainer"`. 0: tokens have no weight.',
+    ] = 0.0
+    kl: Annotated[float, "Coefficient of the KL divergence from the reference. 0: there is no reference."] = 0.0
+    kl_in: Annotated[Literal["loss", "reward"], "The KL is added to the loss, or taken from the reward."] = "loss"
+    kl_estimator: Annotated[
+        Literal["k1", "k2", "k3"],
+        "Estimator of the KL, with x = log p − log p_ref: x, x² / 2, or exp(−x) + x − 1.",
+    ] = "k3"
+    filter_equal: Annotated[bool | None, "Drop groups with equal rewards; other prompts take their place."] = None
+    overlong_buffer: Annotated[
+        int, "Last tokens before `sampling.tokens_max` over which a penalty grows from 0. 0: no penalty."
+    ] = 0
+    overlong_penalty: Annotated[float, "That penalty of the reward at `sampling.tokens_max` tokens."] = 1.0
+    mask_truncated: Annotated[bool, "Leave responses that `sampling.tokens_max` cut out of the loss."] = False
+    gamma: Annotated[float, "Discount of later rewards, for each token. Read by `ppo` and `reinforce_pp`."] = 1.0
+    lam: Annotated[float, "λ of generalized advantage estimation. Read by `ppo`."] = 0.95
+    value_clip: Annotated[
+        float, "Largest change of a value in the critic's loss, from the value before the step. 0: no bound."
+    ] = 0.2
+    whiten: Annotated[bool | None, "Give the advantages of a batch mean 0 and standard deviation 1."] = None
+    epochs: Annotated[int, "Passes over the rows of a step."] = 1
+    minibatches: Annotated[int, "Optimizer updates of each such pass."] = 1
+    top_k: Annotated[
+        int,
+        "The teacher's most probable tokens that a forward KL sums over. Read by `distill`. 0: the drawn token alone.",
+    ] = 0
+    direction: Annotated[
+        Literal["reverse", "forward"],
+        "KL that `distill` minimises: of the policy from the teacher at the drawn tokens, or of the teacher from the"
+        " policy over `top_k` tokens.",
+    ] = "reverse"
 
 
 class ScorerSettings(_Table):
-    """A model that scores rows: the reference or the teacher. path: empty: there is none. tokens: of one packed forward
-    pass."""
+    """A model that scores rows."""
 
-    path: str = ""
-    device: str = "auto"
-    dtype: str = ""
-    tokens: int = 8192
-    processes: int = 1
+    path: Annotated[str, "Directory or id of the model. Empty: there is none."] = ""
+    device: Annotated[str, _DEVICE] = "auto"
+    dtype: Annotated[str, "Dtype of the model. Empty: `model.dtype`.", _DTYPES] = ""
+    tokens: Annotated[int, "Most tokens of one forward pass; at least the longest prompt and response."] = 8192
+    processes: Annotated[int, "Processes that score."] = 1
 
 
 class CriticSettings(ScorerSettings):
-    """The value model of ppo, and how it is trained."""
+    """The value model of `ppo`, which requires its path; other kinds refuse one."""
 
-    lr: float = 1e-5
+    lr: Annotated[float, "Learning rate; everything else of its training is as in `trainer`."] = 1e-5
 
 
 class TrainerSettings(_Table):
-    """How the policy is trained. micro_tokens: tokens of one forward and backward pass. stream: begin with the rows
-    that are ready.
+    """How the policy is trained, by AdamW."""
 
-    order: "ready" takes groups as they become ready; "ordinal" in the order of the data, so that a run with fixed seeds
-    repeats bit for bit. patience_s: rank 0 waits so long for another rank in the middle of a step; then all ranks are
-    started again.
-    """
-
-    prompts_per_step: int = 32
-    device: str = "auto"
-    parallel: Literal["single", "ddp", "fsdp2"] = "single"
-    ranks: int = 1
-    master_dtype: str = "float32"
-    logits_dtype: str = "float32"
-    micro_tokens: int = 8192
-    stream: Literal["auto", "on", "off"] = "auto"
-    order: Literal["ready", "ordinal"] = "ready"
-    at_least: int = 1
-    gradient_checkpointing: bool = False
-    lora_rank: int = 0
-    lora_alpha: float = 16.0
-    lr: float = 1e-6
-    warmup: int = 0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    gradient_norm_max: float = 1.0
-    patience_s: float = 600.0
+    prompts_per_step: Annotated[int, "Prompts of a step, each with `sampling.group_size` rows."] = 32
+    device: Annotated[str, _DEVICE] = "auto"
+    parallel: Annotated[
+        Literal["single", "ddp", "fsdp2"], "One process; or `ranks` of them, each with the whole model or with a shard."
+    ] = "single"
+    ranks: Annotated[int, "Processes that train together."] = 1
+    master_dtype: Annotated[str, "Dtype of the weights that the optimizer updates.", _DTYPES] = "float32"
+    logits_dtype: Annotated[str, "Dtype in which the output layer computes logits.", _DTYPES] = "float32"
+    micro_tokens: Annotated[
+        int, "Most tokens of one forward and backward pass; at least the longest prompt and response."
+    ] = 8192
+    stream: Annotated[
+        Literal["auto", "on", "off"],
+        "Begin with the rows that are ready, or wait for all of a step.",
+        "`auto`: on, unless advantages are whitened or a step takes several updates.",
+    ] = "auto"
+    order: Annotated[
+        Literal["ready", "ordinal"],
+        "Take groups as they become ready, or in the order of the data, so that a run with a fixed `seed` repeats bit"
+        " for bit.",
+    ] = "ready"
+    at_least: Annotated[
+        int, "Fewest groups that a streaming step takes at once; rows for `reinforce_pp`, `ppo`, `distill` and `sft`."
+    ] = 1
+    gradient_checkpointing: Annotated[
+        bool, "Compute activations again in the backward pass: less memory, and more time."
+    ] = False
+    lora_rank: Annotated[int, "Rank of LoRA adapters, which are trained alone. 0: all weights are trained."] = 0
+    lora_alpha: Annotated[float, "Scale of the adapters: their product counts `lora_alpha` / `lora_rank` times."] = 16.0
+    lr: Annotated[float, "Learning rate after the warmup."] = 1e-6
+    warmup: Annotated[int, "Steps in which the learning rate rises to `lr`."] = 0
+    schedule: Annotated[
+        Literal["constant", "linear", "cosine"],
+        "Learning rate after the warmup: constant, or down to 0 at the last step, by a line or a cosine.",
+    ] = "constant"
+    weight_decay: Annotated[float, "Weight decay."] = 0.0
+    betas: Annotated[tuple[float, float], "Decays of the moving averages of the gradient and of its square."] = (
+        0.9,
+        0.95,
+    )
+    gradient_norm_max: Annotated[float, "Largest norm of a step's gradient, which is scaled down to it."] = 1.0
+    patience_s: Annotated[
+        float, "Seconds that rank 0 waits for another rank within a step; then all ranks are started again."
+    ] = 600.0
 
 
 class PacingSettings(_Table):
-    """How far generation runs ahead. window: prompts from the oldest live one that a step may use, in batches.
+    """How far generation runs ahead of training."""
 
-    over_sample: batches of prompts that a synchronous job begins. A step takes the groups that are ready first.
-    Generators then stop the others between two tokens: their rows go on under the next weights, and are trained up to
-    ``ceil(over_sample) - 1`` versions later. Episodes are generated to their end.
-    """
-
-    mode: Mode = "async"
-    depth: int | None = None
-    max_staleness: int | None = None
-    on_stale: Literal["requeue", "drop"] = "requeue"
-    window: float = 1.0
-    over_sample: float = 1.0
+    mode: Annotated[
+        Mode,
+        "Nothing ahead, each row with the newest weights; one batch, with those before the current step's; or `depth`"
+        " batches, whose weights change between two tokens.",
+    ] = "async"
+    depth: Annotated[
+        int | None,
+        "Batches that are generated ahead.",
+        "Open: 0 for `sync`, 1 for `delayed`, and for `async` `max_staleness`, or 1.",
+    ] = None
+    max_staleness: Annotated[
+        int | None,
+        "Most versions between the weights of a row and the step that trains it.",
+        "Open: as `depth`; with `over_sample` at least ⌈`over_sample`⌉ − 1.",
+    ] = None
+    on_stale: Annotated[
+        Literal["requeue", "drop"], "An older row is generated again, or dropped for another prompt."
+    ] = "requeue"
+    window: Annotated[
+        float, "Prompts that a step may use, counted from the oldest live one, in batches. Not read at depth 0."
+    ] = 1.0
+    over_sample: Annotated[
+        float,
+        "Batches of prompts that a `sync` job begins. A step takes the groups that are ready first; generators stop the"
+        " others between two tokens, and these go on under the next weights. Episodes are generated to their end.",
+    ] = 1.0
 
 
 class DispatchSettings(_Table):
-    """Which engine generates which row. kind: "given": any, in the order of the data; "length": by the expected length
-    of the response (StreamRL), long ones first and where that is faster in engines with small batches. It adds a
-    process, and helps where engines take several rounds for a step whose responses differ in length.
-    """
+    """Which engine generates which row."""
 
-    kind: Literal["given", "length"] = "given"
+    kind: Annotated[
+        Literal["given", "length"],
+        "Rows go to any engine in the order of the data, or by the expected length of the response (StreamRL).",
+        "The second adds a process, and helps where engines take several rounds for a step whose responses differ in"
+        " length.",
+    ] = "given"
 
 
 class ElasticSettings(_Table):
-    """How many generating processes there are while the job runs: `min` to `max` (0: always the counts of ``engine``).
-    More are started like the last of ``engine``.
+    """How many generating processes there are while the job runs. More are started like the last of `engine`."""
 
-    threshold: a process is added when generation takes longer than training by this share of the time that it would
-    save.
-    idle_s: with ``min = 0``, the last one ends after so long without a row. deadline_s: a process that is removed is
-    killed after it.
-    """
-
-    min: int = 1
-    max: int = 0
-    threshold: float = 1.0
-    idle_s: float = 60.0
-    deadline_s: float = 60.0
+    min: Annotated[int, "Fewest processes. 0: the last one ends while no row waits."] = 1
+    max: Annotated[int, "Most processes. 0: always the counts of `engine`."] = 0
+    threshold: Annotated[
+        float,
+        "A process is added when generation takes longer than training by this share of the time that it would save.",
+    ] = 1.0
+    idle_s: Annotated[float, "Seconds without a row after which the last process ends, with `min = 0`."] = 60.0
+    deadline_s: Annotated[float, "Seconds that a removed process has to give its rows back before it is killed."] = 60.0
 
 
 class WeightsSettings(_Table):
-    """How weights are published. background: only the copy to host memory stops the trainer. in_flight: engines change
-    weights between two tokens."""
+    """How weights are published."""
 
-    background: bool = True
-    dtype: str = "bfloat16"
-    every: int = 1
-    keep: int = 2
-    sharded: Literal["auto", "on", "off"] = "auto"
-    in_flight: bool = True
+    background: Annotated[
+        bool, "Publish in a thread: the trainer waits for the copy to host memory alone. Not read at depth 0."
+    ] = True
+    dtype: Annotated[str, "Dtype of published weights. Empty: the trainer's.", _DTYPES] = "bfloat16"
+    every: Annotated[int, "Steps between two versions."] = 1
+    keep: Annotated[int, "Versions that the queue keeps."] = 2
+    sharded: Annotated[
+        Literal["auto", "on", "off"],
+        'No effect: with `trainer.parallel = "fsdp2"` each rank publishes its shards, else rank 0 all weights.',
+    ] = "auto"
+    in_flight: Annotated[
+        bool, "In mode `async`, engines change weights between two tokens. `false`: running requests finish first."
+    ] = True
 
 
 class CheckpointSettings(_Table):
-    """Checkpoints of the trainer and its queue. every: steps between two (0: none). resume: auto, never, or a
-    directory."""
+    """Checkpoints of the trainer and its queue."""
 
-    every: int = 50
-    keep: int = 2
-    resume: str = "auto"
-    snapshot: bool = True
+    every: Annotated[int, "Steps between two checkpoints. 0: none is written."] = 50
+    keep: Annotated[int, "Checkpoints, and snapshots of the queue, that stay."] = 2
+    resume: Annotated[
+        str,
+        "Where a run without checkpoints of its own begins: at `model.path` (`auto` and `never`), or at the checkpoint"
+        " of a run's folder or of a directory `step-N`.",
+    ] = "auto"
+    snapshot: Annotated[
+        bool, "Take a snapshot of the queue with each checkpoint, if the job has its own server, not on a disk."
+    ] = True
 
 
 class EvaluationSettings(_Table):
-    """Held-out prompts. path: empty: none are evaluated. every: steps between two evaluations (0: before and after
-    only)."""
+    """Evaluation on held-out prompts, beside training."""
 
-    path: str = ""
-    split: str = "test"
-    every: int = 50
-    rows: int = 256
-    samples: int = 1
-    temperature: float = 0.0
+    path: Annotated[
+        str, "Held-out prompts, as `data.path`, with the columns of the training data. Empty: none are evaluated."
+    ] = ""
+    split: Annotated[str, "Split of a directory, as `data.split`."] = "test"
+    every: Annotated[int, "Steps between two evaluations. 0: before and after the run only."] = 50
+    rows: Annotated[int, "Most prompts that are evaluated, the first ones of the file."] = 256
+    samples: Annotated[int, "Responses to each prompt."] = 1
+    temperature: Annotated[
+        float, "Temperature of these responses; 0 takes the most probable token. `distill` draws as in training."
+    ] = 0.0
 
 
 class LogSettings(_Table):
-    """Where figures go, and how many sample responses of each step are kept."""
+    """Where figures go."""
 
-    to: tuple[Literal["jsonl", "tensorboard", "wandb"], ...] = ("jsonl",)
-    samples: int = 4
+    to: Annotated[
+        tuple[Literal["jsonl", "tensorboard", "wandb"], ...],
+        "Loggers beside the files in the run's folder, which are always written; `jsonl` adds none.",
+    ] = ("jsonl",)
+    samples: Annotated[int, "Responses of each step that are kept as text."] = 4
 
 
 class QueueSettings(_Table):
-    """The queue of the job. address: empty: the job runs its own server."""
+    """The queue of the job."""
 
-    address: str = ""
-    durability: Literal["memory", "process", "disk"] = "process"
-    memory_gib: float = 8.0
+    address: Annotated[str, "Address of a running server. Empty: the job starts its own."] = ""
+    durability: Annotated[
+        Literal["memory", "process", "disk"],
+        "What rows survive: the death of workers, that of every process, or also a reboot. Not read with an `address`.",
+    ] = "process"
+    memory_gib: Annotated[float, "Memory for rows and weights, in GiB."] = 8.0
 
 
 class RaySettings(_Table):
-    """How a job with ``on = "ray"`` is spread over the cluster. options: arguments of Ray's ``options`` of an actor
-    (``num_gpus``, ``num_cpus``, ``resources``, ``label_selector``, …) by task, or by process (``rollout-1``). replicas:
-    shards that store each row; with 2 no row is lost with a node. shard_gib: most memory of the shard on each node (0:
-    as ``queue.memory_gib``, which is the server's).
-    """
+    """How a job with `on = "ray"` is spread over the cluster."""
 
-    options: dict[str, dict[str, Any]] = {}
-    replicas: int = 1
-    shard_gib: float = 0.0
+    options: Annotated[
+        dict[str, dict[str, Any]],
+        "Arguments of Ray's `options` of an actor (`num_gpus`, `resources`, …), by task, or by process (`rollout-1`).",
+    ] = {}
+    replicas: Annotated[int, "Shards that store each row. With 2, no row is lost with a node."] = 1
+    shard_gib: Annotated[
+        float, "Most memory of the shard on each node, in GiB. 0: as `queue.memory_gib`, which is the server's."
+    ] = 0.0
 
 
 class Job(_Table):
-    """A whole job; `transferqueue.workflows.job.settings.read.job_from_file` reads one, `transferqueue train` runs one.
-
-    on: where its processes run: on this machine, or as actors of the Ray cluster that ``RAY_ADDRESS`` names.
-    """
+    """A whole job; `transferqueue.workflows.job.settings.read.job_from_file` reads one, `transferqueue train` runs
+    one."""
 
     model: ModelSettings
     data: DataSettings
     algorithm: AlgorithmSettings
-    name: str = ""
-    seed: int = 0
-    steps: int = 100
-    on: Literal["processes", "ray"] = "processes"
+    name: Annotated[
+        str, "Beginning of the name of the run's folder. Empty: that of the file, or the kind and the model."
+    ] = ""
+    seed: Annotated[int, "Seed of the order of the data, of drawn tokens, minibatches and adapters."] = 0
+    steps: Annotated[int, "Steps of the trainer."] = 100
+    on: Annotated[
+        Literal["processes", "ray"], "Run on this machine, or as actors of the Ray cluster that `RAY_ADDRESS` names."
+    ] = "processes"
     engine: tuple[EngineSettings, ...] = (EngineSettings(),)
     sampling: SamplingSettings = SamplingSettings()
     reward: tuple[RewardSettings, ...] = ()
-    reference: ScorerSettings = ScorerSettings()
+    reference: Annotated[
+        ScorerSettings, "The model that `algorithm.kl` holds the policy near; without a path, the policy at its start."
+    ] = ScorerSettings()
     critic: CriticSettings = CriticSettings()
-    teacher: ScorerSettings = ScorerSettings()
+    teacher: Annotated[
+        ScorerSettings, "The model that `distill` learns from, which requires its path; other kinds refuse one."
+    ] = ScorerSettings()
     trainer: TrainerSettings = TrainerSettings()
     pacing: PacingSettings = PacingSettings()
     dispatch: DispatchSettings = DispatchSettings()
