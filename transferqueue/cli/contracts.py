@@ -13,6 +13,7 @@ from typing import Any, Final
 import transferqueue as tq
 from transferqueue.cli.doc_pages import folder
 from transferqueue.errors import NotFound
+from transferqueue.workflows.job.settings.describe import describe, key_names
 
 _KINDS: Final = {"scorer": "testing.conformance.scorers.Scorer", "stage": "adapters.protocols.StageFunction"}
 """Contracts of adapters that have another name than their kind; generator, learner and producer are the names of
@@ -21,15 +22,21 @@ _MEMBERS: Final = re.compile(r"^::: transferqueue\.(\S+)\n    options:\n      me
 
 
 def contract(name: str) -> str | None:
-    """Signature and docstring of an exact public name: ``Task``, ``tq.Table.put``, ``Generator``. None if there is none
-    of this name."""
+    """Signature and docstring of an exact public name: ``Task``, ``tq.Table.put``, ``Generator``; entry of a key of a
+    job file: ``trainer.lr``. None if there is none of this name."""
     path = _names().get(_stripped(name)) or _of_class(_stripped(name), exact=True)
-    return None if path is None else _rendered(path)
+    if path is None:
+        return describe(name) if "." in name else None
+    return _rendered(path)
 
 
 def contract_like(name: str) -> str | None:
-    """As `contract`, for a name in other letters (``task``, ``batch.ack``), a kind of adapter, or a method alone
-    (``lease``)."""
+    """As `contract`, for a name in other letters (``task``, ``batch.ack``), a kind of adapter, a method alone
+    (``lease``), and for the last part of a key (``lr``) or a table of a job file."""
+    return "\n\n".join(filter(None, (_public_like(name), describe(name)))) or None
+
+
+def _public_like(name: str) -> str | None:
     name = _stripped(name)
     by_letters = {each.lower(): path for each, path in reversed(_names().items())}
     path = _KINDS.get(name.lower()) or by_letters.get(name.lower()) or _of_class(name, exact=False)
@@ -43,8 +50,10 @@ def contract_like(name: str) -> str | None:
 
 
 def names() -> list[str]:
-    """Every name that has a contract: public names, methods of the classes of `transferqueue`, kinds of adapters."""
-    return [*_names(), *_KINDS, *_methods(), *dict.fromkeys(path.rpartition(".")[2] for path in _methods())]
+    """Every name that has a contract: public names, methods of the classes of `transferqueue`, kinds of adapters, keys
+    of a job file."""
+    alone = dict.fromkeys(path.rpartition(".")[2] for path in _methods())
+    return [*_names(), *_KINDS, *_methods(), *alone, *key_names()]
 
 
 def _stripped(name: str) -> str:

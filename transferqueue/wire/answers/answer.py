@@ -92,8 +92,8 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 @cache
-def figures(kind: type[Answer]) -> dict[str, Figure]:
-    """The figures of a kind of answer, by name, in the order of declaration."""
+def figures(kind: type[msgspec.Struct]) -> dict[str, Figure]:
+    """The figures of a kind of answer, or the keys of a table of a job file, by name, in the order of declaration."""
     hints = get_type_hints(kind, include_extras=True)
     return {name: _figure(name, hints[name]) for name in kind.__struct_fields__}
 
@@ -101,7 +101,7 @@ def figures(kind: type[Answer]) -> dict[str, Figure]:
 def _figure(name: str, hint: Any) -> Figure:
     notes = getattr(hint, "__metadata__", ())
     meanings = [note for note in notes if isinstance(note, str) and note != GROWS]
-    return Figure(name, getattr(hint, "__origin__", hint), " ".join(meanings), GROWS in notes)
+    return Figure(name, hint.__origin__ if notes else hint, " ".join(meanings), GROWS in notes)
 
 
 def _by_name(answer: Answer) -> dict[str, Any]:

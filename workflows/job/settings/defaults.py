@@ -74,7 +74,7 @@ def defaults_of(kind: AlgorithmKind) -> KindDefaults:
 
 
 def filled(settings: AlgorithmSettings) -> AlgorithmSettings:
-    """Return ``settings`` with nothing left open. A clip_low that is set is also the clip_high of all kinds but dapo.
+    """Return ``settings`` with nothing left open. A clip_low that is set is also the clip_high, but for dapo and gspo.
 
     >>> algorithm = filled(AlgorithmSettings(kind="grpo", clip_low=0.1))
     >>> algorithm.std, algorithm.aggregate, algorithm.clip_high

@@ -73,8 +73,8 @@ class DataSettings(_Table):
     prompt_tokens_max: Annotated[int, "Longest prompt, in tokens."] = 1024
     overlong: Annotated[
         Literal["drop", "refuse"],
-        "A longer prompt (for `sft` also a response over `sampling.tokens_max`) is left out and counted, or ends the"
-        " run with its line.",
+        "`drop`: a longer prompt is left out and counted; `refuse`: it ends the run.",
+        "For `sft` so is a response over `sampling.tokens_max` tokens.",
     ] = "drop"
 
 
@@ -90,12 +90,12 @@ class EngineSettings(_Table):
     model: Annotated[
         str, "Directory or id of the engine's first weights; for `openai` the endpoint's name. Empty: `model.path`."
     ] = ""
-    count: Annotated[int, "Processes like this."] = 1
+    count: Annotated[int, "Processes with these settings."] = 1
     tensor_parallel: Annotated[int, "Devices over which one `vllm` process spreads its model."] = 1
     slots: Annotated[int, "Requests that one process runs at a time."] = 64
     serves: Annotated[
         Literal["any", "tail", "regular"],
-        'Rows that the engine takes with `dispatch.kind = "length"`: all, the longest, or the others.',
+        "Rows of dispatch by length that the engine takes: `tail`: the longest; `regular`: the others.",
     ] = "any"
     site: Annotated[
         str, "Site that runs these processes, by `transferqueue train --site NAME`. Empty: where the job runs."
@@ -138,17 +138,18 @@ class RewardSettings(_Table):
         float, "Longest call of the function or environment, in seconds; a longer one ends the run."
     ] = 60.0
     on_error: Annotated[
-        Literal["stop", "drop"], "A row for which the term fails ends the run, or is dropped as `reward_error`."
+        Literal["stop", "drop"],
+        "`stop`: a row for which the term fails ends the run; `drop`: it is dropped as `reward_error`.",
     ] = "stop"
 
 
 class AlgorithmSettings(_Table):
-    """The advantages and the loss. The kind decides the keys that are left open (see `defaults.filled`)."""
+    """The advantages and the loss. `kind` decides the keys that are left open."""
 
     kind: Annotated[AlgorithmKind, "Algorithm. `transferqueue docs losses` compares them."]
     std: Annotated[
         Literal["sample", "population", "none", ""],
-        "Divisor of a group's centred rewards: their standard deviation, by n − 1 or by n, or none.",
+        "Divisor of a group's centred rewards: their standard deviation, `sample`: by n − 1, `population`: by n.",
         "Read by `grpo`, `dr_grpo`, `dapo` and `gspo`.",
     ] = ""
     std_eps: Annotated[float, "Added to that deviation."] = 1e-4
@@ -156,33 +157,35 @@ class AlgorithmSettings(_Table):
     clip_high: Annotated[
         float,
         "The ratio is clipped above 1 + `clip_high`.",
-        "Open, it is a `clip_low` that is set, but for `dapo` and `gspo`.",
+        "A `clip_low` that is set is its default too, but for `dapo` and `gspo`.",
     ] = 0.0
     dual_clip: Annotated[
         float, "Where an advantage A is negative, the loss is at most −`dual_clip` · A. 0: no such bound."
     ] = 0.0
     ratio: Annotated[
         Literal["token", "sequence", ""],
-        "Ratio of each token, or of the sequence: the geometric mean over its tokens, for `rloo` their product.",
+        "Ratio of each token, or of the `sequence`: the geometric mean over its tokens, for `rloo` their product.",
     ] = ""
     aggregate: Annotated[
         Literal["tokens", "rows", "rows_max", ""],
-        "Mean of the loss over tokens; over rows, each by its token mean; or over rows times the longest response"
+        "Unit of the loss's mean: `tokens`; `rows`, each by its token mean; `rows_max`: rows times the longest response"
         " allowed.",
     ] = ""
     old: Annotated[
         Literal["rollout", "trainer"],
-        "Denominator of the ratio: the policy that drew the tokens, or the trainer's before the step.",
+        "Denominator of the ratio: `rollout`: the policy that drew the tokens; `trainer`: the one before the step.",
     ] = "rollout"
     tis_max: Annotated[
         float,
         'Largest importance weight p_old / p_rollout of a token; needs `old = "trainer"`. 0: tokens have no weight.',
     ] = 0.0
     kl: Annotated[float, "Coefficient of the KL divergence from the reference. 0: there is no reference."] = 0.0
-    kl_in: Annotated[Literal["loss", "reward"], "The KL is added to the loss, or taken from the reward."] = "loss"
+    kl_in: Annotated[
+        Literal["loss", "reward"], "Term that has the KL: it is added to the loss, or subtracted from the reward."
+    ] = "loss"
     kl_estimator: Annotated[
         Literal["k1", "k2", "k3"],
-        "Estimator of the KL, with x = log p − log p_ref: x, x² / 2, or exp(−x) + x − 1.",
+        "Estimator of the KL, with x = log p − log p_ref: `k1`: x; `k2`: x² / 2; `k3`: exp(−x) + x − 1.",
     ] = "k3"
     filter_equal: Annotated[bool | None, "Drop groups with equal rewards; other prompts take their place."] = None
     overlong_buffer: Annotated[
@@ -204,17 +207,17 @@ class AlgorithmSettings(_Table):
     ] = 0
     direction: Annotated[
         Literal["reverse", "forward"],
-        "KL that `distill` minimises: of the policy from the teacher at the drawn tokens, or of the teacher from the"
-        " policy over `top_k` tokens.",
+        "KL that `distill` minimises: `reverse`: from the teacher, at the drawn tokens; `forward`: from the policy,"
+        " over the teacher's `top_k` tokens.",
     ] = "reverse"
 
 
 class ScorerSettings(_Table):
     """A model that scores rows."""
 
-    path: Annotated[str, "Directory or id of the model. Empty: there is none."] = ""
+    path: Annotated[str, "Directory or id of the model."] = ""
     device: Annotated[str, _DEVICE] = "auto"
-    dtype: Annotated[str, "Dtype of the model. Empty: `model.dtype`.", _DTYPES] = ""
+    dtype: Annotated[str, "Dtype of the model.", _DTYPES, "Empty: `model.dtype`."] = ""
     tokens: Annotated[int, "Most tokens of one forward pass; at least the longest prompt and response."] = 8192
     processes: Annotated[int, "Processes that score."] = 1
 
@@ -231,7 +234,8 @@ class TrainerSettings(_Table):
     prompts_per_step: Annotated[int, "Prompts of a step, each with `sampling.group_size` rows."] = 32
     device: Annotated[str, _DEVICE] = "auto"
     parallel: Annotated[
-        Literal["single", "ddp", "fsdp2"], "One process; or `ranks` of them, each with the whole model or with a shard."
+        Literal["single", "ddp", "fsdp2"],
+        "`single`: one process; `ddp`: `ranks` processes, each with the whole model; `fsdp2`: each with a shard of it.",
     ] = "single"
     ranks: Annotated[int, "Processes that train together."] = 1
     master_dtype: Annotated[str, "Dtype of the weights that the optimizer updates.", _DTYPES] = "float32"
@@ -241,13 +245,13 @@ class TrainerSettings(_Table):
     ] = 8192
     stream: Annotated[
         Literal["auto", "on", "off"],
-        "Begin with the rows that are ready, or wait for all of a step.",
+        "`on`: begin with the rows that are ready; `off`: wait for all of a step;",
         "`auto`: on, unless advantages are whitened or a step takes several updates.",
     ] = "auto"
     order: Annotated[
         Literal["ready", "ordinal"],
-        "Take groups as they become ready, or in the order of the data, so that a run with a fixed `seed` repeats bit"
-        " for bit.",
+        "`ready`: take groups as they become ready; `ordinal`: in the order of the data, so that a run with a fixed"
+        " `seed` repeats bit for bit.",
     ] = "ready"
     at_least: Annotated[
         int, "Fewest groups that a streaming step takes at once; rows for `reinforce_pp`, `ppo`, `distill` and `sft`."
@@ -261,9 +265,9 @@ class TrainerSettings(_Table):
     warmup: Annotated[int, "Steps in which the learning rate rises to `lr`."] = 0
     schedule: Annotated[
         Literal["constant", "linear", "cosine"],
-        "Learning rate after the warmup: constant, or down to 0 at the last step, by a line or a cosine.",
+        "Learning rate after the warmup: `constant`, or down to 0 at the last step by a line or a cosine.",
     ] = "constant"
-    weight_decay: Annotated[float, "Weight decay."] = 0.0
+    weight_decay: Annotated[float, "Decay of weights at each update, times the learning rate."] = 0.0
     betas: Annotated[tuple[float, float], "Decays of the moving averages of the gradient and of its square."] = (
         0.9,
         0.95,
@@ -279,8 +283,8 @@ class PacingSettings(_Table):
 
     mode: Annotated[
         Mode,
-        "Nothing ahead, each row with the newest weights; one batch, with those before the current step's; or `depth`"
-        " batches, whose weights change between two tokens.",
+        "`sync`: nothing is generated ahead; `delayed`: one batch, with the weights before the current step's; `async`:"
+        " `depth` batches, with weights that change between two tokens.",
     ] = "async"
     depth: Annotated[
         int | None,
@@ -293,7 +297,8 @@ class PacingSettings(_Table):
         "Open: as `depth`; with `over_sample` at least ⌈`over_sample`⌉ − 1.",
     ] = None
     on_stale: Annotated[
-        Literal["requeue", "drop"], "An older row is generated again, or dropped for another prompt."
+        Literal["requeue", "drop"],
+        "`requeue`: an older row is generated again; `drop`: it makes room for another prompt.",
     ] = "requeue"
     window: Annotated[
         float, "Prompts that a step may use, counted from the oldest live one, in batches. Not read at depth 0."
@@ -310,9 +315,9 @@ class DispatchSettings(_Table):
 
     kind: Annotated[
         Literal["given", "length"],
-        "Rows go to any engine in the order of the data, or by the expected length of the response (StreamRL).",
-        "The second adds a process, and helps where engines take several rounds for a step whose responses differ in"
-        " length.",
+        "`given`: any engine takes rows in the order of the data; `length`: by the expected length of the response"
+        " (StreamRL).",
+        "That adds a process, and helps where engines take several rounds for a step whose responses differ in length.",
     ] = "given"
 
 
@@ -335,7 +340,7 @@ class WeightsSettings(_Table):
     background: Annotated[
         bool, "Publish in a thread: the trainer waits for the copy to host memory alone. Not read at depth 0."
     ] = True
-    dtype: Annotated[str, "Dtype of published weights. Empty: the trainer's.", _DTYPES] = "bfloat16"
+    dtype: Annotated[str, "Dtype of published weights.", _DTYPES, "Empty: the trainer's."] = "bfloat16"
     every: Annotated[int, "Steps between two versions."] = 1
     keep: Annotated[int, "Versions that the queue keeps."] = 2
     sharded: Annotated[
@@ -393,7 +398,8 @@ class QueueSettings(_Table):
     address: Annotated[str, "Address of a running server. Empty: the job starts its own."] = ""
     durability: Annotated[
         Literal["memory", "process", "disk"],
-        "What rows survive: the death of workers, that of every process, or also a reboot. Not read with an `address`.",
+        "`memory`: rows survive the death of workers; `process`: of all processes; `disk`: also a reboot.",
+        "Not read with an `address`.",
     ] = "process"
     memory_gib: Annotated[float, "Memory for rows and weights, in GiB."] = 8.0
 
@@ -424,7 +430,8 @@ class Job(_Table):
     seed: Annotated[int, "Seed of the order of the data, of drawn tokens, minibatches and adapters."] = 0
     steps: Annotated[int, "Steps of the trainer."] = 100
     on: Annotated[
-        Literal["processes", "ray"], "Run on this machine, or as actors of the Ray cluster that `RAY_ADDRESS` names."
+        Literal["processes", "ray"],
+        "`processes`: run on this machine; `ray`: as actors of the Ray cluster that `RAY_ADDRESS` names.",
     ] = "processes"
     engine: tuple[EngineSettings, ...] = (EngineSettings(),)
     sampling: SamplingSettings = SamplingSettings()

@@ -14,7 +14,7 @@ from transferqueue.errors import UsageError
 from transferqueue.workflows.job.settings.job import Job
 
 _NEAR: Final = 0.7
-_OTHER_NAMES: Final = {
+OTHER_NAMES: Final = {
     "learning_rate": "trainer.lr",
     "num_generations": "sampling.group_size",
     "n": "sampling.group_size",
@@ -53,14 +53,14 @@ def check_keys(values: object, kind: Any, at: str) -> None:
 def _meant(name: str, value: object, names: list[str], key: str) -> str:
     """Say which key was meant: one of another table, one with a similar name, or list those that exist."""
     elsewhere = [found for found in _keys() if found.rpartition(".")[2] == name and found != key]
-    if name in _OTHER_NAMES:
-        elsewhere = [_OTHER_NAMES[name], *elsewhere]
+    if name in OTHER_NAMES:
+        elsewhere = [OTHER_NAMES[name], *elsewhere]
     if near := get_close_matches(name, names, n=2, cutoff=_NEAR):
         return " or ".join(near) + "?"
     if elsewhere:
         return "see " + ", ".join(dict.fromkeys(elsewhere))
     if isinstance(value, Mapping):
-        inner = {_OTHER_NAMES.get(str(one), found) for one in value for found in _keys() if _last(found) == str(one)}
+        inner = {OTHER_NAMES.get(str(one), found) for one in value for found in _keys() if _last(found) == str(one)}
         if inner:
             return f"there is no such table; see {', '.join(sorted(inner))}"
     return f"there is no such key; there are {', '.join(names)}"

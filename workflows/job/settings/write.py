@@ -21,7 +21,9 @@ def as_toml(struct: msgspec.Struct) -> str:
     """Return a struct as TOML, its tables after its values. Values that are None are left out."""
     values = msgspec.to_builtins(struct)
     lines = [
-        f"{_key(name)} = {_text(value)}" for name, value in values.items() if not _is_table(value) and value is not None
+        f"{_key(name)} = {value_as_toml(value)}"
+        for name, value in values.items()
+        if not _is_table(value) and value is not None
     ]
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -34,7 +36,7 @@ def as_toml(struct: msgspec.Struct) -> str:
 
 
 def _lines(table: Mapping[str, Any]) -> list[str]:
-    return [f"{_key(name)} = {_text(value)}" for name, value in table.items() if value is not None]
+    return [f"{_key(name)} = {value_as_toml(value)}" for name, value in table.items() if value is not None]
 
 
 def _is_table(value: object) -> bool:
@@ -53,7 +55,8 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")
 
 
-def _text(value: object) -> str:
+def value_as_toml(value: object) -> str:
+    """Return a value as TOML. `UsageError` for one that TOML does not have, such as None."""
     if isinstance(value, str):
         return _quoted(value)
     if isinstance(value, bool):
@@ -61,8 +64,8 @@ def _text(value: object) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, Sequence):
-        return f"[{', '.join(_text(inner) for inner in value)}]"
+        return f"[{', '.join(value_as_toml(inner) for inner in value)}]"
     if isinstance(value, Mapping):
-        inner = ", ".join(f"{_key(name)} = {_text(inner)}" for name, inner in value.items())
+        inner = ", ".join(f"{_key(name)} = {value_as_toml(inner)}" for name, inner in value.items())
         return f"{{ {inner} }}" if inner else "{}"
     raise UsageError(f"{value!r} is {type(value).__name__}, which TOML does not have")

@@ -1,0 +1,137 @@
+"""The tables and keys of a job file in words: meaning, type, default and range of each. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import NoneType, UnionType
+from typing import Any, Final, Literal, NamedTuple, Union, get_args, get_origin
+
+import msgspec
+
+from transferqueue.wire.answers.answer import Figure, figures
+from transferqueue.workflows.job.settings.defaults import KINDS, filled
+from transferqueue.workflows.job.settings.job import AlgorithmSettings, Job
+from transferqueue.workflows.job.settings.keys import OTHER_NAMES
+from transferqueue.workflows.job.settings.ranges import RANGES
+from transferqueue.workflows.job.settings.write import value_as_toml
+
+REQUIRED: Final = "required"
+OPEN: Final = "open"
+"""Default of a key that the job fills in from others."""
+_TYPES: Final = {bool: "boolean", int: "integer", float: "number", str: "string", Any: "value"}
+
+
+class Table(NamedTuple):
+    """A table of a job file. name: "" for the keys outside tables."""
+
+    name: str
+    struct: type[msgspec.Struct]
+    meaning: str
+
+
+class Key(NamedTuple):
+    """A key of a job file. name: ``trainer.lr``. type: with its range. default: TOML, or `REQUIRED` or `OPEN`. by_kind:
+    the default of each kind of algorithm, where they differ."""
+
+    name: str
+    type: str
+    default: str
+    by_kind: str
+    meaning: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.meaning}\n    type: {self.type}\n    default: {self.by_kind or self.default}\n"
+
+
+def describe(name: str) -> str | None:
+    """Meaning, type and default of the keys of this name; None if there are none.
+
+    Args:
+        name: a key (``trainer.lr``, ``engine.0.count``), its last part (``lr``), a table (``trainer``), or the name
+            that another trainer gives a key (``num_generations``).
+
+    Example:
+        >>> print(describe("num_generations"))
+        sampling.group_size: Responses to each prompt. `sft` has one, and does not read it.
+            type: integer, at least 1
+            default: 8
+        <BLANKLINE>
+    """
+    wanted = ".".join(part for part in name.split(".") if not part.isdigit())
+    wanted = OTHER_NAMES.get(wanted, wanted)
+    for table in tables():
+        if table.name and table.name == wanted:
+            return "\n".join([f"[{table.name}] {table.meaning}\n", *map(str, keys(table))])
+    every = [key for table in tables() for key in keys(table)]
+    exact = [key for key in every if key.name == wanted]
+    return "\n".join(map(str, exact or [key for key in every if key.name.endswith(f".{wanted}")])) or None
+
+
+def key_names() -> list[str]:
+    """Every name that `describe` knows, each once."""
+    every = [key.name for table in tables() for key in keys(table)]
+    parts = [part for name in every for part in (name.partition(".")[0], name.rpartition(".")[2])]
+    return list(dict.fromkeys([*every, *parts, *OTHER_NAMES]))
+
+
+def tables() -> Iterator[Table]:
+    """Yield the tables of a job file; the keys outside tables first."""
+    yield Table("", Job, _summary(Job))
+    for field in figures(Job).values():
+        if (struct := _struct(field)) is not None:
+            yield Table(field.name, struct, field.meaning or _summary(struct))
+
+
+def keys(table: Table) -> list[Key]:
+    """Return the keys of a table, without the tables in it."""
+    infos = {info.name: info for info in msgspec.structs.fields(table.struct)}
+    return [_key(table, field, infos[field.name]) for field in figures(table.struct).values() if not _struct(field)]
+
+
+def _struct(field: Figure) -> type[msgspec.Struct] | None:
+    kind = get_args(field.type)[0] if get_origin(field.type) is tuple else field.type
+    return kind if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else None
+
+
+def _summary(struct: type) -> str:
+    return " ".join((struct.__doc__ or "").split())
+
+
+def _key(table: Table, field: Figure, info: msgspec.structs.FieldInfo) -> Key:
+    name = f"{table.name}.{field.name}".lstrip(".")
+    bounds = f", {RANGES[name]}" if name in RANGES else ""
+    by_kind = _by_kind(field.name) if table.struct is AlgorithmSettings and not info.required else ""
+    return Key(name, _type(field.type) + bounds, OPEN if by_kind else _default(info), by_kind, field.meaning)
+
+
+def _default(info: msgspec.structs.FieldInfo) -> str:
+    if info.required:
+        return REQUIRED
+    value = info.default if info.default_factory is msgspec.NODEFAULT else info.default_factory()
+    return OPEN if value is None else value_as_toml(value)
+
+
+def _by_kind(name: str) -> str:
+    """The values that `filled` gives an open key of ``algorithm``; "" for a key that it leaves as it is."""
+    kinds: dict[str, list[str]] = {}
+    is_open = False
+    for kind in KINDS:
+        settings = AlgorithmSettings(kind=kind)
+        value = getattr(filled(settings), name)
+        is_open |= value != getattr(settings, name)
+        kinds.setdefault(value_as_toml(value), []).append(kind)
+    *few, (common, _) = sorted(kinds.items(), key=lambda each: len(each[1]))
+    said = [*(f"{value} for {', '.join(names)}" for value, names in few), f"{common} for other kinds"]
+    return "; ".join(said) if is_open else ""
+
+
+def _type(kind: Any) -> str:
+    """A type in the words of TOML. An empty text is left out: it is the default of an open key."""
+    origin, parts = get_origin(kind), [part for part in get_args(kind) if part is not NoneType]
+    if origin is Literal:
+        return ", ".join(value_as_toml(value) for value in parts if value)
+    if origin in (Union, UnionType):
+        return _type(parts[0])
+    if origin is tuple:
+        return f"array of {_type(parts[0])}" if parts[-1] is ... else f"array of {len(parts)}: {_type(parts[0])}"
+    return "table" if origin is dict else _TYPES[kind]
