@@ -1,5 +1,6 @@
 """Every error of the tree ends a command with one line and its documented code; nothing prints a traceback."""
 
+import re
 import sys
 from collections.abc import Callable
 
@@ -7,10 +8,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tests.markdown import ROOT
 from transferqueue import cli, errors
+from transferqueue.cli import exit_codes
 from transferqueue.cli.app import Commands
 from transferqueue.cli.exit_codes import exit_code
 from transferqueue.lazy import install_line
+from transferqueue.server.process.supervisor import EXIT_TORN
 
 
 def command_that(act: Callable[[], None]) -> typer.Typer:
@@ -49,6 +53,12 @@ def test_an_error_is_one_line_and_a_code(error: type[errors.TransferQueueError],
 
 def test_every_error_of_the_tree_has_a_code() -> None:
     assert {exit_code(error("")) for error in errors.BY_NAME.values()} == {2, 3, 4, 5, 74}
+
+
+def test_the_page_has_every_code_and_no_other() -> None:
+    page = (ROOT / "docs/reference/command-line.md").read_text().partition("\n## Exit codes\n")[2].partition("\n## ")[0]
+    listed = set(map(int, re.findall(r"^\| (\d+) \|", page, re.MULTILINE)))
+    assert listed == {0, EXIT_TORN, *(code for code in vars(exit_codes).values() if isinstance(code, int))}
 
 
 def test_a_long_line_is_not_broken_and_markup_is_text() -> None:
