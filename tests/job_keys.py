@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from transferqueue.workflows.job.settings.describe import OPEN, REQUIRED, Key, Table, keys, tables
+from transferqueue.workflows.job.settings.describe import OPEN, REQUIRED, Key, KeyTable, keys, tables
 
 PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "reference" / "job-keys.md"
 TABLES: Final = {table.name or "job": table for table in tables()}
@@ -28,7 +28,7 @@ def documented(text: str) -> list[str]:
     return [found[2] for found in _TABLE.finditer(text)]
 
 
-def _table(table: Table) -> str:
+def _table(table: KeyTable) -> str:
     about = [table.meaning, ""] if table.name else []
     head = ["| key | type | meaning |", "|---|---|---|"]
     lines = "\n".join([*about, *head, *map(_line, keys(table)), ""])

@@ -21,7 +21,7 @@ OPEN: Final = "open"
 _TYPES: Final = {bool: "boolean", int: "integer", float: "number", str: "string", Any: "value"}
 
 
-class Table(NamedTuple):
+class KeyTable(NamedTuple):
     """A table of a job file. name: "" for the keys outside tables."""
 
     name: str
@@ -74,15 +74,15 @@ def key_names() -> list[str]:
     return list(dict.fromkeys([*every, *parts, *OTHER_NAMES]))
 
 
-def tables() -> Iterator[Table]:
+def tables() -> Iterator[KeyTable]:
     """Yield the tables of a job file; the keys outside tables first."""
-    yield Table("", Job, _summary(Job))
+    yield KeyTable("", Job, _summary(Job))
     for field in figures(Job).values():
         if (struct := _struct(field)) is not None:
-            yield Table(field.name, struct, field.meaning or _summary(struct))
+            yield KeyTable(field.name, struct, field.meaning or _summary(struct))
 
 
-def keys(table: Table) -> list[Key]:
+def keys(table: KeyTable) -> list[Key]:
     """Return the keys of a table, without the tables in it."""
     infos = {info.name: info for info in msgspec.structs.fields(table.struct)}
     return [_key(table, field, infos[field.name]) for field in figures(table.struct).values() if not _struct(field)]
@@ -97,7 +97,7 @@ def _summary(struct: type) -> str:
     return " ".join((struct.__doc__ or "").split())
 
 
-def _key(table: Table, field: Figure, info: msgspec.structs.FieldInfo) -> Key:
+def _key(table: KeyTable, field: Figure, info: msgspec.structs.FieldInfo) -> Key:
     name = f"{table.name}.{field.name}".lstrip(".")
     bounds = f", {RANGES[name]}" if name in RANGES else ""
     by_kind = _by_kind(field.name) if table.struct is AlgorithmSettings and not info.required else ""
