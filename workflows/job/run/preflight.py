@@ -83,10 +83,10 @@ def check_queue(address: str) -> None:
 
 
 def _check_resume(path: str) -> None:
-    if path not in ("auto", "never") and not Path(path).is_dir():
+    if path and not Path(path).is_dir():
         raise NotFound(
-            f'checkpoint.resume={path!r}: there is no such directory; give "auto", "never", a run\'s folder, or a '
-            "checkpoint step-N"
+            f"checkpoint.resume={path!r}: there is no such directory; give a run's folder or a checkpoint step-N, or "
+            "leave it out"
         )
 
 

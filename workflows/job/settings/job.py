@@ -343,10 +343,6 @@ class WeightsSettings(_Table):
     dtype: Annotated[str, "Dtype of published weights.", _DTYPES, "Empty: the trainer's."] = "bfloat16"
     every: Annotated[int, "Steps between two versions."] = 1
     keep: Annotated[int, "Versions that the queue keeps."] = 2
-    sharded: Annotated[
-        Literal["auto", "on", "off"],
-        'No effect: with `trainer.parallel = "fsdp2"` each rank publishes its shards, else rank 0 all weights.',
-    ] = "auto"
     in_flight: Annotated[
         bool, "In mode `async`, engines change weights between two tokens. `false`: running requests finish first."
     ] = True
@@ -359,9 +355,9 @@ class CheckpointSettings(_Table):
     keep: Annotated[int, "Checkpoints, and snapshots of the queue, that stay."] = 2
     resume: Annotated[
         str,
-        "Where a run without checkpoints of its own begins: at `model.path` (`auto` and `never`), or at the checkpoint"
-        " of a run's folder or of a directory `step-N`.",
-    ] = "auto"
+        "Checkpoint that a new run begins with: a run's folder, or a directory `step-N`. Empty: none, it begins with"
+        " `model.path`.",
+    ] = ""
     snapshot: Annotated[
         bool, "Take a snapshot of the queue with each checkpoint, if the job has its own server, not on a disk."
     ] = True

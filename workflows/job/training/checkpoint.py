@@ -215,7 +215,8 @@ def _set_learner_tensors(
     if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in model.items()}:
         differing = sorted(own.keys() ^ model.keys()) or [n for n in own if own[n].shape != model[n].shape]
         raise UsageError(
-            f'checkpoint "{path}" is of another model: {listing(differing)} differ; give its model, or resume="never"'
+            f'checkpoint "{path}" is of another model: {listing(differing)} differ; give its model, or leave '
+            "checkpoint.resume out"
         )
     for name, value in own.items():
         _copy(value, model[name])

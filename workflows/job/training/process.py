@@ -320,7 +320,7 @@ def _resumed(job: Job, learner: StepLearner, checkpoints: Checkpoints | None) ->
     there is none."""
     resume = job.checkpoint.resume
     newest = checkpoints.newest() if checkpoints is not None else None
-    if newest is None and resume not in ("auto", "never"):
+    if newest is None and resume:
         newest = _named(Path(resume), learner, job)
     return None if newest is None else load_checkpoint(newest, learner)
 
