@@ -3,6 +3,7 @@
 
 import ast
 import contextlib
+import doctest
 import enum
 import importlib
 import importlib.util
@@ -10,9 +11,9 @@ import inspect
 import itertools
 import re
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import transferqueue as tq
@@ -84,11 +85,21 @@ def shown() -> set[str]:
 
 
 def used(run: bool) -> set[str]:
-    """Every name and attribute in the code of the reference: of what runs, or of all blocks."""
+    """Every name and attribute in the code of the reference: of code that runs, in pages and docstrings, or of all."""
     code = [script.code for page in PAGES for script in scripts(page)]
+    code += [example.source for docstring in _docstrings() for example in _examples(docstring)]
     if not run:
         code += [block.code for page in PAGES for block in blocks(page) if block.info == "py"]
     return {word for text in code for word in re.findall(r"\w+", text)}
+
+
+def _docstrings() -> Iterator[str | None]:
+    """Of the public names and their members."""
+    for name in tq.__all__:
+        value = getattr(tq, name)
+        yield value.__doc__
+        if inspect.isclass(value):
+            yield from (docstring for _, _, docstring in _public_members(value))
 
 
 def missing_contracts() -> list[str]:
@@ -110,6 +121,54 @@ def without_example() -> list[str]:
     running, all_code = used(run=True), used(run=False)
     core = [name for name in [*tq.__all__, *methods()] if name.rpartition(".")[2] not in running]
     return core + [f"{module}.{name}" for module in DOCUMENTED for name in names_of(module) if name not in all_code]
+
+
+NEED_RAY = ("Deployment", "deploy_ray")
+"""Their examples, and those of their methods, are for the eye: each would start a Ray cluster."""
+
+
+def without_docstring_example() -> list[str]:
+    """Public callables but errors, and public members of handles, whose docstrings have no example that runs: code
+    under ``Example:`` with its output. A property needs none if the example of a class that has it uses it."""
+    values = {name: getattr(tq, name) for name in tq.__all__ if callable(getattr(tq, name))}
+    described = {name: value for name, value in values.items() if inspect.isfunction(value) or _is_described(value)}
+    lacking = [name for name, value in described.items() if not _has_example(name, value.__doc__)]
+    classes = {name: described[name] for name in dict.fromkeys(method.partition(".")[0] for method in methods())}
+    classes |= {name: value for name, value in described.items() if name.startswith(OF_A_TABLE)}
+    in_examples = {
+        inspect.getattr_static(value, member, None)
+        for value in classes.values()
+        for example in _examples(value.__doc__)
+        for member in re.findall(r"\.(\w+)", example.source)
+    }
+    return lacking + [
+        f"{name}.{member}"
+        for name, value in classes.items()
+        for member, attribute, docstring in _public_members(value)
+        if not _has_example(name, docstring) and attribute not in in_examples
+    ]
+
+
+def _public_members(value: type) -> Iterator[tuple[str, Any, str | None]]:
+    """Methods and properties of a class, inherited ones too: name, attribute and docstring."""
+    for member in dir(value):
+        attribute = inspect.getattr_static(value, member)
+        attribute = getattr(attribute, "__func__", attribute)  # of a class method
+        function = getattr(attribute, "fget", getattr(attribute, "func", attribute))  # of a property
+        is_ours = inspect.isfunction(function) and function.__module__.startswith("transferqueue.")
+        if is_ours and member[0] != "_":
+            yield member, attribute, attribute.__doc__
+
+
+def _examples(docstring: str | None) -> list[doctest.Example]:
+    """What stands under ``Example:`` of a docstring."""
+    return doctest.DocTestParser().get_examples(inspect.cleandoc(docstring or "").partition("\nExample:\n")[2])
+
+
+def _has_example(name: str, docstring: str | None) -> bool:
+    return any(
+        example.want and (name in NEED_RAY or not example.options.get(doctest.SKIP)) for example in _examples(docstring)
+    )
 
 
 def without_arguments() -> list[str]:
@@ -191,7 +250,7 @@ def dead_links(out: Path) -> list[str]:
     return list(_prepare().prepare(out))
 
 
-def _prepare() -> ModuleType:
+def _prepare() -> types.ModuleType:
     spec = importlib.util.spec_from_file_location("prepare", ROOT / "docs/site/prepare.py")
     assert spec
     assert spec.loader
@@ -208,6 +267,7 @@ if __name__ == "__main__":
             "public names without a contract in the reference": missing_contracts(),
             "names in the reference that are gone": gone(),
             "public names without an example": without_example(),
+            "public callables whose docstring has no example": without_docstring_example(),
             "public callables with unexplained parameters": without_arguments(),
             "dead links": dead_links(Path(folder)),
         }

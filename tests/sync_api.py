@@ -26,6 +26,7 @@ WRITTEN: Final = {CLIENT / "sync" / f"{name}.py": CLIENT / "aio" / f"{name}.py" 
 
 RULES: Final = [
     (r"await asyncio\.to_thread\(([\w.]+)\)", r"\1()"),
+    (r"(?<!\w)\(await ([\w.]+\([^()]*(?:\([^()]*\)[^()]*)*\))\)", r"\1"),
     (r"\bawait ", ""),
     (r"\basync (?=def |for |with )", ""),
     (r"(?<=``)async (?=(with|for)``)", ""),

@@ -10,6 +10,7 @@ from tests.reference import (
     missing_contracts,
     names_of,
     without_arguments,
+    without_docstring_example,
     without_example,
 )
 
@@ -21,6 +22,10 @@ def test_every_public_name_has_its_contract_in_the_reference() -> None:
 
 def test_every_public_name_has_an_example() -> None:
     assert without_example() == []
+
+
+def test_every_public_callable_has_an_example_in_its_docstring() -> None:
+    assert without_docstring_example() == []
 
 
 def test_every_public_callable_explains_its_parameters() -> None:

@@ -47,13 +47,24 @@ def _numbers(subject: str, **values: object) -> None:
 
 
 class Fifo(_Policy):
-    """Select rows in the order in which they became ready for the task."""
+    """Select rows in the order in which they became ready for the task.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> tq.Task("train", needs=["x"], selector=tq.Fifo()).selector
+        Fifo()
+    """
 
 
 class PutOrder(_Policy):
     """Select rows in the order in which they were put, by row id, whichever became ready first.
 
     A group counts by its row with the highest id.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> tq.Task("train", needs=["x"], selector=tq.PutOrder()).selector
+        PutOrder()
     """
 
 
@@ -61,17 +72,33 @@ class OldestVersionFirst(_Policy):
     """Select the smallest policy version first, then as `Fifo`.
 
     The rows nearest to their staleness bound go first. A group counts by its oldest row.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> tq.Task("train", needs=["x"], selector=tq.OldestVersionFirst()).selector
+        OldestVersionFirst()
     """
 
 
 class Freshest(_Policy):
-    """Select the largest policy version first, then the most recently put."""
+    """Select the largest policy version first, then the most recently put.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> tq.Task("train", needs=["x"], selector=tq.Freshest()).selector
+        Freshest()
+    """
 
 
 class LongestFirst(_Policy):
     """Select the rows with the most tokens first, then as `Fifo`, so that stragglers start early.
 
     A group counts by the sum of its tokens. Source: StreamRL, arXiv 2504.15930, section 5.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> tq.Task("train", needs=["x"], selector=tq.LongestFirst()).selector
+        LongestFirst()
     """
 
 
@@ -79,6 +106,11 @@ class Priority(_Policy):
     """Select the largest `priority` first, then as `Fifo`.
 
     A group counts by its row with the highest priority.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> tq.Task("train", needs=["x"], selector=tq.Priority()).selector
+        Priority()
     """
 
 
@@ -93,6 +125,16 @@ class TokenBalanced(_Policy, kw_only=True):
         inner: the selector that chooses the batch; default ``Fifo()``.
         equal_counts: whether all ranks get the same number of rows, or of groups; default True. False: only the tokens
             are balanced.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> with tq.connect("embedded") as queue:
+        ...     tasks = [tq.Task("train", needs=["x"], selector=tq.TokenBalanced())]
+        ...     table = queue.create_table("t", tasks=tasks)
+        ...     rows = table.put(x=[0, 1, 2, 3], tokens=[100, 90, 10, 20])
+        ...     shares = [table.lease("train", rows=4, rank=rank, world=2) for rank in (0, 1)]
+        ...     [share.tokens.tolist() for share in shares]
+        [[100, 10], [90, 20]]
     """
 
     inner: Fifo | OldestVersionFirst | Freshest | LongestFirst | Priority | PutOrder = Fifo()
@@ -107,6 +149,11 @@ class Plugin(_Policy):
     Args:
         name: of the entry point.
         options: passed to the plugin when it is made; default: none.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> tq.Plugin("curriculum", {"from": 3})
+        Plugin(name='curriculum', options={'from': 3})
     """
 
     name: str
@@ -123,6 +170,11 @@ class Refill(_Policy):
 
     Leases of its unfinished members end. Members that were never put are offered to the next `reserve`, as `refills` of
     pairs ``(group_id, missing)``.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> tq.Complete(deadline_s=60, incomplete=tq.Refill()).incomplete
+        Refill()
     """
 
 
@@ -131,11 +183,22 @@ class DeliverPartial(_Policy, tag="Release"):
 
     The task passes over members that come after it leased the group. They are done when the other tasks are done with
     them, and dropped, with reason ``group_incomplete``, if no other task takes them. Its former name is `Release`.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> tq.Complete(deadline_s=60, incomplete=tq.DeliverPartial()).incomplete
+        DeliverPartial()
     """
 
 
 class DropGroup(_Policy):
-    """Drop all members of an incomplete group, with reason ``group_incomplete``."""
+    """Drop all members of an incomplete group, with reason ``group_incomplete``.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> tq.Complete(deadline_s=60, incomplete=tq.DropGroup()).incomplete
+        DropGroup()
+    """
 
 
 class Complete(_Policy, kw_only=True):
@@ -152,6 +215,16 @@ class Complete(_Policy, kw_only=True):
 
     Raises:
         UsageError: `min_size` below 1, or `deadline_s` not above 0.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> with tq.connect("embedded") as queue:
+        ...     tasks = [tq.Task("train", needs=["x"], groups=tq.Complete())]
+        ...     table = queue.create_table("t", tasks=tasks)
+        ...     rows = table.put(x=[1, 2, 3], group_id=[0, 1, 1], group_size=2)  # group 0 lacks a row
+        ...     with table.lease("train", groups=1) as batch:
+        ...         print(batch["x"].list())
+        [2, 3]
     """
 
     min_size: int | None = None
@@ -170,11 +243,23 @@ class Complete(_Policy, kw_only=True):
 
 
 class DropStale(_Policy):
-    """Drop a row over the staleness bound, with reason ``stale``."""
+    """Drop a row over the staleness bound, with reason ``stale``.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> tq.Pacing("train", batch_rows=8, max_staleness=1, on_stale=tq.DropStale()).on_stale
+        DropStale()
+    """
 
 
 class KeepStale(_Policy):
-    """Keep a row over the staleness bound readable until it is deleted, and never lease it to the pacing task again."""
+    """Keep a row over the staleness bound readable until it is deleted, and never lease it to the pacing task again.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> tq.Pacing("train", batch_rows=8, max_staleness=1, on_stale=tq.KeepStale()).on_stale
+        KeepStale()
+    """
 
 
 class Requeue(_Policy):
@@ -185,6 +270,11 @@ class Requeue(_Policy):
 
     Args:
         task: name of a task of the table that gives a column of the pacing task.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> tq.Pacing("train", batch_rows=8, max_staleness=1, on_stale=tq.Requeue("rollout")).on_stale
+        Requeue(task='rollout')
     """
 
     task: str
@@ -194,6 +284,11 @@ class HoldClock(_Policy):
     """Hold the version clock while its advance would make a live row stale.
 
     `Table.advance` and `WeightChannel.publish` wait meanwhile, up to their `timeout_s`.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> tq.Pacing("train", batch_rows=8, max_staleness=1, on_stale=tq.HoldClock()).on_stale
+        HoldClock()
     """
 
 
@@ -201,11 +296,31 @@ OnStale = DropStale | KeepStale | Requeue | HoldClock
 
 
 class Acked(_Policy):
-    """Free a row when every task of the table is done with it."""
+    """Free a row when every task of the table is done with it.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> with tq.connect("embedded") as queue:
+        ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])], retention=tq.Acked())
+        ...     rows = table.put(x=[1])
+        ...     table.lease("train", rows=1).ack()
+        ...     len(table.read())
+        0
+    """
 
 
 class Manual(_Policy):
-    """Keep a row, readable, until `delete`."""
+    """Keep a row, readable, until `delete`.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> with tq.connect("embedded") as queue:
+        ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])], retention=tq.Manual())
+        ...     rows = table.put(x=[1])
+        ...     table.lease("train", rows=1).ack()
+        ...     len(table.read())
+        1
+    """
 
 
 class AckedColumns(Acked):
@@ -215,6 +330,16 @@ class AckedColumns(Acked):
     task needs, since others may be freed by then (`ColumnFreed`). A put lays columns that end with different tasks into
     memory of their own. Scalars of up to 8 bytes are in the ledger and stay. A value that is lost with a shard is
     produced again only if the fields that its task needs are not freed.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> with tq.connect("embedded") as queue:
+        ...     tasks = [tq.Task("score", needs=["image"], gives=["reward"]), tq.Task("train", needs=["reward"])]
+        ...     table = queue.create_table("t", tasks=tasks, retention=tq.AckedColumns())
+        ...     rows = table.put(image=[b"pixels"])
+        ...     table.lease("score", rows=1).ack(reward=[1.0])
+        ...     table.read(rows).fields
+        ('reward',)
     """
 
 
@@ -223,6 +348,15 @@ class ManualColumns(Manual):
 
     Each column of 256 KiB or more of a put lies in memory of its own, which `free_columns` returns at once. In other
     tables memory returns when every column of a put is freed.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> with tq.connect("embedded") as queue:
+        ...     table = queue.create_table("t", retention=tq.ManualColumns())
+        ...     rows = table.put(x=[1], draft=["a"])
+        ...     freed = table.free_columns(rows, ["draft"])
+        ...     table.read(rows).fields
+        ('x',)
     """
 
 
@@ -239,6 +373,14 @@ class TagIs(_Policy):
     Args:
         name: of the tag.
         value: text, a number or a bool.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> with tq.connect("embedded") as queue:
+        ...     table = queue.create_table("t")
+        ...     rows = table.put(x=[1, 2, 3], policy_version=[0, 1, 2], tags=[{"hard": True}, {"hard": False}, {}])
+        ...     table.read(where=tq.TagIs("hard", True))["x"].list()
+        [1]
     """
 
     name: str
@@ -254,6 +396,14 @@ class VersionBetween(_Policy):
 
     Raises:
         Impossible: `low` is above `high`.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> with tq.connect("embedded") as queue:
+        ...     table = queue.create_table("t")
+        ...     rows = table.put(x=[1, 2, 3], policy_version=[0, 1, 2], tags=[{"hard": True}, {"hard": False}, {}])
+        ...     table.read(where=tq.VersionBetween(low=1))["x"].list()
+        [2, 3]
     """
 
     low: int | None = None
@@ -276,6 +426,14 @@ class Compare(_Policy):
         field: a field with one number of at most 8 bytes a row, or the fact ``tokens``, ``priority`` or ``ordinal``.
         op: ``"<"``, ``"<="``, ``"=="``, ``"!="``, ``">="`` or ``">"``.
         value: the number, or bool, on the right of `op`.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> with tq.connect("embedded") as queue:
+        ...     table = queue.create_table("t")
+        ...     rows = table.put(x=[1, 2, 3], policy_version=[0, 1, 2], tags=[{"hard": True}, {"hard": False}, {}])
+        ...     table.read(where=tq.Compare("x", "<", 3))["x"].list()
+        [1, 2]
     """
 
     field: str

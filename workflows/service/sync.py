@@ -369,7 +369,7 @@ class Service:
             The version.
         """
         if version is None:
-            channel = (self._queue.stats()).channels.get(self._channel.name)
+            channel = self._queue.stats().channels.get(self._channel.name)
             version = 0 if channel is None else channel.newest + 1
         self.weight_sync_notify(version, weights, timeout_s=timeout_s)
         return version
@@ -414,7 +414,7 @@ class Service:
             if begun.left:
                 return begun
         with self._table.reserve(request.rows, timeout_s=timeout_s) as reservation:
-            columns = request.behind((self._table.stats()).rows_put)
+            columns = request.behind(self._table.stats().rows_put)
             self._table.put(reservation=reservation, timeout_s=timeout_s, **columns)
         return CompletionStream(self._table, request.number, request.rows, request.burst, timeout_s)
 

@@ -21,6 +21,18 @@ class AsyncBatch(BatchBase):
     After the end, using a column is `BatchEnded`; views that were taken before stay valid.
 
     Safe from any event loop, one verb at a time.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> async with tq.aconnect("embedded") as queue:
+        ...     table = await queue.create_table("t", tasks=[tq.Task("double", needs=["x"], gives=["y"])])
+        ...     rows = await table.put(x=[1, 2])
+        ...     async with table.lease("double", rows=2, timeout_s=10) as batch:
+        ...         print(batch.table, batch.task, batch.rows, batch.fields, batch.lease, batch.lease_s, batch.version)
+        ...         await batch.ack(y=batch["x"].numpy() * 2)
+        t double [0 1] ('x',) 1 60.0 0
+        >>> batch.ended
+        True
     """
 
     async def ack(
@@ -108,6 +120,17 @@ class AsyncBatch(BatchBase):
             BatchEnded: this worker has ended the batch before.
             NotFound: a row that is not, or no longer, in this batch.
             UsageError: an invalid reason, or a part of a group of a task that takes groups.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = await table.put(x=[1, 2])
+            ...     async with table.lease("train", rows=2) as batch:
+            ...         await batch.drop("too_long", rows[1:])  # the end of the block acks the other
+            ...     counts = await table.audit()
+            >>> counts.rows_done, counts.dropped
+            (1, {'too_long': 1})
         """
         await self._run(lease.drop(self._lease, reason, rows))
 
@@ -183,6 +206,15 @@ class AsyncBatch(BatchBase):
         Raises:
             LeaseExpired: the lease is over, and other workers may have the rows.
             BatchEnded: this worker has ended the batch before.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = await table.put(x=[1, 2])
+            ...     async with table.lease("train", rows=2) as batch:
+            ...         print(await batch.renew(120))
+            120.0
         """
         self._lease_s = await self._run(lease.renew(self._lease, lease_s))
         return self._lease_s

@@ -17,6 +17,19 @@ class AsyncLoader(ProcessBound):
 
     ``async for batch in table.loader(...): async with batch: ...``. Fetching begins with the first batch that is asked
     for. It ends with the last batch, with `aclose` (or the end of its ``async with``), or when the loader is collected.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> async with tq.aconnect("embedded") as queue:
+        ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+        ...     rows = await table.put(x=[1, 2, 3])
+        ...     await table.seal()
+        ...     async with table.loader("train", rows=2, prefetch=1) as loader:
+        ...         async for batch in loader:
+        ...             async with batch:
+        ...                 print(batch["x"].list())
+        [1, 2]
+        [3]
     """
 
     _remedy: ClassVar[str] = "pass queue.address and names, and make the loader where the batches are used"
@@ -39,6 +52,20 @@ class AsyncLoader(ProcessBound):
         """Give back the batches that were not taken, not as failed, and end the fetching.
 
         A second call does nothing.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = await table.put(x=[1, 2, 3])
+            ...     loader = table.loader("train", rows=1)
+            ...     async for batch in loader:
+            ...         await batch.ack()
+            ...         break
+            ...     await loader.aclose()
+            ...     figures = await table.stats()
+            >>> figures.rows_live
+            2
         """
         await self._ahead.aclose()
 

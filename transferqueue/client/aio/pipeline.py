@@ -55,6 +55,16 @@ class AsyncPipeline(PipelineBase[AsyncPromise[Any]]):
     wait.
 
     Not for several tasks at once: each makes its own.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> async with tq.aconnect("embedded") as queue:
+        ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+        ...     async with table.pipeline(calls=64) as pipeline:
+        ...         promises = [await pipeline.put(x=[number]) for number in range(200)]
+        ...     figures = await table.stats()
+        >>> figures.rows_live
+        200
     """
 
     async def put(
@@ -81,6 +91,16 @@ class AsyncPipeline(PipelineBase[AsyncPromise[Any]]):
             SchemaError: a column does not fit its field, as far as the client knows it.
             UsageError: the pipeline is used outside its block.
             TransferQueueError: an earlier call failed; then this one is not made.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     async with table.pipeline() as pipeline:
+            ...         promise = await pipeline.put(x=[1, 2])
+            ...         rows = await promise.result()
+            >>> rows.tolist()
+            [0, 1]
         """
         facts, columns = facts_among(columns)
         if table is not None:
@@ -89,7 +109,7 @@ class AsyncPipeline(PipelineBase[AsyncPromise[Any]]):
             return await self._start(commit.put(self._client, self._terms, facts, columns, 0, timeout_s, refers=False))
         number = reservation_id(self._terms, reservation)
         return await self._start(
-            commit.put(self._client, self._terms, facts, columns, number, timeout_s, reservation.used, refers=False)
+            commit.put(self._client, self._terms, facts, columns, number, timeout_s, reservation._used, refers=False)
         )
 
     async def update(
@@ -110,6 +130,17 @@ class AsyncPipeline(PipelineBase[AsyncPromise[Any]]):
             SchemaError: a column does not fit its field, as far as the client knows it.
             UsageError: the pipeline is used outside its block.
             TransferQueueError: an earlier call failed; then this one is not made.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = await table.put(x=[1, 2])
+            ...     async with table.pipeline() as pipeline:
+            ...         promise = await pipeline.update(rows, note=["first", "second"])
+            ...     read = await table.read(rows)
+            ...     read["note"].list()
+            ['first', 'second']
         """
         facts, columns = facts_among(columns)
         return await self._start(
@@ -136,6 +167,17 @@ class AsyncPipeline(PipelineBase[AsyncPromise[Any]]):
             SchemaError: a column does not fit its field, as far as the client knows it.
             UsageError: the pipeline is used outside its block.
             TransferQueueError: an earlier call failed; then this one is not made.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = await table.put(x=[1, 2])
+            ...     batch = await table.lease("train", rows=2)
+            ...     async with table.pipeline() as pipeline:
+            ...         promise = await pipeline.ack(batch)
+            >>> batch.ended
+            True
         """
         facts, columns = facts_among(columns)
         return await self._start(lease.ack(lease_of(batch), rows, facts, columns, step, refers=False))
@@ -145,6 +187,16 @@ class AsyncPipeline(PipelineBase[AsyncPromise[Any]]):
 
         Raises:
             TransferQueueError: the first error of a call that was not raised before; others are added to it as notes.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     async with table.pipeline() as pipeline:
+            ...         promise = await pipeline.put(x=[1, 2])
+            ...         await pipeline.drain()
+            ...         print(len(pipeline), "calls in flight")
+            0 calls in flight
         """
         while self._in_flight:
             await self._finish_oldest()

@@ -43,6 +43,13 @@ class AsyncQueue(QueueBase):
 
     Use it as a context manager. Closing ends all waits of this client with `Disconnected`, gives its leases and
     reservations back, and ends an embedded server.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> async with tq.aconnect("embedded") as queue:
+        ...     async with tq.aconnect(queue.address) as same:  # as another process would
+        ...         print(same.coordinators == queue.coordinators)
+        True
     """
 
     async def create_table(
@@ -115,12 +122,29 @@ class AsyncQueue(QueueBase):
 
         Raises:
             NotFound: it does not exist, or was not created in time. The text lists the tables that exist.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     table = await queue.create_table("rollouts")
+            ...     same = await queue.table("rollouts")  # as another process would
+            >>> same.name
+            'rollouts'
         """
         client = self._of(name)
         return AsyncTable(client, await run_async(client.connection, tables.open_table(client, name, timeout_s)))
 
     async def tables(self) -> list[str]:
-        """Return the names of all tables, sorted."""
+        """Return the names of all tables, sorted.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     for name in ("prompts", "answers"):
+            ...         table = await queue.create_table(name)
+            ...     await queue.tables()
+            ['answers', 'prompts']
+        """
         return sorted([name for names in await self._each(tables.tables) for name in names])
 
     async def drop_table(self, name: str, *, empty: bool = False) -> None:
@@ -133,6 +157,14 @@ class AsyncQueue(QueueBase):
         Raises:
             NotFound: there is no such table.
             UsageError: `empty` is True and the table has rows.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     table = await queue.create_table("rollouts")
+            ...     await queue.drop_table("rollouts", empty=True)
+            ...     await queue.tables()
+            []
         """
         client = self._of(name)
         await run_async(client.connection, tables.drop_table(client, name, empty))
@@ -151,6 +183,13 @@ class AsyncQueue(QueueBase):
 
         Raises:
             UsageError: an invalid name, or `keep` below 1.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     channel = queue.weights("policy", keep=4)
+            >>> channel.name
+            'policy'
         """
         return AsyncWeightChannel(self._of(channel), *channel_name(channel, keep))
 
@@ -192,6 +231,15 @@ class AsyncQueue(QueueBase):
 
         Raises:
             Unreachable: a coordinator did not answer in time.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = await table.put(x=[1, 2])
+            ...     counts = await queue.audit()
+            >>> counts.balanced, counts.tables["t"].rows_put
+            (True, 2)
         """
         return audit_together(await self._each(lambda: tables.observe(AuditAnswer, timeout_s=timeout_s)))
 
@@ -236,6 +284,15 @@ class AsyncQueue(QueueBase):
         Raises:
             NotFound: there is no such table, or the row was never put.
             Unreachable: the server did not answer in time.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = await table.put(x=[1], key="first")
+            ...     life = await queue.inspect("t", 0)
+            >>> life.state, life.key, list(life.tasks)
+            ('live', 'first', ['train'])
         """
         return await run_async(self._of(table).connection, tables.observe(RowLife, table, row, timeout_s=timeout_s))
 
@@ -260,6 +317,16 @@ class AsyncQueue(QueueBase):
         Raises:
             NotFound: there is no such table.
             Unreachable: the server did not answer in time.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     start = await queue.events("t")
+            ...     rows = await table.put(x=[1, 2])
+            ...     answer = await queue.events("t", after=start.next)
+            >>> [(event.what, event.rows) for event in answer.events]
+            [('put', [0, 1])]
         """
         return await run_async(self._of(table).connection, tables.events(table, after, every, timeout_s))
 
@@ -274,6 +341,13 @@ class AsyncQueue(QueueBase):
 
         Raises:
             Unreachable: the only coordinator did not answer in time.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded", label="trainer") as queue:
+            ...     sessions = await queue.sessions()
+            >>> [session.label for session in sessions.values()]
+            ['trainer']
         """
         return sessions_together(await self._look_at_each(lambda: tables.sessions(timeout_s)))
 
@@ -289,6 +363,15 @@ class AsyncQueue(QueueBase):
         Raises:
             NotFound: a shard that has not joined.
             UsageError: the queue is of several coordinators; connect to the one that is meant.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     try:
+            ...         await queue.drain_shard(7)
+            ...     except tq.NotFound:
+            ...         print("no shard 7 has joined")
+            no shard 7 has joined
         """
         await run_async(self._client.connection, tables.drain_shard(number))
 
@@ -359,6 +442,18 @@ class AsyncQueue(QueueBase):
             UsageError: there is a table or a version of weights already.
             Corruption: a file is not as it was written; the text names it.
             DeadlineExceeded: it did not end in time; the work goes on.
+
+        Example:
+            >>> import contextlib, tempfile
+            >>> import transferqueue as tq
+            >>> with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # where an embedded server runs
+            ...     async with tq.aconnect("embedded") as queue:
+            ...         table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...         (stored,) = await queue.snapshot("nightly")
+            ...     async with tq.aconnect("embedded") as another:
+            ...         restored = await another.restore(stored)
+            ...         await another.tables()
+            ['t']
         """
         return (await self._carry_out(snapshot.restore(self._clients, path, timeout_s, progress))).stored
 
@@ -366,6 +461,13 @@ class AsyncQueue(QueueBase):
         """End the session, and an embedded server with it.
 
         Calls that wait end with `Disconnected`. A second call does nothing.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> queue = await tq.aconnect("embedded")
+            >>> await queue.close()
+            >>> queue
+            <AsyncQueue at ...: 0 tables used here, closed>
         """
         for client in self._clients:
             await asyncio.to_thread(client.close)

@@ -36,6 +36,14 @@ class AsyncTable(TableBase):
     Every method may be called from any event loop. A method that waits says until when; a cancellation ends the wait
     and leaves everything usable. Beside the errors that a method names, any call may raise a `PeerError`, and
     `NotFound` after the table was dropped.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> async with tq.aconnect("embedded") as queue:
+        ...     tasks = [tq.Task("train", needs=["x"])]
+        ...     table = await queue.create_table("samples", tasks=tasks, limits=tq.Limits(rows=64))
+        >>> table.name, table.fields, list(table.tasks), table.limits.rows, table.pacing, table.retention
+        ('samples', {}, ['train'], 64, None, Acked())
     """
 
     async def put(
@@ -129,7 +137,7 @@ class AsyncTable(TableBase):
             return await self._run(commit.put(self._client, self._terms, facts, columns, 0, timeout_s))
         number = reservation_id(self._terms, reservation)
         return await self._run(
-            commit.put(self._client, self._terms, facts, columns, number, timeout_s, reservation.used)
+            commit.put(self._client, self._terms, facts, columns, number, timeout_s, reservation._used)
         )
 
     async def update(
@@ -566,6 +574,17 @@ class AsyncTable(TableBase):
         Raises:
             UsageError: a version below the clock, or a table whose clock is a weight channel.
             DeadlineExceeded: rows held the clock for all that time.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     pacing = tq.Pacing("train", batch_rows=1, max_staleness=1)
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])], pacing=pacing)
+            ...     rows = await table.put(x=[1, 2], policy_version=[0, 1])
+            ...     await table.advance(2)  # the first row is two versions behind now
+            ...     counts = await table.audit()
+            >>> counts.dropped
+            {'stale': 1}
         """
         await self._run(tables.advance(self._terms, version, timeout_s))
 
@@ -613,6 +632,16 @@ class AsyncTable(TableBase):
         Raises:
             NotFound: there is no such task.
             UsageError: `task` is None, and the table has several tasks and no pacing.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = await table.put(x=[1, 2])
+            ...     batch = await table.lease("train", rows=2)
+            ...     await batch.ack(step=7)
+            ...     await table.checkpointed(7)  # the model of step 7 is saved
+            2
         """
         return await self._run(tables.checkpointed(self._terms, step, task))
 
@@ -634,6 +663,16 @@ class AsyncTable(TableBase):
         Raises:
             NotFound: there is no such task.
             UsageError: a step before the last checkpoint, whose rows are done for good; or a version above the clock.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = await table.put(x=[1, 2])
+            ...     batch = await table.lease("train", rows=2)
+            ...     await batch.ack(step=7)
+            ...     await table.rollback(6)  # the trainer restarts from its checkpoint of step 6
+            2
         """
         return await self._run(tables.rollback(self._terms, step, task, version))
 
@@ -642,6 +681,16 @@ class AsyncTable(TableBase):
 
         Args:
             start: the first ordinal to look at; default 0.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = await table.put(x=[1, 2], ordinal=[0, 1])
+            ...     batch = await table.lease("train", rows=1)
+            ...     await batch.ack()
+            ...     await table.cursor()
+            1
         """
         return await self._run(tables.cursor(self._terms, start))
 
@@ -650,6 +699,17 @@ class AsyncTable(TableBase):
 
         Raises:
             Sealed: the table is sealed already.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     await table.seal()
+            ...     try:
+            ...         batch = await table.lease("train", rows=1)
+            ...     except tq.EndOfTable:
+            ...         print("no more rows")
+            no more rows
         """
         await self._run(tables.seal(self._terms))
 
@@ -736,6 +796,17 @@ class AsyncTable(TableBase):
         Raises:
             NotFound: a row is not live. Nothing was changed.
             UsageError: an invalid reason.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = await table.put(x=[1, 2])
+            ...     await table.drop(rows[:1], "too_long")
+            ...     counts = await table.audit()
+            1
+            >>> counts.dropped
+            {'too_long': 1}
         """
         return await self._run(tables.drop(self._terms, rows, reason))
 
@@ -751,6 +822,17 @@ class AsyncTable(TableBase):
 
         Returns:
             The rows, the latest first.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     tasks = [tq.Task("score", needs=["x"], retry=tq.Retry(attempts=1))]
+            ...     table = await queue.create_table("t", tasks=tasks)
+            ...     rows = await table.put(x=[1])
+            ...     batch = await table.lease("score", rows=1)
+            ...     await batch.release(failed=True, reason="no answer")
+            ...     [(row.row, row.task, row.error) for row in await table.dropped()]
+            [(0, 'score', 'no answer')]
         """
         return await self._run(tables.dropped(self._terms, limit))
 
@@ -769,6 +851,17 @@ class AsyncTable(TableBase):
             NotFound: a row that `dropped` does not list. Nothing was changed.
             Sealed: the table has ended, so no worker would take the rows.
             Full: the table has no room for so many rows now.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     tasks = [tq.Task("score", needs=["x"], retry=tq.Retry(attempts=1))]
+            ...     table = await queue.create_table("t", tasks=tasks)
+            ...     rows = await table.put(x=[1])
+            ...     batch = await table.lease("score", rows=1)
+            ...     await batch.release(failed=True, reason="no answer")
+            ...     await table.retry(await table.dropped())
+            1
         """
         return await self._run(tables.retry(self._terms, rows))
 
@@ -784,6 +877,14 @@ class AsyncTable(TableBase):
         Raises:
             NotFound: a row is not in the table. Nothing was changed.
             UsageError: a row is leased: wait for its ack, or drop it.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = await table.put(x=[1, 2])
+            ...     await table.delete(rows[:1])
+            1
         """
         return await self._run(tables.delete(self._terms, rows))
 
@@ -808,6 +909,17 @@ class AsyncTable(TableBase):
             NotFound: a row or field is not in the table.
             UsageError: a task that needs the column still has work with a row; or `again` for a task that takes groups.
                 Nothing was changed.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     table = await queue.create_table("t", retention=tq.ManualColumns())
+            ...     rows = await table.put(x=[1, 2], draft=["a", "b"])
+            ...     await table.free_columns(rows, ["draft"])
+            ...     read = await table.read(rows)
+            2
+            >>> read.fields
+            ('x',)
         """
         return await self._run(tables.free_columns(self._terms, rows, fields, again))
 
@@ -821,6 +933,14 @@ class AsyncTable(TableBase):
             AlreadyExists: the table has a task of this name with other terms.
             Impossible: the task would wait for ever, such as for columns of live rows that were freed.
             UsageError: invalid terms, or the table has 64 tasks.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     await table.add_task(tq.Task("count", needs=["x"]))
+            >>> list(table.tasks)
+            ['train', 'count']
         """
         await self._run(tables.add_task(self._client, self._terms, task))
 
@@ -833,6 +953,14 @@ class AsyncTable(TableBase):
         Raises:
             SchemaError: the table has a field of this name with another dtype, shape or rule.
             UsageError: the table would have more than 1024 fields, or a name is near that of a parameter or field.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     await table.add_fields([tq.Field("reward", "float32")])
+            >>> table.fields["reward"].dtype
+            'float32'
         """
         await self._run(tables.add_fields(self._client, self._terms, fields))
 
@@ -847,6 +975,15 @@ class AsyncTable(TableBase):
 
         Raises:
             Unreachable: the server did not answer in time.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = await table.put(x=[1, 2])
+            ...     figures = await table.stats()
+            >>> figures.rows_put, figures.rows_live
+            (2, 2)
         """
         return await self._run(tables.table_stats(self.name, timeout_s))
 
@@ -861,6 +998,17 @@ class AsyncTable(TableBase):
 
         Raises:
             Unreachable: the server did not answer in time.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = await table.put(x=[1, 2, 3])
+            ...     await table.drop(rows[:1], "too_long")
+            ...     counts = await table.audit()
+            1
+            >>> counts.rows_put, counts.rows_live, counts.dropped
+            (3, 2, {'too_long': 1})
         """
         return await self._run(tables.table_audit(self.name, timeout_s))
 

@@ -26,6 +26,17 @@ class AsyncWeightChannel(AsyncWeightChannelBase):
     """A channel on which versions of weights are published and pulled. Made by `AsyncQueue.weights`.
 
     Any process may publish or pull. Every method may be called from any event loop.
+
+    Example:
+        >>> import numpy as np
+        >>> import transferqueue as tq
+        >>> async with tq.aconnect("embedded") as queue:
+        ...     channel = queue.weights("policy")
+        ...     written = await channel.publish(1, {"embed": np.zeros((4, 8), np.float32)})
+        ...     weights = await channel.pull(timeout_s=10)
+        ...     await channel.applied(weights.version)
+        >>> channel.name, weights.version
+        ('policy', 1)
     """
 
     async def publish(
@@ -103,6 +114,20 @@ class AsyncWeightChannel(AsyncWeightChannelBase):
         Raises:
             AlreadyExists: the version is published.
             UsageError: a version below the newest, or an argument out of range.
+
+        Example:
+            >>> import numpy as np
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     channel = queue.weights("policy")
+            ...     rows = np.arange(8.0).reshape(4, 2)
+            ...     halves = [tq.WeightSlice(rows[at : at + 2], first=at, rows=4) for at in (0, 2)]
+            ...     pending = await channel.begin(1, parts=2)  # rank 0 sends the number to rank 1
+            ...     written = await channel.publish(1, {"embed": halves[1]}, pending=pending, part=1)
+            ...     written = await channel.publish(1, {"embed": halves[0]}, pending=pending)
+            ...     weights = await channel.pull()
+            >>> weights.numpy()["embed"].shape
+            (4, 2)
         """
         return await self._run(begin_version(self._name, version, parts, length_s))
 
@@ -119,6 +144,17 @@ class AsyncWeightChannel(AsyncWeightChannelBase):
 
         Raises:
             UsageError: weights that were pulled in part (``only=``).
+
+        Example:
+            >>> import numpy as np
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     written = await queue.weights("policy").publish(1, {"embed": np.zeros(4)})
+            ...     async with tq.aconnect("embedded") as elsewhere:
+            ...         weights = await queue.weights("policy").pull()
+            ...         await elsewhere.weights("policy").mirror(weights)
+            ...         print(await elsewhere.weights("policy").pull())
+            <Weights of channel 'policy': version 1, 1 tensors>
         """
         await self._run(mirror_weights(self._client, self._name, self._keep, weights, timeout_s))
 
@@ -180,6 +216,17 @@ class AsyncWeightChannel(AsyncWeightChannelBase):
 
         Raises:
             NotFound: the version was never published.
+
+        Example:
+            >>> import numpy as np
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     channel = queue.weights("policy")
+            ...     written = await channel.publish(1, {"embed": np.zeros(4)})
+            ...     await channel.applied(1)
+            ...     figures = await queue.stats()
+            >>> list(figures.channels["policy"].applied.values())
+            [1]
         """
         await self._run(report_applied(self._name, version))
 
@@ -200,6 +247,17 @@ class AsyncWeightChannel(AsyncWeightChannelBase):
         Raises:
             DeadlineExceeded: no turn was free in time; the text names the sessions that have one.
             NotFound: nothing was published on the channel.
+
+        Example:
+            >>> import numpy as np
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     channel = queue.weights("policy")
+            ...     written = await channel.publish(1, {"embed": np.zeros(4)})
+            ...     async with channel.turn(at_once=1):
+            ...         weights = await channel.pull(timeout_s=10)  # of several generators, one at a time
+            >>> weights.version
+            1
         """
         await self._run(acquire_update_slot(self._name, at_once, length_s, timeout_s))
         try:

@@ -53,7 +53,7 @@ class BatchBase(RowsBase):
 
     @property
     def version(self) -> int:
-        """The table's clock (the trainer's version) when the rows were leased; -1: it never advanced."""
+        """The table's clock (the trainer's version) when the rows were leased; 0 until it advances."""
         return self._version
 
     @property

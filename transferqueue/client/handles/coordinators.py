@@ -54,6 +54,12 @@ class QueueBase(ProcessBound):
 
         Raises:
             UsageError: an invalid name.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     queue.coordinator_of("rollouts") == queue.address  # the only coordinator
+            True
         """
         return self._of(check_name("table", name)).address
 
@@ -69,6 +75,17 @@ class QueueBase(ProcessBound):
 
         Raises:
             UsageError: `why` is no `TransferQueueError`.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     queue.end_waits(tq.FlowSignal("the producer has failed"))
+            ...     try:
+            ...         batch = table.lease("train", rows=1)
+            ...     except tq.FlowSignal as error:
+            ...         print(error)
+            the producer has failed
         """
         if not isinstance(why, TransferQueueError):
             raise UsageError(
@@ -79,7 +96,20 @@ class QueueBase(ProcessBound):
             client.connection.end_waits(why)
 
     def allow_waits(self) -> None:
-        """Let calls wait again after `end_waits`."""
+        """Let calls wait again after `end_waits`.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     queue.end_waits(tq.FlowSignal("the producer has failed"))
+            ...     queue.allow_waits()
+            ...     try:
+            ...         batch = table.lease("train", rows=1, timeout_s=0.01)
+            ...     except tq.DeadlineExceeded:
+            ...         print("it waited")
+            it waited
+        """
         for client in self._clients:
             client.connection.allow_waits()
 

@@ -69,15 +69,11 @@ class ReservationBase(ProcessBound):
         """Members of groups that are asked for again: (group_id, how many are missing). Part of `rows`."""
         return list(self._reserved.refills)
 
-    def used(self, rows: int) -> None:
-        """Count rows of the reservation that were put or returned.
-
-        Args:
-            rows: their number.
-        """
+    def _used(self, rows: int) -> None:
+        """Count rows of the reservation that were put or returned."""
         self._left.rows = max(0, self._left.rows - rows)
 
-    def give_up(self) -> None:
+    def _give_up(self) -> None:
         """Return the rows that are left, without waiting for an answer, as after an error, which is the one to see."""
         _return_at_collection(self._client, self._left, self._unreserve)
 

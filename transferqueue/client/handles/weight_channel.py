@@ -37,6 +37,18 @@ class WeightChannelBase(AsyncWeightChannelBase):
         """Return a subscription, which pulls version after version.
 
         It fetches of each only the tensors that changed.
+
+        Example:
+            >>> import numpy as np
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     channel = queue.weights("policy")
+            ...     with channel.subscribe() as subscription:
+            ...         for version in (1, 2):
+            ...             written = channel.publish(version, {"embed": np.full(2, version), "head": np.zeros(2)})
+            ...             print(sorted(subscription.pull(timeout_s=10).changed()))
+            ['embed', 'head']
+            ['embed']
         """
         return Subscription(self._client, self._name)
 

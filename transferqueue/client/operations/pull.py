@@ -68,6 +68,16 @@ class Weights(ProcessBound, Mapping[str, Any]):
     weights before (``since``) are the same memory as there. A tensor that was published in several slices is put
     together in new memory each time it is asked for: one copy. The version's memory is pinned until `release`, the end
     of a ``with`` block, or collection.
+
+    Example:
+        >>> import numpy as np
+        >>> import transferqueue as tq
+        >>> with tq.connect("embedded") as queue:
+        ...     channel = queue.weights("policy")
+        ...     written = channel.publish(1, {"embed": np.zeros((4, 2)), "head": np.ones(2)})
+        ...     with channel.pull(timeout_s=10) as weights:
+        ...         print(weights.channel, weights.version, weights.adapters, sorted(weights), weights["head"].tolist())
+        policy 1 [] ['embed', 'head'] [1.0, 1.0]
     """
 
     _remedy: ClassVar[str] = "pass queue.address, the channel and the version, and pull it there"
@@ -115,6 +125,17 @@ class Weights(ProcessBound, Mapping[str, Any]):
 
         Raises:
             NotFound: the version does not have the adapter.
+
+        Example:
+            >>> import numpy as np
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     channel = queue.weights("policy")
+            ...     written = channel.publish(1, {"embed": np.zeros((4, 2)), "head": np.ones(2)})
+            ...     first = channel.pull()
+            ...     written = channel.publish(2, {"embed": np.zeros((4, 2)), "head": np.zeros(2)})
+            ...     sorted(channel.pull(above=1, since=first).changed())
+            ['head']
         """
         prefix = self._prefix(adapter)
         changed = {self._tensor_of(field) for field in self._changed}
@@ -128,6 +149,16 @@ class Weights(ProcessBound, Mapping[str, Any]):
 
         Raises:
             NotFound: the version does not have the adapter.
+
+        Example:
+            >>> import numpy as np
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     channel = queue.weights("policy")
+            ...     written = channel.publish(1, {"embed": np.zeros((4, 2)), "head": np.ones(2)})
+            ...     field = channel.pull().fields()["embed"]
+            >>> field.dtype, field.shape
+            ('float64', (4, 2))
         """
         return self._of_each(adapter, self._field)
 
@@ -135,6 +166,16 @@ class Weights(ProcessBound, Mapping[str, Any]):
         """Return dtype and shape of each tensor of the base as it was published, also of those that were not pulled.
 
         Reads no bytes.
+
+        Example:
+            >>> import numpy as np
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     channel = queue.weights("policy")
+            ...     written = channel.publish(1, {"embed": np.zeros((4, 2)), "head": np.ones(2)})
+            ...     weights = channel.pull(only=["head"])
+            >>> list(weights.fields()), sorted(weights.published())
+            (['head'], ['embed', 'head'])
         """
         fields, slices = self._published
         if fields is None:
@@ -160,6 +201,16 @@ class Weights(ProcessBound, Mapping[str, Any]):
             NotFound: the version does not have the adapter.
             OutOfMemory: no room for the copies.
             UsageError: a device that is not here.
+
+        Example:
+            >>> import numpy as np
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     channel = queue.weights("policy")
+            ...     written = channel.publish(1, {"embed": np.zeros((4, 2)), "head": np.ones(2)})
+            ...     module_state = channel.pull().torch()
+            >>> module_state["head"]
+            tensor([1., 1.], dtype=torch.float64)
         """
         to = destination(device)
         columns = self._columns(chain.from_iterable(self._of_each(adapter, lambda _, fields: fields).values()))
@@ -176,6 +227,15 @@ class Weights(ProcessBound, Mapping[str, Any]):
 
         Raises:
             NotFound: the version does not have the adapter.
+
+        Example:
+            >>> import numpy as np
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     channel = queue.weights("policy")
+            ...     written = channel.publish(1, {"embed": np.zeros((4, 2)), "head": np.ones(2)})
+            ...     channel.pull().numpy()["head"]
+            array([1., 1.])
         """
         return self._of_each(adapter, self._numpy)
 
@@ -276,6 +336,18 @@ class Weights(ProcessBound, Mapping[str, Any]):
         """Return the memory, as soon as no view of it is left and no later version shares it.
 
         A second call does nothing.
+
+        Example:
+            >>> import numpy as np
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     channel = queue.weights("policy")
+            ...     written = channel.publish(1, {"embed": np.zeros((4, 2)), "head": np.ones(2)})
+            ...     weights = channel.pull()
+            ...     head = weights.numpy()["head"]
+            ...     weights.release()
+            >>> head  # a view that was taken before
+            array([1., 1.])
         """
         interrupts = DeferredInterrupts()  # one between two tensors would keep the others, or the lock that all share
         interrupts.begin()

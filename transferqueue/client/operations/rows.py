@@ -200,11 +200,31 @@ class RowsBase(ProcessBound):
         return RowKeys(self._content.keys if self._content.keys is not None else [""] * len(self), self.fields)
 
     def items(self) -> Iterator[tuple[str, Column]]:
-        """Iterate over names and columns, as of a dict."""
+        """Iterate over names and columns, as of a dict.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     ids = table.put(x=[1, 2], text=["a", "b"])
+            ...     values = {name: column.list() for name, column in table.read(ids).items()}
+            >>> values
+            {'x': [1, 2], 'text': ['a', 'b']}
+        """
         return ((name, self[name]) for name in self.fields)
 
     def values(self) -> Iterator[Column]:
-        """Iterate over the columns, as of a dict."""
+        """Iterate over the columns, as of a dict.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     ids = table.put(x=[1, 2], text=["a", "b"])
+            ...     dtypes = [column.dtype for column in table.read(ids).values()]
+            >>> dtypes
+            ['int64', 'str']
+        """
         return (self[name] for name in self.fields)
 
     @property
@@ -224,6 +244,15 @@ class RowsBase(ProcessBound):
         Raises:
             BatchEnded: the batch has ended, or the rows were released.
             UsageError: `facts` is True and a column has the name of a fact.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     ids = table.put(x=[1, 2], text=["a", "b"])
+            ...     frame = table.read(ids).arrow()
+            >>> frame.to_pydict()
+            {'x': [1, 2], 'text': ['a', 'b']}
         """
         import pyarrow as pa
 
@@ -294,6 +323,15 @@ class RowsBase(ProcessBound):
 
         Dense columns become tensors, ragged ones jagged nested tensors, and text, bytes and plain values non-tensor
         data.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     ids = table.put(x=[1, 2], text=["a", "b"])
+            ...     tensors = table.read(ids).tensordict()
+            >>> tensors["x"]
+            tensor([1, 2])
         """
         tensordict = require_torch("tensordict")
         columns: dict[str, Any] = {}
@@ -314,6 +352,24 @@ class Rows(RowsBase):
     The memory of their columns is pinned at the server until `release`, the end of a ``with`` block, or until this
     object is collected. A view that was taken before stays valid for as long as it is held, and may be changed in
     place, which no other process sees. After the end, using a column is `BatchEnded`.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> with tq.connect("embedded") as queue:
+        ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+        ...     group = {"group_id": 0, "group_size": 2, "ordinal": [0, 1]}
+        ...     facts = {"policy_version": 3, "policy_version_max": 4, "tokens": [7, 9], "priority": 0.5}
+        ...     ids = table.put(x=[1, 2], key=["a", "b"], tags={"split": "test"}, **group, **facts)
+        ...     table.update(ids[:1], note=["first"])
+        ...     read = table.read(ids)
+        >>> len(read), read.rows, read.fields, read.left_out
+        (2, array([0, 1]), ('x',), ('note',))
+        >>> read.keys, read.tags[0], read.priority, read.tokens
+        (['a', 'b'], {'split': 'test'}, array([0.5, 0.5]), array([7, 9]))
+        >>> read.group_id, read.group_size, read.ordinal
+        (array([0, 0]), array([2, 2], dtype=int32), array([0, 1]))
+        >>> read.policy_version, read.policy_version_max
+        (array([3, 3]), array([4, 4]))
     """
 
     def __init__(self, content: m.ReplyRows, source: ColumnSource, left_out: tuple[str, ...] = ()) -> None:
@@ -332,7 +388,19 @@ class Rows(RowsBase):
         return f"{super().__repr__()[:-1]}{missing}{ended}>"
 
     def release(self) -> None:
-        """Return the memory of the columns. Views that were taken before stay valid. A second call does nothing."""
+        """Return the memory of the columns. Views that were taken before stay valid. A second call does nothing.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     ids = table.put(x=[1, 2], text=["a", "b"])
+            ...     read = table.read(ids)
+            ...     values = read["x"].numpy()
+            ...     read.release()
+            >>> values  # a view that was taken before
+            array([1, 2])
+        """
         self._source.end("was released")
 
     def __enter__(self) -> Self:

@@ -22,6 +22,18 @@ class Batch(BatchBase):
     After the end, using a column is `BatchEnded`; views that were taken before stay valid.
 
     Safe from any thread, one verb at a time.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> with tq.connect("embedded") as queue:
+        ...     table = queue.create_table("t", tasks=[tq.Task("double", needs=["x"], gives=["y"])])
+        ...     rows = table.put(x=[1, 2])
+        ...     with table.lease("double", rows=2, timeout_s=10) as batch:
+        ...         print(batch.table, batch.task, batch.rows, batch.fields, batch.lease, batch.lease_s, batch.version)
+        ...         batch.ack(y=batch["x"].numpy() * 2)
+        t double [0 1] ('x',) 1 60.0 0
+        >>> batch.ended
+        True
     """
 
     def ack(
@@ -109,6 +121,17 @@ class Batch(BatchBase):
             BatchEnded: this worker has ended the batch before.
             NotFound: a row that is not, or no longer, in this batch.
             UsageError: an invalid reason, or a part of a group of a task that takes groups.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = table.put(x=[1, 2])
+            ...     with table.lease("train", rows=2) as batch:
+            ...         batch.drop("too_long", rows[1:])  # the end of the block acks the other
+            ...     counts = table.audit()
+            >>> counts.rows_done, counts.dropped
+            (1, {'too_long': 1})
         """
         self._run(lease.drop(self._lease, reason, rows))
 
@@ -184,6 +207,15 @@ class Batch(BatchBase):
         Raises:
             LeaseExpired: the lease is over, and other workers may have the rows.
             BatchEnded: this worker has ended the batch before.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = table.put(x=[1, 2])
+            ...     with table.lease("train", rows=2) as batch:
+            ...         print(batch.renew(120))
+            120.0
         """
         self._lease_s = self._run(lease.renew(self._lease, lease_s))
         return self._lease_s

@@ -24,6 +24,19 @@ class Loader(ProcessBound):
 
     An iterator and a context manager. Each batch is the caller's to ack or release. A thread of its own fetches; it
     ends with the last batch, with `close`, or when the loader is collected. ``next`` may be called from any thread.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> with tq.connect("embedded") as queue:
+        ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+        ...     rows = table.put(x=[1, 2, 3])
+        ...     table.seal()
+        ...     with table.loader("train", rows=2, prefetch=1) as loader:
+        ...         for batch in loader:
+        ...             with batch:
+        ...                 print(batch["x"].list())
+        [1, 2]
+        [3]
     """
 
     _remedy: ClassVar[str] = "pass queue.address and names, and make the loader where the batches are used"
@@ -64,6 +77,18 @@ class Loader(ProcessBound):
         """Give back the batches that were not taken, not as failed, and end the thread.
 
         A second call, or one in a forked child, does nothing.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = table.put(x=[1, 2, 3])
+            ...     loader = table.loader("train", rows=1)
+            ...     next(loader).ack()
+            ...     loader.close()
+            ...     figures = table.stats()
+            >>> figures.rows_live
+            2
         """
         with self._guard:
             self._closed = True

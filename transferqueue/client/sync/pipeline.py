@@ -56,6 +56,16 @@ class Pipeline(PipelineBase[Promise[Any]]):
     wait.
 
     Not for several tasks at once: each makes its own.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> with tq.connect("embedded") as queue:
+        ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+        ...     with table.pipeline(calls=64) as pipeline:
+        ...         promises = [pipeline.put(x=[number]) for number in range(200)]
+        ...     figures = table.stats()
+        >>> figures.rows_live
+        200
     """
 
     def put(
@@ -82,6 +92,16 @@ class Pipeline(PipelineBase[Promise[Any]]):
             SchemaError: a column does not fit its field, as far as the client knows it.
             UsageError: the pipeline is used outside its block.
             TransferQueueError: an earlier call failed; then this one is not made.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     with table.pipeline() as pipeline:
+            ...         promise = pipeline.put(x=[1, 2])
+            ...         rows = promise.result()
+            >>> rows.tolist()
+            [0, 1]
         """
         facts, columns = facts_among(columns)
         if table is not None:
@@ -90,7 +110,7 @@ class Pipeline(PipelineBase[Promise[Any]]):
             return self._start(commit.put(self._client, self._terms, facts, columns, 0, timeout_s, refers=False))
         number = reservation_id(self._terms, reservation)
         return self._start(
-            commit.put(self._client, self._terms, facts, columns, number, timeout_s, reservation.used, refers=False)
+            commit.put(self._client, self._terms, facts, columns, number, timeout_s, reservation._used, refers=False)
         )
 
     def update(
@@ -111,6 +131,17 @@ class Pipeline(PipelineBase[Promise[Any]]):
             SchemaError: a column does not fit its field, as far as the client knows it.
             UsageError: the pipeline is used outside its block.
             TransferQueueError: an earlier call failed; then this one is not made.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = table.put(x=[1, 2])
+            ...     with table.pipeline() as pipeline:
+            ...         promise = pipeline.update(rows, note=["first", "second"])
+            ...     read = table.read(rows)
+            ...     read["note"].list()
+            ['first', 'second']
         """
         facts, columns = facts_among(columns)
         return self._start(
@@ -135,6 +166,17 @@ class Pipeline(PipelineBase[Promise[Any]]):
             SchemaError: a column does not fit its field, as far as the client knows it.
             UsageError: the pipeline is used outside its block.
             TransferQueueError: an earlier call failed; then this one is not made.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = table.put(x=[1, 2])
+            ...     batch = table.lease("train", rows=2)
+            ...     with table.pipeline() as pipeline:
+            ...         promise = pipeline.ack(batch)
+            >>> batch.ended
+            True
         """
         facts, columns = facts_among(columns)
         return self._start(lease.ack(lease_of(batch), rows, facts, columns, step, refers=False))
@@ -144,6 +186,16 @@ class Pipeline(PipelineBase[Promise[Any]]):
 
         Raises:
             TransferQueueError: the first error of a call that was not raised before; others are added to it as notes.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     with table.pipeline() as pipeline:
+            ...         promise = pipeline.put(x=[1, 2])
+            ...         pipeline.drain()
+            ...         print(len(pipeline), "calls in flight")
+            0 calls in flight
         """
         while self._in_flight:
             self._finish_oldest()

@@ -43,6 +43,13 @@ class Queue(QueueBase):
 
     Use it as a context manager. Closing ends all waits of this client with `Disconnected`, gives its leases and
     reservations back, and ends an embedded server.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> with tq.connect("embedded") as queue:
+        ...     with tq.connect(queue.address) as same:  # as another process would
+        ...         print(same.coordinators == queue.coordinators)
+        True
     """
 
     def create_table(
@@ -115,12 +122,29 @@ class Queue(QueueBase):
 
         Raises:
             NotFound: it does not exist, or was not created in time. The text lists the tables that exist.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("rollouts")
+            ...     same = queue.table("rollouts")  # as another process would
+            >>> same.name
+            'rollouts'
         """
         client = self._of(name)
         return Table(client, run_sync(client.connection, tables.open_table(client, name, timeout_s)))
 
     def tables(self) -> list[str]:
-        """Return the names of all tables, sorted."""
+        """Return the names of all tables, sorted.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     for name in ("prompts", "answers"):
+            ...         table = queue.create_table(name)
+            ...     queue.tables()
+            ['answers', 'prompts']
+        """
         return sorted([name for names in self._each(tables.tables) for name in names])
 
     def drop_table(self, name: str, *, empty: bool = False) -> None:
@@ -133,6 +157,14 @@ class Queue(QueueBase):
         Raises:
             NotFound: there is no such table.
             UsageError: `empty` is True and the table has rows.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("rollouts")
+            ...     queue.drop_table("rollouts", empty=True)
+            ...     queue.tables()
+            []
         """
         client = self._of(name)
         run_sync(client.connection, tables.drop_table(client, name, empty))
@@ -151,6 +183,13 @@ class Queue(QueueBase):
 
         Raises:
             UsageError: an invalid name, or `keep` below 1.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     channel = queue.weights("policy", keep=4)
+            >>> channel.name
+            'policy'
         """
         return WeightChannel(self._of(channel), *channel_name(channel, keep))
 
@@ -192,6 +231,15 @@ class Queue(QueueBase):
 
         Raises:
             Unreachable: a coordinator did not answer in time.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = table.put(x=[1, 2])
+            ...     counts = queue.audit()
+            >>> counts.balanced, counts.tables["t"].rows_put
+            (True, 2)
         """
         return audit_together(self._each(lambda: tables.observe(AuditAnswer, timeout_s=timeout_s)))
 
@@ -236,6 +284,15 @@ class Queue(QueueBase):
         Raises:
             NotFound: there is no such table, or the row was never put.
             Unreachable: the server did not answer in time.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = table.put(x=[1], key="first")
+            ...     life = queue.inspect("t", 0)
+            >>> life.state, life.key, list(life.tasks)
+            ('live', 'first', ['train'])
         """
         return run_sync(self._of(table).connection, tables.observe(RowLife, table, row, timeout_s=timeout_s))
 
@@ -260,6 +317,16 @@ class Queue(QueueBase):
         Raises:
             NotFound: there is no such table.
             Unreachable: the server did not answer in time.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     start = queue.events("t")
+            ...     rows = table.put(x=[1, 2])
+            ...     answer = queue.events("t", after=start.next)
+            >>> [(event.what, event.rows) for event in answer.events]
+            [('put', [0, 1])]
         """
         return run_sync(self._of(table).connection, tables.events(table, after, every, timeout_s))
 
@@ -274,6 +341,13 @@ class Queue(QueueBase):
 
         Raises:
             Unreachable: the only coordinator did not answer in time.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded", label="trainer") as queue:
+            ...     sessions = queue.sessions()
+            >>> [session.label for session in sessions.values()]
+            ['trainer']
         """
         return sessions_together(self._look_at_each(lambda: tables.sessions(timeout_s)))
 
@@ -289,6 +363,15 @@ class Queue(QueueBase):
         Raises:
             NotFound: a shard that has not joined.
             UsageError: the queue is of several coordinators; connect to the one that is meant.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     try:
+            ...         queue.drain_shard(7)
+            ...     except tq.NotFound:
+            ...         print("no shard 7 has joined")
+            no shard 7 has joined
         """
         run_sync(self._client.connection, tables.drain_shard(number))
 
@@ -334,7 +417,7 @@ class Queue(QueueBase):
             >>> stored.path.endswith("/snapshots/nightly/000001")
             True
         """
-        return (self._carry_out(snapshot.snapshot(self._clients, path, keep, timeout_s, progress))).stored
+        return self._carry_out(snapshot.snapshot(self._clients, path, keep, timeout_s, progress)).stored
 
     def restore(
         self, path: str | os.PathLike[str], *, timeout_s: float | None = SNAPSHOT_S, progress: Progress | None = None
@@ -359,13 +442,32 @@ class Queue(QueueBase):
             UsageError: there is a table or a version of weights already.
             Corruption: a file is not as it was written; the text names it.
             DeadlineExceeded: it did not end in time; the work goes on.
+
+        Example:
+            >>> import contextlib, tempfile
+            >>> import transferqueue as tq
+            >>> with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # where an embedded server runs
+            ...     with tq.connect("embedded") as queue:
+            ...         table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...         (stored,) = queue.snapshot("nightly")
+            ...     with tq.connect("embedded") as another:
+            ...         restored = another.restore(stored)
+            ...         another.tables()
+            ['t']
         """
-        return (self._carry_out(snapshot.restore(self._clients, path, timeout_s, progress))).stored
+        return self._carry_out(snapshot.restore(self._clients, path, timeout_s, progress)).stored
 
     def close(self) -> None:
         """End the session, and an embedded server with it.
 
         Calls that wait end with `Disconnected`. A second call does nothing.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> queue = tq.connect("embedded")
+            >>> queue.close()
+            >>> queue
+            <Queue at ...: 0 tables used here, closed>
         """
         for client in self._clients:
             client.close()

@@ -36,6 +36,14 @@ class Table(TableBase):
     Every method may be called from any thread. A method that waits says until when; an interrupt ends the wait
     and leaves everything usable. Beside the errors that a method names, any call may raise a `PeerError`, and
     `NotFound` after the table was dropped.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> with tq.connect("embedded") as queue:
+        ...     tasks = [tq.Task("train", needs=["x"])]
+        ...     table = queue.create_table("samples", tasks=tasks, limits=tq.Limits(rows=64))
+        >>> table.name, table.fields, list(table.tasks), table.limits.rows, table.pacing, table.retention
+        ('samples', {}, ['train'], 64, None, Acked())
     """
 
     def put(
@@ -128,7 +136,7 @@ class Table(TableBase):
         if reservation is None:
             return self._run(commit.put(self._client, self._terms, facts, columns, 0, timeout_s))
         number = reservation_id(self._terms, reservation)
-        return self._run(commit.put(self._client, self._terms, facts, columns, number, timeout_s, reservation.used))
+        return self._run(commit.put(self._client, self._terms, facts, columns, number, timeout_s, reservation._used))
 
     def update(
         self,
@@ -190,7 +198,7 @@ class Table(TableBase):
             ...             break
             ...         except tq.RowsChanged:
             ...             pass  # another process was quicker: once more
-            ...     values = (table.read(rows))["x"].list()
+            ...     values = table.read(rows)["x"].list()
             >>> values
             [2]
         """
@@ -235,7 +243,7 @@ class Table(TableBase):
             ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
             ...     with table.pipeline() as pipeline:
             ...         promises = [pipeline.put(x=[number]) for number in range(3)]
-            ...     rows = [(promise.result()).tolist() for promise in promises]
+            ...     rows = [promise.result().tolist() for promise in promises]
             >>> rows
             [[0], [1], [2]]
         """
@@ -558,6 +566,17 @@ class Table(TableBase):
         Raises:
             UsageError: a version below the clock, or a table whose clock is a weight channel.
             DeadlineExceeded: rows held the clock for all that time.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     pacing = tq.Pacing("train", batch_rows=1, max_staleness=1)
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])], pacing=pacing)
+            ...     rows = table.put(x=[1, 2], policy_version=[0, 1])
+            ...     table.advance(2)  # the first row is two versions behind now
+            ...     counts = table.audit()
+            >>> counts.dropped
+            {'stale': 1}
         """
         self._run(tables.advance(self._terms, version, timeout_s))
 
@@ -605,6 +624,16 @@ class Table(TableBase):
         Raises:
             NotFound: there is no such task.
             UsageError: `task` is None, and the table has several tasks and no pacing.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = table.put(x=[1, 2])
+            ...     batch = table.lease("train", rows=2)
+            ...     batch.ack(step=7)
+            ...     table.checkpointed(7)  # the model of step 7 is saved
+            2
         """
         return self._run(tables.checkpointed(self._terms, step, task))
 
@@ -626,6 +655,16 @@ class Table(TableBase):
         Raises:
             NotFound: there is no such task.
             UsageError: a step before the last checkpoint, whose rows are done for good; or a version above the clock.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = table.put(x=[1, 2])
+            ...     batch = table.lease("train", rows=2)
+            ...     batch.ack(step=7)
+            ...     table.rollback(6)  # the trainer restarts from its checkpoint of step 6
+            2
         """
         return self._run(tables.rollback(self._terms, step, task, version))
 
@@ -634,6 +673,16 @@ class Table(TableBase):
 
         Args:
             start: the first ordinal to look at; default 0.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = table.put(x=[1, 2], ordinal=[0, 1])
+            ...     batch = table.lease("train", rows=1)
+            ...     batch.ack()
+            ...     table.cursor()
+            1
         """
         return self._run(tables.cursor(self._terms, start))
 
@@ -642,6 +691,17 @@ class Table(TableBase):
 
         Raises:
             Sealed: the table is sealed already.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     table.seal()
+            ...     try:
+            ...         batch = table.lease("train", rows=1)
+            ...     except tq.EndOfTable:
+            ...         print("no more rows")
+            no more rows
         """
         self._run(tables.seal(self._terms))
 
@@ -685,7 +745,7 @@ class Table(TableBase):
             >>> with tq.connect("embedded") as queue:
             ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
             ...     rows = table.put(x=[1, 2, 3], tags=[{"split": "a"}, {"split": "b"}, {"split": "a"}])
-            ...     values = (table.read(where=tq.TagIs("split", "a")))["x"].list()
+            ...     values = table.read(where=tq.TagIs("split", "a"))["x"].list()
             >>> values
             [1, 3]
         """
@@ -728,6 +788,17 @@ class Table(TableBase):
         Raises:
             NotFound: a row is not live. Nothing was changed.
             UsageError: an invalid reason.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = table.put(x=[1, 2])
+            ...     table.drop(rows[:1], "too_long")
+            ...     counts = table.audit()
+            1
+            >>> counts.dropped
+            {'too_long': 1}
         """
         return self._run(tables.drop(self._terms, rows, reason))
 
@@ -743,6 +814,17 @@ class Table(TableBase):
 
         Returns:
             The rows, the latest first.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     tasks = [tq.Task("score", needs=["x"], retry=tq.Retry(attempts=1))]
+            ...     table = queue.create_table("t", tasks=tasks)
+            ...     rows = table.put(x=[1])
+            ...     batch = table.lease("score", rows=1)
+            ...     batch.release(failed=True, reason="no answer")
+            ...     [(row.row, row.task, row.error) for row in table.dropped()]
+            [(0, 'score', 'no answer')]
         """
         return self._run(tables.dropped(self._terms, limit))
 
@@ -761,6 +843,17 @@ class Table(TableBase):
             NotFound: a row that `dropped` does not list. Nothing was changed.
             Sealed: the table has ended, so no worker would take the rows.
             Full: the table has no room for so many rows now.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     tasks = [tq.Task("score", needs=["x"], retry=tq.Retry(attempts=1))]
+            ...     table = queue.create_table("t", tasks=tasks)
+            ...     rows = table.put(x=[1])
+            ...     batch = table.lease("score", rows=1)
+            ...     batch.release(failed=True, reason="no answer")
+            ...     table.retry(table.dropped())
+            1
         """
         return self._run(tables.retry(self._terms, rows))
 
@@ -776,6 +869,14 @@ class Table(TableBase):
         Raises:
             NotFound: a row is not in the table. Nothing was changed.
             UsageError: a row is leased: wait for its ack, or drop it.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = table.put(x=[1, 2])
+            ...     table.delete(rows[:1])
+            1
         """
         return self._run(tables.delete(self._terms, rows))
 
@@ -800,6 +901,17 @@ class Table(TableBase):
             NotFound: a row or field is not in the table.
             UsageError: a task that needs the column still has work with a row; or `again` for a task that takes groups.
                 Nothing was changed.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", retention=tq.ManualColumns())
+            ...     rows = table.put(x=[1, 2], draft=["a", "b"])
+            ...     table.free_columns(rows, ["draft"])
+            ...     read = table.read(rows)
+            2
+            >>> read.fields
+            ('x',)
         """
         return self._run(tables.free_columns(self._terms, rows, fields, again))
 
@@ -813,6 +925,14 @@ class Table(TableBase):
             AlreadyExists: the table has a task of this name with other terms.
             Impossible: the task would wait for ever, such as for columns of live rows that were freed.
             UsageError: invalid terms, or the table has 64 tasks.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     table.add_task(tq.Task("count", needs=["x"]))
+            >>> list(table.tasks)
+            ['train', 'count']
         """
         self._run(tables.add_task(self._client, self._terms, task))
 
@@ -825,6 +945,14 @@ class Table(TableBase):
         Raises:
             SchemaError: the table has a field of this name with another dtype, shape or rule.
             UsageError: the table would have more than 1024 fields, or a name is near that of a parameter or field.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     table.add_fields([tq.Field("reward", "float32")])
+            >>> table.fields["reward"].dtype
+            'float32'
         """
         self._run(tables.add_fields(self._client, self._terms, fields))
 
@@ -839,6 +967,15 @@ class Table(TableBase):
 
         Raises:
             Unreachable: the server did not answer in time.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = table.put(x=[1, 2])
+            ...     figures = table.stats()
+            >>> figures.rows_put, figures.rows_live
+            (2, 2)
         """
         return self._run(tables.table_stats(self.name, timeout_s))
 
@@ -853,6 +990,17 @@ class Table(TableBase):
 
         Raises:
             Unreachable: the server did not answer in time.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = table.put(x=[1, 2, 3])
+            ...     table.drop(rows[:1], "too_long")
+            ...     counts = table.audit()
+            1
+            >>> counts.rows_put, counts.rows_live, counts.dropped
+            (3, 2, {'too_long': 1})
         """
         return self._run(tables.table_audit(self.name, timeout_s))
 

@@ -27,6 +27,17 @@ class WeightChannel(WeightChannelBase):
     """A channel on which versions of weights are published and pulled. Made by `Queue.weights`.
 
     Any process may publish or pull. Every method may be called from any thread.
+
+    Example:
+        >>> import numpy as np
+        >>> import transferqueue as tq
+        >>> with tq.connect("embedded") as queue:
+        ...     channel = queue.weights("policy")
+        ...     written = channel.publish(1, {"embed": np.zeros((4, 8), np.float32)})
+        ...     weights = channel.pull(timeout_s=10)
+        ...     channel.applied(weights.version)
+        >>> channel.name, weights.version
+        ('policy', 1)
     """
 
     def publish(
@@ -104,6 +115,20 @@ class WeightChannel(WeightChannelBase):
         Raises:
             AlreadyExists: the version is published.
             UsageError: a version below the newest, or an argument out of range.
+
+        Example:
+            >>> import numpy as np
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     channel = queue.weights("policy")
+            ...     rows = np.arange(8.0).reshape(4, 2)
+            ...     halves = [tq.WeightSlice(rows[at : at + 2], first=at, rows=4) for at in (0, 2)]
+            ...     pending = channel.begin(1, parts=2)  # rank 0 sends the number to rank 1
+            ...     written = channel.publish(1, {"embed": halves[1]}, pending=pending, part=1)
+            ...     written = channel.publish(1, {"embed": halves[0]}, pending=pending)
+            ...     weights = channel.pull()
+            >>> weights.numpy()["embed"].shape
+            (4, 2)
         """
         return self._run(begin_version(self._name, version, parts, length_s))
 
@@ -120,6 +145,17 @@ class WeightChannel(WeightChannelBase):
 
         Raises:
             UsageError: weights that were pulled in part (``only=``).
+
+        Example:
+            >>> import numpy as np
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     written = queue.weights("policy").publish(1, {"embed": np.zeros(4)})
+            ...     with tq.connect("embedded") as elsewhere:
+            ...         weights = queue.weights("policy").pull()
+            ...         elsewhere.weights("policy").mirror(weights)
+            ...         print(elsewhere.weights("policy").pull())
+            <Weights of channel 'policy': version 1, 1 tensors>
         """
         self._run(mirror_weights(self._client, self._name, self._keep, weights, timeout_s))
 
@@ -181,6 +217,17 @@ class WeightChannel(WeightChannelBase):
 
         Raises:
             NotFound: the version was never published.
+
+        Example:
+            >>> import numpy as np
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     channel = queue.weights("policy")
+            ...     written = channel.publish(1, {"embed": np.zeros(4)})
+            ...     channel.applied(1)
+            ...     figures = queue.stats()
+            >>> list(figures.channels["policy"].applied.values())
+            [1]
         """
         self._run(report_applied(self._name, version))
 
@@ -199,6 +246,17 @@ class WeightChannel(WeightChannelBase):
         Raises:
             DeadlineExceeded: no turn was free in time; the text names the sessions that have one.
             NotFound: nothing was published on the channel.
+
+        Example:
+            >>> import numpy as np
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     channel = queue.weights("policy")
+            ...     written = channel.publish(1, {"embed": np.zeros(4)})
+            ...     with channel.turn(at_once=1):
+            ...         weights = channel.pull(timeout_s=10)  # of several generators, one at a time
+            >>> weights.version
+            1
         """
         self._run(acquire_update_slot(self._name, at_once, length_s, timeout_s))
         try:

@@ -50,6 +50,12 @@ class Deployment:
     """A handle on a deployment on Ray. Made by `deploy_ray`.
 
     `close`, and the end of a ``with`` block, end the deployment if this handle owns it, and do nothing otherwise.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> with tq.deploy_ray(durability="process") as deployment:  # doctest: +SKIP
+        ...     print(deployment.address)
+        ray://transferqueue/default
     """
 
     def __init__(
@@ -74,6 +80,12 @@ class Deployment:
 
         Raises:
             Unreachable: a coordinator did not answer in time.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.deploy_ray(durability="process") as deployment:  # doctest: +SKIP
+            ...     deployment.token("consumer")  # for connect in a process outside Ray
+            'tqjoin_...'
         """
         return ",".join(ask_endpoints(named, actor, timeout_s, role).token for named, actor in self._actors.items())
 
@@ -81,6 +93,13 @@ class Deployment:
         """End the deployment if this handle owns it, and remove all that it keeps outside `state`.
 
         A second call does nothing.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> deployment = tq.deploy_ray()  # doctest: +SKIP
+            >>> deployment.close()  # doctest: +SKIP
+            >>> deployment  # doctest: +SKIP
+            <Deployment ray://transferqueue/default, owned>
         """
         actors, self._actors = self._actors, {}
         if actors and self.owned:
@@ -161,8 +180,11 @@ def deploy_ray(
         UsageError: arguments that do not fit each other.
 
     Example:
+        >>> import transferqueue as tq
         >>> with tq.deploy_ray(durability="process") as deployment:  # doctest: +SKIP
-        ...     queue = tq.connect("ray")
+        ...     queue = tq.connect("ray")  # in any task, actor or driver of the cluster
+        ...     queue.create_table("rollouts")
+        <Table 'rollouts' at ray://transferqueue/default: 0 fields, no tasks, at most 65536 rows>
     """
     named = checked(DeploymentName(namespace, name))
     deploys = _specs_per_coordinator(

@@ -58,6 +58,18 @@ class Column(ProcessBound):
 
     A method that does not fit the field raises `UsageError`, which names those that do. After the batch has ended and
     released its memory, values that were not taken before raise `BatchEnded`. Safe from several threads.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> with tq.connect("embedded") as queue:
+        ...     table = queue.create_table("t")
+        ...     rows = table.put(x=[1.5, 2.5], ids=[[1, 2, 3], [4]], text=["a", "b"])
+        ...     read = table.read(rows)
+        ...     ids = read["ids"]
+        ...     print(ids.dtype, ids.shape, ids.device, ids.lengths, ids.shapes.tolist(), ids.placement.rows)
+        ...     print(ids.list(), ids[0], ids[1:].list())
+        int64 (2, None) cpu [3 1] [[3], [1]] 2
+        [[1, 2, 3], [4]] [1 2 3] [[4]]
     """
 
     _remedy: ClassVar[str] = "pass its values: .numpy(), .list() or .arrow()"
@@ -81,6 +93,13 @@ class Column(ProcessBound):
 
         Raises:
             UsageError: other data, or a field of more than one number a row.
+
+        Example:
+            >>> import numpy as np
+            >>> import transferqueue as tq
+            >>> column = tq.Column.of_inline(tq.Field("reward", "float32"), np.array([1.0, 0.5], np.float32))
+            >>> column.list()
+            [1.0, 0.5]
         """
         if not isinstance(field, Field) or field.shape or field.dtype in ("str", "bytes", "value"):
             raise UsageError(
@@ -146,6 +165,15 @@ class Column(ProcessBound):
         Returns:
             A text for each row; or one text for all of them if they cannot be read: ``"ended"``, or ``"..."`` for
             values that only torch can convert.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t")
+            ...     rows = table.put(x=[1.5, 2.5], ids=[[1, 2, 3], [4]], text=["a", "b"])
+            ...     read = table.read(rows)
+            ...     read["ids"].shown(1)
+            ['[1, 2, 3]']
         """
         if self.dtype in TORCH_ONLY_DTYPES and ml_dtype(self.dtype) is None:
             return "..."  # only torch can convert them, and its import takes seconds
@@ -223,6 +251,16 @@ class Column(ProcessBound):
 
         Raises:
             BatchEnded: the batch has ended.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t")
+            ...     rows = table.put(x=[1.5, 2.5], ids=[[1, 2, 3], [4]], text=["a", "b"])
+            ...     read = table.read(rows)
+            ...     read["text"].load()  # now, rather than at the first use
+            ...     read["text"].list()
+            ['a', 'b']
         """
         self._load()
 
@@ -232,6 +270,15 @@ class Column(ProcessBound):
         Raises:
             BatchEnded: the batch has ended.
             UsageError: the field is not dense.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t")
+            ...     rows = table.put(x=[1.5, 2.5], ids=[[1, 2, 3], [4]], text=["a", "b"])
+            ...     read = table.read(rows)
+            ...     read["x"].numpy()
+            array([1.5, 2.5])
         """
         if not self.field.dense:
             raise self._unfit("numpy")
@@ -246,6 +293,15 @@ class Column(ProcessBound):
         Raises:
             BatchEnded: the batch has ended.
             UsageError: the field is not dense.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t")
+            ...     rows = table.put(x=[1.5, 2.5], ids=[[1, 2, 3], [4]], text=["a", "b"])
+            ...     read = table.read(rows)
+            ...     read["x"].torch()
+            tensor([1.5000, 2.5000], dtype=torch.float64)
         """
         if not self.field.dense:
             raise self._unfit("torch")
@@ -261,6 +317,16 @@ class Column(ProcessBound):
         Raises:
             BatchEnded: the batch has ended.
             UsageError: the field is not ragged.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t")
+            ...     rows = table.put(x=[1.5, 2.5], ids=[[1, 2, 3], [4]], text=["a", "b"])
+            ...     read = table.read(rows)
+            ...     values, offsets = read["ids"].ragged()
+            >>> values, offsets
+            (array([1, 2, 3, 4]), array([0, 3, 4]))
         """
         if not self.field.ragged:
             raise self._unfit("ragged")
@@ -283,6 +349,16 @@ class Column(ProcessBound):
         Raises:
             BatchEnded: the batch has ended.
             UsageError: the field is not ragged.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t")
+            ...     rows = table.put(x=[1.5, 2.5], ids=[[1, 2, 3], [4]], text=["a", "b"])
+            ...     read = table.read(rows)
+            ...     nested = read["ids"].nested()
+            >>> [row.tolist() for row in nested]
+            [[1, 2, 3], [4]]
         """
         if not self.field.ragged:
             raise self._unfit("nested")
@@ -338,6 +414,16 @@ class Column(ProcessBound):
 
         Raises:
             BatchEnded: the batch has ended.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t")
+            ...     rows = table.put(x=[1.5, 2.5], ids=[[1, 2, 3], [4]], text=["a", "b"])
+            ...     read = table.read(rows)
+            ...     array = read["text"].arrow()
+            >>> array.to_pylist()
+            ['a', 'b']
         """
         return arrow_array(self.field, self._load())
 
@@ -357,6 +443,15 @@ class Column(ProcessBound):
 
         Raises:
             BatchEnded: the batch has ended.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t")
+            ...     rows = table.put(x=[1.5, 2.5], ids=[[1, 2, 3], [4]], text=["a", "b"])
+            ...     read = table.read(rows)
+            ...     read["ids"].list()
+            [[1, 2, 3], [4]]
         """
         return to_python(self.field, self._load())
 
@@ -377,7 +472,20 @@ class Column(ProcessBound):
 
     def forget(self) -> None:
         """Drop the loaded rows, so that their memory is freed when no view of it is left. Called when the batch
-        ends."""
+        ends.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t")
+            ...     rows = table.put(x=[1.5, 2.5], ids=[[1, 2, 3], [4]], text=["a", "b"])
+            ...     read = table.read(rows)
+            ...     column = read["text"]
+            ...     column.load()
+            ...     column.forget()
+            ...     column.list()  # gathered again
+            ['a', 'b']
+        """
         if self._placement is not None:
             self._cell.clear()
 

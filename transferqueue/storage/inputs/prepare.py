@@ -63,8 +63,11 @@ class Repeat:
 
     Example:
         >>> import transferqueue as tq
-        >>> prompts = tq.Repeat(["2+2", "3+5"], 4)  # 8 rows, 2 stored values
-        >>> image = tq.Repeat([b"the same in sixteen puts" * 1024])
+        >>> with tq.connect("embedded") as queue:
+        ...     table = queue.create_table("t")
+        ...     rows = table.put(prompt=tq.Repeat(["2+2", "3+5"], 2))  # 4 rows, 2 stored values
+        ...     table.read(rows)["prompt"].list()
+        ['2+2', '2+2', '3+5', '3+5']
     """
 
     __slots__ = ("counts", "values")
