@@ -107,33 +107,6 @@ class AsyncBatch(BatchBase):
         )
         await self._run(lease.ack(self._lease, rows, facts, columns, step))
 
-    async def drop(self, reason: str, rows: Any = None) -> None:
-        """Drop rows of the batch for every task of the table.
-
-        Args:
-            reason: a name that statistics count the rows under, such as ``"too_long"``; at most 256 different ones a
-                table.
-            rows: ids of rows of the batch; default None: all that are left.
-
-        Raises:
-            LeaseExpired: the lease is over. Nothing was changed.
-            BatchEnded: this worker has ended the batch before.
-            NotFound: a row that is not, or no longer, in this batch.
-            UsageError: an invalid reason, or a part of a group of a task that takes groups.
-
-        Example:
-            >>> import transferqueue as tq
-            >>> async with tq.aconnect("embedded") as queue:
-            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
-            ...     rows = await table.put(x=[1, 2])
-            ...     async with table.lease("train", rows=2) as batch:
-            ...         await batch.drop("too_long", rows[1:])  # the end of the block acks the other
-            ...     counts = await table.audit()
-            >>> counts.rows_done, counts.dropped
-            (1, {'too_long': 1})
-        """
-        await self._run(lease.drop(self._lease, reason, rows))
-
     async def release(
         self,
         /,
@@ -191,6 +164,33 @@ class AsyncBatch(BatchBase):
             tags=tags,
         )
         await self._run(lease.release(self._lease, rows, failed, reason, facts, columns))
+
+    async def drop(self, reason: str, rows: Any = None) -> None:
+        """Drop rows of the batch for every task of the table.
+
+        Args:
+            reason: a name that statistics count the rows under, such as ``"too_long"``; at most 256 different ones a
+                table.
+            rows: ids of rows of the batch; default None: all that are left.
+
+        Raises:
+            LeaseExpired: the lease is over. Nothing was changed.
+            BatchEnded: this worker has ended the batch before.
+            NotFound: a row that is not, or no longer, in this batch.
+            UsageError: an invalid reason, or a part of a group of a task that takes groups.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = await table.put(x=[1, 2])
+            ...     async with table.lease("train", rows=2) as batch:
+            ...         await batch.drop("too_long", rows[1:])  # the end of the block acks the other
+            ...     counts = await table.audit()
+            >>> counts.rows_done, counts.dropped
+            (1, {'too_long': 1})
+        """
+        await self._run(lease.drop(self._lease, reason, rows))
 
     async def renew(self, lease_s: float | None = None) -> float:
         """Keep the rows for some time from now. The time limit of the batch counts from here.

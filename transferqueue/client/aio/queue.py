@@ -220,29 +220,6 @@ class AsyncQueue(QueueBase):
         """
         return stats_together(await self._look_at_each(lambda: tables.observe(Stats, timeout_s=timeout_s)))
 
-    async def audit(self, *, timeout_s: float | None = REPORT_S) -> AuditAnswer:
-        """Check for each table that ``rows_put == rows_live + rows_done + rows_dropped``, each counted on its own.
-
-        Args:
-            timeout_s: seconds to wait for each coordinator; default 10; None: no limit.
-
-        Returns:
-            The counts of each table, and whether they balance.
-
-        Raises:
-            Unreachable: a coordinator did not answer in time.
-
-        Example:
-            >>> import transferqueue as tq
-            >>> async with tq.aconnect("embedded") as queue:
-            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
-            ...     rows = await table.put(x=[1, 2])
-            ...     counts = await queue.audit()
-            >>> counts.balanced, counts.tables["t"].rows_put
-            (True, 2)
-        """
-        return audit_together(await self._each(lambda: tables.observe(AuditAnswer, timeout_s=timeout_s)))
-
     async def doctor(self, table: str | None = None, *, timeout_s: float | None = REPORT_S) -> DoctorAnswer:
         """Say which clients wait, for which rows, and which clients hold those rows.
 
@@ -296,6 +273,27 @@ class AsyncQueue(QueueBase):
         """
         return await run_async(self._of(table).connection, tables.observe(RowLife, table, row, timeout_s=timeout_s))
 
+    async def sessions(self, *, timeout_s: float | None = REPORT_S) -> Sessions:
+        """List connected clients: label, process, how long each has been silent, and the rows that it holds.
+
+        Args:
+            timeout_s: seconds to wait for the server; default 10; None: no limit.
+
+        Returns:
+            The clients.
+
+        Raises:
+            Unreachable: the only coordinator did not answer in time.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded", label="trainer") as queue:
+            ...     sessions = await queue.sessions()
+            >>> [session.label for session in sessions.values()]
+            ['trainer']
+        """
+        return sessions_together(await self._look_at_each(lambda: tables.sessions(timeout_s)))
+
     async def events(
         self, table: str, *, after: int = -1, every: int = 1, timeout_s: float | None = REPORT_S
     ) -> EventsAnswer:
@@ -330,50 +328,28 @@ class AsyncQueue(QueueBase):
         """
         return await run_async(self._of(table).connection, tables.events(table, after, every, timeout_s))
 
-    async def sessions(self, *, timeout_s: float | None = REPORT_S) -> Sessions:
-        """List connected clients: label, process, how long each has been silent, and the rows that it holds.
+    async def audit(self, *, timeout_s: float | None = REPORT_S) -> AuditAnswer:
+        """Check for each table that ``rows_put == rows_live + rows_done + rows_dropped``, each counted on its own.
 
         Args:
-            timeout_s: seconds to wait for the server; default 10; None: no limit.
+            timeout_s: seconds to wait for each coordinator; default 10; None: no limit.
 
         Returns:
-            The clients.
+            The counts of each table, and whether they balance.
 
         Raises:
-            Unreachable: the only coordinator did not answer in time.
-
-        Example:
-            >>> import transferqueue as tq
-            >>> async with tq.aconnect("embedded", label="trainer") as queue:
-            ...     sessions = await queue.sessions()
-            >>> [session.label for session in sessions.values()]
-            ['trainer']
-        """
-        return sessions_together(await self._look_at_each(lambda: tables.sessions(timeout_s)))
-
-    async def drain_shard(self, number: int) -> None:
-        """Give out no more memory of a remote shard. Returns at once.
-
-        The shard's process ends when the last row in it is done and the last view of it is released. A second call does
-        nothing.
-
-        Args:
-            number: of the shard, as in ``stats().server.shards``.
-
-        Raises:
-            NotFound: a shard that has not joined.
-            UsageError: the queue is of several coordinators; connect to the one that is meant.
+            Unreachable: a coordinator did not answer in time.
 
         Example:
             >>> import transferqueue as tq
             >>> async with tq.aconnect("embedded") as queue:
-            ...     try:
-            ...         await queue.drain_shard(7)
-            ...     except tq.NotFound:
-            ...         print("no shard 7 has joined")
-            no shard 7 has joined
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = await table.put(x=[1, 2])
+            ...     counts = await queue.audit()
+            >>> counts.balanced, counts.tables["t"].rows_put
+            (True, 2)
         """
-        await run_async(self._client.connection, tables.drain_shard(number))
+        return audit_together(await self._each(lambda: tables.observe(AuditAnswer, timeout_s=timeout_s)))
 
     async def snapshot(
         self,
@@ -456,6 +432,30 @@ class AsyncQueue(QueueBase):
             ['t']
         """
         return (await self._carry_out(snapshot.restore(self._clients, path, timeout_s, progress))).stored
+
+    async def drain_shard(self, number: int) -> None:
+        """Give out no more memory of a remote shard. Returns at once.
+
+        The shard's process ends when the last row in it is done and the last view of it is released. A second call does
+        nothing.
+
+        Args:
+            number: of the shard, as in ``stats().server.shards``.
+
+        Raises:
+            NotFound: a shard that has not joined.
+            UsageError: the queue is of several coordinators; connect to the one that is meant.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect("embedded") as queue:
+            ...     try:
+            ...         await queue.drain_shard(7)
+            ...     except tq.NotFound:
+            ...         print("no shard 7 has joined")
+            no shard 7 has joined
+        """
+        await run_async(self._client.connection, tables.drain_shard(number))
 
     async def close(self) -> None:
         """End the session, and an embedded server with it.

@@ -81,7 +81,7 @@ class Table(TableBase):
                 of pandas without a name is left out.
             group_id: group of the row, 0 or more; default None: none. Given together with `group_size`; both stay as
                 they are put.
-            group_size: rows of the group when it is whole, at most 65536.
+            group_size: rows of the group when it is whole, at most 65536; default None.
             ordinal: place of the row in its group or data set (see `cursor`); default None: none.
             policy_version: oldest version of the weights that made the row; default None: none, and it is never stale.
             policy_version_max: newest version of the weights that made a part of the row; default None.
@@ -138,117 +138,6 @@ class Table(TableBase):
         number = reservation_id(self._terms, reservation)
         return self._run(commit.put(self._client, self._terms, facts, columns, number, timeout_s, reservation._used))
 
-    def update(
-        self,
-        /,
-        rows: Any,
-        *,
-        overwrite: bool = False,
-        if_unchanged: RowsBase | None = None,
-        group_id: Ints = None,
-        group_size: Ints = None,
-        ordinal: Ints = None,
-        policy_version: Ints = None,
-        policy_version_max: Ints = None,
-        tokens: Ints = None,
-        priority: Floats = None,
-        key: Keys = None,
-        tags: TagsGiven = None,
-        **columns: Any,
-    ) -> None:
-        """Give existing rows more columns or facts, in one commit. Does not wait for the table's limits.
-
-        With `if_unchanged`, several processes may each read a value, compute a new one and update it, and none
-        overwrites a value that another wrote. The update is made only if no column that it brings was written since the
-        read, and no tags if it has tags. After a read of no fields (``fields=()``) the tags alone are compared, and
-        columns are replaced as without it.
-
-        Args:
-            rows: row ids, in the order of the columns' rows.
-            overwrite: replace fields that are set already; default False: refuse to.
-            if_unchanged: the same rows as `read` or a lease returned them; default None: compare nothing.
-            group_id: refused: the group of a row stays as it was put.
-            group_size: refused, as `group_id`.
-            ordinal: as of `put`.
-            policy_version: as of `put`.
-            policy_version_max: as of `put`.
-            tokens: as of `put`.
-            priority: as of `put`.
-            key: as of `put`.
-            tags: as of `put`; they replace all tags of the row.
-            **columns: as of `put`.
-
-        Raises:
-            NotFound: a row is not live. Nothing was changed.
-            AlreadyExists: a field of a row is set and `overwrite` is False, or another row has the key.
-            RowsChanged: a row was written after it was read. Nothing was changed.
-            SchemaError: a column does not fit its field.
-            UsageError: nothing to change, or `if_unchanged` lacks a column that the update replaces: name it in the
-                `fields` of the read.
-
-        Example:
-            >>> import transferqueue as tq
-            >>> with tq.connect("embedded") as queue:
-            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
-            ...     rows = table.put(x=[1])
-            ...     while True:
-            ...         read = table.read(rows, fields=["x"])
-            ...         try:
-            ...             table.update(rows, overwrite=True, if_unchanged=read, x=read["x"].numpy() + 1)
-            ...             break
-            ...         except tq.RowsChanged:
-            ...             pass  # another process was quicker: once more
-            ...     values = table.read(rows)["x"].list()
-            >>> values
-            [2]
-        """
-        facts = GivenFacts(
-            group_id=group_id,
-            group_size=group_size,
-            ordinal=ordinal,
-            policy_version=policy_version,
-            policy_version_max=policy_version_max,
-            tokens=tokens,
-            priority=priority,
-            key=key,
-            tags=tags,
-        )
-        self._run(commit.update(self._client, self._terms, rows, facts, columns, overwrite, if_unchanged))
-
-    def pipeline(
-        self,
-        *,
-        calls: int = PIPELINE_CALLS,
-        bytes: int | str = PIPELINE_BYTES,  # noqa: A002
-    ) -> Pipeline:
-        """Send puts, updates and acks without waiting for each answer.
-
-        They are carried out in the order of the calls, each once. An error comes at the next call or at the end of the
-        block (see `Pipeline`).
-
-        Args:
-            calls: the most calls in flight, 1 to 512; default 64.
-            bytes: the most bytes of columns in flight, and one call more, as a number or text such as ``"16MiB"``;
-                default 16 MiB.
-
-        Returns:
-            The pipeline, to be used as a context manager.
-
-        Raises:
-            UsageError: `calls` or `bytes` out of range.
-
-        Example:
-            >>> import transferqueue as tq
-            >>> with tq.connect("embedded") as queue:
-            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
-            ...     with table.pipeline() as pipeline:
-            ...         promises = [pipeline.put(x=[number]) for number in range(3)]
-            ...     rows = [promise.result().tolist() for promise in promises]
-            >>> rows
-            [[0], [1], [2]]
-        """
-        return Pipeline(self._client, self._terms, calls, bytes)
-
     def lease(
         self,
         task: str,
@@ -285,9 +174,9 @@ class Table(TableBase):
 
         Args:
             task: name of the task.
-            rows: the number of rows, at most 65536.
-            tokens: the most tokens. A row that alone has more comes alone.
-            groups: the number of whole groups, at most 4096, of a task that takes groups.
+            rows: the number of rows, at most 65536; default None.
+            tokens: the most tokens; default None. A row that alone has more comes alone.
+            groups: the number of whole groups, at most 4096, of a task that takes groups; default None.
             at_least: the fewest rows, tokens or groups to return; default None: as many as were asked for.
             timeout_s: seconds to wait; default None: no limit; 0: not at all.
             where: a predicate, or up to 16 of them, that every row must satisfy; default: none.
@@ -518,6 +407,202 @@ class Table(TableBase):
         )
         return Loader(Prefetcher(self._client, self._terms, spec, Batch, prefetch))
 
+    def read(
+        self,
+        rows: Any = None,
+        *,
+        where: Predicate | Iterable[Predicate] = (),
+        fields: FieldsWanted = None,
+        limit: int | None = None,
+        values: bool = True,
+        device: Any = None,
+    ) -> Rows:
+        """Read rows without a lease. Does not wait for rows.
+
+        The columns are lazy, and pin the memory of their rows until the `Rows` are released or collected. Views that
+        were taken before stay valid.
+
+        Args:
+            rows: row ids, in the order wanted; default None: all rows that were not dropped, ascending.
+            where: a predicate, or up to 16 of them, that every row must satisfy; default: none.
+            fields: columns to bring, as of `lease`; default None: each field that all these rows have. `Rows.left_out`
+                names the others.
+            limit: the most rows, at least 1; default None: all.
+            values: default True; False: bring facts and the names of the columns alone. Then no bytes move, no memory
+                stays pinned, and using a column is `BatchEnded`.
+            device: where the tensors are, as of `lease`; default None. It does not go with ``values=False``.
+
+        Returns:
+            The rows.
+
+        Raises:
+            NotFound: an id that is not in the table, an unknown field, or a field that one of the rows does not have
+                yet.
+            ColumnFreed: a row had the field, and it was freed.
+            SchemaError: a slice does not fit its field.
+            UsageError: too many rows for one request; the text says how many may be read at a time.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = table.put(x=[1, 2, 3], tags=[{"split": "a"}, {"split": "b"}, {"split": "a"}])
+            ...     values = table.read(where=tq.TagIs("split", "a"))["x"].list()
+            >>> values
+            [1, 3]
+        """
+        return self._run(tables.read(self._client, self._terms, rows, where, fields, limit, values, device))
+
+    def update(
+        self,
+        /,
+        rows: Any,
+        *,
+        overwrite: bool = False,
+        if_unchanged: RowsBase | None = None,
+        group_id: Ints = None,
+        group_size: Ints = None,
+        ordinal: Ints = None,
+        policy_version: Ints = None,
+        policy_version_max: Ints = None,
+        tokens: Ints = None,
+        priority: Floats = None,
+        key: Keys = None,
+        tags: TagsGiven = None,
+        **columns: Any,
+    ) -> None:
+        """Give existing rows more columns or facts, in one commit. Does not wait for the table's limits.
+
+        With `if_unchanged`, several processes may each read a value, compute a new one and update it, and none
+        overwrites a value that another wrote. The update is made only if no column that it brings was written since the
+        read, and no tags if it has tags. After a read of no fields (``fields=()``) the tags alone are compared, and
+        columns are replaced as without it.
+
+        Args:
+            rows: row ids, in the order of the columns' rows.
+            overwrite: replace fields that are set already; default False: refuse to.
+            if_unchanged: the same rows as `read` or a lease returned them; default None: compare nothing.
+            group_id: refused: the group of a row stays as it was put.
+            group_size: refused, as `group_id`.
+            ordinal: as of `put`.
+            policy_version: as of `put`.
+            policy_version_max: as of `put`.
+            tokens: as of `put`.
+            priority: as of `put`.
+            key: as of `put`.
+            tags: as of `put`; they replace all tags of the row.
+            **columns: as of `put`.
+
+        Raises:
+            NotFound: a row is not live. Nothing was changed.
+            AlreadyExists: a field of a row is set and `overwrite` is False, or another row has the key.
+            RowsChanged: a row was written after it was read. Nothing was changed.
+            SchemaError: a column does not fit its field.
+            UsageError: nothing to change, or `if_unchanged` lacks a column that the update replaces: name it in the
+                `fields` of the read.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = table.put(x=[1])
+            ...     while True:
+            ...         read = table.read(rows, fields=["x"])
+            ...         try:
+            ...             table.update(rows, overwrite=True, if_unchanged=read, x=read["x"].numpy() + 1)
+            ...             break
+            ...         except tq.RowsChanged:
+            ...             pass  # another process was quicker: once more
+            ...     values = table.read(rows)["x"].list()
+            >>> values
+            [2]
+        """
+        facts = GivenFacts(
+            group_id=group_id,
+            group_size=group_size,
+            ordinal=ordinal,
+            policy_version=policy_version,
+            policy_version_max=policy_version_max,
+            tokens=tokens,
+            priority=priority,
+            key=key,
+            tags=tags,
+        )
+        self._run(commit.update(self._client, self._terms, rows, facts, columns, overwrite, if_unchanged))
+
+    def ack(self, batches: Iterable[Batch], *, step: int = -1) -> int:
+        """Ack all rows that these batches still hold, in one commit.
+
+        A step that used the rows of many leases counts for all of them, or for none. Results do not come with this ack:
+        `update` brings them before. Rows that were dropped meanwhile are treated as by `Batch.ack`.
+
+        Args:
+            batches: up to 256 batches that this connection leased from this table for one task. Each of them ends.
+            step: the trainer's step, as of `Batch.ack`; default -1: the rows are done at once.
+
+        Returns:
+            The number of rows.
+
+        Raises:
+            LeaseExpired: some leases are over; the text names them. Nothing was changed. `Batch.ended` tells them
+                from the others, which may be acked without them.
+            BatchEnded: a batch was acked or released before. Nothing was changed.
+            UsageError: a row lacks a field that the task gives, or the batches do not belong together.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = table.put(x=[1, 2, 3])
+            ...     batches = [table.lease("train", rows=1), table.lease("train", rows=2)]
+            ...     table.ack(batches, step=1)
+            3
+        """
+        held = leases_of(batches)
+        return self._run(ack_leases.ack_leases(self._client, self._terms, held, step))
+
+    def find(self, keys: str | Sequence[str]) -> NDArray[np.int64]:
+        """Find rows by their keys.
+
+        Args:
+            keys: one key, or a sequence of them.
+
+        Returns:
+            Row ids: int64 ``[keys]``; -1 for a key that no row has.
+
+        Raises:
+            UsageError: a key that is no text, or longer than 512 characters.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = table.put(x=[1, 2], key=["a", "b"])
+            ...     found = table.find(["b", "c"])
+            >>> found.tolist()
+            [1, -1]
+        """
+        return self._run(tables.find(self._terms, keys))
+
+    def seal(self) -> None:
+        """Let no more rows enter. Consumers drain the rows that are there, and then get `EndOfTable`.
+
+        Raises:
+            Sealed: the table is sealed already.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     table.seal()
+            ...     try:
+            ...         batch = table.lease("train", rows=1)
+            ...     except tq.EndOfTable:
+            ...         print("no more rows")
+            no more rows
+        """
+        self._run(tables.seal(self._terms))
+
     def reserve(self, rows: int, *, policy_version: int | None = None, timeout_s: float | None = None) -> Reservation:
         """Ask for permission to start producing rows, before any work is spent on them.
 
@@ -554,6 +639,146 @@ class Table(TableBase):
         """
         return self._run(tables.reserve(self._client, self._terms, rows, policy_version, timeout_s, Reservation))
 
+    def pipeline(
+        self,
+        *,
+        calls: int = PIPELINE_CALLS,
+        bytes: int | str = PIPELINE_BYTES,  # noqa: A002
+    ) -> Pipeline:
+        """Send puts, updates and acks without waiting for each answer.
+
+        They are carried out in the order of the calls, each once. An error comes at the next call or at the end of the
+        block (see `Pipeline`).
+
+        Args:
+            calls: the most calls in flight, 1 to 512; default 64.
+            bytes: the most bytes of columns in flight, and one call more, as a number or text such as ``"16MiB"``;
+                default 16 MiB.
+
+        Returns:
+            The pipeline, to be used as a context manager.
+
+        Raises:
+            UsageError: `calls` or `bytes` out of range.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     with table.pipeline() as pipeline:
+            ...         promises = [pipeline.put(x=[number]) for number in range(3)]
+            ...     rows = [promise.result().tolist() for promise in promises]
+            >>> rows
+            [[0], [1], [2]]
+        """
+        return Pipeline(self._client, self._terms, calls, bytes)
+
+    def drop(self, rows: Any, reason: str) -> int:
+        """Drop rows for every task, leased ones too.
+
+        Args:
+            rows: row ids.
+            reason: a name that statistics count the rows under, such as ``"too_long"``; at most 256 different ones a
+                table.
+
+        Returns:
+            The number of rows.
+
+        Raises:
+            NotFound: a row is not live. Nothing was changed.
+            UsageError: an invalid reason.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = table.put(x=[1, 2])
+            ...     table.drop(rows[:1], "too_long")
+            ...     counts = table.audit()
+            1
+            >>> counts.dropped
+            {'too_long': 1}
+        """
+        return self._run(tables.drop(self._terms, rows, reason))
+
+    def delete(self, rows: Any) -> int:
+        """Free rows. Live rows are dropped first, with reason ``deleted``.
+
+        Args:
+            rows: row ids.
+
+        Returns:
+            The number of rows.
+
+        Raises:
+            NotFound: a row is not in the table. Nothing was changed.
+            UsageError: a row is leased: wait for its ack, or drop it.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = table.put(x=[1, 2])
+            ...     table.delete(rows[:1])
+            1
+        """
+        return self._run(tables.delete(self._terms, rows))
+
+    def dropped(self, limit: int = 100) -> list[DroppedRow]:
+        """List rows that were dropped for failing too often (reason ``attempts``) and can still be taken again.
+
+        Each has `row`, `key`, `task`, `reason`, `error`, `worker` and `age_s`. `read` gives their values by their ids.
+        The table keeps 4,096 of them at most, and 64 MiB of memory; the oldest are freed first, and `delete` frees them
+        too.
+
+        Args:
+            limit: the most that are listed; default 100; 0: all.
+
+        Returns:
+            The rows, the latest first.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     tasks = [tq.Task("score", needs=["x"], retry=tq.Retry(attempts=1))]
+            ...     table = queue.create_table("t", tasks=tasks)
+            ...     rows = table.put(x=[1])
+            ...     batch = table.lease("score", rows=1)
+            ...     batch.release(failed=True, reason="no answer")
+            ...     [(row.row, row.task, row.error) for row in table.dropped()]
+            [(0, 'score', 'no answer')]
+        """
+        return self._run(tables.dropped(self._terms, limit))
+
+    def retry(self, rows: Any) -> int:
+        """Take dropped rows again.
+
+        They are live, as if they had never failed, for each task that was not done with them.
+
+        Args:
+            rows: their ids, or the list that `dropped` returned.
+
+        Returns:
+            The number of rows.
+
+        Raises:
+            NotFound: a row that `dropped` does not list. Nothing was changed.
+            Sealed: the table has ended, so no worker would take the rows.
+            Full: the table has no room for so many rows now.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     tasks = [tq.Task("score", needs=["x"], retry=tq.Retry(attempts=1))]
+            ...     table = queue.create_table("t", tasks=tasks)
+            ...     rows = table.put(x=[1])
+            ...     batch = table.lease("score", rows=1)
+            ...     batch.release(failed=True, reason="no answer")
+            ...     table.retry(table.dropped())
+            1
+        """
+        return self._run(tables.retry(self._terms, rows))
+
     def advance(self, version: int, *, timeout_s: float | None = None) -> None:
         """Set the table's clock to the trainer's version. The clock never goes back.
 
@@ -579,37 +804,6 @@ class Table(TableBase):
             {'stale': 1}
         """
         self._run(tables.advance(self._terms, version, timeout_s))
-
-    def ack(self, batches: Iterable[Batch], *, step: int = -1) -> int:
-        """Ack all rows that these batches still hold, in one commit.
-
-        A step that used the rows of many leases counts for all of them, or for none. Results do not come with this ack:
-        `update` brings them before. Rows that were dropped meanwhile are treated as by `Batch.ack`.
-
-        Args:
-            batches: up to 256 batches that this connection leased from this table for one task. Each of them ends.
-            step: the trainer's step, as of `Batch.ack`; default -1: the rows are done at once.
-
-        Returns:
-            The number of rows.
-
-        Raises:
-            LeaseExpired: some leases are over; the text names them. Nothing was changed. `Batch.ended` tells them
-                from the others, which may be acked without them.
-            BatchEnded: a batch was acked or released before. Nothing was changed.
-            UsageError: a row lacks a field that the task gives, or the batches do not belong together.
-
-        Example:
-            >>> import transferqueue as tq
-            >>> with tq.connect("embedded") as queue:
-            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
-            ...     rows = table.put(x=[1, 2, 3])
-            ...     batches = [table.lease("train", rows=1), table.lease("train", rows=2)]
-            ...     table.ack(batches, step=1)
-            3
-        """
-        held = leases_of(batches)
-        return self._run(ack_leases.ack_leases(self._client, self._terms, held, step))
 
     def checkpointed(self, step: int, *, task: str | None = None) -> int:
         """Report that the model is saved up to `step`: rows acked with that step, or an earlier one, are done now.
@@ -686,235 +880,6 @@ class Table(TableBase):
         """
         return self._run(tables.cursor(self._terms, start))
 
-    def seal(self) -> None:
-        """Let no more rows enter. Consumers drain the rows that are there, and then get `EndOfTable`.
-
-        Raises:
-            Sealed: the table is sealed already.
-
-        Example:
-            >>> import transferqueue as tq
-            >>> with tq.connect("embedded") as queue:
-            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
-            ...     table.seal()
-            ...     try:
-            ...         batch = table.lease("train", rows=1)
-            ...     except tq.EndOfTable:
-            ...         print("no more rows")
-            no more rows
-        """
-        self._run(tables.seal(self._terms))
-
-    def read(
-        self,
-        rows: Any = None,
-        *,
-        where: Predicate | Iterable[Predicate] = (),
-        fields: FieldsWanted = None,
-        limit: int | None = None,
-        values: bool = True,
-        device: Any = None,
-    ) -> Rows:
-        """Read rows without a lease. Does not wait for rows.
-
-        The columns are lazy, and pin the memory of their rows until the `Rows` are released or collected. Views that
-        were taken before stay valid.
-
-        Args:
-            rows: row ids, in the order wanted; default None: all rows that were not dropped, ascending.
-            where: a predicate, or up to 16 of them, that every row must satisfy; default: none.
-            fields: columns to bring, as of `lease`; default None: each field that all these rows have. `Rows.left_out`
-                names the others.
-            limit: the most rows, at least 1; default None: all.
-            values: default True; False: bring facts and the names of the columns alone. Then no bytes move, no memory
-                stays pinned, and using a column is `BatchEnded`.
-            device: where the tensors are, as of `lease`; default None. It does not go with ``values=False``.
-
-        Returns:
-            The rows.
-
-        Raises:
-            NotFound: an id that is not in the table, an unknown field, or a field that one of the rows does not have
-                yet.
-            ColumnFreed: a row had the field, and it was freed.
-            SchemaError: a slice does not fit its field.
-            UsageError: too many rows for one request; the text says how many may be read at a time.
-
-        Example:
-            >>> import transferqueue as tq
-            >>> with tq.connect("embedded") as queue:
-            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
-            ...     rows = table.put(x=[1, 2, 3], tags=[{"split": "a"}, {"split": "b"}, {"split": "a"}])
-            ...     values = table.read(where=tq.TagIs("split", "a"))["x"].list()
-            >>> values
-            [1, 3]
-        """
-        return self._run(tables.read(self._client, self._terms, rows, where, fields, limit, values, device))
-
-    def find(self, keys: str | Sequence[str]) -> NDArray[np.int64]:
-        """Find rows by their keys.
-
-        Args:
-            keys: one key, or a sequence of them.
-
-        Returns:
-            Row ids: int64 ``[keys]``; -1 for a key that no row has.
-
-        Raises:
-            UsageError: a key that is no text, or longer than 512 characters.
-
-        Example:
-            >>> import transferqueue as tq
-            >>> with tq.connect("embedded") as queue:
-            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
-            ...     rows = table.put(x=[1, 2], key=["a", "b"])
-            ...     found = table.find(["b", "c"])
-            >>> found.tolist()
-            [1, -1]
-        """
-        return self._run(tables.find(self._terms, keys))
-
-    def drop(self, rows: Any, reason: str) -> int:
-        """Drop rows for every task, leased ones too.
-
-        Args:
-            rows: row ids.
-            reason: a name that statistics count the rows under, such as ``"too_long"``; at most 256 different ones a
-                table.
-
-        Returns:
-            The number of rows.
-
-        Raises:
-            NotFound: a row is not live. Nothing was changed.
-            UsageError: an invalid reason.
-
-        Example:
-            >>> import transferqueue as tq
-            >>> with tq.connect("embedded") as queue:
-            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
-            ...     rows = table.put(x=[1, 2])
-            ...     table.drop(rows[:1], "too_long")
-            ...     counts = table.audit()
-            1
-            >>> counts.dropped
-            {'too_long': 1}
-        """
-        return self._run(tables.drop(self._terms, rows, reason))
-
-    def dropped(self, limit: int = 100) -> list[DroppedRow]:
-        """List rows that were dropped for failing too often (reason ``attempts``) and can still be taken again.
-
-        Each has `row`, `key`, `task`, `reason`, `error`, `worker` and `age_s`. `read` gives their values by their ids.
-        The table keeps 4,096 of them at most, and 64 MiB of memory; the oldest are freed first, and `delete` frees them
-        too.
-
-        Args:
-            limit: the most that are listed; default 100; 0: all.
-
-        Returns:
-            The rows, the latest first.
-
-        Example:
-            >>> import transferqueue as tq
-            >>> with tq.connect("embedded") as queue:
-            ...     tasks = [tq.Task("score", needs=["x"], retry=tq.Retry(attempts=1))]
-            ...     table = queue.create_table("t", tasks=tasks)
-            ...     rows = table.put(x=[1])
-            ...     batch = table.lease("score", rows=1)
-            ...     batch.release(failed=True, reason="no answer")
-            ...     [(row.row, row.task, row.error) for row in table.dropped()]
-            [(0, 'score', 'no answer')]
-        """
-        return self._run(tables.dropped(self._terms, limit))
-
-    def retry(self, rows: Any) -> int:
-        """Take dropped rows again.
-
-        They are live, as if they had never failed, for each task that was not done with them.
-
-        Args:
-            rows: their ids, or the list that `dropped` returned.
-
-        Returns:
-            The number of rows.
-
-        Raises:
-            NotFound: a row that `dropped` does not list. Nothing was changed.
-            Sealed: the table has ended, so no worker would take the rows.
-            Full: the table has no room for so many rows now.
-
-        Example:
-            >>> import transferqueue as tq
-            >>> with tq.connect("embedded") as queue:
-            ...     tasks = [tq.Task("score", needs=["x"], retry=tq.Retry(attempts=1))]
-            ...     table = queue.create_table("t", tasks=tasks)
-            ...     rows = table.put(x=[1])
-            ...     batch = table.lease("score", rows=1)
-            ...     batch.release(failed=True, reason="no answer")
-            ...     table.retry(table.dropped())
-            1
-        """
-        return self._run(tables.retry(self._terms, rows))
-
-    def delete(self, rows: Any) -> int:
-        """Free rows. Live rows are dropped first, with reason ``deleted``.
-
-        Args:
-            rows: row ids.
-
-        Returns:
-            The number of rows.
-
-        Raises:
-            NotFound: a row is not in the table. Nothing was changed.
-            UsageError: a row is leased: wait for its ack, or drop it.
-
-        Example:
-            >>> import transferqueue as tq
-            >>> with tq.connect("embedded") as queue:
-            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
-            ...     rows = table.put(x=[1, 2])
-            ...     table.delete(rows[:1])
-            1
-        """
-        return self._run(tables.delete(self._terms, rows))
-
-    def free_columns(self, rows: Any, fields: Iterable[str], *, again: bool = False) -> int:
-        """Free columns of rows, which live on with their other columns.
-
-        The memory of a put returns when all its columns are freed and no view of them is left; that of a column of 256
-        KiB or more returns by itself in a table with `ManualColumns` or `AckedColumns`. Reading a freed column is
-        `ColumnFreed`; `update` may write it again.
-
-        Args:
-            rows: row ids.
-            fields: names of the columns, at least one.
-            again: default False: refuse to free a column that a task still needs. True: such a task, and one that is
-                done with the row, waits until the column is written again, and then gets the row again. A lease of the
-                row ends, and the column is as if it had not been written yet.
-
-        Returns:
-            The number of values that were freed; values that a row does not have do not count.
-
-        Raises:
-            NotFound: a row or field is not in the table.
-            UsageError: a task that needs the column still has work with a row; or `again` for a task that takes groups.
-                Nothing was changed.
-
-        Example:
-            >>> import transferqueue as tq
-            >>> with tq.connect("embedded") as queue:
-            ...     table = queue.create_table("t", retention=tq.ManualColumns())
-            ...     rows = table.put(x=[1, 2], draft=["a", "b"])
-            ...     table.free_columns(rows, ["draft"])
-            ...     read = table.read(rows)
-            2
-            >>> read.fields
-            ('x',)
-        """
-        return self._run(tables.free_columns(self._terms, rows, fields, again))
-
     def add_task(self, task: Task) -> None:
         """Declare one more task. The same declaration again changes nothing.
 
@@ -955,6 +920,41 @@ class Table(TableBase):
             'float32'
         """
         self._run(tables.add_fields(self._client, self._terms, fields))
+
+    def free_columns(self, rows: Any, fields: Iterable[str], *, again: bool = False) -> int:
+        """Free columns of rows, which live on with their other columns.
+
+        The memory of a put returns when all its columns are freed and no view of them is left; that of a column of 256
+        KiB or more returns by itself in a table with `ManualColumns` or `AckedColumns`. Reading a freed column is
+        `ColumnFreed`; `update` may write it again.
+
+        Args:
+            rows: row ids.
+            fields: names of the columns, at least one.
+            again: default False: refuse to free a column that a task still needs. True: such a task, and one that is
+                done with the row, waits until the column is written again, and then gets the row again. A lease of the
+                row ends, and the column is as if it had not been written yet.
+
+        Returns:
+            The number of values that were freed; values that a row does not have do not count.
+
+        Raises:
+            NotFound: a row or field is not in the table.
+            UsageError: a task that needs the column still has work with a row; or `again` for a task that takes groups.
+                Nothing was changed.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", retention=tq.ManualColumns())
+            ...     rows = table.put(x=[1, 2], draft=["a", "b"])
+            ...     table.free_columns(rows, ["draft"])
+            ...     read = table.read(rows)
+            2
+            >>> read.fields
+            ('x',)
+        """
+        return self._run(tables.free_columns(self._terms, rows, fields, again))
 
     def stats(self, *, timeout_s: float | None = REPORT_S) -> TableStats:
         """Return counts, bytes and ages of this table now (`transferqueue docs figures`).

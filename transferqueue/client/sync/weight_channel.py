@@ -97,68 +97,6 @@ class WeightChannel(WeightChannelBase):
         )
         return self._run(operation)
 
-    def begin(self, version: int, *, parts: int, length_s: float = BEGUN_S) -> int:
-        """Begin a version that several sessions publish together, such as the ranks of a sharded trainer.
-
-        No reader has the version before all parts have come. It is given up, its parts are freed, and later ones are
-        refused with `VersionGivenUp`: after `length_s` seconds, when this session ends, or when another version of the
-        channel is begun.
-
-        Args:
-            version: a number above all versions of the channel.
-            parts: the number of parts, 1 to 1024.
-            length_s: seconds for all parts to come; default 60.
-
-        Returns:
-            The number that each session passes to `publish` as ``pending``.
-
-        Raises:
-            AlreadyExists: the version is published.
-            UsageError: a version below the newest, or an argument out of range.
-
-        Example:
-            >>> import numpy as np
-            >>> import transferqueue as tq
-            >>> with tq.connect("embedded") as queue:
-            ...     channel = queue.weights("policy")
-            ...     rows = np.arange(8.0).reshape(4, 2)
-            ...     halves = [tq.WeightSlice(rows[at : at + 2], first=at, rows=4) for at in (0, 2)]
-            ...     pending = channel.begin(1, parts=2)  # rank 0 sends the number to rank 1
-            ...     written = channel.publish(1, {"embed": halves[1]}, pending=pending, part=1)
-            ...     written = channel.publish(1, {"embed": halves[0]}, pending=pending)
-            ...     weights = channel.pull()
-            >>> weights.numpy()["embed"].shape
-            (4, 2)
-        """
-        return self._run(begin_version(self._name, version, parts, length_s))
-
-    def mirror(self, weights: Weights, *, timeout_s: float | None = None) -> None:
-        """Publish weights that were pulled from another channel, with their version.
-
-        The other channel may be of another deployment. Base and adapters become visible in one commit, as they arrived.
-        Views that were changed in place since do not match their checksums: a pull of them from here is refused. A
-        tensor that is unchanged here is neither read nor written. Other errors are those of `publish`.
-
-        Args:
-            weights: the weights, pulled whole.
-            timeout_s: seconds to wait for memory; default None: no limit.
-
-        Raises:
-            UsageError: weights that were pulled in part (``only=``).
-
-        Example:
-            >>> import numpy as np
-            >>> import transferqueue as tq
-            >>> with tq.connect("embedded") as queue:
-            ...     written = queue.weights("policy").publish(1, {"embed": np.zeros(4)})
-            ...     with tq.connect("embedded") as elsewhere:
-            ...         weights = queue.weights("policy").pull()
-            ...         elsewhere.weights("policy").mirror(weights)
-            ...         print(elsewhere.weights("policy").pull())
-            <Weights of channel 'policy': version 1, 1 tensors>
-        """
-        self._run(mirror_weights(self._client, self._name, self._keep, weights, timeout_s))
-
     def pull(
         self,
         above: int = -1,
@@ -263,6 +201,68 @@ class WeightChannel(WeightChannelBase):
             yield
         finally:
             self._run(release_update_slot(self._name))
+
+    def begin(self, version: int, *, parts: int, length_s: float = BEGUN_S) -> int:
+        """Begin a version that several sessions publish together, such as the ranks of a sharded trainer.
+
+        No reader has the version before all parts have come. It is given up, its parts are freed, and later ones are
+        refused with `VersionGivenUp`: after `length_s` seconds, when this session ends, or when another version of the
+        channel is begun.
+
+        Args:
+            version: a number above all versions of the channel.
+            parts: the number of parts, 1 to 1024.
+            length_s: seconds for all parts to come; default 60.
+
+        Returns:
+            The number that each session passes to `publish` as ``pending``.
+
+        Raises:
+            AlreadyExists: the version is published.
+            UsageError: a version below the newest, or an argument out of range.
+
+        Example:
+            >>> import numpy as np
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     channel = queue.weights("policy")
+            ...     rows = np.arange(8.0).reshape(4, 2)
+            ...     halves = [tq.WeightSlice(rows[at : at + 2], first=at, rows=4) for at in (0, 2)]
+            ...     pending = channel.begin(1, parts=2)  # rank 0 sends the number to rank 1
+            ...     written = channel.publish(1, {"embed": halves[1]}, pending=pending, part=1)
+            ...     written = channel.publish(1, {"embed": halves[0]}, pending=pending)
+            ...     weights = channel.pull()
+            >>> weights.numpy()["embed"].shape
+            (4, 2)
+        """
+        return self._run(begin_version(self._name, version, parts, length_s))
+
+    def mirror(self, weights: Weights, *, timeout_s: float | None = None) -> None:
+        """Publish weights that were pulled from another channel, with their version.
+
+        The other channel may be of another deployment. Base and adapters become visible in one commit, as they arrived.
+        Views that were changed in place since do not match their checksums: a pull of them from here is refused. A
+        tensor that is unchanged here is neither read nor written. Other errors are those of `publish`.
+
+        Args:
+            weights: the weights, pulled whole.
+            timeout_s: seconds to wait for memory; default None: no limit.
+
+        Raises:
+            UsageError: weights that were pulled in part (``only=``).
+
+        Example:
+            >>> import numpy as np
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     written = queue.weights("policy").publish(1, {"embed": np.zeros(4)})
+            ...     with tq.connect("embedded") as elsewhere:
+            ...         weights = queue.weights("policy").pull()
+            ...         elsewhere.weights("policy").mirror(weights)
+            ...         print(elsewhere.weights("policy").pull())
+            <Weights of channel 'policy': version 1, 1 tensors>
+        """
+        self._run(mirror_weights(self._client, self._name, self._keep, weights, timeout_s))
 
     def _run(self, operation: Operation[T]) -> T:
         return run_sync(self._client.connection, operation)

@@ -83,135 +83,15 @@ class Column(ProcessBound):
         self._rows = placement.rows
         self._cell: dict[str, LoadedColumn] = {}
 
-    @classmethod
-    def of_inline(cls, field: Field, data: bytes | NDArray[Any]) -> Column:
-        """Make a column of numbers, one a row, of values that this process has.
-
-        Args:
-            field: a `Field` of a number's dtype, without a shape.
-            data: little-endian bytes of the values, which are copied, or a numpy array ``[rows]``, which is not.
-
-        Raises:
-            UsageError: other data, or a field of more than one number a row.
-
-        Example:
-            >>> import numpy as np
-            >>> import transferqueue as tq
-            >>> column = tq.Column.of_inline(tq.Field("reward", "float32"), np.array([1.0, 0.5], np.float32))
-            >>> column.list()
-            [1.0, 0.5]
-        """
-        if not isinstance(field, Field) or field.shape or field.dtype in ("str", "bytes", "value"):
-            raise UsageError(
-                f"field={shown(field)} is no field of one number a row; give a Field of a number's dtype, without a "
-                "shape"
-            )
-        if not isinstance(data, bytes | np.ndarray):
-            raise UsageError(f'values of field "{field.name}" are {type(data).__name__}; give a numpy array, or bytes')
-        values = np.frombuffer(data, stored_dtype(field.dtype)).copy() if isinstance(data, bytes) else data
-        column = cls.__new__(cls)
-        column.field, column._placement, column._rows = field, None, len(values)
-        column._whole, column._slice = field, None
-        column._cell = {"rows": LoadedColumn(len(values), values, None, None)}
-        return column
-
-    @property
-    def placement(self) -> RowPlacement:
-        """Where the rows lie. `InternalError` for a column of an inline field."""
-        if self._placement is None:
-            raise InternalError(f'column "{self.field.name}" lies in no blocks (any more)')
-        return self._placement
-
-    def __len__(self) -> int:
-        return self._rows
-
-    def __repr__(self) -> str:
-        """Name, dtype, shape and the first values. Reads only those rows, in memory that this process has."""
-        shape = ", ".join("None" if size is None else str(size) for size in self.shape)
-        return (
-            f"Column({self.field.name!r}, {self.dtype}, shape=({shape}{',' * (len(self.shape) == 1)}), "
-            f"{self._first_values()})"
-        )
-
     @property
     def dtype(self) -> str:
         """The name of the field's dtype, such as ``"float32"``, ``"bfloat16"`` or ``"str"``."""
         return self.field.dtype
 
     @property
-    def device(self) -> str:
-        """Where `torch` and `nested` give their tensors: ``"cpu"``, or the device of the lease."""
-        return "cpu"
-
-    @property
     def shape(self) -> tuple[int | None, ...]:
         """``(rows, *shape of one row)``; None for dimensions that differ between rows."""
         return (self._rows, *self.field.shape)
-
-    def _first_values(self) -> str:
-        shown = self.shown(SHOWN_ROWS)
-        if isinstance(shown, str):
-            return shown
-        return f"[{', '.join(shown + ['...'] * (self._rows > SHOWN_ROWS))}]"
-
-    def shown(self, rows: int) -> list[str] | str:
-        """Return the first rows, each shortened, for a person to read.
-
-        Reads only those rows, in memory that this process has.
-
-        Args:
-            rows: the most rows.
-
-        Returns:
-            A text for each row; or one text for all of them if they cannot be read: ``"ended"``, or ``"..."`` for
-            values that only torch can convert.
-
-        Example:
-            >>> import transferqueue as tq
-            >>> with tq.connect("embedded") as queue:
-            ...     table = queue.create_table("t")
-            ...     rows = table.put(x=[1.5, 2.5], ids=[[1, 2, 3], [4]], text=["a", "b"])
-            ...     read = table.read(rows)
-            ...     read["ids"].shown(1)
-            ['[1, 2, 3]']
-        """
-        if self.dtype in TORCH_ONLY_DTYPES and ml_dtype(self.dtype) is None:
-            return "..."  # only torch can convert them, and its import takes seconds
-        count = min(self._rows, rows)
-        try:
-            cell = self._cell.get("rows")
-            if cell is None and self._placement is not None:
-                self._placement.blocks.live_memory()
-                cell = self._gather(self._placement.select(slice(count)))
-        except BatchEnded:
-            return "ended"
-        return "..." if cell is None else [shown_row(self.field, cell, at) for at in range(count)]
-
-    def __iter__(self) -> Iterator[Any]:
-        """The rows, each as ``column[i]`` gives it."""
-        loaded = self._load()
-        return (row_value(self.field, loaded, at) for at in range(self._rows))
-
-    @overload
-    def __getitem__(self, rows: int) -> Any: ...
-    @overload
-    def __getitem__(self, rows: slice | Sequence[int] | NDArray[Any]) -> Column: ...
-    def __getitem__(self, rows: Any) -> Any:
-        """The value of one row, or the column of some rows (by slice, indices or mask).
-
-        The value of one row is a Python number, str, bytes or plain value, or a numpy array that views the row (for
-        bf16 and fp8 a torch tensor, if ml_dtypes is not installed). `IndexError` for a row that the column does not
-        have.
-        """
-        if isinstance(rows, int | np.integer):
-            at = int(rows) + (self._rows if rows < 0 else 0)
-            if not 0 <= at < self._rows:
-                raise IndexError(f'row {rows} of column "{self.field.name}", which has {self._rows}')
-            return row_value(self.field, self._load(), at)
-        chosen = rows if isinstance(rows, slice) else np.asarray(rows) if len(rows) else slice(0)
-        if self._placement is None:
-            return Column.of_inline(self.field, self._load().values[chosen])
-        return Column(self._whole, self._placement.select(chosen), self._slice)
 
     @property
     def lengths(self) -> I64:
@@ -246,23 +126,53 @@ class Column(ProcessBound):
             return row_shapes(self._whole, placement)
         return shapes_of(self._load())
 
-    def load(self) -> None:
-        """Gather the rows now instead of at first use, for example in another thread before they are needed.
+    @property
+    def device(self) -> str:
+        """Where `torch` and `nested` give their tensors: ``"cpu"``, or the device of the lease."""
+        return "cpu"
 
-        Raises:
-            BatchEnded: the batch has ended.
+    def __len__(self) -> int:
+        return self._rows
 
-        Example:
-            >>> import transferqueue as tq
-            >>> with tq.connect("embedded") as queue:
-            ...     table = queue.create_table("t")
-            ...     rows = table.put(x=[1.5, 2.5], ids=[[1, 2, 3], [4]], text=["a", "b"])
-            ...     read = table.read(rows)
-            ...     read["text"].load()  # now, rather than at the first use
-            ...     read["text"].list()
-            ['a', 'b']
+    def __repr__(self) -> str:
+        """Name, dtype, shape and the first values. Reads only those rows, in memory that this process has."""
+        shape = ", ".join("None" if size is None else str(size) for size in self.shape)
+        return (
+            f"Column({self.field.name!r}, {self.dtype}, shape=({shape}{',' * (len(self.shape) == 1)}), "
+            f"{self._first_values()})"
+        )
+
+    def _first_values(self) -> str:
+        shown = self.shown(SHOWN_ROWS)
+        if isinstance(shown, str):
+            return shown
+        return f"[{', '.join(shown + ['...'] * (self._rows > SHOWN_ROWS))}]"
+
+    def __iter__(self) -> Iterator[Any]:
+        """The rows, each as ``column[i]`` gives it."""
+        loaded = self._load()
+        return (row_value(self.field, loaded, at) for at in range(self._rows))
+
+    @overload
+    def __getitem__(self, rows: int) -> Any: ...
+    @overload
+    def __getitem__(self, rows: slice | Sequence[int] | NDArray[Any]) -> Column: ...
+    def __getitem__(self, rows: Any) -> Any:
+        """The value of one row, or the column of some rows (by slice, indices or mask).
+
+        The value of one row is a Python number, str, bytes or plain value, or a numpy array that views the row (for
+        bf16 and fp8 a torch tensor, if ml_dtypes is not installed). `IndexError` for a row that the column does not
+        have.
         """
-        self._load()
+        if isinstance(rows, int | np.integer):
+            at = int(rows) + (self._rows if rows < 0 else 0)
+            if not 0 <= at < self._rows:
+                raise IndexError(f'row {rows} of column "{self.field.name}", which has {self._rows}')
+            return row_value(self.field, self._load(), at)
+        chosen = rows if isinstance(rows, slice) else np.asarray(rows) if len(rows) else slice(0)
+        if self._placement is None:
+            return Column.of_inline(self.field, self._load().values[chosen])
+        return Column(self._whole, self._placement.select(chosen), self._slice)
 
     def numpy(self) -> NDArray[Any]:
         """Return dense rows as a writable array ``[rows, *shape]`` of the field's dtype. bf16 and fp8 need ml_dtypes.
@@ -306,6 +216,45 @@ class Column(ProcessBound):
         if not self.field.dense:
             raise self._unfit("torch")
         return as_torch(self._dense(), self.field.dtype)  # type: ignore[no-any-return]
+
+    def padded(self, value: float = 0, multiple_of: int = 1, side: Literal["left", "right"] = "right") -> NDArray[Any]:
+        """Return the rows in one new array ``[rows, *longest]`` of the field's dtype, padded to the longest row.
+
+        ``torch.from_numpy`` takes the result without a copy. Of a dense field it is `numpy()`.
+
+        Args:
+            value: stands beyond the end of shorter rows; default 0.
+            multiple_of: the size of each varying dimension is rounded up to a multiple of it; default 1.
+            side: the side of the first dimension that is padded, ``"left"`` or ``"right"``; default ``"right"``.
+
+        Raises:
+            BatchEnded: the batch has ended.
+            UsageError: the field is text, bytes or plain values, or an argument is out of range.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["ids"])])
+            ...     rows = table.put(ids=[[1, 2, 3], [4]])
+            ...     table.read(rows)["ids"].padded(multiple_of=4).tolist()
+            [[1, 2, 3, 0], [4, 0, 0, 0]]
+        """
+        if self.field.blob:
+            raise self._unfit("padded")
+        if multiple_of < 1 or side not in ("left", "right"):
+            raise UsageError(
+                f"padded(multiple_of={multiple_of}, side={shown(side)}): give a positive multiple, and left or right"
+            )
+        if self.field.dense:
+            return self.numpy()
+        shapes = self.shapes
+        longest = [
+            size if size is not None else align(int(shapes[:, at].max(initial=0)), multiple_of)
+            for at, size in enumerate(self.field.shape)
+        ]
+        out = np.full((self._rows, *longest), self._filling(value)[0], stored_dtype(self.field.dtype))
+        self._fill(out, shapes, side)
+        return out.view(shown_dtype(self.field.dtype))
 
     def ragged(self) -> tuple[NDArray[Any], I64]:
         """Return ragged rows as the values of all rows in order, and where each row begins.
@@ -365,45 +314,6 @@ class Column(ProcessBound):
         loaded = self._load()
         return cast("Tensor", as_jagged(as_torch(self._steps(loaded), self.field.dtype), offsets_of(loaded)))
 
-    def padded(self, value: float = 0, multiple_of: int = 1, side: Literal["left", "right"] = "right") -> NDArray[Any]:
-        """Return the rows in one new array ``[rows, *longest]`` of the field's dtype, padded to the longest row.
-
-        ``torch.from_numpy`` takes the result without a copy. Of a dense field it is `numpy()`.
-
-        Args:
-            value: stands beyond the end of shorter rows; default 0.
-            multiple_of: the size of each varying dimension is rounded up to a multiple of it; default 1.
-            side: the side of the first dimension that is padded, ``"left"`` or ``"right"``; default ``"right"``.
-
-        Raises:
-            BatchEnded: the batch has ended.
-            UsageError: the field is text, bytes or plain values, or an argument is out of range.
-
-        Example:
-            >>> import transferqueue as tq
-            >>> with tq.connect("embedded") as queue:
-            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["ids"])])
-            ...     rows = table.put(ids=[[1, 2, 3], [4]])
-            ...     table.read(rows)["ids"].padded(multiple_of=4).tolist()
-            [[1, 2, 3, 0], [4, 0, 0, 0]]
-        """
-        if self.field.blob:
-            raise self._unfit("padded")
-        if multiple_of < 1 or side not in ("left", "right"):
-            raise UsageError(
-                f"padded(multiple_of={multiple_of}, side={shown(side)}): give a positive multiple, and left or right"
-            )
-        if self.field.dense:
-            return self.numpy()
-        shapes = self.shapes
-        longest = [
-            size if size is not None else align(int(shapes[:, at].max(initial=0)), multiple_of)
-            for at, size in enumerate(self.field.shape)
-        ]
-        out = np.full((self._rows, *longest), self._filling(value)[0], stored_dtype(self.field.dtype))
-        self._fill(out, shapes, side)
-        return out.view(shown_dtype(self.field.dtype))
-
     def arrow(self) -> pa.Array:
         """Return the rows as an Arrow array, over the same memory where Arrow has the layout.
 
@@ -436,6 +346,57 @@ class Column(ProcessBound):
         """The type of `arrow()` by Arrow's C data interface. Reads no values."""
         return arrow_type(self.field).__arrow_c_schema__()
 
+    def load(self) -> None:
+        """Gather the rows now instead of at first use, for example in another thread before they are needed.
+
+        Raises:
+            BatchEnded: the batch has ended.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t")
+            ...     rows = table.put(x=[1.5, 2.5], ids=[[1, 2, 3], [4]], text=["a", "b"])
+            ...     read = table.read(rows)
+            ...     read["text"].load()  # now, rather than at the first use
+            ...     read["text"].list()
+            ['a', 'b']
+        """
+        self._load()
+
+    def shown(self, rows: int) -> list[str] | str:
+        """Return the first rows, each shortened, for a person to read.
+
+        Reads only those rows, in memory that this process has.
+
+        Args:
+            rows: the most rows.
+
+        Returns:
+            A text for each row; or one text for all of them if they cannot be read: ``"ended"``, or ``"..."`` for
+            values that only torch can convert.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t")
+            ...     rows = table.put(x=[1.5, 2.5], ids=[[1, 2, 3], [4]], text=["a", "b"])
+            ...     read = table.read(rows)
+            ...     read["ids"].shown(1)
+            ['[1, 2, 3]']
+        """
+        if self.dtype in TORCH_ONLY_DTYPES and ml_dtype(self.dtype) is None:
+            return "..."  # only torch can convert them, and its import takes seconds
+        count = min(self._rows, rows)
+        try:
+            cell = self._cell.get("rows")
+            if cell is None and self._placement is not None:
+                self._placement.blocks.live_memory()
+                cell = self._gather(self._placement.select(slice(count)))
+        except BatchEnded:
+            return "ended"
+        return "..." if cell is None else [shown_row(self.field, cell, at) for at in range(count)]
+
     def list(self) -> list[Any]:
         """Return one plain Python value for each row: a number, str, bytes, nested list of numbers, or decoded value.
 
@@ -455,20 +416,44 @@ class Column(ProcessBound):
         """
         return to_python(self.field, self._load())
 
-    def _load(self) -> LoadedColumn:
-        placement, loaded = self._placement, self._cell.get("rows")
-        if placement is None:
-            if loaded is None:
-                raise InternalError(f"{self!r} has neither rows nor a place")
-            return loaded
-        placement.blocks.live_memory()
-        if loaded is None:  # of two concurrent threads, both use what the first one stored
-            loaded = self._cell.setdefault("rows", self._gather(placement))
-            placement.blocks.columns.add(self)
-        return loaded
+    @classmethod
+    def of_inline(cls, field: Field, data: bytes | NDArray[Any]) -> Column:
+        """Make a column of numbers, one a row, of values that this process has.
 
-    def _gather(self, placement: RowPlacement) -> LoadedColumn:
-        return load(self._whole, placement) if self._slice is None else load_slice(self._whole, self._slice, placement)
+        Args:
+            field: a `Field` of a number's dtype, without a shape.
+            data: little-endian bytes of the values, which are copied, or a numpy array ``[rows]``, which is not.
+
+        Raises:
+            UsageError: other data, or a field of more than one number a row.
+
+        Example:
+            >>> import numpy as np
+            >>> import transferqueue as tq
+            >>> column = tq.Column.of_inline(tq.Field("reward", "float32"), np.array([1.0, 0.5], np.float32))
+            >>> column.list()
+            [1.0, 0.5]
+        """
+        if not isinstance(field, Field) or field.shape or field.dtype in ("str", "bytes", "value"):
+            raise UsageError(
+                f"field={shown(field)} is no field of one number a row; give a Field of a number's dtype, without a "
+                "shape"
+            )
+        if not isinstance(data, bytes | np.ndarray):
+            raise UsageError(f'values of field "{field.name}" are {type(data).__name__}; give a numpy array, or bytes')
+        values = np.frombuffer(data, stored_dtype(field.dtype)).copy() if isinstance(data, bytes) else data
+        column = cls.__new__(cls)
+        column.field, column._placement, column._rows = field, None, len(values)
+        column._whole, column._slice = field, None
+        column._cell = {"rows": LoadedColumn(len(values), values, None, None)}
+        return column
+
+    @property
+    def placement(self) -> RowPlacement:
+        """Where the rows lie. `InternalError` for a column of an inline field."""
+        if self._placement is None:
+            raise InternalError(f'column "{self.field.name}" lies in no blocks (any more)')
+        return self._placement
 
     def forget(self) -> None:
         """Drop the loaded rows, so that their memory is freed when no view of it is left. Called when the batch
@@ -488,6 +473,21 @@ class Column(ProcessBound):
         """
         if self._placement is not None:
             self._cell.clear()
+
+    def _load(self) -> LoadedColumn:
+        placement, loaded = self._placement, self._cell.get("rows")
+        if placement is None:
+            if loaded is None:
+                raise InternalError(f"{self!r} has neither rows nor a place")
+            return loaded
+        placement.blocks.live_memory()
+        if loaded is None:  # of two concurrent threads, both use what the first one stored
+            loaded = self._cell.setdefault("rows", self._gather(placement))
+            placement.blocks.columns.add(self)
+        return loaded
+
+    def _gather(self, placement: RowPlacement) -> LoadedColumn:
+        return load(self._whole, placement) if self._slice is None else load_slice(self._whole, self._slice, placement)
 
     def _dense(self) -> NDArray[Any]:
         placement = self._placement

@@ -54,12 +54,12 @@ class Repeat:
     producer of the table may forge values.
 
     Args:
-        values: Any column input, not copied here; without counts also a single value, which is for all rows.
-        counts: None: find values by their content. Else ``values[i]`` is for so many consecutive rows: one positive
-            number for all values, or one for each.
+        values: any column input, not copied here; without counts also a single value, which is for all rows.
+        counts: ``values[i]`` is for so many consecutive rows: one positive number for all values, or one for each.
+            Default None: find equal values by their content.
 
     Raises:
-        SchemaError: Other values or counts.
+        SchemaError: other values or counts.
 
     Example:
         >>> import transferqueue as tq
