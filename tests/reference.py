@@ -37,9 +37,8 @@ DOCUMENTED = (
 )
 """Modules below `transferqueue` whose names pages mention. Their engines may be missing here, so an example may be for
 the eye (```py)."""
-OF_A_TABLE = "Async"
-"""Methods of the asyncio twins are those of the classes for threads, which the generated API holds; one example shows
-all twins."""
+ASYNC_PREFIX = "Async"
+"""Of the asyncio twins, whose methods are those of the classes for threads: the generated API holds this."""
 
 
 def names_of(module: str) -> list[str]:
@@ -64,7 +63,7 @@ def methods() -> Iterator[str]:
     callers."""
     for name in tq.__all__:
         value = getattr(tq, name)
-        handle = inspect.isclass(value) and "client" in value.__module__ and not name.startswith(OF_A_TABLE)
+        handle = inspect.isclass(value) and "client" in value.__module__ and not name.startswith(ASYNC_PREFIX)
         if handle or name in ("Column", "Deployment"):
             yield from (
                 f"{name}.{method}"
@@ -85,21 +84,11 @@ def shown() -> set[str]:
 
 
 def used(run: bool) -> set[str]:
-    """Every name and attribute in the code of the reference: of code that runs, in pages and docstrings, or of all."""
+    """Every name and attribute in the code of the pages: of what runs, or of all blocks."""
     code = [script.code for page in PAGES for script in scripts(page)]
-    code += [example.source for docstring in _docstrings() for example in _examples(docstring)]
     if not run:
         code += [block.code for page in PAGES for block in blocks(page) if block.info == "py"]
     return {word for text in code for word in re.findall(r"\w+", text)}
-
-
-def _docstrings() -> Iterator[str | None]:
-    """Of the public names and their members."""
-    for name in tq.__all__:
-        value = getattr(tq, name)
-        yield value.__doc__
-        if inspect.isclass(value):
-            yield from (docstring for _, _, docstring in _public_members(value))
 
 
 def missing_contracts() -> list[str]:
@@ -117,9 +106,9 @@ def _public() -> set[str]:
 
 
 def without_example() -> list[str]:
-    """Public names and methods that no example of the reference uses."""
+    """Public names that no example uses: none of a page, and none of their docstring."""
     running, all_code = used(run=True), used(run=False)
-    core = [name for name in [*tq.__all__, *methods()] if name.rpartition(".")[2] not in running]
+    core = [name for name in tq.__all__ if name not in running and not _has_example(name, getattr(tq, name).__doc__)]
     return core + [f"{module}.{name}" for module in DOCUMENTED for name in names_of(module) if name not in all_code]
 
 
@@ -134,7 +123,7 @@ def without_docstring_example() -> list[str]:
     described = {name: value for name, value in values.items() if inspect.isfunction(value) or _is_described(value)}
     lacking = [name for name, value in described.items() if not _has_example(name, value.__doc__)]
     classes = {name: described[name] for name in dict.fromkeys(method.partition(".")[0] for method in methods())}
-    classes |= {name: value for name, value in described.items() if name.startswith(OF_A_TABLE)}
+    classes |= {name: value for name, value in described.items() if name.startswith(ASYNC_PREFIX)}
     in_examples = {
         inspect.getattr_static(value, member, None)
         for value in classes.values()
@@ -194,11 +183,11 @@ MADE_BY_A_CALL = (
 
 
 def _callables() -> Iterator[tuple[str, Any, str | None]]:
-    handles = {name for name in tq.__all__ if name.startswith(OF_A_TABLE)}
-    handles |= {name.removeprefix(OF_A_TABLE) for name in handles}
+    handles = {name for name in tq.__all__ if name.startswith(ASYNC_PREFIX)}
+    handles |= {name.removeprefix(ASYNC_PREFIX) for name in handles}
     for name, value in _public_values():
         last = name.rpartition(".")[2]
-        made_by_a_call = last in handles or last.removeprefix(OF_A_TABLE) in MADE_BY_A_CALL
+        made_by_a_call = last in handles or last.removeprefix(ASYNC_PREFIX) in MADE_BY_A_CALL
         if inspect.isfunction(value) or (_is_described(value) and not made_by_a_call and not _is_abstract(value)):
             yield name, value, value.__doc__
         if _is_described(value):
