@@ -379,7 +379,7 @@ def test_what_is_handed_back_may_be_gone_already_but_other_refusals_are_told(
         server.answer(server.next(m.ListTables).id, m.Tables([]))
         caller.outcome()
     assert [record.getMessage() for record in caplog.records] == [
-        "Release, which nobody waits for, was refused: refused with InternalError"
+        "Release, for which no caller waits, was refused: refused with InternalError"
     ]
 
 

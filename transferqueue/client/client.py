@@ -37,7 +37,7 @@ from transferqueue.wire.home_coordinator import CoordinatorIndex
 from transferqueue.wire.versions import VERSION
 
 Data = Literal["auto", "remote"]
-"""auto: map memory where possible. remote: send all bytes over the network (for tests and measurements)."""
+"""``auto``: map memory where possible; ``remote``: send all bytes over the network (for tests and measurements)."""
 
 
 class OwnedServer(Protocol):
@@ -52,14 +52,22 @@ class OwnedServer(Protocol):
         """Where this process reaches it."""
 
     def stop(self) -> None:
-        """End it. Again: nothing."""
+        """End it. A second call does nothing."""
 
 
 class ClientSession:
     """One session, shared by its handles: its connection, memory, write grants, and known tables.
 
-    memory: of the coordinator's own shard, whose arena has `arena_bytes`. dial: connects to a remote shard that is not
-    mapped; None: there are none. seat: the number of this coordinator among those of its deployment.
+    Args:
+        address: where other processes connect.
+        connection: to the coordinator.
+        memory: of the coordinator's own shard.
+        server: embedded server that ends with this session; None: there is none.
+        dial: connects to a remote shard that is not mapped; default None: there are none.
+        arena_bytes: size of the coordinator's own arena.
+        seat: the number of this coordinator among those of its deployment.
+        checksums: whether the server wants the checksum of each block; default False.
+        clock: seconds; default: monotonic.
     """
 
     def __init__(
@@ -118,7 +126,8 @@ class ClientSession:
         return not self._end.alive or self.connection.over is not None
 
     def close(self) -> None:
-        """Say goodbye to the server, end all waits, stop the thread. Again, or in a forked child: nothing."""
+        """Say goodbye to the server, end all waits, stop the thread. A second call, or one in a forked child, does
+        nothing."""
         self._end()
 
 
@@ -132,11 +141,17 @@ def open_client(
     known_as: str = "",
     asked_s: float | None = None,
 ) -> ClientSession:
-    """Open a session with the server at `address`, waiting up to `timeout_s` for its answer. The session owns `server`.
+    """Open a session with the server at `address`, waiting up to `timeout_s` for its answer.
 
-    keys: to show there; None: none. data: whether bytes go over the network even if the memory could be mapped.
-    known_as: the address that others connect to, if it is not `address` (a name that leads there). asked_s: see
-    `Connection.open`.
+    Args:
+        address: of the server.
+        timeout_s: seconds to wait.
+        label: name of this client.
+        server: embedded server that the session owns; default None.
+        keys: to show there; default None: none.
+        data: ``"remote"``: send bytes over the network even if the memory could be mapped; default ``"auto"``.
+        known_as: the address that others connect to, such as a name that leads to `address`; default "": `address`.
+        asked_s: as of `Connection.open`; default None.
     """
     _check_data(address, data)
     deadline = Deadline(time.monotonic, timeout_s)
@@ -211,8 +226,16 @@ def remote_memory(
     on_close: Callable[[], object] = lambda: None,
     carrier: SessionCarrier | None = None,
 ) -> RemoteMemory:
-    """The coordinator's own memory, over the bulk endpoint of its host. on_close: see `RemoteMemory`. carrier: to use
-    instead of the stream."""
+    """The coordinator's own memory, over the bulk endpoint of its host.
+
+    Args:
+        place: the coordinator's address.
+        welcome: its greeting.
+        keys: to show there; None: none.
+        connection: of the session.
+        on_close: as of `RemoteMemory`.
+        carrier: moves the bytes instead of the stream; default None.
+    """
     return RemoteMemory(
         lambda welcome: _line(place.host, welcome.bulk_port, welcome.epoch, None if welcome.bulk_plain else keys),
         welcome,
@@ -230,7 +253,8 @@ def remote_shard_memory(
     connection: Connection,
     carrier: SessionCarrier | None = None,
 ) -> RemoteMemory:
-    """The memory of a remote shard. Its key only keeps others from listening, so a new key of ours will do."""
+    """The memory of a remote shard. The shard's key only keeps others from listening, so any new key serves for this
+    client."""
     place = parse_address(at.endpoint)
     if not isinstance(place, TcpAddress):
         raise Unreachable(f"shard {at.number} says that it is reached at {at.endpoint!r}, which is no tcp address")
@@ -246,7 +270,7 @@ def remote_shard_memory(
 
 
 def _unpinned_by_shards(_: list[int]) -> None:
-    """`ShardClients` returns the pins of what was received, from wherever it came."""
+    """Do nothing: `ShardClients` returns the pins of received blocks."""
 
 
 def _carrier_to(carrier: SessionCarrier | None, *, encrypted: bool) -> MemoryCarrier | None:

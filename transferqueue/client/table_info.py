@@ -1,4 +1,4 @@
-"""Cached description of a table. Other clients may have added fields since."""
+"""The description of a table that a client caches. Other clients may have added fields since."""
 
 from __future__ import annotations
 
@@ -21,12 +21,16 @@ _FATES: Final = {
     "KeepStale": "it will not get them",
     "Requeue": "they go back to be made anew",
 }
-"""What becomes of a row over the staleness bound, by the policy."""
+"""The fate of a row over the staleness bound, by the policy."""
 
 
 class ReplyFields(NamedTuple):
-    """own: the fields of a reply, in the order of the table's. known: all known fields, replaced by those of the
-    reply."""
+    """Fields by name.
+
+    Args:
+        own: the fields of a reply, in the order of the table's.
+        known: all known fields, replaced by those of the reply.
+    """
 
     own: dict[str, Field]
     known: Mapping[str, Field]

@@ -1,4 +1,4 @@
-"""What is awaited, or entered at once."""
+"""A call that a caller awaits, or enters as a context manager at once."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ A = TypeVar("A", bound=AbstractAsyncContextManager[Any])
 
 
 class AwaitableContext(Coroutine[Any, Any, A]):
-    """Something that is awaited, or entered at once: ``await table.lease(...)``,
-    ``async with table.lease(...) as batch``.
+    """A call that a caller awaits or enters: ``await table.lease(...)``, ``async with table.lease(...) as batch``.
 
-    A coroutine too, so that ``asyncio.create_task`` and task groups take it.
+    It is a coroutine too, so that ``asyncio.create_task`` and task groups take it.
     """
 
     __slots__ = ("_made", "_make", "_running")

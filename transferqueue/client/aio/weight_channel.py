@@ -1,4 +1,4 @@
-"""A weight channel, used from event loops: versioned publication of model weights to whoever generates with them."""
+"""A weight channel, used from event loops: versioned publication of model weights to the processes that generate."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the sync and the async API share."""
+"""The bases that the sync and the async API share."""

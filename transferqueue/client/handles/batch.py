@@ -1,4 +1,5 @@
-"""What the batches of both APIs share: their properties, and the release of a batch that nobody holds any more."""
+"""The base of `Batch` and `AsyncBatch`: their properties, and the release of a batch that is collected before its
+end."""
 
 from __future__ import annotations
 
@@ -81,16 +82,16 @@ class BatchBase(RowsBase):
         """Whether the batch was lost in a loop over batches: then the loop continues, and a warning is logged."""
         if not (self._goes_on and isinstance(error, LeaseExpired) and self._lease.expired):
             return False
-        _log.warning("%s; what was made of these rows here is not counted, and the next batch is leased", error)
+        _log.warning("%s; results of these rows made here are not counted, and the next batch is leased", error)
         return True
 
 
 def _release_at_collection(lease: BatchLease, release: m.ReleaseRequest) -> None:
-    """Release the rows now: nobody can ack them any more. Runs in a finalizer."""
+    """Release the rows of a batch that was collected, so no caller can ack them. Runs in a finalizer."""
     if not lease.ended:
         if (
             threading.main_thread().is_alive()
-        ):  # at the end of the interpreter nobody forgot the batch, least of all one that a loader fetched
+        ):  # at the end of the interpreter every batch is collected, also one that a loader fetched
             lease.terms.forgotten = lease.task  # the next lease logs it: a finalizer must not
         lease.client.connection.post(release)
         lease.end("was collected, as nothing held it")

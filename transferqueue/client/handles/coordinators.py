@@ -1,11 +1,8 @@
-"""The coordinators that a queue talks to: one session with each, mostly one. `transferqueue.wire.home_coordinator` says
-which has what.
-
-Rules:
+"""The coordinators that a queue talks to: one session with each, mostly one.
 
 - A queue has a session with every coordinator of its deployment, or with exactly one.
-- A call that names a table or a channel goes to its home coordinator. While that is out of reach, the call fails with
-  an error that names its address; calls to the other coordinators work.
+- A call that names a table or a channel goes to its home coordinator (`transferqueue.wire.home_coordinator`). While
+  that one is out of reach, the call fails with an error that names its address; calls to the other coordinators work.
 - A call about the whole deployment asks each coordinator, in the order of their numbers.
 """
 
@@ -114,14 +111,14 @@ class QueueBase(ProcessBound):
             client.connection.allow_waits()
 
     def __repr__(self) -> str:
-        """What this client knows already. No server is asked (`tables` and `stats` ask)."""
+        """The facts that this client knows already. No server is asked (`tables` and `stats` ask)."""
         used = sum(len(client.tables) for client in self._clients)
         state = ", closed" if all(client.closed for client in self._clients) else ""
         return f"<{type(self).__name__} at {self.address}: {counted(used, 'table')} used here{state}>"
 
     def _of(self, name: str) -> ClientSession:
         """The session with the home coordinator of a table or channel."""
-        if len(self._clients) == 1 or not isinstance(name, str):  # the call itself refuses what is not a name
+        if len(self._clients) == 1 or not isinstance(name, str):  # the call itself refuses an invalid name
             return self._clients[0]
         return self._clients[home_coordinator(name, len(self._clients)) - 1]
 

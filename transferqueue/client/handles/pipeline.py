@@ -1,4 +1,4 @@
-"""What the pipelines of both APIs share: how much is in flight, and the errors that nobody has seen yet."""
+"""The base of `Pipeline` and `AsyncPipeline`: the calls in flight, and the errors that no caller has seen yet."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class PipelineBase(ProcessBound, Generic[P]):
             self._in_flight.append(promise)
 
     def _raise_unseen(self) -> None:
-        """Raise the first error that nobody has seen. The others are named in a note."""
+        """Raise the first error that no caller has seen. The others are named in a note."""
         unseen = [promise.take_error() for promise in self._failed]
         self._failed.clear()
         if unseen:
@@ -113,7 +113,7 @@ class PipelineBase(ProcessBound, Generic[P]):
             raise trimmed(first)
 
     def _abandon(self) -> None:
-        """Wait for nothing any more: what is in flight may be carried out or not."""
+        """Stop waiting for the calls in flight: the server may carry them out or not."""
         while self._in_flight:
             promise, held = self._take_oldest()
             held.abandon()

@@ -1,7 +1,5 @@
 """Prefetch batches in one event loop, for the loaders of both APIs.
 
-Rules:
-
 1. At most `prefetch` batches are being fetched or are ready. They are leased one after the other, and taken in that
    order.
 2. A fetch leases the rows and gathers each column in a thread, so that `take` copies nothing.
@@ -12,9 +10,8 @@ Rules:
    asked for, and waits for the rest of that caller's time.
 5. An error of a fetch is raised by the `take` that would have returned its batch; the next `take` continues.
    `EndOfTable` is final.
-6. Closing releases the batches that were not taken, as no attempt. A cancelled `take` takes nothing.
-7. No task outlives its loader: whoever hears that it has ended, by `aclose` or by `EndOfTable`, hears it when all
-   fetches have ended.
+6. Closing releases the batches that were not taken, without counting an attempt. A cancelled `take` takes nothing.
+7. No task outlives its loader: `aclose` returns, and `EndOfTable` is raised, after all fetches have ended.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ class PrefetchedLease(NamedTuple, Generic[B]):
     batch: B
 
     def release(self) -> None:
-        """Release the rows: nobody takes the batch."""
+        """Release the rows of a batch that no caller takes."""
         lease = self.lease
         if not lease.ended:
             reason = "its loader was closed"
@@ -80,7 +77,7 @@ class PrefetchSlot(Generic[B]):
         self._asked.set()
 
     def stop(self) -> None:
-        """Nobody takes this batch: end its fetch, or release it."""
+        """End the fetch of a batch that no caller takes, or release the batch."""
         if not self.task.done():
             self.task.cancel()
         elif not self.task.cancelled() and self.task.exception() is None:
@@ -103,7 +100,15 @@ class PrefetchSlot(Generic[B]):
 
 
 class Prefetcher(Generic[B]):
-    """Prefetches batches of one lease request (see the rules above). make: makes a batch of the API."""
+    """Prefetches batches of one lease request (see the module).
+
+    Args:
+        client: session that leases.
+        terms: of the table.
+        spec: the lease request.
+        make: makes a batch of the API.
+        prefetch: the most batches that are fetched or ready.
+    """
 
     def __init__(
         self,
@@ -240,6 +245,6 @@ def _load(batch: BatchBase) -> None:
 
 
 def _retrieve_error(task: asyncio.Task[PrefetchedLease[B]]) -> None:
-    """Retrieve the error of a fetch that nobody awaits, so that the loop does not log it."""
+    """Retrieve the error of a fetch that no caller awaits, so that the loop does not log it."""
     if not task.cancelled():
         task.exception()

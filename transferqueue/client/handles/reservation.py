@@ -1,4 +1,4 @@
-"""What the reservations of both APIs share: the rows that are left, and their return."""
+"""The base of `Reservation` and `AsyncReservation`: the rows that are left, and their return."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class ReservationBase(ProcessBound):
 
     @property
     def version(self) -> int:
-        """The table's clock when this was granted; weights of this version or newer are in bound."""
+        """The table's clock at the grant; weights of this version or newer are in bound."""
         return self._reserved.version
 
     @property
     def refills(self) -> list[tuple[int, int]]:
-        """Members of groups that are asked for again: (group_id, how many are missing). Part of `rows`."""
+        """Groups that lack members, as pairs (group_id, missing rows). Their rows are part of `rows`."""
         return list(self._reserved.refills)
 
     def _used(self, rows: int) -> None:
@@ -74,7 +74,8 @@ class ReservationBase(ProcessBound):
         self._left.rows = max(0, self._left.rows - rows)
 
     def _give_up(self) -> None:
-        """Return the rows that are left, without waiting for an answer, as after an error, which is the one to see."""
+        """Return the rows that are left without waiting for an answer: after an error, the caller sees that error
+        alone."""
         _return_at_collection(self._client, self._left, self._unreserve)
 
 

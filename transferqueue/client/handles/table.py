@@ -1,4 +1,4 @@
-"""What the tables of both APIs share."""
+"""The base of `Table` and `AsyncTable`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TableBase(ProcessBound):
         return self._terms.last.retention
 
     def __repr__(self) -> str:
-        """What this client knows of it already; nothing is asked of the server (`stats` does)."""
+        """The facts that this client knows already. No server is asked (`stats` asks)."""
         terms = self._terms.last
         tasks = f"tasks {', '.join(self.tasks)}" if terms.tasks else "no tasks"
         state = f"{', sealed' if terms.sealed else ''}{', closed' if self._client.closed else ''}"

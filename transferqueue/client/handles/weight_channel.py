@@ -1,4 +1,4 @@
-"""What the weight channels of both APIs share, and the subscription, which is for threads."""
+"""The base of `WeightChannel` and `AsyncWeightChannel`, and the subscription, which is for threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transferqueue.storage.elements.process_bound import ProcessBound
 
 
 class AsyncWeightChannelBase(ProcessBound):
-    """A channel's name and session. All that a weight channel for event loops has beside its verbs."""
+    """A channel's name and session, without the verbs that talk to the server."""
 
     _remedy: ClassVar[str] = (
         "pass queue.address and the name of the channel, and open it there: tq.connect(address).weights(name)"

@@ -1,21 +1,19 @@
 """An event loop reads the replies to its own calls: no thread is woken to send a call, and none to read its reply.
 
-Rules:
-
-1. The loop of the first asynchronous call reads, until it is closed. Calls of another loop, or of threads, are sent and
-   read by the I/O thread.
-2. Either the loop is woken by what comes, or the I/O thread, never both: the I/O thread says which, at the end of each
-   of its turns. It keeps reading while a call of anybody else is unanswered (the renewal of a lease, a thread that
-   shares the session, a caller that went away), while frames wait to be written, and while there is no connection.
-3. The loop uses the channel with the role of the session, and only if nobody has it: it waits for nothing. So a loop
-   that is blocked by other work stops nothing but its own calls. The I/O thread does all that is due by time, and reads
-   whenever it does.
-4. The loop settles its own calls. All else that comes is left to the I/O thread: greetings, late answers, the end of
-   the session.
+1. The loop of the first asynchronous call reads, until it is closed. The I/O thread sends and reads calls of another
+   loop, or of threads.
+2. Either the loop or the I/O thread is woken by arriving frames, never both: the I/O thread decides at the end of each
+   of its turns. It keeps reading while any other call is unanswered (the renewal of a lease, a thread that shares the
+   session, a caller that went away), while frames wait to be written, and while there is no connection.
+3. The loop uses the channel with the role of the session, and only if the role is free: it waits for nothing. So a loop
+   that is blocked by other work stops nothing but its own calls. The I/O thread does all work that is due by time, and
+   reads whenever it does.
+4. The loop settles its own calls. It leaves all other frames to the I/O thread: greetings, late answers, the end of the
+   session.
 5. An interrupt at any step of reading leaves the channel suspect (see `channel_role`): the I/O thread connects again,
-   and what was not taken out of the calls is answered again. A call is settled first and taken out afterwards, and a
-   caller may be told twice. A second interrupt may come before the role was given back: the loop gives it back when the
-   I/O thread asks, or with its next call.
+   and the server answers the remaining calls again. A call is settled first and taken out afterwards, and a caller may
+   be told twice. A second interrupt may come before the role was given back: the loop gives it back when the I/O thread
+   asks, or with its next call.
 """
 
 from __future__ import annotations
@@ -37,16 +35,16 @@ if TYPE_CHECKING:
 
 
 class LoopReader:
-    """Has an event loop read what comes for a session."""
+    """Has an event loop read the frames of a session."""
 
     def __init__(self, io: IoThread) -> None:
         self._io: Final = io
         self._pid: Final = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._frames: select.epoll | None = None
-        """Readable when something has come."""
+        """Readable when a frame has come."""
         self._driver: Final = PendingCall(m.Heartbeat())
-        """What the role knows as its driver while the loop has it."""
+        """The driver of the role while the loop has it."""
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Have `loop`, in whose thread this is called, read from now on, unless another one does. Returns whether it
@@ -77,7 +75,7 @@ class LoopReader:
                 self._loop.call_soon_threadsafe(self._stop)
 
     def _ask(self) -> None:
-        """Have the loop give the role back, if two interrupts have ended what had taken it. From any thread."""
+        """Have the loop give the role back, if two interrupts have ended its holder. From any thread."""
         if self._loop is not None:
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._io.role.revoke_own)

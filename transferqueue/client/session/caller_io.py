@@ -1,4 +1,4 @@
-"""A caller that is alone drives: it sends its request and waits on the socket itself, so no other thread is woken.
+"""A lone caller drives: it sends its request and waits on the socket itself, so no other thread is woken.
 
 Python raises KeyboardInterrupt in the main thread between any two instructions. So each step here may be done twice,
 and a call is settled before it is taken out of the calls; see also `channel_role`.
@@ -17,10 +17,15 @@ from transferqueue.wire.codec import decode_answer
 
 
 def drive_if_free(io: IoThread, pending: PendingCall, until: float | None, claim: RoleClaim) -> None:
-    """Send a call and wait for its reply, unless another thread has the role. Whoever calls this looks afterwards
-    whether the call was sent, and is settled; after an interrupt it gives `claim` up.
+    """Send a call and wait for its reply, unless another thread has the role.
 
-    until: when to stop waiting; None: never. claim: takes the role.
+    The caller looks afterwards whether the call was sent, and is settled; after an interrupt it gives `claim` up.
+
+    Args:
+        io: the session.
+        pending: the call.
+        until: when to stop waiting; None: never.
+        claim: takes the role.
     """
     role, channel = io.role, io.role.drivable
     if channel is None:
@@ -37,11 +42,14 @@ def send_if_free(io: IoThread, pending: PendingCall, claim: RoleClaim) -> None:
     """Send a call without waiting for its reply, unless another thread has the role or other work comes first: then the
     call has no id yet.
 
-    Nor over a lost connection: that would count as spoken, and put off the look whether the server is gone
-    (`ServerLiveness`).
+    It sends nothing over a lost connection: a send would count as a sign of life, and put off the check whether the
+    server is gone (`ServerLiveness`). The I/O thread is not woken: it, or the event loop of the call, reads the reply
+    when that comes.
 
-    The I/O thread is not woken: it, or the event loop of the call, reads the reply when that comes. claim: as of
-    `drive_if_free`.
+    Args:
+        io: the session.
+        pending: the call.
+        claim: as of `drive_if_free`.
     """
     role, channel = io.role, io.role.drivable
     if channel is None:
@@ -78,11 +86,11 @@ def send_if_free(io: IoThread, pending: PendingCall, claim: RoleClaim) -> None:
 def _drive(io: IoThread, channel: DrivableChannel, pending: PendingCall, until: float | None, claim: RoleClaim) -> None:
     """Send a call and wait for its reply in this thread, which holds the role: no other thread has to be woken for it.
 
-    Only where nothing else is to be done: no other call is on its way, and the connection stands. As soon as anything
-    happens but the reply of this call (the wake-up, a refusal, the end of the connection), the I/O thread does the
-    rest. An interrupt in the wait leaves everything as it was. Anywhere else it leaves the channel suspect: the I/O
-    thread then connects again, and sends what was not answered. So each step here may be done twice: a call is settled
-    before it is taken out of the calls.
+    It drives only where no other call is on its way, and the connection stands. As soon as anything happens but the
+    reply of this call (the wake-up, a refusal, the end of the connection), the I/O thread does the rest. An interrupt
+    in the wait leaves everything as it was. Anywhere else it leaves the channel suspect: the I/O thread then connects
+    again, and sends the unanswered calls. So each step here may be done twice: a call is settled before it is taken out
+    of the calls.
     """
     role = io.role
     role.driver = pending
@@ -117,7 +125,7 @@ def _await_reply(io: IoThread, channel: DrivableChannel, pending: PendingCall, u
             try:
                 _send_pins(io, io.clock())
             except PeerError:
-                return  # nothing reads there: the I/O thread connects again, and sends this call and the pins once more
+                return  # lost: the I/O thread connects again, and sends this call and the pins once more
         elif not has_frame or not settle_next(io, channel, pending) or pending.reply is not None:
             break
     role.suspect = False
@@ -130,11 +138,15 @@ def _send_pins(io: IoThread, now: float) -> None:
 
 
 def settle_next(io: IoThread, channel: DrivableChannel, own: PendingCall | None) -> bool:
-    """Settle the driver's call if its reply has come, and is no refusal. False if something came that the I/O thread
-    has to look at.
+    """Settle the driver's call if its reply has come, and is no refusal.
 
-    own: the driver's call; None: any call of the event loop that reads, also one that is refused, and False if nothing
-    has come.
+    Args:
+        io: the session.
+        channel: its channel.
+        own: the driver's call; None: any call of the event loop that reads, also one that is refused.
+
+    Returns:
+        False if the I/O thread has to look at a frame; for an event loop also if no frame has come.
     """
     frame = channel.peek()
     if frame is None:

@@ -1,8 +1,6 @@
 """The calls of one session: their ids, replies, resends and deadlines; and the `Deadline` of an operation that makes
 several. Pure.
 
-Rules:
-
 1. Ids ascend from 1 within a session, in the order in which calls are sent. An id is never used twice.
 2. A call that is not answered in time is sent again **with its id**, at growing intervals. If the server has already
    carried it out, it repeats its reply.
@@ -13,9 +11,9 @@ Rules:
 6. After a reconnection, to the same server or the next one, the client sends Hello and nothing else until that is
    answered: the server ignores everything before the Hello. Then it sends all unanswered calls again, in order. Their
    waits keep their deadlines.
-7. **Nobody's reply is lost.** A call whose caller went away (an interrupt, a cancelled task, a deadline
-   passed) stays here until its reply arrives, so that the reply can be undone. If it waits at the server, it is sent
-   again with no wait: otherwise it would keep its place there before others who want the same.
+7. **No reply is lost.** A call whose caller went away (an interrupt, a cancelled task, a deadline passed) stays here
+   until its reply arrives, so that the reply can be undone. If it waits at the server, it is sent again with no wait:
+   otherwise it would keep its place there before others who want the same.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ def seconds(name: str, value: object) -> float:
     """A number of seconds that a request may wait or last: 0 to 10^9. `UsageError` for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UsageError(f"{name}={shown(value)} is {type(value).__name__}; give a number of seconds (0: do not wait)")
-    if not 0 <= value <= SECONDS_MAX:  # which is also false of what is not a number
+    if not 0 <= value <= SECONDS_MAX:  # also true of NaN
         raise UsageError(f"{name}={shown(value)} is out of range; give 0 (do not wait) to {SECONDS_MAX:g} seconds")
     return float(value)
 
@@ -98,9 +96,13 @@ _encoder: Final = msgspec.msgpack.Encoder()
 class PendingCall:
     """One request and, when it is settled, its outcome.
 
-    on_settled: called once, after `reply` or `error` was set; None: the request is posted, and nobody waits for
-    it. gave_up: nobody waits any more (rule 7). told_at: when it was sent (`sent_at`), or `WaitLog` last asked why it
-    waits.
+    `gave_up` says that no caller waits any more (rule 7). `told_at` is when it was sent (`sent_at`), or when `WaitLog`
+    last asked why it waits.
+
+    Args:
+        request: the request.
+        on_settled: called once, after `reply` or `error` was set; default None: the request is posted, and no caller
+            waits for it.
     """
 
     __slots__ = (
@@ -158,7 +160,7 @@ class PendingCall:
 
 
 class PendingCalls:
-    """The unanswered calls of a session (see the rules above). Times are seconds of any one clock."""
+    """The unanswered calls of a session (see the module). Times are seconds of any one clock."""
 
     def __init__(self) -> None:
         self.session = 0

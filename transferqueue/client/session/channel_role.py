@@ -1,8 +1,8 @@
-"""Who may use the channel and the calls of a session: its I/O thread, a caller that drives, or an event loop while it
-sends or reads.
+"""The role of a session: permission to use its channel and calls. The I/O thread has it, a caller that drives, or an
+event loop while it sends or reads.
 
 The role is taken and given back by single calls of C code, which no interrupt divides. A driver that was interrupted
-anywhere but in its wait leaves the channel *suspect*: nobody knows what it has read or written then. So the I/O thread,
+anywhere but in its wait leaves the channel *suspect*: it may have read or written part of a frame. So the I/O thread,
 which takes the role next, connects again.
 """
 
@@ -25,10 +25,10 @@ ORPHAN_S: Final = 1.0
 
 
 class RoleClaim:
-    """One attempt of the present thread to take the role without waiting for it. An interrupt comes before or after a
-    step of it, never in the middle: each is a single call of C code.
+    """One attempt of the present thread to take the role without waiting for it.
 
-    release: gives the role back at its first call, and does nothing afterwards.
+    An interrupt comes before or after a step of it, never in the middle: each is a single call of C code. `release`
+    gives the role back at its first call, and does nothing afterwards.
     """
 
     __slots__ = ("_acquire", "_claims", "_unreleased", "release", "thread")
@@ -41,7 +41,7 @@ class RoleClaim:
         self._acquire, self._claims = role.lock.acquire, role.claims
 
     def take(self) -> bool:
-        """Take the role if nobody has it. Returns whether this thread has it now."""
+        """Take the role if it is free. Returns whether this thread has it now."""
         self._claims.extend(compress((self,), map(self._acquire, (False,))))
         return self.stands
 
@@ -58,11 +58,16 @@ class RoleClaim:
 
 
 class ChannelRole:
-    """The role, and the caller that has it. wakeup: wakes the I/O thread.
+    """The role, and the caller that has it.
 
-    claims: the last claim that took the role, which may have ended. driver: the call that drives, or what stands for an
-    event loop that reads; None: no caller has the role. driver_waits: it is in its wait, where an interrupt does no
-    harm. drivable: the channel; None: callers of this kind of channel cannot drive.
+    - `claims`: the last claim that took the role, which may have ended.
+    - `driver`: the call that drives, or a stand-in for an event loop that reads; None: no caller has the role.
+    - `driver_waits`: the driver is in its wait, where an interrupt does no harm.
+    - `drivable`: the channel; None: callers of this kind of channel cannot drive.
+
+    Args:
+        channel: of the session.
+        wakeup: wakes the I/O thread.
     """
 
     def __init__(self, channel: ClientChannel, wakeup: Wakeup) -> None:
@@ -77,8 +82,11 @@ class ChannelRole:
         """Has the event loop that reads call `revoke_own`."""
 
     def take(self, left: Iterable[PendingCall]) -> None:
-        """Wait for the role, in the I/O thread. A caller that drives gives it up when it is woken. left: calls whose
-        callers went away."""
+        """Wait for the role, in the I/O thread. A caller that drives gives it up when it is woken.
+
+        Args:
+            left: calls whose callers went away.
+        """
         if not self.lock.acquire(blocking=False):
             self._wakeup.set()
             while not self.lock.acquire(timeout=ORPHAN_S):
@@ -88,9 +96,7 @@ class ChannelRole:
                     self.claims.clear()  # this thread gives it back instead
                     break
                 self.ask_loop()
-        if self.drivable is not None and (
-            self.driver is not None or self.suspect
-        ):  # what an interrupted driver has left
+        if self.drivable is not None and (self.driver is not None or self.suspect):  # left by an interrupted driver
             self.driver, self.driver_waits = None, False
             self.drivable.end_driving()
             if self.suspect:

@@ -5,8 +5,8 @@ There are three ways to make a call:
 1. A caller that finds the role free and nothing else to do *drives* (`caller_io`): it sends its request and waits on
    the socket itself. As soon as anything else happens it gives the role up, and waits as in 2.
 2. Otherwise it appends the request to a queue and wakes the I/O thread (`io_thread`), which has the role whenever it is
-   awake. The caller waits on a bare lock that the I/O thread releases. So do calls beside others on their way, and what
-   nobody waits for.
+   awake. The caller waits on a bare lock that the I/O thread releases. Calls beside others on their way, and posted
+   requests, take this way too.
 3. An event loop sends its calls, and reads their replies when they come (`asyncio_io`), wherever a caller in 1 could
    drive. Otherwise as in 2.
 """
@@ -52,9 +52,13 @@ class Connection:
         self._io.on_welcome = heard
 
     def open(self, hello: m.Hello, timeout_s: float, asked_s: float | None = None) -> m.Welcome:
-        """Start, and introduce this process. `Unreachable` if nothing answers within `timeout_s`.
+        """Start, and introduce this process. `Unreachable` if the server does not answer within `timeout_s`.
 
-        asked_s: for the error: the timeout that the caller gave, of which `timeout_s` is left; None: all of it.
+        Args:
+            hello: the introduction.
+            timeout_s: seconds to wait.
+            asked_s: for the error: the timeout that the caller gave, of which `timeout_s` is left; default None: all of
+                it.
         """
         self._io.hello = hello
         self._io.thread.start()
@@ -135,8 +139,8 @@ class Connection:
     def start(
         self, request: m.Request, deadline: Deadline | None = None
     ) -> tuple[Callable[..., m.Reply], Callable[[], object]]:
-        """Send a request. Of the functions that this returns, the first waits for the reply like `call`, and the second
-        says that nobody will; one of them is to be called, once."""
+        """Send a request. Returns two functions, of which the caller calls one, once: the first waits for the reply
+        like `call`, the second gives the reply up."""
         gate = threading.Lock()
         gate.acquire()
         pending = PendingCall(request, gate.release)
@@ -199,7 +203,7 @@ class Connection:
                     wake()
                 else:
                     loop.call_soon_threadsafe(wake)
-            except RuntimeError:  # nobody waits in a closed loop, whose calls the next loop of its thread may read
+            except RuntimeError:  # no task waits in a closed loop; the next loop of its thread may read its calls
                 self._abandon(pending)
 
         pending = PendingCall(request, tell)
@@ -281,7 +285,8 @@ class Connection:
         return self._io.over
 
     def close(self) -> None:
-        """Say goodbye and stop. Calls that wait end with `Disconnected`. Again, or in a forked child: nothing."""
+        """Say goodbye and stop. Calls that wait end with `Disconnected`. A second call, or one in a forked child, does
+        nothing."""
         if os.getpid() != self._pid or self._io.thread.ident is None:
             return
         self._io.closing = True

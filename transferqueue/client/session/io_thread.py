@@ -1,9 +1,9 @@
-"""The thread of a session: sends what callers queued, reads what comes, and does what is due by time.
+"""The thread of a session: sends the calls that callers queued, reads replies, and does all work that is due by time.
 
-It resends calls, renews leases, says that this process lives, returns pins, undoes replies that nobody waits for any
-more, and greets the server again after a reconnection. While a caller drives (see `caller_io`), or an event loop reads
-(see `asyncio_io`), it sleeps until something is due. Finalizers and signal handlers only append and wake: they run in
-the middle of this code, where a lock would one day be taken twice.
+It resends calls, renews leases, sends heartbeats, returns pins, undoes replies of abandoned calls, and greets the
+server again after a reconnection. While a caller drives (see `caller_io`), or an event loop reads (see `asyncio_io`),
+it sleeps until work is due. Finalizers and signal handlers only append and wake: they run in the middle of this code,
+where they could deadlock on a lock.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ GOODBYE_S: Final = 1.0
 
 
 class IoThread:
-    """Everything about one session that several threads touch, and the thread that serves it.
+    """The state of one session that several threads touch, and the thread that serves it.
 
     Any thread, and any finalizer, may append to `inbox` (calls to send), `abandoned` (calls whose callers went away),
     `unpinned` (pins to return) and `renewer`, and then set `wakeup`. `calls`, `outbox`, `server` and the channel belong
-    to whoever has the `role`.
+    to the holder of the `role`.
     """
 
     def __init__(self, channel: ClientChannel, address: str, clock: Callable[[], float]) -> None:
@@ -76,7 +76,7 @@ class IoThread:
         self.abandoned: Final[deque[PendingCall]] = deque()
         self.unpinned: Final[deque[list[int]]] = deque()
         self.unpins_at: float | None = None
-        """When this thread sends the pins that no call has taken along; None: whoever returns one has to wake it."""
+        """When this thread sends the pins that no call has taken along; None: the returner of a pin has to wake it."""
         self.unpins_wait = False
         """Whether a pin was returned that does not wait for the next call or heartbeat, and this thread was woken for
         it."""
@@ -94,7 +94,7 @@ class IoThread:
         self.connections_made = 0
         """How many connections to the server the channel has made."""
         self.check_at = now
-        """When this thread looks at what is due by time."""
+        """When this thread next looks for work that is due by time."""
         self.over: TransferQueueError | None = None
         """Why no call can be made any more; None while the session lasts."""
         self.why_no_waits: TransferQueueError | None = None
@@ -183,7 +183,7 @@ class IoThread:
         )
 
     def _reads(self) -> bool:
-        """Whether this thread is woken by what comes, and not the event loop that reads."""
+        """Whether arriving frames wake this thread, and not the event loop that reads."""
         channel = self.role.drivable
         if not self.stands() or channel is None or channel.is_behind or self.outbox.backlog:
             return True
@@ -328,7 +328,7 @@ class IoThread:
             self._give_back(pending.request, reply)
         else:
             if self.unpins_at is None and declaration(pending.request).undo is not None:
-                self.unpins_at = self.clock() + UNPIN_S  # pins may return soon: whoever returns them wakes nobody
+                self.unpins_at = self.clock() + UNPIN_S  # pins may return soon, and then need not wake this thread
                 self.check_at = min(self.check_at, self.unpins_at)
             pending.settle(reply)
 
@@ -357,8 +357,8 @@ class IoThread:
             pending.settle(copy.copy(self.why_no_waits) if self.why_no_waits is not None and cut_short else error)
         elif isinstance(pending.request, m.Hello):
             self._end(Disconnected(f"{self.address} was found again and refused this session: {error}; connect again"))
-        elif pending.is_post and not isinstance(error, LeaseExpired | NotFound):  # what is handed back may be gone
-            _log.error("%s, which nobody waits for, was refused: %s", m.tag_of(pending.request), error)
+        elif pending.is_post and not isinstance(error, LeaseExpired | NotFound):  # it may be gone
+            _log.error("%s, for which no caller waits, was refused: %s", m.tag_of(pending.request), error)
 
     def _leave(self, pending: PendingCall, now: float) -> None:
         """The caller of `pending` went away, perhaps after the reply came: undo the reply, or end the wait at the

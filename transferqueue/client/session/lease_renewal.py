@@ -1,11 +1,9 @@
 """Renew leases while the worker that holds them lives. Decides without I/O; the connection's thread sends.
 
-Rules:
-
 1. A lease is renewed when a third of it has passed, one renewal on its way at a time: two may be lost before it is.
 2. It is renewed up to a bound after the hand-over, and not beyond: the last renewal ends there. A worker that hangs
-   longer than that loses its rows, though its process lives. What the worker itself does with the lease (takes it from
-   a loader, acks or releases a part of it, renews it) shows that it does not hang: the bound is counted from there
+   longer than that loses its rows, though its process lives. Each use of the lease by the worker (taking it from a
+   loader, acking or releasing a part of it, renewing it) shows that it does not hang: the bound is counted from there
    again.
 3. A process that is dead, stopped or cut off renews nothing, so its rows are given to others after `lease_s`.
 4. A lease that the server refuses to renew is lost. Its holder learns that when it next uses the batch.
@@ -27,8 +25,11 @@ COMPACT_MIN = 256
 
 
 class RenewedLease:
-    """A lease that the client renews. lease_s: the duration that each renewal asks for. limit_s: for how long after the
-    worker last showed that it does not hang."""
+    """A lease that the client renews.
+
+    `lease_s` is the duration that each renewal asks for, `limit_s` the seconds after the last use by its worker until
+    which it is renewed.
+    """
 
     __slots__ = ("due", "ended", "ends", "is_last", "lease", "lease_s", "limit_s", "lost", "table", "token", "until")
 
@@ -48,8 +49,8 @@ class RenewedLease:
         self.due = now + RENEWED_AT * lease_s
 
     def restart(self, now: float) -> bool:
-        """The worker has shown that it does not hang. Whether `LeaseRenewer.renew` has to follow, as no renewal was to
-        come."""
+        """The worker has shown that it does not hang. Returns whether `LeaseRenewer.renew` has to follow, since no
+        renewal was due any more."""
         self.until = max(self.until, now + self.limit_s)
         if not self.is_last or self.ended or self.lost:
             return False
@@ -57,7 +58,7 @@ class RenewedLease:
         return True
 
     def end(self) -> None:
-        """The lease is over, by whatever its holder did: it is not renewed any more."""
+        """End the renewals: the holder has ended the lease."""
         self.ended = True
 
 
@@ -71,7 +72,7 @@ class LeaseRenewer:
         self._compact_at = COMPACT_MIN
 
     def renew(self, kept: RenewedLease) -> None:
-        """Renew this lease from `kept.due` on. Again: from the present `due`."""
+        """Renew this lease from `kept.due` on. A second call takes the present `due`."""
         self._new.append(kept)
 
     @property

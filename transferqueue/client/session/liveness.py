@@ -1,9 +1,9 @@
-"""Finds out whether the server lives, while nothing else is sent.
+"""Finds out whether the server lives, while the client sends nothing else.
 
-For a server with a socket file the kernel says so, by the server's lock. Over tcp the kernel of its host says so: it
-refuses connections to a port where no process listens (docs/decisions/calls.md). A host that says nothing may be cut
-off: then the server is asked if a call waits and no reply has come for long. A server that keeps a journal is started
-again: until then each call waits as long as it may.
+Clients consider a server with a socket file dead when its lock file is free. Over tcp they consider it dead when its
+host refuses connections to its port (docs/decisions/calls.md). A host that does not answer may be cut off: then the
+client asks the server if a call waits and no reply has come for long. A server that keeps a journal is started again:
+until then each call waits as long as it may.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transferqueue.wire import messages as m
 
 
 class ServerLiveness:
-    """What one connection knows of its server. durable: whether sessions outlive it."""
+    """The facts that one connection knows of its server's life. `durable` says whether sessions outlive the server."""
 
     def __init__(self, channel: ClientChannel, address: str, calls: PendingCalls, outbox: Outbox, now: float) -> None:
         self._channel, self._address, self._calls, self._outbox = channel, address, calls, outbox

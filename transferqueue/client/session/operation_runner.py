@@ -2,9 +2,8 @@
 
 An operation is a generator. It yields requests; the runner sends each, and sends its reply back into the generator or
 throws the error that it was refused with. An operation with a timeout first yields `StartDeadline` and gets its
-deadline.
-Copies of many bytes it yields as `BlockingWork`, which an event loop runs in a thread. It does no I/O and knows no
-thread or loop (docs/decisions/calls.md), so the two APIs cannot differ.
+deadline. It yields copies of many bytes as `BlockingWork`, which an event loop runs in a thread. It does no I/O and
+knows no thread or loop (docs/decisions/calls.md), so the two APIs cannot differ.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ INLINE_WORK_BYTES: Final = 4 * MIB
 class BlockingWork(msgspec.Struct, frozen=True):
     """Work whose time is in proportion to `nbytes`.
 
-    abandon, bound: of work that waits for other processes, and so never runs in an event loop. abandon makes `run` end
-    soon; bound is called before `run` with the deadline of the caller.
+    `abandon` and `bound` are for work that waits for other processes, and so never runs in an event loop: `abandon`
+    makes `run` end soon; `bound` is called before `run` with the deadline of the caller.
     """
 
     nbytes: int
@@ -75,8 +74,11 @@ COMMITS: Final = (m.PutRequest, m.Update, m.Ack)
 
 
 class PipelinedOperation(Generic[T]):
-    """An operation whose commit is on its way. answer: waits for the reply, and returns it, or raises what the commit
-    was refused with. abandon: nobody will wait for it. nbytes: of the columns that it commits."""
+    """An operation whose commit is on its way.
+
+    `answer` waits for the reply and returns it, or raises the refusal of the commit. `abandon` gives the reply up.
+    `nbytes` is the size of the columns that it commits.
+    """
 
     __slots__ = ("_request", "abandon", "answer", "deadline", "nbytes", "operation")
 
@@ -96,7 +98,7 @@ class PipelinedOperation(Generic[T]):
             self.nbytes += sum([len(value.data) for value in columns.inline])
 
     def unknown(self) -> Unreachable:
-        """The error if nobody waits for the answer."""
+        """The error of a call whose answer is given up."""
         return Unreachable(f"the answer to {m.tag_of(self._request)} was not waited for{in_doubt(self._request)}")
 
 
@@ -124,13 +126,18 @@ def run_sync(
     answer: Callable[[DeferredInterrupts], Any] | None = None,
     deadline: Deadline | None = None,
 ) -> T | PipelinedOperation[T]:
-    """Run an operation in this thread to its end, or until it sends a request that is one of `pipelined`, which is not
-    waited for.
-
-    answer, deadline: of one that was held. Its reply is waited for first.
+    """Run an operation in this thread to its end, or until it sends a request that is one of `pipelined`, for which it
+    does not wait.
 
     Once the operation has got something (a reply, memory), an interrupt comes in its waits and its `BlockingWork`, and
-    before this returns, but not in its own steps, where what it got would be lost.
+    before this returns, but not in its own steps, where it would be lost.
+
+    Args:
+        connection: to the server.
+        operation: the operation.
+        pipelined: kinds of requests that are not waited for; default: none.
+        answer: waits for the reply of an operation that was held, before anything else; default None.
+        deadline: of an operation that was held; default None.
     """
     step: Callable[[Any], m.Request | BlockingWork | StartDeadline] = operation.send
     sent: Any = None
@@ -166,7 +173,7 @@ def run_sync(
                 step, sent = operation.throw, error
     finally:
         interrupts.end()
-        sent = None  # an error holds this frame: if the frame held the error too, what was put would stay for long
+        sent = None  # an error holds this frame: a frame that held it too would keep the caller's values
 
 
 @overload

@@ -12,8 +12,8 @@ from transferqueue.wire import messages as m
 
 
 class Outbox:
-    """Frames to one server. spoke_at: when the latest one was sent. backlog: those that the channel does not take now,
-    or that wait for `uncork`."""
+    """Frames to one server. `spoke_at` is when the latest one was sent. `backlog` has the frames that the channel does
+    not take now, or that wait for `uncork`."""
 
     def __init__(self, channel: ClientChannel, calls: PendingCalls, now: float) -> None:
         self._channel, self._calls = channel, calls
@@ -49,7 +49,7 @@ class Outbox:
         self._corked = True
 
     def uncork(self) -> None:
-        """Send what was kept, with few system calls."""
+        """Send the kept frames, with few system calls."""
         self._corked = False
         self._flush()
 

@@ -40,7 +40,7 @@ class SessionLock:
         return self._lock.path
 
     def release(self) -> None:
-        """Unlock and remove the file. Again: nothing."""
+        """Unlock and remove the file. A second call does nothing."""
         self._lock.release()
 
     def give_up(self) -> None:

@@ -27,7 +27,7 @@ Subject = tuple[object, ...]
 
 
 class WaitLog:
-    """The log of one connection. send: sends a call to the server."""
+    """The log of one connection. `send` sends a call to the server."""
 
     def __init__(
         self, channel: ClientChannel, address: str, calls: PendingCalls, send: Callable[[PendingCall, float], None]
@@ -38,7 +38,7 @@ class WaitLog:
         self._lost_told_at = 0.0
 
     def look(self, now: float) -> None:
-        """Log of each wait, or ask the server for what is to be logged, if a minute has passed since the last time."""
+        """Log each wait, or ask the server why a call waits, if a minute has passed since the last time."""
         if self._channel.is_lost and self._calls.by_id:
             self._log_lost(now)
         elif now >= self._looked_at + HEARTBEAT_S / 2:
@@ -87,7 +87,7 @@ class WaitLog:
 
 
 def _log_blocked(pending: PendingCall, now: float) -> None:
-    """Warn, once in a process: what a call waits for never comes if the event loop that it blocks is to give it."""
+    """Warn, once in a process: a call waits in an event loop for rows that this loop would have to put."""
     _told_of_loop.append(pending.id)
     _log.warning(
         "%s has waited for %.0f s in a thread with a running event loop, which stands still meanwhile; in a coroutine, "
@@ -98,6 +98,6 @@ def _log_blocked(pending: PendingCall, now: float) -> None:
 
 
 def _subject(request: m.Request) -> Subject:
-    """What a request waits for, as far as its text depends on it."""
+    """The subject of a request's wait, as far as its text depends on it."""
     names = (getattr(request, name, "") for name in ("table", "task", "channel", "name"))
     return (type(request), *names)

@@ -205,7 +205,7 @@ class Table(TableBase):
 
         Raises:
             EndOfTable: the table is sealed, and the task has drained it.
-            DeadlineExceeded: there were too few rows in time; the text says what is missing and which client holds it.
+            DeadlineExceeded: there were too few rows in time; the text names the rows and the client that holds them.
             RowsEnded: all rows of an awaited span have ended.
             Impossible: a request that could never be filled.
             NotFound: an unknown task or field.

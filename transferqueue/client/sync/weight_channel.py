@@ -1,5 +1,5 @@
 # Written by `python -m tests.sync_api` from client/aio/weight_channel.py: change it there.
-"""A weight channel, used from threads: versioned publication of model weights to whoever generates with them."""
+"""A weight channel, used from threads: versioned publication of model weights to the processes that generate."""
 
 from __future__ import annotations
 
