@@ -435,7 +435,7 @@ def check_names(kind: str, names: Sequence[object]) -> None:
 
 
 def check_rows(rows: int, *, described: bool = False) -> None:
-    """`UsageError` if one request may not have so many rows. described: they have keys or tags."""
+    """`UsageError` if one request may not have so many rows; fewer if they are `described`: have keys or tags."""
     most, what = (ROWS_DESCRIBED_MAX, " with keys or tags") if described else (ROWS_PER_REQUEST_MAX, "")
     if rows > most:
         raise UsageError(

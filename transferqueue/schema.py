@@ -474,8 +474,8 @@ def align(size: int, to: int = ALIGNMENT) -> int:
 def layout(fields: Sequence[Field], rows: int, counts: Sequence[int]) -> tuple[list[Span], int]:
     """The spans of the columns of a block, and the block's size in bytes.
 
-    counts: for each field the last offset (see the table above), 0 for a dense field. `UsageError` if the numbers do
-    not describe a block.
+    `counts` has for each field the last offset (see the table above), 0 for a dense field. `UsageError` if the numbers
+    do not describe a block.
     """
     if rows < 1 or len(counts) != len(fields):
         raise UsageError(f"a block of {rows} rows with {len(counts)} counts for {len(fields)} fields is not a block")

@@ -161,7 +161,7 @@ def test_a_batch_after_its_end(table: Any) -> None:
         taken = batch["big"].numpy()
     assert taken[1, -1] == 199_999
     for column in ("big", "text"):
-        with pytest.raises(tq.BatchEnded, match=r"was acked, and its memory was returned; take what is needed"):
+        with pytest.raises(tq.BatchEnded, match=r"was acked, and its memory was returned; take its values before"):
             batch[column].list()
     for verb in (batch.ack, batch.release, batch.renew, lambda: batch.drop("late")):
         with pytest.raises(tq.BatchEnded, match="was acked"):

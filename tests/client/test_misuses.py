@@ -684,7 +684,7 @@ BATCH: dict[str, Misuse] = {
     "read after the end": (
         lambda w: w.then(w.batch.ack(rewards=[1.0, 2.0])).batch["response_ids"].list(),
         tq.BatchEnded,
-        r"its memory was returned; take what is needed while it lasts",
+        r"its memory was returned; take its values before",
     ),
     "a column that did not come": (
         lambda w: w.batch["txt"],

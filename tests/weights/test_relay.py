@@ -129,7 +129,7 @@ def test_what_could_not_be_published_here_is_carried_by_the_next_call(hosts: tup
 
 
 def test_only_weights_that_were_pulled_are_mirrored(hosts: tuple[tq.Queue, tq.Queue]) -> None:
-    with pytest.raises(UsageError, match="weights are dict; mirror what was pulled"):
+    with pytest.raises(UsageError, match="weights are dict; mirror Weights of a pull"):
         hosts[1].weights("policy").mirror({"w": np.zeros(8)})  # type: ignore[arg-type]
     hosts[0].weights("policy").publish(1, {"w": np.zeros(8)})
     found = hosts[0].weights("policy").pull()

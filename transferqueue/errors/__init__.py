@@ -118,7 +118,7 @@ class RowsEnded(FlowSignal):
 
 
 class DeadlineExceeded(FlowSignal, TimeoutError):
-    """A wait ended by its deadline. The message says what is missing and which session holds it."""
+    """A wait ended by its deadline. The message names the missing rows and the session that holds them."""
 
 
 class LeaseExpired(FlowSignal):

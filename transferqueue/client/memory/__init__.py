@@ -1,1 +1,1 @@
-"""The bytes of rows as a client sees them: grants to write, mapped arenas, transfers from other hosts."""
+"""The bytes of rows at a client: grants to write, mapped arenas, transfers from other hosts."""

@@ -21,18 +21,21 @@ class MemoryCarrier(Protocol):
         """The read is over, whether it succeeded or failed."""
 
     def fetch(self, number: int, asked: RequestedColumns, check: Callable[[float], None]) -> FetchTransfer:
-        """Transfer `number`, which reads these columns. check: to be called every moment with the seconds since the
-        carrier began to move bytes; it raises if the transfer should end."""
+        """Transfer `number`, which reads these columns.
+
+        `check` is to be called every moment with the seconds since the carrier began to move bytes; it raises if the
+        transfer should end.
+        """
 
     def read_failed(self, error: TransferQueueError) -> None:
         """A transfer of `fetch` failed, and the stream carries its bytes. Decide when `begin_read` is true again."""
 
     def write_buffer(self, nbytes: int) -> U8 | None:
-        """Memory for a put of `nbytes` which the carrier can move. None: it had better cross over the stream."""
+        """Memory for a put of `nbytes` which the carrier can move. None: the stream is the better way."""
 
     def store(self, head: b.WriteExtent, data: memoryview, epoch: int) -> ClientTransfer:
-        """A transfer that writes `data`, a buffer of `write_buffer`, as `head` names it. The data must not change
-        before the transfer is `done`. epoch: the life of the server."""
+        """A transfer that writes `data`, a buffer of `write_buffer`, as `head` names it, in the server's life `epoch`.
+        The data must not change before the transfer is `done`."""
 
     def write_failed(self, error: TransferQueueError) -> None:
         """A transfer of `store` failed, and the stream carries its bytes. Decide when `write_buffer` gives memory

@@ -37,13 +37,13 @@ class ClientTransfer(Protocol):
         """Whether the transfer has ended."""
 
     def serve(self) -> bool:
-        """Nothing has arrived for a while. Whether the shard should be asked now (`ask`)."""
+        """Called after a silence. Returns whether to ask the shard now (`ask`)."""
 
     def opening(self) -> Iterable[b.Message]:
         """The messages to send first, each made when the one before it was sent."""
 
     def expect(self, head: bytes, nbytes: int) -> None:
-        """A message begins to arrive. Raises what the shard refused the transfer with, or `Corruption`."""
+        """A message begins to arrive. Raises the shard's refusal of the transfer, or `Corruption`."""
 
     def fill(self, read: b.Reader) -> int:
         """Read the next bytes of the message to their place. Returns how many."""
@@ -57,8 +57,10 @@ class ClientTransfer(Protocol):
 
 
 class RequestedRows(msgspec.Struct, frozen=True):
-    """The distinct rows of one part, as the request names them, and for each row of the reply which of them it is;
-    None: they are the rows of the reply, in order."""
+    """The distinct rows of one part, as the request names them.
+
+    `slot_of_row` says for each row of the reply which of them it is; None: they are the rows of the reply, in order.
+    """
 
     wanted: b.RowSelection
     count: int
@@ -68,8 +70,14 @@ class RequestedRows(msgspec.Struct, frozen=True):
 def rows_of(
     part: m.ReplyColumns, rows: int, slices: Mapping[str, Slice] = NO_SLICES, *, compare: bool = False
 ) -> RequestedRows:
-    """The rows to ask for: a stored row that several rows of the reply share is sent once. slices: of fields not wanted
-    whole. compare: the shard is to compare the blocks of those with their checksums."""
+    """The rows to ask for: a stored row that several rows of the reply share is sent once.
+
+    Args:
+        part: of the reply.
+        rows: number of rows of the reply.
+        slices: of fields that are not wanted whole; default: none.
+        compare: whether the shard compares the blocks of sliced fields with their checksums; default False.
+    """
     blocks, slots = (
         codec.decode_constant(part.block_of_row, "<i4", rows),
         codec.decode_ascending(part.slot_of_row, "<i4", rows),
@@ -104,7 +112,7 @@ def _located(at: m.BlockLocation, layouts: dict[tuple[str, ...], int]) -> b.Bulk
 
 
 class RequestedColumns(msgspec.Struct, frozen=True):
-    """What one read asks of one shard: columns of `fields`, by name, for rows of each part."""
+    """The request of one read to one shard: columns of `fields`, by name, for rows of each part."""
 
     session: int
     shard: int
@@ -131,7 +139,7 @@ class ReceivedBlock(msgspec.Struct, frozen=True):
 
 
 class _StreamTransfer:
-    """A transfer that has nothing to do while nothing arrives but to ask."""
+    """A transfer whose only work while no bytes arrive is to ask."""
 
     serve_s = math.inf
 
@@ -141,7 +149,8 @@ class _StreamTransfer:
 
 
 class FetchTransfer(_StreamTransfer):
-    """Reads columns of rows from one shard. landed: the block of each part, by its number, complete once `done`."""
+    """Reads columns of rows from one shard. `landed` has the block of each part, by its number, complete once
+    `done`."""
 
     def __init__(self, number: int, asked: RequestedColumns, buffers: BufferPool) -> None:
         self.done = False
@@ -243,8 +252,8 @@ class FetchTransfer(_StreamTransfer):
 
 
 class WritingTransfer:
-    """What both kinds of writes share: frames that `left` makes are sent as the window allows, and the shard says which
-    ones it has stored."""
+    """The base of both kinds of writes: it sends the frames that `left` makes as the window allows, and the shard says
+    which ones it has stored."""
 
     def __init__(self, number: int, left: Iterator[b.Message]) -> None:
         self.done = False
@@ -303,7 +312,7 @@ def _frames(head: b.WriteExtent, data: memoryview) -> Iterator[b.Message]:
 
 
 def checked(head: bytes, number: int) -> b.ToClient:
-    """The message of this head. Raises what the shard refused transfer `number` with, and `Corruption`."""
+    """The message of this head. Raises the shard's refusal of transfer `number`, and `Corruption`."""
     message = b.to_client(head)
     if isinstance(message, b.TransferFailed) and message.transfer in (0, number):
         error = from_wire(message.error, message.text)

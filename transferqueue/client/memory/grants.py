@@ -1,7 +1,5 @@
 """Write grants: extents that the server lets this session write into, and the regions of them that puts write.
 
-Rules:
-
 1. A put of `SMALL_EXTENT_BYTES` or more, and any publication of weights, asks for an extent of its size and returns it
    at its end. In an arena below 16 MiB smaller ones do, too: there an open extent has at most a part in
    `SMALL_EXTENTS_SHARE` of the arena, since idle clients keep theirs.
@@ -9,14 +7,14 @@ Rules:
    without room for a put is retired before the next one is asked for: the wait for that may be one for this memory. The
    newest few stay open.
 3. A retired extent is returned when the last put that writes into it has ended, never before.
-4. If a region was certainly not committed and was the last one taken, the next put takes it. If nobody knows whether it
-   was committed (an interrupt, a lost server), nothing writes there again.
-5. If a transfer to another machine failed, late frames of it may still write into its region. Nothing else writes
-   there, and the extent takes no further put.
+4. If a region was certainly not committed and was the last one taken, the next put takes it. If its commit is in doubt
+   (an interrupt, a lost server), no put writes there again.
+5. If a transfer to another machine failed, late frames of it may still write into its region. No put writes there
+   again, and the extent takes no further put.
 6. A commit that fills an extent also closes it: the client need not return it.
 7. The copies of a region are regions in other shards, with the same bytes. They end as it does.
 8. An extent whose shard was lost takes no further put.
-9. Puts share an extent only within a lane: what is freed early does not lie between what stays.
+9. Puts share an extent only within a lane, so that memory that is freed early does not lie between memory that stays.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ moment."""
 
 
 ROWS: Final = "rows"
-"""The lane of what is freed with its rows."""
+"""The lane of columns that are freed with their rows."""
 COLUMNS: Final = "columns"
 """The lane of columns that may be freed before their rows."""
 CONTENTS: Final = "contents"
@@ -47,7 +45,7 @@ CONTENTS: Final = "contents"
 
 
 class CommitOutcome(enum.Enum):
-    """What became of the commit of a region."""
+    """The outcome of the commit of a region."""
 
     COMMITTED = enum.auto()
     REFUSED = enum.auto()
@@ -87,10 +85,11 @@ class WriteRegion:
 
 
 class WriteGrants:
-    """The extents that a session may write into. Safe from any thread. return_extent: sends the request that returns
-    one.
+    """The extents that a session may write into. Safe from any thread.
 
-    arena_bytes: of the coordinator's own arena.
+    Args:
+        return_extent: sends the request that returns one.
+        arena_bytes: of the coordinator's own arena.
     """
 
     def __init__(self, return_extent: Callable[[m.Request], object], arena_bytes: int) -> None:
@@ -112,8 +111,10 @@ class WriteGrants:
         use: m.GrantPurpose = "results",
         lane: str = ROWS,
     ) -> Operation[WriteRegion]:
-        """Room for `nbytes` in a shard that is none of `apart`, waiting for memory until the deadline. lane: `ROWS`,
-        `COLUMNS` or `CONTENTS`."""
+        """Room for `nbytes` in a shard that is none of `apart`, waiting for memory until the deadline.
+
+        `lane` is `ROWS`, `COLUMNS` or `CONTENTS`.
+        """
         if nbytes >= self._whole_from or use == "weights":
             return self._whole((yield from _ask(max(nbytes, 1), deadline, apart, use)), nbytes)
         while (region := self.take(nbytes, lane, apart)) is None:

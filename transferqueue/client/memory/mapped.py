@@ -35,8 +35,8 @@ _ONE: Final = 4
 class MappedMemory:
     """Writes into granted extents, and pins blocks that replies named. Safe from any thread.
 
-    arenas: shard -> path. on_release: called with blocks whose pins return; runs in finalizers. open_arena: as
-    `Mapping.open`.
+    `arenas` has the path of each shard's arena. `on_release` is called with blocks whose pins return; it runs in
+    finalizers. `open_arena` is as `Mapping.open`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class MappedMemory:
                 self._arenas.pop(number).close()
 
     torn: Final = CommitOutcome.REFUSED
-    """Outcome of a region into which a write failed: nobody else writes there, so the next put may."""
+    """Outcome of a region into which a write failed: no late frame can arrive there, so the next put may write."""
 
     def write(self, region: WriteRegion, nbytes: int, fill: Callable[[memoryview], object]) -> BlockingWork:
         """Let `fill` write `nbytes` into the region. The session's lock is held until it has."""
@@ -172,7 +172,7 @@ class MappedMemory:
                 self._unlock_if_unused()
 
     def _unlock_if_unused(self) -> None:
-        """Release the session's lock if nobody views or writes anything. Releasing it twice is allowed."""
+        """Release the session's lock if no view or write is left. Releasing it twice is allowed."""
         if self._lock_file is not None and self._pins == sum(self._returned):
             self._lock_file.release()
 

@@ -1,11 +1,11 @@
 """Values by content that this client received from shards of other hosts, so that each crosses once: the reader's half
 of `Repeat`.
 
-1. A value is known by its content, the xxh3-128 of its block. It is compared with the bytes that arrived before they
-   are kept; what does not match is handed out as it came, checked by its transfer, and not kept.
-2. Each reply gets a copy, since a batch may be changed in place. So what is kept never changes, and needs no pin.
-3. At most `RECEIVED_BYTES_MAX` bytes are kept. Those that were used longest ago go first, and a value of more than a
-   quarter of that is not kept.
+1. A value is known by its content, the xxh3-128 of its block. The client compares it with the bytes that arrived before
+   it keeps them. Bytes that do not match are handed out as they came, checked by their transfer, and not kept.
+2. Each reply gets a copy, since a batch may be changed in place. So kept values never change, and need no pin.
+3. At most `RECEIVED_BYTES_MAX` bytes are kept. The values that were used longest ago go first, and a value of more than
+   a quarter of that is not kept.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ _CARRIER_ERRORS: Final = (Corruption, Unreachable, Impossible, ProtocolError, In
 class RemoteMemory:
     """Reads and writes of one session over connections that `dial` makes. Safe from any thread.
 
-    unpin: called with blocks whose pins return. over: why the session has ended, or None. on_close: called at the end
-    of `close`. carrier: moves bytes beside the connections; None: all bytes cross over connections.
+    `unpin` is called with blocks whose pins return, `on_close` at the end of `close`. `over` returns why the session
+    has ended, or None. `carrier` moves bytes beside the connections; None: all bytes cross over connections.
     """
 
     def __init__(
@@ -166,8 +166,11 @@ class RemoteMemory:
         compare: bool = False,
     ) -> Operation[tuple[dict[str, Column], list[MappedBlocks]]]:
         """Receive the columns of one reply, of those in `slices` only that part. Also returns the blocks that hold
-        them. The pins return in any case. compare: the shard compares the blocks of these parts, `Corruption` if one
-        does not match its checksum."""
+        them.
+
+        The pins return in any case. With `compare` the shard compares the blocks of these parts, `Corruption` if one
+        does not match its checksum.
+        """
         try:
             asked = [rows_of(part, rows, slices, compare=compare) for part in parts]
             found: list[FetchTransfer] = []
@@ -190,8 +193,8 @@ class RemoteMemory:
         self._interrupt()
 
     def close(self) -> None:
-        """End all transfers with `Disconnected`, and close. Received columns stay valid. Again, or in a forked child:
-        nothing."""
+        """End all transfers with `Disconnected`, and close. Received columns stay valid. A second call, or one in a
+        forked child, does nothing."""
         if os.getpid() != self._pid or self._closed:
             return
         self._closed = True
@@ -350,10 +353,10 @@ class _ConnectionProgress:
 
 
 class Caller:
-    """The caller that waits for a transfer: its deadline, and whether it went away. interrupt: makes the transfer check
-    both now.
+    """The caller that waits for a transfer: its deadline, and whether it went away.
 
     After the deadline a transfer continues while its bytes move, so that rows on their way are not thrown away.
+    `interrupt` makes the transfer check both now.
     """
 
     def __init__(self, interrupt: Callable[[], object]) -> None:

@@ -1,13 +1,11 @@
 """The shards of a deployment as one session uses them: where a put writes, where the columns of a reply come from.
 
-Rules:
-
 - Blocks of mapped shards are viewed in place. From each other shard the rows of a reply arrive in one transfer, from
   all shards at the same time. A column may have blocks of several shards.
 - Shards come and go. If a reply names a shard that this session has not heard of, it asks for the list of all, once;
   the server never sends the list unasked.
 - A value with a content is received once: the latest `RECEIVED_BYTES_MAX` bytes of them stay here, and each reply gets
-  a copy (`received_contents`). What is too large for that crosses as other columns do, each time.
+  a copy (`received_contents`). Larger values cross as other columns do, each time.
 - Pins of received blocks return when they have been received; pins of mapped blocks, with the last view.
 """
 
@@ -54,7 +52,7 @@ _FIRST: Final = bytes(4)
 
 
 class FoundTensor(NamedTuple):
-    """A tensor, and the block that holds its memory. is_whole: of that, all is here."""
+    """A tensor, and the blocks that hold its memory. `is_whole` says whether all of it is here."""
 
     column: Column
     held: MappedBlocks
@@ -66,10 +64,14 @@ Key = tuple[int, int]
 
 
 class ShardClients:
-    """Safe from any thread. own: the coordinator's memory. dial: connects to a remote shard. unpin: called with blocks
-    whose pins return.
+    """The shards of one session. Safe from any thread.
 
     The remote memories, `own` included if it is remote, return no pins themselves.
+
+    Args:
+        own: the coordinator's memory.
+        dial: connects to a remote shard.
+        unpin: called with blocks whose pins return.
     """
 
     def __init__(
@@ -212,8 +214,8 @@ class ShardClients:
         """The tensor in each of these blocks of one row and field, those in `slices` cut. Errors and pins as of
         `columns`.
 
-        Of blocks that are not mapped here only what is wanted crosses. Their shards compare those that cross in part
-        with their checksums; nobody else has compared anything.
+        Of blocks that are not mapped here only the wanted part crosses. Their shards compare blocks that cross in part
+        with their checksums; no other process has compared them.
         """
         shards, received = {block.shard for block in blocks}, [block.block for block in blocks]
         found: dict[int, FoundTensor] = {}
@@ -262,8 +264,8 @@ class ShardClients:
     def _columns_by_content(
         self, parts: Sequence[m.ReplyColumns], fields: Mapping[str, Field], rows: int, slices: Mapping[str, Slice]
     ) -> Operation[FoundColumns]:
-        """Columns whose values have contents and lie elsewhere come from what was received before, and what is not
-        there is received whole and kept."""
+        """Columns whose values have contents and lie elsewhere: from the values received before, else received whole
+        and kept."""
         are_kept = [
             part.fields[0] not in slices
             and all(self._contents.may_keep(at) and self._place(at.shard) != _MAPPED for at in part.blocks)

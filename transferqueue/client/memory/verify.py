@@ -25,7 +25,8 @@ REMEMBERED_MAX: Final = 1 << 16
 
 
 class Damaged(Corruption):
-    """Blocks that do not match their checksums. rows: ids of the rows that lie there, as a message carries them."""
+    """Blocks that do not match their checksums. `rows` has the ids of the rows that lie there, as a message carries
+    them."""
 
     def __init__(self, text: str, rows: bytes = b"") -> None:
         super().__init__(text)
@@ -41,8 +42,8 @@ class Verifier:
     def check(
         self, content: m.ReplyRows, columns: Mapping[str, Column], held: Sequence[MappedBlocks], subject: str
     ) -> Operation[None]:
-        """`Damaged` unless all blocks of a reply match their checksums. columns, held: what the reply's parts
-        became."""
+        """`Damaged` unless all blocks of a reply match their checksums. `columns` and `held` are its columns, and the
+        blocks that hold their memory."""
         wanted = [one for one in _placed(held) if (one[0].block, one[0].checksum) not in self._seen]
         bad: list[m.BlockLocation] = []
 
@@ -90,7 +91,7 @@ def _damaged(
     ordered = sorted(rows)
     return Damaged(
         f"rows {listing(ordered)} of {subject} are damaged: {where} of the server's memory, with their "
-        f"{listing(fields)}, does not match the checksum that it was put with. Nothing of it was handed out; put the "
-        "rows again, or restart the server, which has what is damaged made again or drops it as lost",
+        f"{listing(fields)}, does not match the checksum of its put. This client delivered none of it; put the "
+        "rows again, or restart the server: it has damaged columns made again, or drops their rows as lost",
         np.array(ordered, "<i8").tobytes(),
     )

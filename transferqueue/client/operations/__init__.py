@@ -1,1 +1,1 @@
-"""What a client does, as generators that perform no I/O."""
+"""The operations of a client, as generators that perform no I/O."""

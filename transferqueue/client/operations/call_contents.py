@@ -26,7 +26,12 @@ class NextAttempt(NamedTuple):
 
 
 class CallContents:
-    """known: contents that this client has committed to the table. refers: whether values are first referred to."""
+    """The blocks of values by content of one call.
+
+    Args:
+        known: contents that this client has committed to the table.
+        refers: whether the first attempt refers to values rather than write them.
+    """
 
     def __init__(self, known: RecentContents, *, refers: bool) -> None:
         self._known = known
@@ -46,7 +51,7 @@ class CallContents:
         return bool(self._blocks_of[name])
 
     def next_attempt(self) -> NextAttempt:
-        """What the next attempt does with each block."""
+        """The blocks that the next attempt writes, and those that it refers to."""
         attempt = NextAttempt([], [])
         for block in self._every():
             is_referred = self._referred is None or block.content in self._referred

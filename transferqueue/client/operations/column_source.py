@@ -40,8 +40,14 @@ class ColumnsWanted(NamedTuple):
 class ColumnSource:
     """The columns of one reply's rows, each made when it is first asked for. `end` returns their memory.
 
-    fields: of the reply, and all that are known. memory: keeps the blocks pinned. made, held: columns that were
-    received from other shards, and the blocks that hold their memory.
+    Args:
+        subject: the rows, for error texts.
+        content: of the reply.
+        fields: of the reply, and all that are known.
+        memory: keeps the blocks pinned.
+        made: columns that were received from other shards; default None.
+        held: the blocks that hold the memory of `made`; default: none.
+        slices: parts of fields that are not wanted whole; default: none.
     """
 
     def __init__(
@@ -135,7 +141,7 @@ class ColumnSource:
         self._memory = {}
         for blocks in self._blocks:
             blocks.end(
-                f"the batch of {self.subject} {how}, and its memory was returned; take what is needed while it lasts "
+                f"the batch of {self.subject} {how}, and its memory was returned; take its values before "
                 "(.numpy(), .torch(), ...): views taken then stay valid"
             )
 

@@ -70,9 +70,9 @@ def put(
     *,
     refers: bool = True,
 ) -> Operation[NDArray[np.int64]]:
-    """Put new rows. Returns their ids. used: called with the number of rows, if they come out of a reservation.
+    """Put new rows. Returns their ids.
 
-    refers: see `commit`.
+    `used` is called with the number of rows, if they come out of a reservation. `refers` is as of `commit`.
     """
     deadline: Deadline = yield StartDeadline(timeout(timeout_s))
     return (yield from _put(client, terms, facts, columns, reservation, deadline, used, refers=refers))
@@ -123,7 +123,7 @@ def update(
     *,
     refers: bool = True,
 ) -> Operation[None]:
-    """Give existing rows more columns or facts. refers: see `commit`."""
+    """Give existing rows more columns or facts. `refers` is as of `commit`."""
     ids = row_ids(rows)
     if not ids or not (columns or facts.said()):
         raise UsageError("an update without rows, or without columns and facts, would change nothing; give both")
@@ -168,8 +168,8 @@ def commit(
 ) -> Operation[R]:
     """Carry columns and facts for `rows` rows (None: new ones, as many as they have) into the table, in one commit.
 
-    call: put, update, ack or release, whose columns are compared with what they may have been meant for. refers: values
-    by content are first referred to. False: they are written at once, as a pipeline needs it. before: the lengths of
+    `call` is put, update, ack or release, with whose parameters the names of new columns are compared. `refers` says
+    whether the first attempt refers to values by content; a pipeline writes them at once. `before` has the lengths of
     columns that the rows have already, as far as the caller knows them.
     """
     columns = {name: column_of(name, value) for name, value in columns.items()}
@@ -232,9 +232,7 @@ def outgoing(
             raise _unreadable(name, value, error) from error
         column.finite = column.field.is_finite
         prepared.append(column)
-    counts_tokens = rows is None and not _TOKEN_FIELDS.isdisjoint(
-        columns
-    )  # what is added to existing rows does not recount them
+    counts_tokens = rows is None and not _TOKEN_FIELDS.isdisjoint(columns)  # an update does not count again
     tokens = _tokens(prepared) if counts_tokens else None
     return PreparedCommit(count, prepared, facts.message(count, tokens))
 

@@ -42,7 +42,7 @@ another shard."""
 
 
 class LeaseSpec(NamedTuple):
-    """What a caller of `lease`, `leases` or `loader` asks for, its arguments checked."""
+    """The checked arguments of a `lease`, `leases` or `loader`."""
 
     request: m.LeaseRequest
     time_limit_s: float | None
@@ -264,7 +264,7 @@ def ack(
     *,
     refers: bool = True,
 ) -> Operation[None]:
-    """Ack the rows, and commit results and facts about them in the same request. refers: see `commit.commit`."""
+    """Ack the rows, and commit results and facts about them in the same request. `refers` is as of `commit.commit`."""
     lease.check()
     chosen = lease.chosen(rows)
 
@@ -380,8 +380,8 @@ def _duration(lease_s: float) -> float:
 
 
 class BatchLease:
-    """A lease of this process. left: ids of its rows that are not acked, dropped or released yet. renewal: how the
-    client renews it; None: only the caller does."""
+    """A lease of this process. `left` has the ids of its rows that are not acked, dropped or released yet. `renewal` is
+    the client's renewal of it; None: only the caller renews it."""
 
     def __init__(
         self,
@@ -449,7 +449,7 @@ class BatchLease:
             self.restart()
 
     def end(self, how: str) -> None:
-        """End the lease and return its memory. how: completes "the batch ..." in later errors."""
+        """End the lease and return its memory. `how` completes "the batch ..." in later errors."""
         if self._renewal is not None:
             self._renewal.end()
         if not self.ended:

@@ -3,7 +3,7 @@
 
 A put, update, ack or release takes columns as keywords, so a misspelt parameter or field would silently become a new
 column: rows without a version are never stale, and a task whose field has another name waits for ever. So a column that
-is new to its table is compared with what it may have been meant for:
+is new to its table is compared with the names that it may have been meant for:
 
 1. the parameters of the call, and the facts of rows;
 2. the fields that the table has, and those that its tasks need or give.
@@ -74,7 +74,7 @@ _SWAPPED: Final = 3
 def check_columns(call: str, names: Iterable[str], said: Collection[str], terms: TableInfo) -> None:
     """Raise `UsageError` if a column that is new to the table was probably meant for a parameter or another field.
 
-    said: facts that the call gives.
+    `said` has the facts that the call gives.
     """
     given = list(names)
     if terms.last.extra_fields is True:
@@ -130,8 +130,8 @@ def _check_likes(fields: Collection[Field], known: set[str]) -> None:
 
 
 def check_needs(tasks: Iterable[Task], fields: Iterable[str]) -> None:
-    """Raise `UsageError` if a task needs a name that is nobody's, but near one of `fields` or one that another task
-    gives."""
+    """Raise `UsageError` if a task needs a name that no field and no task has, but that is near one of `fields` or one
+    that another task gives."""
     declared = list(tasks)
     for task in declared:
         given = {name for other in declared if other is not task for name in other.gives}

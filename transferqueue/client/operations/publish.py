@@ -1,6 +1,4 @@
-"""Publish weights: what a publication writes, and what it keeps of the newest version.
-
-Rules:
+"""Publish weights: the tensors that a publication writes, and those of the newest version that it keeps.
 
 - A tensor is a block of its own, and its checksum is that of its block: xxh3-64 of the bytes, whose padding is zeros.
   Two tensors are the same if their names, dtypes, shapes and checksums are.
@@ -10,8 +8,8 @@ Rules:
   written counts as kept. What lost: an extent a tensor, which asks the server once for each; and a bound by the number
   of versions since the last whole one, which says nothing about memory.
 - Tensors of an adapter are named ``adapter/tensor``, those of the base ``_tensor`` (names of a state dict may begin
-  with a digit, names of fields may not). A publication of the base is whole: what it does not name is not in the
-  version, adapters included. One of an adapter replaces that adapter and keeps everything else.
+  with a digit, names of fields may not). A publication of the base is whole: tensors that it does not name are not in
+  the version, adapters included. One of an adapter replaces that adapter and keeps everything else.
 - A slice of a tensor is written, compared and kept as a tensor of its own, named ``_tensor/rows-FIRST-of-ROWS``.
 - Several sessions may publish a version in parts: one begins it and publishes part 0, which waits for the others. If
   that fails, the version is given up.
@@ -92,8 +90,10 @@ class WeightSlice:
 
 @dataclass(frozen=True)
 class PartTerms:
-    """Part `part` of the version that was begun as number `pending`. 0 and 0: of no version in parts. is_new: no tensor
-    of it is in the newest version, so none is compared with it."""
+    """Part `part` of the version that was begun as number `pending`; both 0: the version is not in parts.
+
+    `is_new`: no tensor of the part is in the newest version, so none is compared with it.
+    """
 
     pending: int = 0
     part: int = 0
@@ -124,7 +124,7 @@ def _column(name: str, tensor: Any) -> Prepared:
 
 
 class NewTensor(BlockWriter):
-    """A tensor, or a slice of one, that is written into a block of its own. of: what the slice is."""
+    """A tensor, or the slice `of` one, that is written into a block of its own."""
 
     __slots__ = ("of",)
 
@@ -145,7 +145,7 @@ class NewTensor(BlockWriter):
 
 class ReusedTensor(NewTensor):
     """A copy of a block of another channel, byte for byte, with its checksum. If the bytes were damaged on the way or
-    in this process, whoever pulls them from here refuses them."""
+    in this process, a client that pulls them from here refuses them."""
 
     __slots__ = ("memory",)
 

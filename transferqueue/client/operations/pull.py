@@ -1,7 +1,8 @@
 """Operations on weight channels, and the weights that a pull gives.
 
-A version is a composition of blocks, one a tensor (`publish` has the law of what is written). A pull names them all,
-and it reads bytes only to compare checksums; tensors that the caller has already are neither fetched nor read again.
+A version is a composition of blocks, one a tensor (`publish` says which of them a publication writes). A pull names
+them all, and it reads bytes only to compare checksums; tensors that the caller has already are neither fetched nor read
+again.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class Weights(ProcessBound, Mapping[str, Any]):
 
     @property
     def version(self) -> int:
-        """The version that these are."""
+        """Number of the version."""
         return self._version
 
     @property
@@ -382,7 +383,7 @@ def mirror_weights(
 ) -> Operation[None]:
     """Publish weights that were pulled from another channel."""
     if not isinstance(weights, Weights):
-        raise UsageError(f"weights are {type(weights).__name__}; mirror what was pulled, or publish tensors")
+        raise UsageError(f"weights are {type(weights).__name__}; mirror Weights of a pull, or publish tensors")
     return publish.mirror_version(client, channel, keep, weights.version, weights._copies(), timeout_s)
 
 
@@ -467,8 +468,8 @@ def _pull(
 def _restricted(
     client: ClientSession, reply: m.WeightsReply, wanted: TensorParts, channel: str
 ) -> tuple[m.WeightsReply, Parts]:
-    """What the reply has of the wanted tensors, and the parts of their fields; returns the pins of all else. `NotFound`
-    for a tensor that the version does not have."""
+    """The wanted tensors of the reply, and the parts of their fields; returns the pins of all others. `NotFound` for a
+    tensor that the version does not have."""
     if wanted.everything:
         return reply, {}
     slices = {one.field: one for one in reply.slices}
@@ -496,7 +497,7 @@ def _restricted(
 def _shared(
     reply: m.WeightsReply, fields: Mapping[str, Field], parts: Parts, since: Weights | None
 ) -> dict[str, SharedTensor]:
-    """What of the reply is the same in `since`, by name."""
+    """The tensors of the reply that are the same in `since`, by name."""
     if since is None:
         return {}
     names = {block.fields[0]: block for block in reply.blocks}

@@ -30,7 +30,7 @@ _NO_FACTS: Final = m.RowFacts()
 
 
 class GivenFacts(msgspec.Struct, kw_only=True):
-    """What one call says about its rows. Each fact is None (unsaid), one value, or one value per row."""
+    """The facts that one call gives its rows. Each fact is None (not given), one value, or one value per row."""
 
     group_id: Any = None
     group_size: Any = None
@@ -86,8 +86,8 @@ class GivenFacts(msgspec.Struct, kw_only=True):
         return [name for name in self.__struct_fields__ if getattr(self, name) is not None]
 
     def message(self, rows: int, tokens: npt.NDArray[np.int64] | None = None) -> m.RowFacts:
-        """The facts of `rows` rows as a message carries them. tokens: used if the caller gave none. `SchemaError` for a
-        fact that does not fit its type or the number of rows."""
+        """The facts of `rows` rows as a message carries them, with `tokens` if the caller gave none. `SchemaError` for
+        a fact that does not fit its type or the number of rows."""
         if tokens is None and not self.said():
             return _NO_FACTS
         oldest = _ints("policy_version", self.policy_version, rows)

@@ -37,7 +37,7 @@ _HTML_TITLE_CHARS: Final = 400
 def rows_read(
     rows: object, table: str, ids: bytes, columns: Collection[str], facts: Collection[str], *, overwrite: bool
 ) -> m.RowsRead:
-    """What these rows had when they were read, as the condition of an update.
+    """The state of these rows when they were read, as the condition of an update.
 
     Args:
         rows: the rows as they were read or leased.
@@ -48,8 +48,8 @@ def rows_read(
         overwrite: whether it replaces values. If not, a value that another process wrote refuses it anyway.
 
     Raises:
-        UsageError: something else than rows that were read or leased; other rows; nothing that could change; or the
-            read lacks what the update replaces, so that the write of another process could be lost.
+        UsageError: `rows` are no rows that were read or leased, are other rows, or have nothing that could change; or
+            the read lacks a column that the update replaces, so that the write of another process could be lost.
     """
     if not isinstance(rows, RowsBase):
         raise UsageError(f"if_unchanged is {type(rows).__name__}; give the rows as table.read or a lease brought them")
@@ -286,7 +286,7 @@ class RowsBase(ProcessBound):
         )
 
     def _ipython_key_completions_(self) -> list[str]:
-        """What a notebook or IPython completes after ``batch[``."""
+        """The names that a notebook or IPython completes after ``batch[``."""
         return list(self.fields)
 
     def _repr_html_(self) -> str:

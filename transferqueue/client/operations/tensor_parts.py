@@ -1,8 +1,7 @@
-"""What a pull takes of the tensors of a version: all of a tensor, a range of its rows, or a part along any of its
-dimensions.
+"""The part of a version that a pull takes: all of a tensor, a range of its rows, or a part along any of its dimensions.
 
-A tensor may have been published in slices along its first dimension, each in a block of its own. So what is wanted of a
-tensor is a part of each of its slices: one that has no wanted row is not needed at all.
+A tensor may have been published in slices along its first dimension, each in a block of its own. So the wanted part of
+a tensor is a part of each of its slices: a slice that has no wanted row is not needed at all.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ WHOLE: Final = Slice()
 
 
 class TensorParts:
-    """What a pull takes. `UsageError` for what is neither names nor parts."""
+    """The tensors, and parts of tensors, that a pull takes. `UsageError` unless they are names, or names with parts."""
 
     def __init__(self, only: Only | None) -> None:
         self._wanted: dict[str, range | Slice | None] | None = None if only is None else _checked(only)

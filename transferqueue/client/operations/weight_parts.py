@@ -1,16 +1,14 @@
 """Tensors of weights as they arrive: fetched, compared with their checksums, and held while their version is not whole
 yet.
 
-The law of parts:
-
 1. A part of a version that is published in parts can be read as soon as it is committed
    (`ledger/requests/pending_versions`). A pull whose bytes cross a network asks for parts while it waits, fetches them,
    and compares their checksums. A pull that maps the memory fetches nothing, so it waits for the whole version.
-2. A part is bytes that came early, and no more. The reply with the published version decides what the version has. A
-   tensor that came early is taken if its field, size and checksum are those of the version; all others are fetched
-   then. So no caller gets a torn or mixed version.
-3. If the version is given up, what came of it is held until a part of another version comes: when a relay dies, the
-   next one brings the same bytes.
+2. The reply with the published version alone decides which tensors the version has. A tensor that came early is taken
+   if its field, size and checksum are those of the version; all others are fetched then. So no caller gets a torn or
+   mixed version.
+3. If the version is given up, its tensors that came are held until a part of another version comes: when a relay dies,
+   the next one brings the same bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +42,10 @@ one."""
 
 class SharedTensor:
     """One tensor, or a part of it, in this process's memory, which several versions may share. The last of them frees
-    it. is_whole: all of the block is here. part: what `column` has of the tensor."""
+    it.
+
+    `is_whole` says whether all of the block is here. `part` is the part of the tensor that `column` has.
+    """
 
     __slots__ = ("_users", "block", "blocks", "column", "field", "is_whole", "part")
     _guard: Final = threading.Lock()
@@ -83,8 +84,8 @@ def fetch_tensors(
     """Fetch the tensors in `blocks`, and compare their checksums. The pins of `blocks` return if this fails, and if the
     bytes were received.
 
-    One bulk read takes `PARTS_MAX` blocks, so a model with more tensors takes several. What crosses in part is compared
-    where it lies.
+    One bulk read takes `PARTS_MAX` blocks, so a model with more tensors takes several. The shard compares blocks that
+    cross in part.
     """
     tensors: dict[str, SharedTensor] = {}
     begun = 0
@@ -113,7 +114,7 @@ def _verify(tensors: Mapping[str, SharedTensor], subject: str) -> None:
 
 
 def copy_of(tensor: SharedTensor, slices: Mapping[str, m.TensorSlice]) -> ReusedTensor:
-    """The block of a tensor, to be published elsewhere byte for byte. slices: by their fields."""
+    """The block of a tensor, to be published elsewhere byte for byte. `slices` are by their fields."""
     names = tensor.block.fields
     fields = [tensor.blocks.fields[name] for name in names]
     return ReusedTensor(fields, tensor.block, tensor.blocks.live_memory()[0], slices.get(names[0]))
@@ -126,9 +127,8 @@ def release_all(tensors: Mapping[str, SharedTensor], message: str) -> None:
 
 
 class ArrivedTensors:
-    """Tensors of one version that is not whole yet, by name. number, have: the pending version that they are of, and
-    how many of its parts were received.
-    """
+    """Tensors of one version that is not whole yet, by name. `number` is the pending version, `have` the number of its
+    parts that were received."""
 
     def __init__(self) -> None:
         self.number = self.have = 0
@@ -156,7 +156,7 @@ class ArrivedTensors:
         self._tensors |= tensors
 
     def release(self) -> None:
-        """Release what is left."""
+        """Release the tensors that are left."""
         release_all(self._tensors, "its version was given up, or the pull has ended")
         self._tensors = {}
 
@@ -164,7 +164,7 @@ class ArrivedTensors:
 def await_version(
     client: ClientSession, request: m.Pull, deadline: Deadline, arrived: ArrivedTensors, needed: Needed
 ) -> Operation[m.WeightsReply]:
-    """Wait for the published version. Meanwhile fetch what is `needed` of its parts, if bytes cross a network."""
+    """Wait for the published version. Meanwhile fetch the `needed` part of its parts, if bytes cross a network."""
     crosses = isinstance(client.memory, RemoteMemory)
     while True:
         asked = msgspec.structs.replace(

@@ -56,7 +56,7 @@ class WrittenBlocks:
 
 
 class BlockGroup(NamedTuple):
-    """Blocks of columns that are freed together. lane: where small ones lie."""
+    """Blocks of columns that are freed together. `lane` is where small ones lie."""
 
     lane: str
     blocks: list[BlockWriter]
@@ -106,7 +106,8 @@ def groups_of(terms: m.TableTerms, columns: Sequence[Prepared]) -> list[BlockGro
 
 
 def _end(terms: m.TableTerms, column: Prepared) -> tuple[str, ...]:
-    """What frees a column before its row: names of the tasks that need it, or its own name; empty if nothing does."""
+    """The event that frees a column before its row: names of the tasks that need it, or its own name; empty if there is
+    none."""
     name = column.field.name
     if isinstance(terms.retention, AckedColumns):
         return tuple(task.name for task in terms.tasks if name in task.needs)
@@ -169,7 +170,7 @@ def _written(
 
 
 def fill(memory: memoryview, blocks: Sequence[BlockWriter], *, checksums: bool) -> None:
-    """Write blocks one after the other. checksums: and take the checksum of each."""
+    """Write blocks one after the other. With `checksums`, take the checksum of each."""
     at = 0
     for block in blocks:
         written = memory[at : at + block.nbytes]

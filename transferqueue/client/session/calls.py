@@ -54,9 +54,9 @@ def seconds(name: str, value: object) -> float:
 class Deadline:
     """The deadline of an operation that may need several requests: `wait_s` seconds from now by `clock`.
 
-    The server ends a wait itself, with an error that says what was missing. But a server that is stopped or out of
-    reach ends nothing. So the caller keeps the deadline too: after it, replies have `late_s` to arrive in all, whatever
-    the server does. Time that this process spends on its own work, such as copying columns, does not count as lateness.
+    The server ends a wait itself, with an error that names its cause. But a server that is stopped or out of reach ends
+    nothing. So the caller keeps the deadline too: after it, replies have `late_s` to arrive in all, whatever the server
+    does. Time that this process spends on its own work, such as copying columns, does not count as lateness.
     """
 
     def __init__(self, clock: Callable[[], float], wait_s: float, late_s: float = LATE_ANSWER_S) -> None:

@@ -94,14 +94,14 @@ class Connection:
         deadline: Deadline | None = None,
         interrupts: DeferredInterrupts | None = None,
     ) -> m.Reply:
-        """Send a request and wait for its reply; raises what the server refused it with.
+        """Send a request and wait for its reply; raises the server's refusal.
 
         An interrupt ends the wait at once and leaves the connection usable: when the reply comes, it is undone. So does
         the deadline, whatever the server does (see `unanswered`). Without a deadline the call is `Unreachable` if there
         is no reply long after the request's own wait has passed.
 
-        interrupts: deferred from before this returns a reply, since a reply that was returned is not undone any more.
-        The caller ends that.
+        `interrupts` are deferred from before this returns a reply, since a returned reply is not undone any more. The
+        caller ends that.
         """
         io, gate = self._io, threading.Lock()
         gate.acquire()
@@ -244,7 +244,7 @@ class Connection:
         """Return one pin of each block, within `UNPIN_S`; if their bytes were copied (`Pins.copied`), with a call after
         `UNPIN_S`, or with the next heartbeat. Finalizers may call it, like `post`.
 
-        blocks: emptied when it is sent, so that an interrupted finalizer may give the same list again.
+        The list `blocks` is emptied when it is sent, so that an interrupted finalizer may give the same list again.
         """
         io = self._io
         if os.getpid() == self._pid and io.over is None:

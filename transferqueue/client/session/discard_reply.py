@@ -33,7 +33,7 @@ def unanswered(request: m.Request, address: str, wait_s: float, why: str) -> Tra
     name = m.tag_of(request)
     silent = f"{address} did not answer {name} within the {wait_s:g} s that it was given; {why}"
     if declaration(request).leaves_nothing:
-        return DeadlineExceeded(f"{silent}, so what is missing is not known; nothing was changed")
+        return DeadlineExceeded(f"{silent}, so the cause of the wait is not known; nothing was changed")
     return Unreachable(silent + in_doubt(request))
 
 
