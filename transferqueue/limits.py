@@ -315,8 +315,8 @@ it is worth the wait; the call returns within half a second."""
 STALLED_S: Final = 0.25
 """Past a caller's deadline, a bulk transfer goes on while bytes move. If none move for this long, the call ends."""
 SERVER_GONE_S: Final = 1.0
-"""A server that keeps no state is gone when its lock was free, or the host of its tcp address refused connections, for
-this long."""
+"""Clients consider an in-memory server dead when its lock file has been free (local), or its host has refused
+connections (TCP), for this long."""
 COPIED_BYTES_MAX: Final = 16 * KIB
 """Rows of one reply up to this size are copied out of the arena, so that small views, which a program may keep for
 long, hold no memory of it. No time is saved: without, groups of 8 short rows over ipc took 1.00 of the time (0.99 to
@@ -341,7 +341,7 @@ UNAUTHENTICATED_S: Final = 10.0
 PIPELINE_CALLS_MAX: Final = 512
 """Requests of one pipeline that may be in flight: fewer than the replies that the server keeps for retries."""
 PIPELINE_CALLS: Final = 64
-"""The default."""
+"""The default of `Table.pipeline`."""
 PIPELINE_BYTES: Final = 16 * MIB
 """Bytes of these requests, with the columns that they commit."""
 CALLS_PARKED_MAX: Final = 1024

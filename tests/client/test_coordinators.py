@@ -222,7 +222,7 @@ def test_who_is_at_one_alone_cannot_make_a_table_that_belongs_to_another(three: 
 def test_what_concerns_one_coordinator_is_asked_of_one(three: Deployed) -> None:
     with (
         tq.connect(three.address) as queue,
-        pytest.raises(tq.UsageError, match="this is for one coordinator, and the queue is of 3"),
+        pytest.raises(tq.UsageError, match="this call is for one coordinator, and the queue has 3"),
     ):
         queue.drain_shard(1)
 

@@ -238,7 +238,7 @@ TABLES: dict[str, Misuse] = {
     "a need that is near another": (
         lambda w: w.table.add_task(tq.Task("judge", needs=["respones_ids"])),
         tq.UsageError,
-        r"needs 'respones_ids', which no field is called.*; did you mean 'response_ids'",
+        r"needs 'respones_ids', and no field has that name.*; did you mean 'response_ids'",
     ),
     "a class for groups": (
         lambda w: w.table.add_task(tq.Task("judge", needs=["text"], groups=tq.Complete)),
@@ -463,7 +463,7 @@ RESERVE: dict[str, Misuse] = {
     "of another table": (
         lambda w: w.table.put(text=["a"], reservation=w.paced().reserve(1)),
         tq.UsageError,
-        r"is not one of table .*; give what its reserve\(\) returned",
+        r"is not one of table .*; give one that its reserve\(\) returned",
     ),
     "less than is put": (
         lambda w: (table := w.paced(), table.put(x=[1, 2], reservation=table.reserve(1))),
@@ -730,17 +730,17 @@ QUEUE: dict[str, Misuse] = {
     "an unawaited queue": (
         lambda w: tq.aconnect(w.queue.address).tables(),
         tq.UsageError,
-        r"'tables' is asked of a call that is not awaited; write \(await ...\).tables",
+        r"a call that is not awaited has no 'tables'; write \(await ...\).tables",
     ),
     "an unawaited batch": (
         lambda w: w.in_a_loop(lambda queue: unawaited(queue, w.name)),
         tq.UsageError,
-        r"'text' is asked of a call that is not awaited; write \(await ...\)\['text'\]",
+        r"a call that is not awaited has no 'text'; write \(await ...\)\['text'\]",
     ),
     "with for async with": (
         lambda w: enter(tq.aconnect(w.queue.address)),
         tq.UsageError,
-        r"entered by an event loop; write async with",
+        r"an event loop enters this call; write async with",
     ),
     "a snapshot without a directory": (lambda w: w.queue.snapshot(""), tq.UsageError, r"path is empty, which names no"),
     "a snapshot elsewhere": (

@@ -244,7 +244,7 @@ def test_a_field_that_no_put_could_bring_is_refused(queue: tq.Queue, table: tq.T
 
 
 def test_a_task_that_needs_a_misspelt_result_is_refused(queue: tq.Queue, table: tq.Table) -> None:
-    with pytest.raises(tq.UsageError, match=r"needs 'reward', which no field is called.*did you mean 'rewards'"):
+    with pytest.raises(tq.UsageError, match=r"needs 'reward', and no field has that name.*did you mean 'rewards'"):
         queue.create_table("t", tasks=[tq.Task("reward", gives=["rewards"]), tq.Task("train", needs=["reward"])])
     with pytest.raises(tq.UsageError, match="did you mean 'response_ids'"):
         table.add_task(tq.Task("late", needs=["respons_ids"]))

@@ -161,11 +161,11 @@ def _began(pid):
         ({"durability": "memory", "state": "/x"}, "memory, which keeps nothing"),
         ({"state": "here"}, "state 'here' is relative"),
         ({"snapshots": "here"}, "snapshots 'here' is relative"),
-        ({"port": 70_000}, "port 70000 is none"),
-        ({"max_restarts": -2}, "max_restarts -2 is no count"),
+        ({"port": 70_000}, "port 70000 is out of range"),
+        ({"max_restarts": -2}, "max_restarts -2 is out of range"),
         ({"arena_bytes": "much"}, "size 'much' is not a size"),
         ({"name": "a/b"}, "has a slash"),
-        ({"shard_bytes": "1GiB"}, "shard_bytes '1GiB' is about shards, and there are none"),
+        ({"shard_bytes": "1GiB"}, "shard_bytes '1GiB' is given without shards"),
     ],
 )
 def test_a_deployment_that_cannot_be_is_refused_before_ray_is_asked(wrong, said):

@@ -191,10 +191,10 @@ def test_several_coordinators_are_one_queue_and_one_that_dies_comes_back(cluster
 @pytest.mark.parametrize(
     ("wanted", "why"),
     [
-        ({"coordinators": 0}, "coordinators 0 is no number of them; give 1 to 64"),
-        ({"coordinators": True}, "coordinators True is no number of them"),
+        ({"coordinators": 0}, "coordinators 0 is out of range; give 1 to 64"),
+        ({"coordinators": True}, "coordinators True is out of range"),
         ({"coordinators": 2, "port": 7777}, "port 7777 is given with 2 coordinators; leave it out"),
-        ({"name": "a.coordinator-1"}, "is as that of one coordinator of several; take another"),
+        ({"name": "a.coordinator-1"}, "is reserved for one coordinator of several; take another"),
     ],
 )
 def test_several_that_cannot_be_are_refused(cluster, wanted, why):

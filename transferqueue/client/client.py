@@ -109,8 +109,8 @@ class ClientSession:
             )
         if not isinstance(self.memory, MappedMemory):
             raise UsageError(
-                "verify=True compares blocks in memory that is mapped, and this client cannot map that of "
-                f"{self.address}; connect without it: what crosses a network is compared on the way"
+                "verify=True compares blocks in mapped memory, and this client cannot map that of "
+                f"{self.address}; connect without it: bytes that cross a network are compared on the way"
             )
         self.verifier = Verifier()
 
@@ -196,7 +196,7 @@ def _check_data(address: str, data: Data) -> None:
     if data not in get_args(Data):
         raise UsageError(f"data={shown(data)} is none of {', '.join(get_args(Data))}")
     if data == "remote" and not isinstance(parse_address(address), TcpAddress):
-        raise UsageError(f'data="remote" needs a tcp address, and {address} is none; its memory is always mapped')
+        raise UsageError(f'data="remote" needs a tcp address; the memory of {address} is always mapped: leave data out')
 
 
 def _memory(

@@ -17,7 +17,7 @@
     ├── FlowSignal                no fault: wait, drop or finish
     │   ├── EndOfTable                sealed and drained: no further row will come
     │   ├── RowsEnded                 rows that a lease waits for were dropped, deleted or finished
-    │   ├── DeadlineExceeded          a wait ended by its deadline; says why, and who holds the rows
+    │   ├── DeadlineExceeded          a wait ended by its deadline; the text says why, and which client holds the rows
     │   ├── LeaseExpired              the lease is not yours; the call changed nothing
     │   ├── RowsChanged               rows were written after they were read; the update changed nothing
     │   ├── VersionGivenUp            a version of weights published in parts; a part did not come
@@ -25,7 +25,7 @@
     ├── PeerError                 the network, another process, or the machine
     │   ├── Unreachable               nothing answered at the address before the deadline
     │   ├── Disconnected              the server or this session is gone, or the queue was closed
-    │   ├── ProtocolError             a message that is not one
+    │   ├── ProtocolError             a message that cannot be decoded
     │   │   └── VersionMismatch           a message of another protocol: upgrade one end
     │   ├── OutOfMemory               the arena or its disk cannot grow
     │   ├── ShardLost                 the shard that had these bytes is gone, and no replica has them

@@ -60,19 +60,17 @@ class AwaitableContext(Coroutine[Any, Any, A]):
     if not TYPE_CHECKING:  # a type checker finds these mistakes by itself
 
         def __enter__(self) -> None:
-            raise UsageError("this is entered by an event loop; write async with instead of with")
+            raise UsageError("an event loop enters this call; write async with instead of with")
 
         def __exit__(self, *error: object) -> None:
-            raise UsageError("this is left by an event loop; write async with instead of with")
+            raise UsageError("an event loop leaves this call; write async with instead of with")
 
         def __getattr__(self, name: str) -> None:
             if name.startswith(("_", "cr_", "gi_", "ag_")):  # Python and asyncio ask any coroutine for these
                 raise AttributeError(name)
-            raise UsageError(
-                f"{name!r} is asked of a call that is not awaited; write (await ...).{name}, or async with"
-            )
+            raise UsageError(f"a call that is not awaited has no {name!r}; write (await ...).{name}, or async with")
 
         def __getitem__(self, name: object) -> None:
             raise UsageError(
-                f"{shown(name)} is asked of a call that is not awaited; write (await ...)[{shown(name)}], or async with"
+                f"a call that is not awaited has no {shown(name)}; write (await ...)[{shown(name)}], or async with"
             )

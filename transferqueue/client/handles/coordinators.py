@@ -127,8 +127,8 @@ class QueueBase(ProcessBound):
         """The session with the only coordinator. `UsageError` if there are several."""
         if len(self._clients) > 1:
             raise UsageError(
-                f"this is for one coordinator, and the queue is of {len(self._clients)}; connect to the one that is "
-                f"meant alone: {self.address}"
+                f"this call is for one coordinator, and the queue has {len(self._clients)}; connect to that one alone: "
+                f"{self.address}"
             )
         return self._clients[0]
 

@@ -91,6 +91,6 @@ def reservation_id(terms: TableInfo, reservation: ReservationBase) -> int:
     """The number of the reservation for a put. `UsageError` if it is of another table."""
     if not isinstance(reservation, ReservationBase) or reservation._terms is not terms:
         raise UsageError(
-            f'reservation {shown(reservation)} is not one of table "{terms.name}"; give what its reserve() returned'
+            f'reservation {shown(reservation)} is not one of table "{terms.name}"; give one that its reserve() returned'
         )
     return reservation.id

@@ -119,7 +119,7 @@ def _check_likes(fields: Collection[Field], known: set[str]) -> None:
         meant = None if like in known else nearest(like, known - {field.name})
         if meant is not None:
             raise UsageError(
-                f'field "{field.name}" is like {like!r}, which no field is called; did you mean {meant!r}?'
+                f'field "{field.name}" is like {like!r}, and no field has that name; did you mean {meant!r}?'
             )
         other = shapes.get(like)
         if other is not None and not other.shape:
@@ -150,7 +150,7 @@ def _check_needs(task: Task, known: set[str]) -> None:
         meant = None if name in known else nearest(name, meanable)
         if meant is not None:
             raise UsageError(
-                f'task "{task.name}" needs {name!r}, which no field is called and no task gives; did you mean '
+                f'task "{task.name}" needs {name!r}, and no field has that name and no task gives it; did you mean '
                 f"{meant!r}? If both are meant, declare both as fields of the table: Field({name!r}, dtype)"
             )
 

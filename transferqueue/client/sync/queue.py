@@ -444,7 +444,7 @@ class Queue(QueueBase):
 
         Raises:
             NotFound: a shard that has not joined.
-            UsageError: the queue is of several coordinators; connect to the one that is meant.
+            UsageError: the queue is of several coordinators; connect to that of the shard alone.
 
         Example:
             >>> import transferqueue as tq

@@ -192,9 +192,7 @@ def deploy_ray(
     )
     check_shards(shards, durability)
     if shard_bytes is not None and shards == 0:
-        raise UsageError(
-            f"shard_bytes {shard_bytes!r} is about shards, and there are none; give shards too, or leave it out"
-        )
+        raise UsageError(f"shard_bytes {shard_bytes!r} is given without shards; give shards too, or leave it out")
     shard_arena_bytes = parse_bytes(shard_bytes) if shard_bytes is not None else 0
     ray = join_ray(start=True)
     wanted = dict(resources or {})
@@ -237,10 +235,10 @@ def _specs_per_coordinator(deploy: DeploySpec, coordinators: int) -> list[Deploy
     """The spec of each coordinator."""
     whole = isinstance(coordinators, int) and not isinstance(coordinators, bool)
     if not whole or not 1 <= coordinators <= COORDINATORS_MAX:
-        raise UsageError(f"coordinators {coordinators!r} is no number of them; give 1 to {COORDINATORS_MAX}")
+        raise UsageError(f"coordinators {coordinators!r} is out of range; give 1 to {COORDINATORS_MAX}")
     if deploy.named.is_one_coordinator:
         raise UsageError(
-            f"deployment name {deploy.named.name!r} is as that of one coordinator of several; take another"
+            f"deployment name {deploy.named.name!r} is reserved for one coordinator of several; take another"
         )
     if coordinators == 1:
         return [deploy]
@@ -282,9 +280,9 @@ def _checked_deploy(
             "for process"
         )
     if not 0 <= port <= 65535:
-        raise UsageError(f"port {port} is none; give one from 1 to 65535, or 0 for a free one")
+        raise UsageError(f"port {port} is out of range; give one from 1 to 65535, or 0 for a free one")
     if max_restarts < -1:
-        raise UsageError(f"max_restarts {max_restarts} is no count; give 0 or more, or -1 for no end")
+        raise UsageError(f"max_restarts {max_restarts} is out of range; give 0 or more, or -1: no limit")
     return DeploySpec(
         named,
         secrets.token_hex(8),
