@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import pytest
+
+import transferqueue as tq
 from tests.reference import (
     DOCUMENTED,
     dead_links,
@@ -26,6 +29,11 @@ def test_every_public_name_has_an_example() -> None:
 
 def test_every_public_callable_has_an_example_in_its_docstring() -> None:
     assert without_docstring_example() == []
+
+
+def test_a_missing_example_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tq.Table.put, "__doc__", "Add rows.")
+    assert without_docstring_example() == ["Table.put"]
 
 
 def test_every_public_callable_explains_its_parameters() -> None:
