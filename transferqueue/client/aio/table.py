@@ -874,7 +874,10 @@ class AsyncTable(TableBase):
         """Return the lowest ordinal that was not put yet or of which a row is live: where to resume prompts.
 
         Args:
-            start: the first ordinal to look at; default 0.
+            start: the first ordinal to look at, 0 or more; default 0.
+
+        Raises:
+            UsageError: `start` is no such number.
 
         Example:
             >>> import transferqueue as tq

@@ -324,6 +324,9 @@ class RowsBase(ProcessBound):
         Dense columns become tensors, ragged ones jagged nested tensors, and text, bytes and plain values non-tensor
         data.
 
+        Raises:
+            BatchEnded: the batch has ended, or the rows were released.
+
         Example:
             >>> import transferqueue as tq
             >>> with tq.connect("embedded") as queue:
