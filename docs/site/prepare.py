@@ -19,8 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("*.md", "docs/**/*.md", "bench/**/*.md", "deploy/*.md", "examples/*.md")
 LINK = re.compile(r"(?P<before>\[[^\]]*\]\()(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?P<after>\))")
-CONTINUED = re.compile(r"^(```\w+) continue$", re.MULTILINE)
-"""The opening of a block that the tests run after those before it; Markdown knows no such word."""
+CONTINUED = re.compile(r"^(```\w+) (?:continue|norun)$", re.MULTILINE)
+"""The opening of a block with a word for the tests, which Markdown does not know."""
 FENCE = re.compile(r"^```.*?^```\s*?$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".sbatch": "sh"}
 STYLE = ROOT / "docs/site/phone.css"
