@@ -1,9 +1,9 @@
 """A drop-in for TransferQueue 0.1.11 (PyPI ``TransferQueue``, ``import transfer_queue``) on this queue.
 
 Programs written for it run unchanged. `activate()` before their imports makes ``transfer_queue`` this package, in
-this process and those it starts (Ray's workers too); ``transferqueue shim on`` does so for a whole environment. Written
-from the documented behaviour, not from the code. Needs torch, tensordict and omegaconf, and Ray if more than one
-process takes part.
+this process and those it starts (Ray's workers too); ``transferqueue drop-in on`` does so for a whole environment.
+Written from the documented behaviour, not from the code. Needs torch, tensordict and omegaconf, and Ray if more than
+one process takes part.
 """
 
 from transferqueue.adapters.transfer_queue.client import TransferQueueClient

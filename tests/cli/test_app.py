@@ -27,6 +27,7 @@ COMMANDS = [
     "doctor",
     "snapshot",
     "restore",
+    "drop-in",
     "version",
 ]
 
@@ -85,6 +86,31 @@ def test_the_group_lists_its_commands() -> None:
     assert [name for name in COMMANDS if f" {name} " not in result.stdout] == []
     for _, line in enumerate(application.EXAMPLES):
         parse(line[0])
+
+
+def test_the_group_shows_its_commands_in_panels() -> None:
+    lines = CliRunner().invoke(application.app, ["--help"]).stdout.splitlines()
+    titles = [line.strip("╭─╮ ") for line in lines if line.startswith("╭")]
+    assert titles == ["Options", *application.PANELS]
+    shown = [line.split()[1] for line in lines if line.startswith("│ ") and line[2] not in " -"]
+    assert shown == [name for names in application.PANELS.values() for name in names]
+
+
+@pytest.mark.parametrize("name", [name for names in application.PANELS.values() for name in names])
+def test_a_command_with_more_than_eight_options_shows_them_in_panels(name: str) -> None:
+    context = GROUP.make_context("transferqueue", [name], resilient_parsing=True)
+    _, command, _ = GROUP.resolve_command(context, [name])
+    options = [option for option in command.params if option.param_type_name == "option" and option.name != "help"]
+    panels = {option.rich_help_panel for option in options}
+    assert len(options) <= 8 or (len(panels) > 2 and None not in panels)
+
+
+@pytest.mark.parametrize(("old", "new"), application.RENAMED.items())
+def test_a_renamed_command_names_its_new_name(old: str, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([old, "--help"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: `transferqueue {old}` is now `transferqueue {new}`, ")
+    assert new in GROUP.commands
+    assert old not in GROUP.commands
 
 
 def test_no_command_shows_the_help() -> None:

@@ -80,7 +80,7 @@ def test_a_run_on_several_threads_keeps_the_promises(tmp_path: Path):
         checker.see(line)
     assert checker.violations == []
     assert checker.operations > 50
-    assert run(["check", *map(str, paths)]) == 0
+    assert run(["check-history", *map(str, paths)]) == 0
 
 
 def test_a_late_ack_is_refused_and_written_down(tmp_path: Path):
@@ -145,7 +145,7 @@ def test_a_broken_history_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[
     path = tmp_path / "h.jsonl"
     lost = h.Counted("t", 1.0, rows_put=2, rows_live=0, rows_done=1)
     path.write_bytes(h.write_line(lost))
-    assert run(["check", str(path)]) == 1
+    assert run(["check-history", str(path)]) == 1
     said = capsys.readouterr().out
     assert 'lost: table "t" does not balance: 2 put, 0 live, 1 ended' in said
     assert "2 violations" in said
@@ -154,7 +154,7 @@ def test_a_broken_history_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_a_file_that_is_no_history_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "h.jsonl"
     path.write_text("hello\n")
-    assert run(["check", str(path)]) == 2
+    assert run(["check-history", str(path)]) == 2
     assert "line 1 of" in capsys.readouterr().err
 
 

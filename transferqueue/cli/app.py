@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final
 import typer
 import typer.core
 
-from transferqueue.cli.commands import chaos, check, docs, new_adapter, shim, train, version
+from transferqueue.cli.commands import chaos, check_history, docs, drop_in, new_adapter, train, version
 from transferqueue.cli.commands.looking import doctor, inspect, top, trace
 from transferqueue.cli.commands.planning import plan, profile
 from transferqueue.cli.commands.servers import keys, relay, serve, shard, snapshot
@@ -23,14 +23,25 @@ from transferqueue.cli.exit_codes import reported
 from transferqueue.errors import UsageError
 
 DEMO_MODULE: Final = "transferqueue.cli.commands.demo"
-_DEMO_SUMMARY: Final = "Train a small transformer by asynchronous GRPO, every stage a process of its own."
+_DEMO_SUMMARY: Final = "Train a small model by asynchronous GRPO, each stage a process."
 _HELP_NAMES: Final = {"help_option_names": ["--help", "-h"]}
+PANELS: Final = {
+    "Start": ("demo", "docs", "version"),
+    "Train": ("train", "profile", "plan"),
+    "Watch": ("top", "doctor", "inspect", "trace"),
+    "Operate": ("serve", "shard", "relay", "keys", "snapshot", "restore"),
+    "Develop": ("new-adapter", "chaos", "check-history", "drop-in"),
+}
+"""The panels of the help page, and the commands of each, in the order in which it shows them."""
+_PANEL_OF: Final = {name: panel for panel, names in PANELS.items() for name in names}
+RENAMED: Final = {"check": "check-history", "shim": "drop-in"}
+"""Commands of earlier trees, which are refused by their new names."""
 Example = tuple[str, str]
 """A command line to copy, and its purpose."""
 EXAMPLES: Final[tuple[Example, ...]] = (
-    ("transferqueue doctor", "what is wrong with a running queue; with --machine: is this machine fit for one?"),
+    ("transferqueue doctor", "find the trouble of a running queue; with --machine, of this machine"),
     ("transferqueue serve", "start a server for this user"),
-    ("transferqueue top", "watch what it does"),
+    ("transferqueue top", "watch it"),
     ("transferqueue docs", "read about it"),
 )
 DEMO_EXAMPLES: Final[tuple[Example, ...]] = (("transferqueue demo", "the default run, at most three minutes"),)
@@ -44,15 +55,27 @@ class Commands(typer.core.TyperGroup):
         with reported():
             return super().invoke(ctx)
 
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names of the commands, in the order of `PANELS`."""
+        return [name for name in _PANEL_OF if name in self.commands]
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command, and replace the placeholder of `demo` by the real command. `UsageError` for an empty
-        argument, which would name the present directory, or be taken for an option that was left out."""
+        """Find the command, and replace the placeholder of `demo` by the real command.
+
+        Raises:
+            UsageError: An argument is empty: it would name the present directory, or pass for an option that was left
+                out. Or the command was renamed.
+        """
         for before, argument in pairwise(["", *args]):
             if not argument or (argument.startswith("--") and argument.endswith("=")):
                 raise UsageError(
                     f"{argument or before or 'the first argument'} has no value: perhaps a variable of the shell is "
                     "not set; leave the option out for its default"
                 )
+        if args and args[0] in RENAMED:
+            raise UsageError(
+                f"`transferqueue {args[0]}` is now `transferqueue {RENAMED[args[0]]}`, with the same options"
+            )
         if args and args[0] == "demo" and "demo" in self.commands:
             self.commands["demo"] = _load_demo()
         return super().resolve_command(ctx, args)
@@ -87,31 +110,37 @@ def _group() -> typer.Typer:
     )
     group.callback()(_before)
     if find_spec(DEMO_MODULE) is not None:
-        group.command("demo", help=_DEMO_SUMMARY)(_never_run)
+        group.command("demo", help=_DEMO_SUMMARY, rich_help_panel=_PANEL_OF["demo"])(_never_run)
+    _add(group, "docs", docs.docs, docs.EXAMPLES)
+    _add(group, "version", version.version, version.EXAMPLES)
     _add(group, "train", train.train, train.EXAMPLES)
     _add(group, "profile", profile.profile, profile.EXAMPLES)
     _add(group, "plan", plan.plan, plan.EXAMPLES)
-    _add(group, "serve", serve.serve, serve.EXAMPLES)
-    group.add_typer(shard.commands, name="shard", epilog=examples(shard.EXAMPLES), context_settings=_HELP_NAMES)
-    _add(group, "relay", relay.relay, relay.EXAMPLES)
     _add(group, "top", top.top, top.EXAMPLES)
-    _add(group, "trace", trace.trace, trace.EXAMPLES)
-    _add(group, "inspect", inspect.inspect, inspect.EXAMPLES)
     _add(group, "doctor", doctor.doctor, doctor.EXAMPLES)
-    _add(group, "check", check.check, check.EXAMPLES)
-    _add(group, "chaos", chaos.chaos, chaos.EXAMPLES)
+    _add(group, "inspect", inspect.inspect, inspect.EXAMPLES)
+    _add(group, "trace", trace.trace, trace.EXAMPLES)
+    _add(group, "serve", serve.serve, serve.EXAMPLES)
+    _add_group(group, "shard", shard.commands, shard.EXAMPLES)
+    _add(group, "relay", relay.relay, relay.EXAMPLES)
+    _add_group(group, "keys", keys.commands, keys.EXAMPLES)
     _add(group, "snapshot", snapshot.snapshot, snapshot.SNAPSHOT_EXAMPLES)
     _add(group, "restore", snapshot.restore, snapshot.RESTORE_EXAMPLES)
-    group.add_typer(keys.commands, name="keys", epilog=examples(keys.EXAMPLES), context_settings=_HELP_NAMES)
     _add(group, "new-adapter", new_adapter.new_adapter, new_adapter.EXAMPLES)
-    _add(group, "shim", shim.shim, shim.EXAMPLES)
-    _add(group, "docs", docs.docs, docs.EXAMPLES)
-    _add(group, "version", version.version, version.EXAMPLES)
+    _add(group, "chaos", chaos.chaos, chaos.EXAMPLES)
+    _add(group, "check-history", check_history.check_history, check_history.EXAMPLES)
+    _add(group, "drop-in", drop_in.drop_in, drop_in.EXAMPLES)
     return group
 
 
 def _add(group: typer.Typer, name: str, command: Callable[..., None], lines: tuple[Example, ...]) -> None:
-    group.command(name, epilog=examples(lines), context_settings=_HELP_NAMES)(command)
+    epilog = examples(lines)
+    group.command(name, epilog=epilog, context_settings=_HELP_NAMES, rich_help_panel=_PANEL_OF[name])(command)
+
+
+def _add_group(group: typer.Typer, name: str, commands: typer.Typer, lines: tuple[Example, ...]) -> None:
+    epilog = examples(lines)
+    group.add_typer(commands, name=name, epilog=epilog, context_settings=_HELP_NAMES, rich_help_panel=_PANEL_OF[name])
 
 
 def _before(

@@ -12,21 +12,27 @@ import typer
 from transferqueue.errors.text import visible_lines
 
 LEVELS: Final = ("debug", "info", "warning", "error")
+LOGS: Final = "Logs"
 LogLevelOption = Annotated[
     str | None,
     typer.Option(
         "--log-level",
         metavar="LEVEL",
         show_default=False,
+        rich_help_panel=LOGS,
         help=(
-            "Log to stderr from this level on: debug, info (a line for each event of its life), warning, error. "
+            "Log to stderr from this level on: debug, info (a line for each event), warning, error. "
             "Default: warnings, without times."
         ),
     ),
 ]
 LogJsonOption = Annotated[
     bool,
-    typer.Option("--log-json", help="Log one JSON object a line: time, level, logger, text, and an event's values."),
+    typer.Option(
+        "--log-json",
+        rich_help_panel=LOGS,
+        help="Log one JSON object a line: time, level, logger, text, and an event's values.",
+    ),
 ]
 
 

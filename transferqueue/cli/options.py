@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
 from transferqueue.cli.connection import ADDRESS_VARIABLE
+
+REACH: Final = "Reach"
+MEMORY: Final = "Memory and files"
+"""Panels of the help pages on which shared options stand."""
 
 AddressOption = Annotated[
     str | None,
@@ -27,15 +31,16 @@ AddressArgument = Annotated[
 ]
 
 
-def arena_bytes_option(help_text: str) -> Any:
+def arena_bytes_option(help_text: str, *, panel: str | None = None) -> Any:
     """The option ``--arena-bytes``: a size as text; `size_in_bytes` reads it."""
-    return typer.Option("--arena-bytes", metavar="SIZE", show_default=False, help=help_text)
+    return typer.Option("--arena-bytes", metavar="SIZE", show_default=False, rich_help_panel=panel, help=help_text)
 
 
 ArenaBytesOption = Annotated[
     str | None,
     arena_bytes_option(
         "Ceiling of the memory for rows, such as 64GiB. Default: 8GiB, less where shared memory has less.",
+        panel=MEMORY,
     ),
 ]
 CarrierOption = Annotated[
@@ -44,8 +49,9 @@ CarrierOption = Annotated[
         "--bytes",
         metavar="CARRIER",
         show_default=False,
-        help="What carries columns to and from clients elsewhere: stream (a connection), or a carrier beside it, such "
-        "as nixl (over RDMA, one-sided; needs the extra nixl and an RDMA device). A carrier encrypts nothing. "
+        rich_help_panel=REACH,
+        help="The carrier of columns to and from other machines: stream (a connection), or an installed "
+        "carrier such as nixl (one-sided, over RDMA; needs the extra nixl and an RDMA device), which encrypts nothing. "
         "Default: $TRANSFERQUEUE_BYTES, else stream.",
     ),
 ]
@@ -58,14 +64,14 @@ def size_in_bytes(text: str | None) -> int | None:
     return parse_bytes(text) if text else None
 
 
-def runtime_option(help_text: str) -> Any:
+def runtime_option(help_text: str, *, panel: str | None = None) -> Any:
     """The option ``--runtime``: the directory of a server's socket and locks."""
-    return typer.Option("--runtime", show_default=False, help=help_text)
+    return typer.Option("--runtime", show_default=False, rich_help_panel=panel, help=help_text)
 
 
-def directory_option(name: str, help_text: str) -> Any:
-    """An option whose value is a directory; the help says what stands for it where none is given."""
-    return typer.Option(name, metavar="DIR", show_default=False, help=help_text)
+def directory_option(name: str, help_text: str, *, panel: str | None = None) -> Any:
+    """An option whose value is a directory. The help text names the default."""
+    return typer.Option(name, metavar="DIR", show_default=False, rich_help_panel=panel, help=help_text)
 
 
 def folder_to_write(option: str, folder: Path) -> Path:
@@ -97,9 +103,10 @@ SpillDirOption = Annotated[
     Path | None,
     directory_option(
         "--spill-dir",
-        "Directory on a disk, made private (0700), to which rows that nobody reads go when the arena fills; they come "
-        "back when they are leased or read. Needs --spill-bytes. Nothing in it outlives the process. Default: "
+        "Directory on a disk, made private (0700). When the arena fills, the server moves rows there that no client "
+        "reads; a lease or a read loads them back. Needs --spill-bytes. Nothing in it outlives the process. Default: "
         "producers wait for memory.",
+        panel=MEMORY,
     ),
 ]
 SpillBytesOption = Annotated[
@@ -108,6 +115,7 @@ SpillBytesOption = Annotated[
         "--spill-bytes",
         metavar="SIZE",
         show_default=False,
+        rich_help_panel=MEMORY,
         help="The most bytes in --spill-dir, such as 200GiB.",
     ),
 ]

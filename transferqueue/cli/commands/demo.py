@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
@@ -37,11 +37,17 @@ EXAMPLES = (
     ("transferqueue demo --log tensorboard", "every step is logged there too (pip install tensorboard)"),
     ("transferqueue demo --kl 0.02 --steps 50", "with a reference stage and a KL term"),
 )
-
+ASYNCHRONY: Final = "Asynchrony"
+LEARNING: Final = "Learning"
+ENGINE: Final = "Engine and cluster"
+OUTPUT: Final = "Output"
 
 ModeOption = Annotated[
     Literal["sync", "delayed", "async"],
-    typer.Option(help="Generate and train in turn; a batch ahead with weights one step old; or ahead with the newest."),
+    typer.Option(
+        help="Generate and train in turn; a batch ahead with weights one step old; or ahead with the newest.",
+        rich_help_panel=ASYNCHRONY,
+    ),
 ]
 MaxStalenessOption = Annotated[
     int | None,
@@ -52,27 +58,64 @@ MaxStalenessOption = Annotated[
             "delayed takes 1."
         ),
         show_default=False,
+        rich_help_panel=ASYNCHRONY,
     ),
 ]
 StepsOption = Annotated[
     int | None,
-    typer.Option(min=1, help="Trainer steps. Default: 200.", show_default=False),
+    typer.Option(
+        min=1,
+        help="Trainer steps. Default: 200.",
+        show_default=False,
+        rich_help_panel=LEARNING,
+    ),
 ]
-DatasetOption = Annotated[str, typer.Option(help="Data set of reasoning-gym: chain_sum or spell_backward.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="Seed of weights, problems and sampling.")]
-RolloutsOption = Annotated[int, typer.Option(min=1, help="Generating processes.")]
-KlOption = Annotated[float, typer.Option(min=0.0, help="Weight of the KL term; above 0 adds a reference stage.")]
+DatasetOption = Annotated[
+    str,
+    typer.Option(
+        help="Data set of reasoning-gym: chain_sum or spell_backward.",
+        rich_help_panel=LEARNING,
+    ),
+]
+SeedOption = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Seed of weights, problems and sampling.",
+        rich_help_panel=LEARNING,
+    ),
+]
+RolloutsOption = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Generating processes.",
+        rich_help_panel=ASYNCHRONY,
+    ),
+]
+KlOption = Annotated[
+    float,
+    typer.Option(
+        min=0.0,
+        help="Weight of the KL term; above 0 adds a reference stage.",
+        rich_help_panel=LEARNING,
+    ),
+]
 WeightMaxOption = Annotated[
     float | None,
     typer.Option(
         min=1.0,
         help="Decoupled PPO: clip around the policy before the step, and cut the weights of older rows here.",
         show_default=False,
+        rich_help_panel=LEARNING,
     ),
 ]
 EngineOption = Annotated[
     Literal["builtin", "transformers", "vllm"],
-    typer.Option(help="What generates: a small engine of plain torch, or a real one with the same model as a Llama."),
+    typer.Option(
+        help="What generates: a small engine of plain torch, or a real one with the same model as a Llama.",
+        rich_help_panel=ENGINE,
+    ),
 ]
 PartialOption = Annotated[
     int,
@@ -82,6 +125,7 @@ PartialOption = Annotated[
             "Tokens that one lease adds to a response; what is unfinished then goes on under newer weights. 0: no "
             "bound."
         ),
+        rich_help_panel=ASYNCHRONY,
     ),
 ]
 OverSampleOption = Annotated[
@@ -90,6 +134,7 @@ OverSampleOption = Annotated[
         min=1.0,
         help="Begin so many times a batch (mode sync). When the batch is full, the unfinished rest is handed back, and "
         "goes on under the next weights.",
+        rich_help_panel=ASYNCHRONY,
     ),
 ]
 FilterZeroAdvantageOption = Annotated[
@@ -97,21 +142,31 @@ FilterZeroAdvantageOption = Annotated[
     typer.Option(
         "--filter-zero-advantage",
         help="Drop groups with equal rewards, and generate as many others in their place.",
+        rich_help_panel=ASYNCHRONY,
     ),
 ]
 OnOption = Annotated[
     Literal["processes", "ray"],
     typer.Option(
         help="Where stages run: processes of this machine, or actors of the Ray cluster that RAY_ADDRESS names (unset: "
-        "of one on this machine), with a shard on each node. All nodes must see --out."
+        "of one on this machine), with a shard on each node. All nodes must see --out.",
+        rich_help_panel=ENGINE,
     ),
 ]
 LogOption = Annotated[
     Literal["tensorboard", "wandb"] | None,
-    typer.Option(help="Log each step there too: event files, or a run of W&B, in the folder of the results."),
+    typer.Option(
+        help="Log each step there too: event files, or a run of W&B, in the folder of the results.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 OutOption = Annotated[
-    Path | None, typer.Option(help="Folder of the results. Default: a new one in runs/.", show_default=False)
+    Path | None,
+    typer.Option(
+        help="Folder of the results. Default: a new one in runs/.",
+        show_default=False,
+        rich_help_panel=OUTPUT,
+    ),
 ]
 
 

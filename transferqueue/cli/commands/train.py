@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
@@ -35,6 +35,9 @@ EXAMPLES = (
     ("transferqueue train --resume --out runs/grpo-20260101-120000", "go on with the run in a folder"),
     ("transferqueue train --discard --out runs/grpo-20260101-120000", "give it up: its shared memory is freed"),
 )
+VALUES: Final = "Values"
+BEFORE_AND_AFTER: Final = "Before and after"
+OUTPUT: Final = "Output"
 
 JobArgument = Annotated[
     Path | None,
@@ -49,6 +52,7 @@ SetOption = Annotated[
         metavar="KEY=VALUE",
         show_default=False,
         help="Change a value of the file, such as trainer.lr=2e-6; TOML, or a bare word. Repeatable.",
+        rich_help_panel=VALUES,
     ),
 ]
 PlanOption = Annotated[
@@ -58,22 +62,40 @@ PlanOption = Annotated[
         metavar="PLAN.toml",
         show_default=False,
         help="Run as `transferqueue plan --out` chose; --set changes a value again. The summary shows the prediction.",
+        rich_help_panel=VALUES,
     ),
 ]
 DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Check the job and show what it would do; start nothing.")
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Check the job and show what it would do; start nothing.",
+        rich_help_panel=BEFORE_AND_AFTER,
+    ),
 ]
 ResumeOption = Annotated[
-    bool, typer.Option("--resume", help="Go on with a run that was ended or killed, from its last checkpoint.")
+    bool,
+    typer.Option(
+        "--resume",
+        help="Go on with a run that was ended or killed, from its last checkpoint.",
+        rich_help_panel=BEFORE_AND_AFTER,
+    ),
 ]
 DiscardOption = Annotated[
     bool,
     typer.Option(
-        "--discard", help="Give up a run that was ended or killed: free its shared memory; checkpoints and logs stay."
+        "--discard",
+        help="Give up a run that was ended or killed: free its shared memory; checkpoints and logs stay.",
+        rich_help_panel=BEFORE_AND_AFTER,
     ),
 ]
 OutOption = Annotated[
-    Path | None, typer.Option(help="Folder of the run. Default: a new one in runs/.", show_default=False)
+    Path | None,
+    typer.Option(
+        help="Folder of the run. Default: a new one in runs/.",
+        show_default=False,
+        rich_help_panel=OUTPUT,
+    ),
 ]
 PageOption = Annotated[
     bool | None,
@@ -81,6 +103,7 @@ PageOption = Annotated[
         "--page/--no-page",
         help="Serve a page that shows the queue live. Default: at a terminal, if the extra web is installed.",
         show_default=False,
+        rich_help_panel=OUTPUT,
     ),
 ]
 SiteOption = Annotated[
@@ -90,11 +113,16 @@ SiteOption = Annotated[
         metavar="NAME",
         show_default=False,
         help="Run only the engines of this site, for a job that runs at another one, at queue.address.",
+        rich_help_panel=VALUES,
     ),
 ]
 JsonOption = Annotated[
     bool,
-    typer.Option("--json", help="Print the summary (or the dry run) as one JSON document; progress goes to stderr."),
+    typer.Option(
+        "--json",
+        help="Print the summary (or the dry run) as one JSON document; progress goes to stderr.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 
 

@@ -5,8 +5,8 @@
         ...
         recorder.count(table, drained=True)
 
-Each process writes a file of its own; ``transferqueue check *.jsonl`` checks them together. Values are written as
-digests. A recorder reads all bytes, of puts and of leases: use it in tests and to search for defects.
+Each process writes a file of its own; ``transferqueue check-history *.jsonl`` checks them together. The file has
+digests of values. A recorder reads all bytes, of puts and of leases: use it in tests and to search for defects.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import typer
 
 from transferqueue.cli.connection import ADDRESS_VARIABLE
 from transferqueue.cli.logs import LogJsonOption, LogLevelOption, log_to_stderr
-from transferqueue.cli.options import arena_bytes_option, size_in_bytes
+from transferqueue.cli.options import MEMORY, REACH, arena_bytes_option, size_in_bytes
 from transferqueue.cli.screens.terminal import say, say_ready
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ EXAMPLES = (
 )
 STOP_S: Final = 2.0
 """How long to wait for a transfer when the relay stops. The next relay repeats a transfer that was cut short."""
-
+LINK: Final = "Link"
 
 SourcesOption = Annotated[
     list[str],
@@ -50,10 +50,18 @@ SourcesOption = Annotated[
         metavar="ADDRESS",
         show_default=False,
         help="The trainer's server, or that of another relay; an address or a join token. Repeatable: tried in turn.",
+        rich_help_panel=REACH,
     ),
 ]
 ChannelOption = Annotated[
-    str, typer.Option("--channel", metavar="NAME", show_default=False, help="The weight channel.")
+    str,
+    typer.Option(
+        "--channel",
+        metavar="NAME",
+        show_default=False,
+        help="The weight channel.",
+        rich_help_panel=REACH,
+    ),
 ]
 IntoOption = Annotated[
     str | None,
@@ -62,6 +70,7 @@ IntoOption = Annotated[
         metavar="ADDRESS",
         show_default=False,
         help=f"A server that runs on this host. Default, without --serve: ${ADDRESS_VARIABLE}.",
+        rich_help_panel=REACH,
     ),
 ]
 ServingOption = Annotated[
@@ -71,19 +80,33 @@ ServingOption = Annotated[
         metavar="ADDRESS",
         show_default=False,
         help="Be that server, at ipc://path or tcp://host:port; more tcp addresses may follow. It ends with the relay.",
+        rich_help_panel=REACH,
     ),
 ]
 ArenaBytesOption = Annotated[
     str | None,
     arena_bytes_option(
         "Ceiling of the memory of --serve: at least one version more than --keep.",
+        panel=MEMORY,
     ),
 ]
-KeepOption = Annotated[int, typer.Option("--keep", min=1, help="Versions kept here.")]
+KeepOption = Annotated[
+    int,
+    typer.Option(
+        "--keep",
+        min=1,
+        help="Versions kept here.",
+        rich_help_panel=MEMORY,
+    ),
+]
 WaitSOption = Annotated[
     float | None,
     typer.Option(
-        "--wait-s", min=0.1, show_default=False, help="When a source has nothing new, look again. Default: 600."
+        "--wait-s",
+        min=0.1,
+        show_default=False,
+        help="When a source has nothing new, look again. Default: 600.",
+        rich_help_panel=LINK,
     ),
 ]
 PartBytesOption = Annotated[
@@ -96,10 +119,16 @@ PartBytesOption = Annotated[
             "What is forwarded at once, at least. Default: 4MiB. Above the size of a version: nothing is forwarded "
             "before the whole is here."
         ),
+        rich_help_panel=LINK,
     ),
 ]
 OverTheNetworkOption = Annotated[
-    bool, typer.Option("--remote", help="Bytes cross the network even from a source on this machine: a rehearsal.")
+    bool,
+    typer.Option(
+        "--remote",
+        help="Bytes cross the network even from a source on this machine: a rehearsal.",
+        rich_help_panel=LINK,
+    ),
 ]
 
 

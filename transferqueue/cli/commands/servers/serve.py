@@ -10,13 +10,15 @@ import stat
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from transferqueue.cli.connection import ADDRESS_VARIABLE
 from transferqueue.cli.logs import LogJsonOption, LogLevelOption, log_to_stderr
 from transferqueue.cli.options import (
+    MEMORY,
+    REACH,
     ArenaBytesOption,
     CarrierOption,
     SpillBytesOption,
@@ -42,7 +44,8 @@ EXAMPLES = (
     ("transferqueue serve --runtime /tmp/tq", "another one, in a directory of its own"),
     ("transferqueue serve --address ipc:///tmp/tq/control.sock", "the same, by the address that clients give"),
 )
-
+SURVIVAL: Final = "Survival"
+PEOPLE: Final = "People and HTTP"
 
 AddressOption = Annotated[
     str | None,
@@ -53,16 +56,24 @@ AddressOption = Annotated[
         help=(
             f"Listen here: ipc://path or tcp://host:port. Default: ${ADDRESS_VARIABLE}, else control.sock in --runtime."
         ),
+        rich_help_panel=REACH,
     ),
 ]
 TcpOption = Annotated[
     list[str] | None,
-    typer.Option("--tcp", metavar="HOST:PORT", show_default=False, help="Listen here too; repeatable."),
+    typer.Option(
+        "--tcp",
+        metavar="HOST:PORT",
+        show_default=False,
+        help="Listen here too; repeatable.",
+        rich_help_panel=REACH,
+    ),
 ]
 RuntimeOption = Annotated[
     Path | None,
     runtime_option(
         f"Directory of the socket and of locks, made private (0700). Default: ${RUNTIME_VARIABLE}, else this user's.",
+        panel=MEMORY,
     ),
 ]
 KeysOption = Annotated[
@@ -71,6 +82,7 @@ KeysOption = Annotated[
         "--keys",
         "Directory of the keys that every tcp address asks for. Default: none at loopback addresses, "
         "else those of `transferqueue keys`, without which no other address is listened at.",
+        panel=REACH,
     ),
 ]
 PlainBytesOption = Annotated[
@@ -79,6 +91,7 @@ PlainBytesOption = Annotated[
         "--plain-bytes",
         help="With keys too, send columns to other machines unencrypted: several times as fast, for networks on which "
         "nobody listens. Calls stay encrypted, and only who was given a ticket in one gets bytes.",
+        rich_help_panel=REACH,
     ),
 ]
 DurabilityOption = Annotated[
@@ -88,6 +101,7 @@ DurabilityOption = Annotated[
         metavar="LEVEL",
         help="What outlives the server: memory (nothing), process (all, through the crash of any process), "
         "disk (all, through a reboot).",
+        rich_help_panel=SURVIVAL,
     ),
 ]
 StateOption = Annotated[
@@ -95,6 +109,7 @@ StateOption = Annotated[
     directory_option(
         "--state",
         "Directory that keeps it, for process and disk; made private (0700). The next server given the same goes on.",
+        panel=SURVIVAL,
     ),
 ]
 AcceptLossOption = Annotated[
@@ -103,6 +118,7 @@ AcceptLossOption = Annotated[
         "--accept-loss",
         help="If what --state held is damaged or incomplete, which is refused otherwise: move its files to lost-N in "
         "it, give shared memory that they spoke of back, and begin anew. Does nothing where it is whole.",
+        rich_help_panel=SURVIVAL,
     ),
 ]
 SnapshotsOption = Annotated[
@@ -110,6 +126,7 @@ SnapshotsOption = Annotated[
     directory_option(
         "--snapshots",
         "Directory under which clients name snapshots. Default: $TRANSFERQUEUE_SNAPSHOTS, else ./snapshots.",
+        panel=MEMORY,
     ),
 ]
 CoordinatorOption = Annotated[
@@ -120,6 +137,7 @@ CoordinatorOption = Annotated[
         show_default=False,
         help="This server is number K of N that clients use as one, each with a part of the tables (`transferqueue "
         "docs cluster`); NAME:K/N also says of which deployment.",
+        rich_help_panel=REACH,
     ),
 ]
 WebOption = Annotated[
@@ -129,6 +147,7 @@ WebOption = Annotated[
         metavar="PORT",
         show_default=False,
         help="Show a page at 127.0.0.1:PORT: tables, tasks, rates, waits, live. Prints a link, which is a password.",
+        rich_help_panel=PEOPLE,
     ),
 ]
 HttpOption = Annotated[
@@ -141,6 +160,7 @@ HttpOption = Annotated[
             "Serve put_prompts_data, get_experience_data and the like over HTTP at 127.0.0.1:PORT; its page says how. "
             "Prints a link, too."
         ),
+        rich_help_panel=PEOPLE,
     ),
 ]
 TokensOption = Annotated[
@@ -149,17 +169,23 @@ TokensOption = Annotated[
         "--tokens",
         "Directory of three files: page and service hold the tokens that --web and --http ask for, metrics one that "
         "opens /metrics alone. Made where there is none (0700, files 0600). Default: new tokens, in the links.",
+        panel=PEOPLE,
     ),
 ]
 SupervisedOption = Annotated[
     bool,
-    typer.Option("--supervise", help="Start the server again when it crashes; clients go on where it is durable."),
+    typer.Option(
+        "--supervise",
+        help="Start the server again when it crashes; clients go on where it is durable.",
+        rich_help_panel=SURVIVAL,
+    ),
 ]
 LifelineOption = Annotated[
     bool,
     typer.Option(
         "--lifeline",
         help="Stop when standard input, a pipe, is closed: for a program that starts a server and may be killed.",
+        rich_help_panel=SURVIVAL,
     ),
 ]
 

@@ -11,7 +11,7 @@ import typer
 
 from transferqueue.cli.connection import single_address_of
 from transferqueue.cli.logs import LogJsonOption, LogLevelOption, log_to_stderr
-from transferqueue.cli.options import AddressOption, ArenaBytesOption, CarrierOption, size_in_bytes
+from transferqueue.cli.options import MEMORY, REACH, AddressOption, ArenaBytesOption, CarrierOption, size_in_bytes
 from transferqueue.cli.screens.terminal import say_ready
 
 EXAMPLES = (
@@ -38,6 +38,7 @@ JoinOption = Annotated[
         metavar="ADDRESS",
         show_default=False,
         help="The server: ipc://path, tcp://host:port or a join token. Default: as of all commands.",
+        rich_help_panel=REACH,
     ),
 ]
 StoreOption = Annotated[
@@ -48,6 +49,7 @@ StoreOption = Annotated[
         show_default=False,
         help="Keep the bytes in another store: mooncake://host:port of a Mooncake master, file:///directory, or what a "
         "package registers. Default: shared memory of this machine. --arena-bytes is then the most that is kept there.",
+        rich_help_panel=MEMORY,
     ),
 ]
 HostOption = Annotated[
@@ -58,6 +60,7 @@ HostOption = Annotated[
         show_default=False,
         help="Where other machines reach this one. Default: the address from which it reaches the server; loopback for "
         "one at a socket file.",
+        rich_help_panel=REACH,
     ),
 ]
 LabelOption = Annotated[str, typer.Option("--label", metavar="TEXT", help="What people call it.")]

@@ -1,4 +1,4 @@
-"""`transferqueue shim`: switch the drop-in for ``transfer_queue`` on or off for a Python environment.
+"""`transferqueue drop-in`: switch the drop-in for ``transfer_queue`` on or off for a Python environment.
 
 On is one ``.pth`` file beside the installed packages. Its line puts the folder of the drop-in before them, and imports
 nothing. So a program that never imports ``transfer_queue`` pays nothing, and a file left behind by an uninstall does
@@ -17,19 +17,21 @@ from transferqueue.cli.screens.terminal import say
 from transferqueue.errors import UsageError
 
 EXAMPLES = (
-    ("transferqueue shim on", "from now on `import transfer_queue` is the drop-in, in this environment"),
-    ("transferqueue shim off", "the original again"),
-    ("transferqueue shim status", "which of the two it is"),
+    ("transferqueue drop-in on", "`import transfer_queue` is the drop-in, in this environment"),
+    ("transferqueue drop-in off", "`import transfer_queue` is the original again"),
+    ("transferqueue drop-in status", "which of the two is imported"),
 )
 FILE: Final = "asyncflow_transferqueue_shim.pth"
 
 
-def shim(
-    switch: Annotated[Literal["on", "off", "status"], typer.Argument(help="What to do.")] = "status",
-    site: Annotated[Path | None, typer.Option(help="The folder of packages; that of this Python if not given.")] = None,
+def drop_in(
+    switch: Annotated[
+        Literal["on", "off", "status"], typer.Argument(help="Switch it, or show which is on.")
+    ] = "status",
+    site: Annotated[Path | None, typer.Option(help="The folder of packages. Default: that of this Python.")] = None,
 ) -> None:
-    """Put the drop-in in the place of `transfer_queue` for this Python environment. Programs that run already keep what
-    they have."""
+    """Make `import transfer_queue` import the drop-in in this Python environment. Running programs keep the module that
+    they imported."""
     path = (site or Path(sysconfig.get_path("purelib"))) / FILE
     if switch != "status":
         _turn(path, on=switch == "on")

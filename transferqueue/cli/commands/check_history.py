@@ -1,4 +1,4 @@
-"""`transferqueue check`: check recorded histories against the promises."""
+"""`transferqueue check-history`: check recorded histories against the guarantees."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from transferqueue.cli.exit_codes import BROKEN
 from transferqueue.cli.screens.terminal import say
 
 EXAMPLES = (
-    ("transferqueue check worker-*.jsonl", "the histories of all processes of one run, together"),
-    ("transferqueue check run.jsonl --late 60", "also: no lease ended a minute later than it might wait"),
+    ("transferqueue check-history worker-*.jsonl", "the histories of all processes of one run"),
+    ("transferqueue check-history run.jsonl --late 60", "also report waits that ended a minute after their deadline"),
 )
 SHOWN_MAX = 20
 
 
-def check(
+def check_history(
     histories: Annotated[
         list[Path],
         typer.Argument(
@@ -35,14 +35,14 @@ def check(
             metavar="SECONDS",
             min=0,
             show_default=False,
-            help="Also report a wait that ended more than this after its deadline.",
+            help="Also report each wait that ended more than this after its deadline.",
         ),
     ] = None,
 ) -> None:
-    """Check recorded calls and answers against the promises: no row lost, done twice, torn or too old, no group split,
-    no bound broken, no wait stuck.
+    """Check recorded calls and replies against the guarantees of the queue.
 
-    Files of processes that ran at the same time belong in one call. Exit code 1 if a promise was broken.
+    No row is lost, done twice, torn or too old, no group is split, no limit exceeded, no wait stuck. Give the files of
+    processes that ran at the same time in one call. Exits with code 1 if there is a violation.
     """
     from transferqueue.testing.checker.checker import Checker
     from transferqueue.testing.history.history import merge, read
