@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.markdown import ROOT
-from transferqueue.cli.app import run
+from transferqueue.cli.app import PANELS, run
 from transferqueue.cli.contracts import contract, contract_like, names
 from transferqueue.cli.doc_pages import page, pages
 from transferqueue.errors import NotFound
@@ -83,6 +83,24 @@ def test_a_name_shows_its_contract(name, path, capsys):
     assert capsys.readouterr().out.startswith(f"transferqueue.{path}: ")
 
 
+@pytest.mark.parametrize("name", [name for names in PANELS.values() for name in names])
+def test_the_name_of_a_command_shows_its_page_or_its_help(name, capsys):
+    assert run(["docs", name]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("# ") if name in pages() else f"Usage: transferqueue {name} " in shown
+
+
+def test_the_help_of_a_command_names_the_functions_of_its_name(capsys):
+    assert run(["docs", "snapshot"]) == 0
+    assert "The same name: Queue.snapshot, " in capsys.readouterr().out
+
+
+def test_an_unknown_name_gets_five_near_ones(capsys):
+    assert run(["docs", "Tabls"]) == 2
+    near = capsys.readouterr().err.partition("near it are ")[2].partition(";")[0]
+    assert len(near.split(", ")) == 5
+
+
 @pytest.mark.slow
 def test_every_name_that_may_be_asked_for_has_its_contract():
     for name in names():
@@ -110,7 +128,7 @@ def test_a_method_of_several_classes_names_the_others(capsys):
 def test_an_unknown_name_gets_those_that_are_near(name, near, capsys):
     assert run(["docs", name]) == 2
     said = capsys.readouterr().err
-    assert f'no page and no public name is called "{name}"; near it are ' in said
+    assert f'no page, command or public name is called "{name}"; near it are ' in said
     assert near in re.split(r"near it are |, |; ", said)
     assert len(said) < 400
 

@@ -1,4 +1,4 @@
-"""The contract of a public name: signature and docstring, found by whatever a user calls it."""
+"""The contract of a public name: its signature and docstring. Users may give the name in several forms."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The pages of the documentation that this installation has: in a wheel as package data, in a checkout where they are
-written."""
+"""The pages of the installed documentation: package data in a wheel, the files themselves in a checkout."""
 
 from __future__ import annotations
 
@@ -31,9 +30,14 @@ def pages() -> dict[str, Path]:
 
 
 def page(name: str, besides: Iterable[str] = ()) -> Path:
-    """The page of this name, or whose last part it is. `NotFound` lists names that are near.
+    """The page of this name, or the only one whose name ends so.
 
-    besides: names that are no pages, which the error may list, too.
+    Args:
+        name: A name in any case, a path, or the last part of one.
+        besides: Names other than pages that the error may suggest. Default: none.
+
+    Raises:
+        NotFound: No page has this name; the message lists up to five near names.
     """
     known = pages()
     wanted = name.lower().replace("_", "-").removesuffix(".md").removeprefix("docs/")
@@ -42,19 +46,19 @@ def page(name: str, besides: Iterable[str] = ()) -> Path:
     if wanted in known or len(same_end) == 1:
         return known.get(wanted) or same_end[0]
     raise NotFound(
-        f'no page and no public name is called "{name[:80]}"; {_near(name, [*known, *besides])}'
+        f'no page, command or public name is called "{name[:80]}"; {_near(name, [*known, *besides])}'
         "`transferqueue docs` lists the pages, and `transferqueue docs reference` the names"
     )
 
 
 def _near(name: str, known: Iterable[str]) -> str:
-    """The names most like this one, by all of it or by its last part; in small letters or as they are."""
+    """Up to five names like this one, by the whole name or by its last part, in any case."""
     by_letters: dict[str, str] = {}
     for each in known:
         by_letters.setdefault(each.lower(), each)
     wanted = name.lower()[:80]
-    near = [*get_close_matches(wanted, by_letters, n=4), *get_close_matches(wanted.rpartition(".")[2], by_letters, n=2)]
-    return f"near it are {', '.join(dict.fromkeys(by_letters[each] for each in near[:4]))}; " if near else ""
+    near = [*get_close_matches(wanted, by_letters, n=5), *get_close_matches(wanted.rpartition(".")[2], by_letters, n=2)]
+    return f"near it are {', '.join(dict.fromkeys(by_letters[each] for each in near[:5]))}; " if near else ""
 
 
 def heading(path: Path) -> str:
@@ -79,7 +83,7 @@ def _name(where: Path) -> str:
 
 
 def _place(where: Path) -> tuple[int, str]:
-    """The README, the sections of the site, then the other pages."""
+    """Sort key: the README, the sections of the site, then the other pages."""
     if where.name == "README.md" and len(where.parts) == 1:
         return -1, ""
     section = where.parts[1] if where.parts[0] == "docs" else ""

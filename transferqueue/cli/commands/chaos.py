@@ -16,22 +16,22 @@ EXAMPLES = (
     ("transferqueue chaos --seconds 20 --seed 7", "a short run with other faults"),
     (
         "transferqueue chaos --tcp --durability disk",
-        "with remote workers behind a bad network, and a server that syncs",
+        "with remote workers behind a bad network, and a server that syncs to disk",
     ),
-    ("transferqueue chaos --spill", "with rows that go to a disk and come back"),
+    ("transferqueue chaos --spill", "with rows that spill to a disk"),
     ("transferqueue chaos --out run.json --keep DIR", "the record as JSON; event logs and output of all processes"),
 )
 
 
 def chaos(
-    seconds: Annotated[float, typer.Option(min=1, help="For how long faults come.")] = 180.0,
-    seed: Annotated[int, typer.Option(min=0, help="Decides which faults, on whom, when.")] = 1,
+    seconds: Annotated[float, typer.Option(min=1, help="Duration of the faults.")] = 180.0,
+    seed: Annotated[int, typer.Option(min=0, help="Determines the faults, their targets and times.")] = 1,
     durability: Annotated[
         str | None,
         typer.Option(
             metavar="LEVEL",
             show_default="process",
-            help="Of the server, which is killed too: process or disk.",
+            help="Of the server, which faults kill too: process or disk.",
         ),
     ] = None,
     spill: Annotated[
@@ -39,8 +39,8 @@ def chaos(
         typer.Option(
             "--spill",
             help=(
-                "A server with little memory and a disk for cold blocks, which is full at times. It is frozen, and "
-                "not killed: these rows end with it."
+                "Use a server with little memory and a disk for cold blocks, which is full at times. Faults freeze it "
+                "and do not kill it: these rows would end with it."
             ),
         ),
     ] = False,
@@ -58,15 +58,15 @@ def chaos(
         typer.Option(
             metavar="DIR",
             show_default=False,
-            help="Keep the event logs and the output of all processes here. Default: nothing is left.",
+            help="Keep the event logs and the output of all processes here. Default: removed.",
         ),
     ] = None,
 ) -> None:
-    """Run a real server, producers, consumers and a trainer; kill, freeze, restart, cut, starve; then account for every
-    row.
+    """Inject faults into a real queue, and account for every row.
 
-    Uses its own server and directory, touches no other, and removes both, also on Ctrl-C. Linux only. Exit code 1 if a
-    promise was broken: a row lost, done twice, with other bytes, over a bound, or a wait that was stuck.
+    Runs a server, producers, consumers and a trainer, and kills, freezes, restarts, disconnects and starves them. Uses
+    a server and a directory of its own, and removes both, also on Ctrl-C. Linux only. Exits with code 1 at a violation:
+    a row lost, done twice or with other bytes, a limit exceeded, or a wait that was stuck.
     """
     from transferqueue.observe.measurement_record import Measurement
     from transferqueue.testing.chaos.fault_plan import settings

@@ -20,21 +20,24 @@ if TYPE_CHECKING:
     from transferqueue.workflows.job.settings.job import Job
 
 EXAMPLES = (
-    ("transferqueue demo", "the default run: asynchronous, staleness at most 1, about a minute and a half"),
+    ("transferqueue demo", "asynchronous, staleness at most 1, about a minute and a half"),
     ("transferqueue demo --mode sync", "the same job, on-policy: generate, train, generate, ..."),
-    ("transferqueue demo --mode delayed", "a batch is generated while one is trained on, with weights one step old"),
+    (
+        "transferqueue demo --mode delayed",
+        "generates a batch while the trainer uses the last, with weights one step old",
+    ),
     ("transferqueue demo --max-staleness 4 --rollouts 2", "further ahead, by two generating processes"),
     (
         "transferqueue demo --engine vllm",
         "generation by vLLM, its weights updated in place (make test-engines installs it)",
     ),
-    ("transferqueue demo --partial 2 --rollouts 2", "a response is generated in parts, by whoever is free"),
+    ("transferqueue demo --partial 2 --rollouts 2", "each response in parts, each part by a free process"),
     (
         "transferqueue demo --mode sync --over-sample 1.25",
-        "a quarter more is begun than a batch needs; the unfinished rest goes on under the next weights",
+        "begins a quarter more than a batch; the unfinished rest continues under the next weights",
     ),
     ("transferqueue demo --on ray", "the same job on a Ray cluster, its stages and its memory spread over the nodes"),
-    ("transferqueue demo --log tensorboard", "every step is logged there too (pip install tensorboard)"),
+    ("transferqueue demo --log tensorboard", "log each step there too (pip install tensorboard)"),
     ("transferqueue demo --kl 0.02 --steps 50", "with a reference stage and a KL term"),
 )
 ASYNCHRONY: Final = "Asynchrony"
@@ -113,7 +116,7 @@ WeightMaxOption = Annotated[
 EngineOption = Annotated[
     Literal["builtin", "transformers", "vllm"],
     typer.Option(
-        help="What generates: a small engine of plain torch, or a real one with the same model as a Llama.",
+        help="Generating engine: a small one of plain torch, or a real one with the same model as a Llama.",
         rich_help_panel=ENGINE,
     ),
 ]
@@ -122,8 +125,8 @@ PartialOption = Annotated[
     typer.Option(
         min=0,
         help=(
-            "Tokens that one lease adds to a response; what is unfinished then goes on under newer weights. 0: no "
-            "bound."
+            "Tokens that one lease adds to a response; an unfinished response continues under newer weights. 0: no "
+            "limit."
         ),
         rich_help_panel=ASYNCHRONY,
     ),
@@ -133,7 +136,7 @@ OverSampleOption = Annotated[
     typer.Option(
         min=1.0,
         help="Begin so many times a batch (mode sync). When the batch is full, the unfinished rest is handed back, and "
-        "goes on under the next weights.",
+        "continues under the next weights.",
         rich_help_panel=ASYNCHRONY,
     ),
 ]

@@ -1,9 +1,10 @@
-"""`transferqueue docs`: the documentation of this installation, and the contract of a public name."""
+"""`transferqueue docs`: pages of this installation, contracts of public names, help of commands."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from collections.abc import Iterable
+from typing import Annotated, Any
 
 import typer
 
@@ -12,28 +13,31 @@ from transferqueue.cli.screens.terminal import console, say, say_fields
 from transferqueue.errors import NotFound
 
 EXAMPLES = (
-    ("transferqueue docs", "the pages, and the folder that they are in"),
+    ("transferqueue docs", "all pages, and their folder"),
     ("transferqueue docs tour", "five minutes"),
     ("transferqueue docs Table.put", "the contract of a public name"),
-    ("transferqueue docs lease", "of a method, whichever class has it"),
-    ("transferqueue docs generator", "of an adapter: generator, learner, scorer, stage, producer"),
+    ("transferqueue docs lease", "the contract of a method of any class"),
+    ("transferqueue docs generator", "the contract of an adapter: generator, learner, scorer, stage, producer"),
+    ("transferqueue docs serve", "the help of a command"),
 )
 
 
 def docs(
+    context: typer.Context,
     name: Annotated[
         str | None,
         typer.Argument(
             metavar="[PAGE|NAME]",
             show_default=False,
             autocompletion=complete_page,
-            help="A page, or a name such as Table.put, lease, Task or generator.",
+            help="A page, a command, or a name such as Table.put, lease, Task or generator.",
         ),
     ] = None,
 ) -> None:
-    """Show a page of the documentation, or the contract of a public name.
+    """Show a page of the documentation, or the contract of a name.
 
-    Without a name: list the pages. They are of the installed version and need no network.
+    Without a name it lists the pages. They are of the installed version and need no network. A page comes before the
+    command of its name, and a command before a method.
     """
     from transferqueue.cli.doc_pages import folder, heading, pages
 
@@ -43,12 +47,29 @@ def docs(
                 say_fields(f"{each:<22}", heading(path))
         say(f"\nfiles, examples and pictures: {folder()}")
         return
-    _show(_found(name))
+    program: Any = context.find_root()
+    commands = program.command.commands
+    if name in commands and name not in pages():
+        program.command.main([name, "--help"], prog_name=program.info_name, standalone_mode=False)
+        _show_same(name)
+    else:
+        _show(_text_of(name, commands))
 
 
-def _found(name: str) -> str:
-    """The contract of exactly this name, else the page, else the contract of a name like it. `NotFound` lists names
-    that are near."""
+def _show_same(name: str) -> None:
+    """Name the functions and methods that have the name of a command."""
+    from transferqueue.cli.contracts import names
+
+    if same := [each for each in names() if each.endswith(f".{name}")]:
+        say(f"The same name: {', '.join(dict.fromkeys(same))}")
+
+
+def _text_of(name: str, commands: Iterable[str]) -> str:
+    """The contract of exactly this name, else its page, else the contract of a similar name.
+
+    Raises:
+        NotFound: There is neither; the message lists up to five near names.
+    """
     from transferqueue.cli.contracts import contract, contract_like, names
     from transferqueue.cli.doc_pages import page
 
@@ -56,7 +77,7 @@ def _found(name: str) -> str:
     if text is not None:
         return text
     try:
-        return page(name, besides=names()).read_text(encoding="utf-8")
+        return page(name, besides=[*names(), *commands]).read_text(encoding="utf-8")
     except NotFound:
         text = contract_like(name)
         if text is None:

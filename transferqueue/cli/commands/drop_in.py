@@ -30,8 +30,10 @@ def drop_in(
     ] = "status",
     site: Annotated[Path | None, typer.Option(help="The folder of packages. Default: that of this Python.")] = None,
 ) -> None:
-    """Make `import transfer_queue` import the drop-in in this Python environment. Running programs keep the module that
-    they imported."""
+    """Make `import transfer_queue` import the drop-in, or the original.
+
+    Changes this Python environment. Running programs keep the module that they imported.
+    """
     path = (site or Path(sysconfig.get_path("purelib"))) / FILE
     if switch != "status":
         _turn(path, on=switch == "on")

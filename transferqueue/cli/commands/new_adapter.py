@@ -12,7 +12,7 @@ from transferqueue.cli.screens.terminal import say
 EXAMPLES = (
     (
         "transferqueue new-adapter mine",
-        "a generator: ./transferqueue_mine, with tests that skip what is not written yet",
+        "a generator: ./transferqueue_mine, with tests that skip its unwritten methods",
     ),
     ("transferqueue new-adapter length --kind stage", "a function over rows"),
 )
@@ -20,12 +20,13 @@ EXAMPLES = (
 
 def new_adapter(
     name: Annotated[str, typer.Argument(help="Lower-case letters, digits and underscores.")],
-    kind: Annotated[Literal["generator", "learner", "stage"], typer.Option(help="What it is.")] = "generator",
-    directory: Annotated[Path, typer.Option(help="Where its folder is made.")] = Path(),
+    kind: Annotated[Literal["generator", "learner", "stage"], typer.Option(help="Kind of adapter.")] = "generator",
+    directory: Annotated[Path, typer.Option(help="Parent of its folder.")] = Path(),
 ) -> None:
-    """Write the skeleton of an adapter: its module, its conformance tests, its package with the entry point.
+    """Write the skeleton of an adapter.
 
-    `transferqueue docs writing-an-adapter` goes on from there.
+    Writes its module, its conformance tests, and its package with the entry point. `transferqueue docs
+    writing-an-adapter` explains the next steps.
     """
     from transferqueue.adapters.skeletons import write
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     (
         "transferqueue train grpo.toml --dry-run",
-        "check it: two prompts as tokens, each reward on a dummy row, processes, bytes",
+        "check it, and show two prompts as tokens, each reward on a dummy row, processes, bytes",
     ),
     ("transferqueue train grpo.toml", "run it; results go to a new folder in runs/"),
     (
@@ -138,11 +138,12 @@ def train(
     site: SiteOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a model as a job file says: prompts, rollout, rewards, scores and trainer are processes around one queue.
+    """Train a model by a job file.
 
-    The folder of the run gets the resolved job, steps.jsonl, evaluations and sample responses as they come, and at the
-    end summary.json, learning.png and timeline.json (open it at https://ui.perfetto.dev). Ctrl-C ends every process;
-    --resume goes on, and --discard gives up the run.
+    Prompts, rollout, rewards, scores and trainer are processes around one queue. The folder of the run gets the
+    resolved job, steps.jsonl, evaluations and sample responses while it runs, and at the end summary.json, learning.png
+    and timeline.json (open it at https://ui.perfetto.dev). Ctrl-C ends every process; --resume goes on, and --discard
+    gives up the run.
     """
     if site is not None:
         _run_site(job, changes or [], out, site, others=dry_run or resume or discard or plan is not None)

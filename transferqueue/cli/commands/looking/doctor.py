@@ -1,4 +1,4 @@
-"""`transferqueue doctor`: what is wrong with a running queue, and, with --machine, whether this machine can run one."""
+"""`transferqueue doctor`: find the trouble of a running queue, or, with --machine, of this machine."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from transferqueue.wire.answers.coordinators import UnreachableCoordinator
 
 EXAMPLES = (
-    ("transferqueue doctor", "what is wrong with the queue of this user, in one sentence, and who waits for what"),
+    ("transferqueue doctor", "the trouble of this user's queue in one sentence; its stages; its waits"),
     ("transferqueue doctor tcp://trainer:7777 --table rollouts", "of one table of another queue"),
-    ("transferqueue doctor --machine", "is this machine fit for a queue?"),
-    ("transferqueue doctor --machine --arena-bytes 64GiB", "and for an arena of 64 GiB?"),
+    ("transferqueue doctor --machine", "can this machine run a queue?"),
+    ("transferqueue doctor --machine --arena-bytes 64GiB", "and an arena of 64 GiB?"),
 )
 
 
@@ -48,7 +48,7 @@ def doctor(
             "--patience",
             min=0.0,
             metavar="SECONDS",
-            help="QueueReport waits, silences and absences that last this long.",
+            help="Report waits, silences and absences that last this long.",
         ),
     ] = 10.0,
     machine: Annotated[bool, typer.Option("--machine", help="Check this machine instead of a queue.")] = False,
@@ -57,19 +57,17 @@ def doctor(
         arena_bytes_option("With --machine: check that an arena of this size has room. Default: 8GiB."),
     ] = None,
     runtime: Annotated[Path | None, runtime_option("With --machine: check this runtime directory.")] = None,
-    json: Annotated[bool, json_option("Print what was found as JSON.")] = False,
+    json: Annotated[bool, json_option("Print the report as JSON.")] = False,
 ) -> None:
-    """Say what is wrong with a running queue, in one sentence; then its stages with their workers, and who waits for
-    what.
+    """Find the trouble of a running queue, or of this machine.
 
-    The sentence is found by following each wait to the task that waits for no other: a task without a worker, one whose
-    leases all fail, workers that are silent with rows, a column that no task gives, a table that is full, rows that are
-    all stale. Ends with code 1 if that is a trouble, which ends only if someone acts, and lasts for --patience seconds;
-    or if one of several coordinators is out of reach.
+    Prints the verdict in one sentence, then each stage with its workers, then each wait with its reason. For the
+    verdict, doctor follows each wait to its cause: a task without a worker, a task whose leases all fail, silent
+    workers with rows, a column that no task gives, a full table, rows that are all stale. Exits with code 1 for a cause
+    that ends only if someone acts and that has lasted --patience seconds, or if a coordinator is out of reach.
 
-    With --machine: shared memory and memory, kernel features (each really tried), the runtime directory, limits and
-    versions of this machine; each ok, to improve or to mend, with what to do. Ends with code 1 if something must be
-    mended.
+    With --machine: checks shared memory and memory, kernel features (it tries each), the runtime directory, limits and
+    versions. Each is ok, to improve or to mend, with the remedy. Exits with code 1 if something must be mended.
     """
     _check_options(where or address or table, machine=machine, of_machine=bool(arena_bytes or runtime))
     if machine:
@@ -103,7 +101,7 @@ def _check_options(queue: str | None, *, machine: bool, of_machine: bool) -> Non
 
 
 def _machine(arena_bytes: str | None, runtime: Path | None, *, json: bool) -> None:
-    """Print what was found."""
+    """Check this machine and print the checks."""
     from transferqueue.cli.screens.machine import machine_lines
     from transferqueue.cli.screens.terminal import console, show, show_json
     from transferqueue.observe.machine.check import check_machine

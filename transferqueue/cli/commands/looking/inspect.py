@@ -1,4 +1,4 @@
-"""`transferqueue inspect`: tables, the terms of one, or the whole life of one row."""
+"""`transferqueue inspect`: all tables, the terms of one, or the life of one row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     ("transferqueue inspect", "all tables"),
     ("transferqueue inspect rollouts", "terms, fields and tasks of one table"),
-    ("transferqueue inspect rollouts 4711", "one row: when put, what arrived, where each task is, its fate"),
+    ("transferqueue inspect rollouts 4711", "one row: its put, its fields, its state in each task, its end"),
     ("transferqueue inspect rollouts --key gsm8k/17", "the same, of the row with this key"),
     ("transferqueue inspect rollouts --address tcp://trainer:7777 --json", "elsewhere, for a machine"),
 )
@@ -39,10 +39,10 @@ def inspect(
     address: AddressOption = None,
     json: Annotated[bool, json_option("Print it as JSON; keys in `transferqueue docs figures`.")] = False,
 ) -> None:
-    """Show tables, the terms and fields of one, or one row's whole life.
+    """Show all tables, the terms of one, or the life of one row.
 
-    A row's life: when it was put and by whom, which fields arrived, and for every task its state, its lease, its
-    attempts; and how it ended. A finished row is forgotten when its memory is reused.
+    The life of a row: its put and producer, the fields that arrived, its state, lease and attempts in each task, and
+    its end. The server forgets a finished row when it reuses the row's memory.
     """
     from transferqueue.cli.connection import connected
     from transferqueue.cli.screens.terminal import console, show, show_json

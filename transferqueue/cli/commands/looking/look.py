@@ -1,4 +1,4 @@
-"""What `top` and `doctor` ask a deployment."""
+"""The two requests that `top` and `doctor` make of a deployment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def look(queue: Queue, table: str = "") -> dict[str, Look | UnreachableCoordinator]:
-    """What each coordinator says of now, by its address; of one table, what its coordinator says."""
+    """Stats and diagnosis of each coordinator, by address; with `table`, of that table's coordinator alone."""
     from transferqueue.observe.coordinators import looks
     from transferqueue.wire.answers.coordinators import by_coordinator
 

@@ -1,4 +1,4 @@
-"""`transferqueue top`: what every table and task is doing, live."""
+"""`transferqueue top`: watch tables, tasks, rates and waits, live."""
 
 from __future__ import annotations
 
@@ -42,13 +42,12 @@ def top(
         float, typer.Option("--interval", "-i", min=0.05, max=3600.0, metavar="SECONDS", help="Time between frames.")
     ] = 0.5,
 ) -> None:
-    """Show what is wrong, in one sentence, then tables and tasks live: rows pending, ready, leased, done; rates, bytes,
-    age, staleness; who waits for what.
+    """Watch tables, tasks, rates and waits, live.
 
-    Rates are measured between two looks at the server, one --interval apart; --once looks twice too.
-    Where the output is no terminal, the frames are printed one after the other.
-    The server is asked twice a frame, and does nothing for `top` in between. Several coordinators (their addresses
-    joined by commas) are shown one beneath the other; with --json each is a document.
+    A frame begins with the verdict in one sentence. Then it shows rows pending, ready, leased and done; rates, bytes,
+    age and staleness; and each wait with its reason. `top` asks the server twice a frame. Rates are of the time between
+    two frames, --interval apart; --once also looks twice. Without a terminal it prints frame after frame. It shows
+    several coordinators (addresses joined by commas) one beneath the other; with --json each is a document.
     """
     from transferqueue.cli.connection import connected
     from transferqueue.cli.screens.terminal import console

@@ -1,4 +1,4 @@
-"""`transferqueue trace`: send the ways of some rows to an OpenTelemetry collector."""
+"""`transferqueue trace`: send traces of rows to an OpenTelemetry collector."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def trace(
     ] = 0.5,
     console: Annotated[bool, typer.Option("--console", help="Print spans as JSON instead of sending them.")] = False,
 ) -> None:
-    """Send traces of rows to an OpenTelemetry collector until Ctrl-C or SIGTERM: one a row, from its put to its end.
+    """Send traces of rows to an OpenTelemetry collector.
 
-    Each lease of the row is a span, an error if its worker failed, died or was too late; requeues, new columns and
-    checkpoints are events. A trace is sent when its row has ended. Only rows put from now on are followed. The
-    collector, headers, service name and sampler are set by the OTEL_ variables of the OpenTelemetry SDK. Programs
-    change nothing, and the server is asked once a look.
+    Runs until Ctrl-C or SIGTERM. A trace spans a row from its put to its end, and is sent when the row ends; rows put
+    before the start have none. Each lease is a span, an error if its worker failed, died or was too late; requeues, new
+    columns and checkpoints are events. The OTEL_ variables of the OpenTelemetry SDK set collector, headers, service
+    name and sampler. Programs need no change, and `trace` asks the server once a look.
     """
     from transferqueue.cli.connection import connected
     from transferqueue.errors.text import counted

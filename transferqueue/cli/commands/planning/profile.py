@@ -29,11 +29,12 @@ def profile(
     ] = 12,
     out: Annotated[Path, typer.Option(help="The profile.")] = Path("profile.toml"),
 ) -> None:
-    """Measure milliseconds of a token by rows at once, of a prompt, seconds of a trained row and of the optimizer, of a
-    publication, of rewards, and response lengths.
+    """Measure the costs of a job on this machine, for `transferqueue plan`.
 
-    Opens the job's engine and model in this process, one after the other, and draws from the job's own prompts; the
-    job's weights do not change. Then short trial runs of the job show what its processes cost each other.
+    Measures the time of a token by concurrent rows, of a prompt, a trained row, an optimizer step, a publication and
+    each reward, and response lengths. Opens the job's engine and then its model in this process, and draws from the
+    job's own prompts; the job's weights do not change. Then short trial runs of the job measure how its processes slow
+    each other.
     """
     from transferqueue.lazy import naming_extra
 

@@ -12,13 +12,13 @@ from transferqueue.cli.screens.terminal import say, say_fields
 
 EXAMPLES = (
     ("transferqueue keys new rollout --role producer", "a key for rollout workers"),
-    ("transferqueue keys token rollout tcp://10.0.0.7:7777", "what they paste into connect()"),
-    ("transferqueue keys list", "who may come in"),
-    ("transferqueue keys revoke rollout", "and who no longer, also at a server that runs"),
+    ("transferqueue keys token rollout tcp://10.0.0.7:7777", "a token to paste into connect()"),
+    ("transferqueue keys list", "all keys"),
+    ("transferqueue keys revoke rollout", "end it, at a running server too"),
 )
 
 commands = typer.Typer(
-    help="Keys for servers that other machines reach: make, list and revoke them, and print join tokens.",
+    help="Make, list and revoke keys of remote clients, and print join tokens.",
     no_args_is_help=True,
 )
 
@@ -29,7 +29,7 @@ KeysOption = Annotated[
         "Directory of the keys (0700). Default: $TRANSFERQUEUE_KEYS, else ~/.config/transferqueue.",
     ),
 ]
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="What the key is called.")]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="Name of the key.")]
 
 
 @commands.command("new")
@@ -44,7 +44,7 @@ def new(
     ] = "producer",
     keys: KeysOption = None,
 ) -> None:
-    """Make a key. The first one also makes the server's own; a server that runs lets it in at once."""
+    """Make a key. The first one also makes the server's own. A running server accepts it at once."""
     from transferqueue.transport.security import keyring
 
     made = keyring.add(keys or keyring.default_directory(), name, role)
@@ -62,7 +62,7 @@ def show(keys: KeysOption = None) -> None:
 
 @commands.command("revoke")
 def revoke(name: NameArgument, keys: KeysOption = None) -> None:
-    """Revoke a key. A server that runs ends its sessions when it next wakes; SIGHUP wakes it now."""
+    """Revoke a key. A running server ends its sessions when it next wakes; SIGHUP wakes it."""
     from transferqueue.transport.security import keyring
 
     gone = keyring.revoke(keys or keyring.default_directory(), name)

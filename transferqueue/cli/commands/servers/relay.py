@@ -116,8 +116,8 @@ PartBytesOption = Annotated[
         metavar="SIZE",
         show_default=False,
         help=(
-            "What is forwarded at once, at least. Default: 4MiB. Above the size of a version: nothing is forwarded "
-            "before the whole is here."
+            "Smallest part that is forwarded. Default: 4MiB. Above the size of a version: the relay forwards whole "
+            "versions."
         ),
         rich_help_panel=LINK,
     ),
@@ -145,11 +145,12 @@ def relay(
     log_level: LogLevelOption = None,
     log_json: LogJsonOption = False,
 ) -> None:
-    """Carry each version of a weight channel into this host once, and serve it here, until Ctrl-C or SIGTERM.
+    """Fetch each version of the weights once for this host.
 
-    Only tensors that changed cross. Replicas of this host pull from the relay's server, and other relays forward each
-    part of a version from there while the rest is on its way. One line tells of each version carried, and of each error
-    of the network, after which it is tried again. With --serve, the first line is "ready" and its addresses.
+    Runs until Ctrl-C or SIGTERM. Only changed tensors cross the network. Replicas of this host pull from the relay's
+    server, and other relays forward each part of a version from there while the rest arrives. Prints a line for each
+    version, and for each network error before it tries again. With --serve, the first line is "ready" and its
+    addresses.
     """
     log_to_stderr(log_level, as_json=log_json)
     from transferqueue.errors import UsageError

@@ -34,14 +34,14 @@ EXAMPLES = (
     ("transferqueue serve", "for this user, at the default address"),
     ("transferqueue serve --arena-bytes 64GiB", "with room for 64 GiB of rows"),
     ("transferqueue serve --tcp 0.0.0.0:7777", "reachable from other machines too, with keys: transferqueue keys"),
-    ("transferqueue serve --durability process --state DIR --supervise", "one that outlives its crashes"),
+    ("transferqueue serve --durability process --state DIR --supervise", "restarts after a crash, with all rows"),
     ("transferqueue serve --tcp 0.0.0.0:7777 --coordinator 1/2", "the first of two with tables each, used as one"),
-    ("transferqueue serve --web 8787", "with a page that shows what it does, at 127.0.0.1:8787"),
+    ("transferqueue serve --web 8787", "with a page that shows it live, at 127.0.0.1:8787"),
     (
         "transferqueue serve --http 8788 --tokens DIR",
-        "with an HTTP service, for programs that import nothing of it",
+        "with an HTTP service, for programs without this library",
     ),
-    ("transferqueue serve --runtime /tmp/tq", "another one, in a directory of its own"),
+    ("transferqueue serve --runtime /tmp/tq", "a second server, in a directory of its own"),
     ("transferqueue serve --address ipc:///tmp/tq/control.sock", "the same, by the address that clients give"),
 )
 SURVIVAL: Final = "Survival"
@@ -89,8 +89,8 @@ PlainBytesOption = Annotated[
     bool,
     typer.Option(
         "--plain-bytes",
-        help="With keys too, send columns to other machines unencrypted: several times as fast, for networks on which "
-        "nobody listens. Calls stay encrypted, and only who was given a ticket in one gets bytes.",
+        help="With keys too, send columns to other machines unencrypted: several times as fast, for networks without "
+        "eavesdroppers. Calls stay encrypted, and hand out the tickets without which the server sends no bytes.",
         rich_help_panel=REACH,
     ),
 ]
@@ -99,8 +99,8 @@ DurabilityOption = Annotated[
     typer.Option(
         "--durability",
         metavar="LEVEL",
-        help="What outlives the server: memory (nothing), process (all, through the crash of any process), "
-        "disk (all, through a reboot).",
+        help="memory: rows end with the server; process: rows outlive the crash of any process; disk: rows outlive a "
+        "reboot.",
         rich_help_panel=SURVIVAL,
     ),
 ]
@@ -108,7 +108,8 @@ StateOption = Annotated[
     Path | None,
     directory_option(
         "--state",
-        "Directory that keeps it, for process and disk; made private (0700). The next server given the same goes on.",
+        "Directory of the state, for durability process and disk; made private (0700). The next server with the same "
+        "directory continues.",
         panel=SURVIVAL,
     ),
 ]
@@ -116,8 +117,8 @@ AcceptLossOption = Annotated[
     bool,
     typer.Option(
         "--accept-loss",
-        help="If what --state held is damaged or incomplete, which is refused otherwise: move its files to lost-N in "
-        "it, give shared memory that they spoke of back, and begin anew. Does nothing where it is whole.",
+        help="Start even if the files of --state are damaged or incomplete: move them to lost-N in it, free their "
+        "shared memory, and begin anew. No effect on a whole state. Default: the server refuses to start.",
         rich_help_panel=SURVIVAL,
     ),
 ]
@@ -167,8 +168,8 @@ TokensOption = Annotated[
     Path | None,
     directory_option(
         "--tokens",
-        "Directory of three files: page and service hold the tokens that --web and --http ask for, metrics one that "
-        "opens /metrics alone. Made where there is none (0700, files 0600). Default: new tokens, in the links.",
+        "Directory of three token files: page (for --web), service (for --http), metrics (for /metrics alone). Made "
+        "if missing (0700, files 0600). Default: new tokens at each start, in the links.",
         panel=PEOPLE,
     ),
 ]
@@ -176,7 +177,7 @@ SupervisedOption = Annotated[
     bool,
     typer.Option(
         "--supervise",
-        help="Start the server again when it crashes; clients go on where it is durable.",
+        help="Restart the server when it crashes; clients of a durable server continue.",
         rich_help_panel=SURVIVAL,
     ),
 ]
@@ -184,7 +185,7 @@ LifelineOption = Annotated[
     bool,
     typer.Option(
         "--lifeline",
-        help="Stop when standard input, a pipe, is closed: for a program that starts a server and may be killed.",
+        help="Stop when the pipe at standard input closes: for a program that starts a server and may be killed.",
         rich_help_panel=SURVIVAL,
     ),
 ]
@@ -213,10 +214,11 @@ def serve(
     log_level: LogLevelOption = None,
     log_json: LogJsonOption = False,
 ) -> None:
-    """Start a server and run it until Ctrl-C or SIGTERM; it leaves no file behind, except in --state.
+    """Run a server.
 
-    Prints one line when it listens: "ready", then its addresses (and "web" or "http" and a link, with --web or --http).
-    Clients give the first of them to connect().
+    It stops at Ctrl-C or SIGTERM, and leaves no file behind, except in --state. Prints one line when it listens:
+    "ready", then its addresses (and "web" or "http" and a link, with --web or --http). Clients give the first of them
+    to connect().
     """
     log_to_stderr(log_level, as_json=log_json)
     from transferqueue.server.process.serve import serve as serve_until_stopped

@@ -47,8 +47,8 @@ StoreOption = Annotated[
         "--store",
         metavar="ADDRESS",
         show_default=False,
-        help="Keep the bytes in another store: mooncake://host:port of a Mooncake master, file:///directory, or what a "
-        "package registers. Default: shared memory of this machine. --arena-bytes is then the most that is kept there.",
+        help="Keep the bytes in another store: mooncake://host:port of a Mooncake master, file:///directory, or one "
+        "that a package registers; --arena-bytes limits them. Default: shared memory of this machine.",
         rich_help_panel=MEMORY,
     ),
 ]
@@ -58,12 +58,12 @@ HostOption = Annotated[
         "--host",
         metavar="NAME",
         show_default=False,
-        help="Where other machines reach this one. Default: the address from which it reaches the server; loopback for "
-        "one at a socket file.",
+        help="The name by which other machines reach this one. Default: the address from which it reaches the server; "
+        "loopback if the server listens at a socket file.",
         rich_help_panel=REACH,
     ),
 ]
-LabelOption = Annotated[str, typer.Option("--label", metavar="TEXT", help="What people call it.")]
+LabelOption = Annotated[str, typer.Option("--label", metavar="TEXT", help="Its name in `top`.")]
 
 
 @commands.callback()
@@ -78,11 +78,12 @@ def shard(
     log_level: LogLevelOption = None,
     log_json: LogJsonOption = False,
 ) -> None:
-    """Add this machine's memory to the server's deployment, until the shard is drained, or until Ctrl-C or SIGTERM.
+    """Add this machine's memory to a deployment.
 
-    A put goes to the shard of its machine while that has room; a read fetches rows from wherever they are. When a shard
-    stops, the rows in it are made again where a task gives their fields, and end as dropped ("lost") otherwise. Drain
-    it first. Prints one line when it has joined: "ready", then the address at which others fetch its bytes.
+    Runs until the shard is drained, or until Ctrl-C or SIGTERM. A put goes to the shard of its machine while that has
+    room; a read fetches rows from any shard. When a shard stops, tasks make its rows again if they give all lost
+    fields; the others are dropped ("lost"). Drain it first. Prints one line when it has joined: "ready", then the
+    address at which others fetch its bytes.
     """
     log_to_stderr(log_level, as_json=log_json)
     if context.invoked_subcommand is not None:
@@ -116,7 +117,7 @@ def drain(
     ],
     address: AddressOption = None,
 ) -> None:
-    """Put no more rows into a shard. It ends when the last row in it is done and the last view of it is gone."""
+    """Put no more rows into a shard. It stops after its last row is done and its last view is released."""
     from transferqueue.cli.connection import connected
 
     with connected(single_address_of(address, "a shard is of"), label="drain") as queue:

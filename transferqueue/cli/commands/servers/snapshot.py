@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transferqueue.client import Queue
 
 SNAPSHOT_EXAMPLES = (
-    ("transferqueue snapshot run-7", "all tables and weights, while everybody goes on"),
+    ("transferqueue snapshot run-7", "all tables and weights, while clients continue"),
     ("transferqueue snapshot run-7 --keep 5", "keeping the four before it"),
     ("transferqueue snapshot run-7 --address ADDRESS,ADDRESS", "each of several coordinators"),
 )
@@ -36,11 +36,11 @@ def snapshot(
     timeout: TimeoutOption = 600.0,
     address: AddressOption = None,
 ) -> None:
-    """Write all tables and weights, as they are at one moment, to files that any Arrow reader opens.
+    """Write all tables and weights to files.
 
-    Other clients go on meanwhile. Rows in further shards are in it. A snapshot is there whole or not at all; the
-    command prints its path: of several coordinators one line for each. `transferqueue docs snapshots` describes the
-    files.
+    The files hold one moment, rows of all shards included, and open in any Arrow reader. Other clients continue
+    meanwhile. A snapshot is whole or absent. Prints its path, a line for each coordinator. `transferqueue docs
+    snapshots` describes the files.
     """
 
     def write(queue: Queue, progress: Callable[[int, int], None]) -> list[str]:
@@ -50,9 +50,10 @@ def snapshot(
 
 
 def restore(path: SnapshotPath, timeout: TimeoutOption = 600.0, address: AddressOption = None) -> None:
-    """Read a snapshot into a server that has no tables. The checksum of every file is compared before anything changes.
+    """Read a snapshot into a server without tables.
 
-    Each of several coordinators restores its newest snapshot. Prints the path of each, and when it was made.
+    Verifies the checksum of every file before it changes anything. Each of several coordinators restores its newest
+    snapshot. Prints the path of each, and when it was made.
     """
 
     def read(queue: Queue, progress: Callable[[int, int], None]) -> list[str]:
