@@ -140,7 +140,7 @@ def _wait_for_groups(table: tq.Table) -> None:
 def test_doctor_begins_with_the_verdict_and_lists_who_waits_for_what(deployment: Served) -> None:
     done = deployment.run("doctor", deployment.address, "--patience", "0", columns=400)
     assert done.returncode == 1
-    assert done.stdout.startswith("✗ rollouts: nobody works on reward; start it\n")
+    assert done.stdout.startswith("✗ rollouts/reward: 8 rows ready, no worker connected; start one\n")
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("  … task") and "waits for 3" in line]
     assert line.startswith('  … task "train" of table "rollouts" waits for 3 complete groups: ')
     assert '1 group is leased for "train" by rollout-5' in line

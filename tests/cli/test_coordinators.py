@@ -54,9 +54,9 @@ def test_inspect_and_doctor_know_the_tables_of_all(two: list[Served], address: s
         assert json.loads(run("inspect", name, "0", "--address", address, "--json").stdout)["row"] == 0
     assert list(json.loads(run("doctor", address, "--json").stdout)) == [one.address for one in two]
     of_one, of_all = run("doctor", address, "--table", "b").stdout, run("doctor", address).stdout
-    assert "b: nobody works on train; start it" in of_one
+    assert "b/train: 2 rows ready, no worker connected; start one" in of_one
     assert of_all.startswith(two[0].address)
-    assert of_all.count("nobody works on train; start it") == 2
+    assert of_all.count("/train: 2 rows ready, no worker connected; start one") == 2
 
 
 @pytest.mark.parametrize(

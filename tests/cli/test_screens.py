@@ -172,11 +172,12 @@ MISSING = QueueVerdict(
     trouble=True,
     mark="✗",
     text=(
-        "rollouts: nobody works on reward; its last worker left 48 s ago (reward-0, killed by SIGKILL); start it again"
+        "rollouts/reward: 8 rows ready, no worker connected; its last worker left 48 s ago (reward-0, killed by "
+        "SIGKILL); start it again"
     ),
     short="reward: no worker",
     remedy="Start it. " * 20,
-    also=["eval: nobody works on judge; start it"],
+    also=["eval/judge: 1 row ready, no worker connected; start one"],
 )
 FROZEN = Worker(name="rollout-0", state="silent", rows=4, silent_s=74.0)
 STAGES = [
@@ -232,7 +233,7 @@ def test_top_marks_the_task_that_sets_the_pace_and_measures_rates() -> None:
 
 def test_top_without_tables_and_without_waits() -> None:
     assert plain(top_lines(frame(ADDRESS, None, stats()), 80)).endswith("no tables yet")
-    assert plain(top_lines(frame(ADDRESS, None, stats(tables={"t": table()})), 80)).endswith("nobody waits")
+    assert plain(top_lines(frame(ADDRESS, None, stats(tables={"t": table()})), 80)).endswith("no waits")
 
 
 def test_the_first_frame_has_dashes_for_rates() -> None:
@@ -289,7 +290,7 @@ def test_a_finding_is_followed_by_its_remedy() -> None:
 def test_doctor_begins_with_the_verdict_and_draws_the_stages() -> None:
     text = plain(doctor_lines(REPORT, 200))
     assert text.startswith(f"✗ {MISSING.text}\n  Start it.")
-    assert "  also: eval: nobody works on judge; start it\n" in text
+    assert "  also: eval/judge: 1 row ready, no worker connected; start one\n" in text
     assert (
         "rollouts → rollout: rollout-0 (silent 74 s), rollout-1 (2 rows), rollout-2 (2 rows) and 6 more "
         "→ reward: no worker → train: none\n"
@@ -298,7 +299,9 @@ def test_doctor_begins_with_the_verdict_and_draws_the_stages() -> None:
 
 
 def test_top_begins_with_the_verdict() -> None:
-    assert plain(top_lines(frame(ADDRESS, None, stats(), MISSING), 80)).startswith("✗ rollouts: nobody works on reward")
+    assert plain(top_lines(frame(ADDRESS, None, stats(), MISSING), 80)).startswith(
+        "✗ rollouts/reward: 8 rows ready, no worker connected"
+    )
 
 
 def spill(**known):

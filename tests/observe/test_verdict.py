@@ -30,7 +30,7 @@ def test_each_wait_is_followed_to_the_task_that_waits_for_no_other(lengths: tupl
     found = verdict(*chain(length, broken))
     name = chr(ord("a") + broken)
     assert (found.state, found.task, found.trouble) == ("missing", name, True)
-    assert found.text == f"{TABLE}: nobody works on {name}; start it"
+    assert found.text == f"{TABLE}/{name}: {ROWS} rows ready, no worker connected; start one"
     assert found.short == f"{name}: no worker"
 
 
@@ -123,7 +123,7 @@ def test_a_table_without_producers(left: Departed | None, rows_put: int, state: 
     said = answer(stages, sessions={"3": session(3, "trainer")}, waiting=[wait(3, "trainer", "train")])
     known = stats(tables=one_table({"train": task()}, rows_live=0, rows_put=rows_put, rows_done=rows_put))
     found = verdict(known, said)
-    assert (found.state, "nobody puts rows" in found.text) == (state, True)
+    assert (found.state, "no producer connected" in found.text) == (state, True)
 
 
 def test_workers_that_go_on_are_no_trouble_however_long_they_take() -> None:
@@ -162,7 +162,7 @@ def test_a_finished_job_says_so_and_keeps_its_summary_once_the_server_is_gone() 
     assert ended(found, "gone").text == found.text
     cut_off = ended(verdict(*chain(2, 0)), "no server runs at x")
     assert (cut_off.state, cut_off.trouble) == ("gone", True)
-    assert cut_off.also == [f"before that: {TABLE}: nobody works on a; start it"]
+    assert cut_off.also == [f"before that: {TABLE}/a: {ROWS} rows ready, no worker connected; start one"]
     assert ended(None, "gone").also == []
 
 
@@ -170,6 +170,9 @@ def test_a_queue_without_work() -> None:
     assert verdict(stats(), DoctorAnswer(now_s=1.0, tables={}, waiting=[], sessions={})).text == "no tables yet"
     idle = verdict(stats(tables=one_table({"train": task()}, rows_live=0, rows_put=0)), answer([]))
     assert (idle.state, idle.trouble) == ("idle", False)
+    assert idle.text == f"nothing to do: no unfinished rows (0 done, 0 dropped); {TABLE} is still open"
+    left = verdict(stats(tables=one_table({"train": task()}, rows_live=3)), answer([]))
+    assert (left.state, left.text) == ("idle", "idle: 3 rows unfinished, no stage works on them")
 
 
 def test_defects_and_losses_come_first_and_do_not_hide_what_else_is_wrong() -> None:
@@ -177,7 +180,7 @@ def test_defects_and_losses_come_first_and_do_not_hide_what_else_is_wrong() -> N
     hurt = msgspec.structs.replace(known, server=server(internal_errors=2))
     found = verdict(hurt, said)
     assert (found.state, found.text) == ("defect", "the server met 2 defects of its own")
-    assert found.also == [f"{TABLE}: nobody works on a; start it"]
+    assert found.also == [f"{TABLE}/a: {ROWS} rows ready, no worker connected; start one"]
     lost = msgspec.structs.replace(known.tables[TABLE], dropped={"lost": 3})
     assert verdict(msgspec.structs.replace(known, tables={TABLE: lost}), said).state == "lost"
 
@@ -186,7 +189,7 @@ def test_tasks_without_a_worker_are_told_together() -> None:
     stages = [PipelineStage(task=""), PipelineStage(task="judge"), PipelineStage(task="train")]
     lonely = task(ready=ROWS, unattended_s=40.0, age_s=30.0)
     found = verdict(stats(tables=one_table({"judge": lonely, "train": lonely})), answer(stages))
-    assert found.text == f"{TABLE}: nobody works on judge and train; start them"
+    assert found.text == f"{TABLE}: no worker connected for judge and train; start them"
     young = msgspec.structs.replace(lonely, age_s=1.0)
     found = verdict(stats(tables=one_table({"judge": young, "train": young})), answer(stages))
     assert (found.state, found.trouble) == ("waiting", False), "the rows came a second ago"

@@ -98,7 +98,7 @@ def test_a_task_that_no_session_works_on(bench, boss):
     bench.pass_time(5)
     assert verdict_of(boss).trouble is False
     later(bench, 10, trainer)
-    assert verdict_of(boss).text == "t: nobody works on rollout; start it"
+    assert verdict_of(boss).text == "t/rollout: 2 rows ready, no worker connected; start one"
     finish(rollout, "rollout")
     rollout.ask(m.Goodbye())
     boss.ask(boss.put(2))
@@ -184,7 +184,7 @@ def test_a_table_into_which_no_session_puts(bench, boss):
     later(bench, 11, trainer)
     found = verdict_of(boss)
     assert (found.state, found.trouble) == ("starved", True)
-    assert found.text == "t: nobody puts rows; the last producer left 11 s ago (maker, its connection ended)"
+    assert found.text == "t: no producer connected; its last producer left 11 s ago (maker, its connection ended)"
 
 
 def test_a_job_that_finished(bench, boss):

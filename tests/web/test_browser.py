@@ -275,7 +275,7 @@ def test_a_page_that_is_opened_late_shows_the_trouble_that_was(driver: webdriver
             pass
         found = Page(driver, link)
         shown = found.until("#troubles-list", r"\d\d:\d\d:\d\d to \d\d:\d\d:\d\d")
-        assert "late: nobody puts rows" in shown
+        assert "late: no producer connected" in shown
         assert driver.execute_script("return document.querySelectorAll('#pipeline path.trouble').length") == 1
         assert found.text("#state") == "live"
         found.picture("trouble-that-was")

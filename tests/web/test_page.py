@@ -145,7 +145,7 @@ def test_frames_show_tables_rates_ages_staleness_the_doctor_and_the_arena(page, 
     assert first["frame"]["stats"]["server"]["capacity_bytes"] == 64 << 20
     report = first["report"]
     assert any(one["task"] == "reward" for one in report["symptoms"]["tables"]["rows"])
-    assert "nobody works on" in report["verdict"]["text"]
+    assert "no worker connected" in report["verdict"]["text"]
     assert [one["task"] for one in report["stages"]["rows"]] == ["", "train", "reward"]
     queue.table("rows").put(x=[4.0], policy_version=0)
     put = first["frame"]["stats"]["tables"]["rows"]["rows_put"] + 1

@@ -6,7 +6,7 @@ from transferqueue.observe.verdict import QueueVerdict
 from transferqueue.web.page.troubles import TROUBLES_MAX, Troubles
 
 
-def verdict(state="missing", text="rows: nobody works on train; start it", task="train"):
+def verdict(state="missing", text="rows/train: 2 rows ready, no worker connected; start one", task="train"):
     trouble = state not in ("healthy", "waiting")
     return QueueVerdict(state=state, trouble=trouble, mark="", text=text, short=text, table="rows", task=task)
 
@@ -14,7 +14,7 @@ def verdict(state="missing", text="rows: nobody works on train; start it", task=
 def test_a_trouble_is_kept_with_its_words_after_it_ended():
     troubles = Troubles()
     troubles.see(10.0, verdict())
-    troubles.see(12.0, verdict(text="rows: nobody works on train; its last worker left"))
+    troubles.see(12.0, verdict(text="rows/train: 2 rows ready, no worker connected; its last worker left"))
     (lasting,) = troubles.all
     assert (lasting.from_s, lasting.until_s) == (10.0, None)
     assert lasting.text.endswith("its last worker left"), "as it was last"

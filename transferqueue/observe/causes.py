@@ -1,9 +1,11 @@
-"""What the waits of a queue end at. Pure.
+"""Follow each wait of a queue to its cause. Does no I/O.
 
-A request waits for rows of a task. Its rows are ready, and no worker takes them; or its workers hold them and are
-silent; or its leases fail; or its rows lack a column, and the task that gives the column is looked at next; or there
-are no rows, and the producers are looked at. Producers may wait for room, which the tasks make that are not done with
-the rows, or for rows of another table. What the search ends at is a cause.
+A request waits for rows of a task. The search examines that task:
+
+- Its rows are ready and no worker leases them, or its workers are silent with rows, or its leases fail: a cause.
+- Its rows lack a column: the search goes on to the tasks that give the column.
+- It has no rows: the search goes on to the producers. They may wait for room, which other tasks of the table free, or
+  for rows of another table.
 """
 
 from __future__ import annotations
@@ -36,7 +38,18 @@ SINCE_EVER: Final = float("inf")
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """What a wait ends at. since_s: how long that lasts (None: as long as the wait that led there)."""
+    """The cause of a wait.
+
+    Attributes:
+        state: Kind of the cause; `ORDER` ranks them.
+        text: One sentence.
+        short: The same in a few words.
+        table: The table, or "".
+        task: The task, or "".
+        remedy: The advice, or "".
+        chain: The waits that lead to the cause, the first first.
+        since_s: Seconds that the cause has lasted. None: as long as the wait that led to it.
+    """
 
     state: State
     text: str
@@ -53,7 +66,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
         return ORDER.index(self.state), -(self.since_s or 0.0)
 
 
-# ---------------------------------------------------------------- causes that no wait need lead to
+# ---------------------------------------------------------------- causes without a wait
 
 
 def of_the_server(stats: Stats) -> list[Cause]:
@@ -119,7 +132,7 @@ def _silent(workers: Sequence[Worker], what: str, table: str = "", chain: tuple[
 
 
 class Search:
-    """Follows waits. Each wait, and each task that is not done, begins a search; a search looks at each task once."""
+    """Follows each wait, and each task with unfinished rows, to its cause. A search examines a task once."""
 
     def __init__(self, stats: Stats, answer: DoctorAnswer, stages: Mapping[str, Sequence[TableStage]]) -> None:
         self.stats, self.answer, self.stages = stats, answer, stages
@@ -130,7 +143,7 @@ class Search:
         self.asker = ""
 
     def causes(self) -> list[Cause]:
-        """The cause of each wait, and of each task that nobody waits for."""
+        """The cause of each wait, and of each task with unfinished rows."""
         found = [self._of_wait(wait) for wait in sorted(self.answer.waiting, key=lambda wait: -wait.waited_s)]
         for table, stages in self.stages.items():
             for stage in stages:
@@ -156,7 +169,7 @@ class Search:
         )
 
     def _after(self, wait: Waiting) -> Cause | None:
-        """What a waiting request waits for in the end."""
+        """The cause of one waiting request."""
         if wait.request == "Lease" and (stage := self._stage(wait.table, wait.task)) is not None:
             return self._task(wait.table, stage)
         if wait.request in ("Put", "Reserve", "Grant"):
@@ -176,7 +189,7 @@ class Search:
     # ------------------------------------------------------------ tasks
 
     def _task(self, table: str, stage: TableStage) -> Cause | None:
-        """Why the task does not go on. None: it waits for itself."""
+        """The cause that stops the task. None: this search has examined it already."""
         if not self._enter(table, stage.task):
             return None
         if stage.failing:
@@ -213,7 +226,7 @@ class Search:
         return _missing(table, stage)
 
     def _columns(self, table: str, stage: TableStage) -> Cause | None:
-        """Rows lack columns: look at the tasks that give them."""
+        """Rows lack columns: examine the tasks that give them."""
         causes = [self._column(table, stage, name, lacking) for name, lacking in stage.lacks.items()]
         return min((cause for cause in causes if cause is not None), key=lambda cause: cause.rank, default=None)
 
@@ -237,7 +250,7 @@ class Search:
     # ------------------------------------------------------------ producers
 
     def _producers(self, table: str, stage: TableStage) -> Cause | None:
-        """The task has no rows, or not enough: look at those who put them."""
+        """The task has no rows, or not enough: examine the producers."""
         stats = self.stats.tables[table]
         producers = self._stage(table, "")
         if stats.sealed or producers is None or not self._enter(table, ""):
@@ -257,18 +270,18 @@ class Search:
         if producers.workers:
             return _silent(producers.workers, f"; no rows come into {table}", table)
         stats, left = self.stats.tables[table], producers.left
-        last = f"; the last producer left {span(left.ago_s)} ago ({left.label}, {left.how})" if left else ""
+        last = f"; its last producer left {span(left.ago_s)} ago ({left.label}, {left.how})" if left else ""
         all_done = stats.rows_put and not stats.rows_live and not (left and left.died)
         return Cause(
             state="waiting" if all_done else "starved",
-            text=f"{table}: nobody puts rows{last}",
+            text=f"{table}: no producer connected{last}",
             short=f"{table}: no rows come",
             table=table,
             remedy="Start a producer, or seal the table if all rows are in.",
         )
 
     def _room(self, wait: Waiting) -> Cause | None:
-        """A producer waits for room: look at the tasks that are not done with the rows."""
+        """A producer waits for room: examine the tasks with unfinished rows."""
         tables = [wait.table] if wait.table else list(self.stages)
         causes = [
             self._task(table, stage)
@@ -308,12 +321,12 @@ class Search:
 
 
 def _reserving(producers: TableStage) -> list[Worker]:
-    """The producers that make rows for which they have room."""
+    """The producers that are not silent and have reserved rows."""
     return [worker for worker in producers.workers if worker.state != "silent" and worker.rows]
 
 
 def _limit(table: TableStats) -> str:
-    """Which limit of the table is reached."""
+    """The usage and the reached limit of the table."""
     if table.bytes_limit is not None and table.bytes >= table.bytes_limit:
         return f"{size(table.bytes)} of {size(table.bytes_limit)}"
     if table.outstanding_limit is not None and table.outstanding >= table.outstanding_limit:
@@ -322,7 +335,7 @@ def _limit(table: TableStats) -> str:
 
 
 def _behind(cause: Cause | None, stage: TableStage, what: str) -> Cause | None:
-    """`cause`, as what `stage` waits for."""
+    """`cause`, with `stage` at the head of its chain."""
     if cause is None:
         return None
     return msgspec.structs.replace(cause, chain=(f"{stage.name} waits for {what}", *cause.chain))
@@ -349,9 +362,10 @@ def _failing(table: str, stage: TableStage) -> Cause:
 def _missing(table: str, stage: TableStage) -> Cause:
     left = stage.left
     last = f"; its last worker left {span(left.ago_s)} ago ({left.label}, {left.how})" if left else ""
+    advice = "start it again" if left else "start one"
     return Cause(
         state="missing",
-        text=f"{table}: nobody works on {stage.name}{last}; start it{' again' if left else ''}",
+        text=f"{table}/{stage.name}: {rows(stage.ready)} ready, no worker connected{last}; {advice}",
         short=f"{stage.name}: no worker",
         table=table,
         task=stage.task,
@@ -384,7 +398,7 @@ def _at_work(table: str, stage: TableStage, workers: Sequence[Worker]) -> Cause:
 
 
 def _stale(table: str, stats: TableStats, answer: DoctorAnswer) -> Cause | None:
-    """All rows that ended of late were too old for the pacing task, which got none."""
+    """All rows that ended lately were too old for the pacing task, which got none."""
     ends = answer.pipelines[table].ends if table in answer.pipelines else {}
     stale = sum(ends.get(reason, 0) for reason in STALE_ENDS)
     if not stale or ends.get("acked") or stats.pacing_task is None:
@@ -420,7 +434,7 @@ def _times(number: int) -> str:
 
 
 def one_line(text: str) -> str:
-    """Text of another process, on one line and not too long."""
+    """Text of another process, on one line of at most `TEXT_MAX` characters."""
     line = " ".join(text.split())
     return line if len(line) <= TEXT_MAX else f"{line[:TEXT_MAX]}…"
 

@@ -1,7 +1,7 @@
-"""What is wrong with a queue, in one sentence. Pure.
+"""The verdict on a queue: its worst trouble in one sentence. Does no I/O.
 
-Each wait is followed to its cause (`causes`). The worst cause is the verdict, and the others follow it. A cause that
-lasts less than the reader's patience is no verdict yet: stages that keep pace wait for moments all the time.
+`causes` follows each wait to its cause. The worst cause is the verdict; the others follow it. A cause younger than the
+reader's patience is no verdict yet, because stages that keep pace wait for moments all the time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from transferqueue.observe.causes import ORDER, Cause, Search, State, listed, of_the_server, one_line, silent_holders
 from transferqueue.observe.diagnosis import Diagnosis, diagnose
 from transferqueue.observe.stages import TableStage, all_stages
-from transferqueue.observe.units import count
+from transferqueue.observe.units import count, rows
 from transferqueue.wire.answers.doctor import DoctorAnswer
 from transferqueue.wire.answers.stats import Stats, TableStats
 
@@ -29,9 +29,17 @@ PATIENCE_S: Final = 10.0
 class QueueVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """One sentence about the whole queue.
 
-    trouble: someone must act. mark: ✗, … or ✓. short: the text in a few words, for the title of a window. table, task:
-    where, or "". remedy: what to do, or "". chain: the waits that lead there, the first first. also: further troubles,
-    the worst first.
+    Attributes:
+        state: Kind of the cause.
+        trouble: Whether it ends only if someone acts.
+        mark: ✗, … or ✓.
+        text: The sentence.
+        short: The sentence in a few words, for the title of a window.
+        table: The table, or "".
+        task: The task, or "".
+        remedy: The advice, or "".
+        chain: The waits that lead to the cause, the first first.
+        also: Further troubles, the worst first.
     """
 
     state: State
@@ -47,7 +55,7 @@ class QueueVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wrong with a queue, its stages by table, and who waits for what."""
+    """The verdict on a queue, its stages by table, and its waits."""
 
     verdict: QueueVerdict
     stages: dict[str, list[TableStage]]
@@ -55,12 +63,12 @@ class QueueReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report(stats: Stats, answer: DoctorAnswer, *, patience_s: float = PATIENCE_S) -> QueueReport:
-    """The report on a queue, from what its server answers to `Observe("stats")` and `Observe("doctor")`.
+    """Report on a queue from the answers of its server to `Observe("stats")` and `Observe("doctor")`.
 
     Args:
-        stats: Its tables that `answer` does not know are left out.
+        stats: Of all tables; those that `answer` lacks are left out.
         answer: Of all tables, or of one.
-        patience_s: A wait, a silence or an absence shorter than this is no trouble. 10 s unless given.
+        patience_s: A wait, a silence or an absence shorter than this is no trouble. Default: 10.
     """
     stages = all_stages(stats, answer)
     known = msgspec.structs.replace(stats, tables={name: stats.tables[name] for name in stages})
@@ -72,9 +80,14 @@ def report(stats: Stats, answer: DoctorAnswer, *, patience_s: float = PATIENCE_S
 
 
 def ended(last: QueueVerdict | None, why: str) -> QueueVerdict:
-    """The verdict once the server is gone. last: the verdict before; a finished job stays finished. why: the error."""
+    """The verdict once the server is gone.
+
+    Args:
+        last: The verdict before; a finished job stays finished.
+        why: The error.
+    """
     if last is not None and last.state == "finished":
-        return msgspec.structs.replace(last, remedy="The server has ended; this is what it said last.")
+        return msgspec.structs.replace(last, remedy="The server has ended; this is its last report.")
     before = [] if last is None else [f"before that: {last.text}"]
     return _said(Cause(state="gone", text="the server is gone", short="server gone", remedy=one_line(why)), before)
 
@@ -114,7 +127,7 @@ def _said(cause: Cause, also: Sequence[str] = ()) -> QueueVerdict:
 
 
 def _quiet(stats: Stats, stages: Mapping[str, Sequence[TableStage]]) -> QueueVerdict:
-    """The verdict where nothing waits for long: the tables that have work, else those that ended, else none."""
+    """The verdict of a queue without long waits: it works, has finished, or is idle."""
     tables = stats.tables
     busy = [name for name, of in stages.items() if not _has_ended(tables[name]) and any(map(_is_attended, of))]
     if busy:
@@ -127,7 +140,12 @@ def _quiet(stats: Stats, stages: Mapping[str, Sequence[TableStage]]) -> QueueVer
         return _said(Cause(state="finished", text=f"finished: {total}{reasons}", short=f"finished: {count(done)} done"))
     if not tables:
         return _said(Cause(state="idle", text="no tables yet", short="no tables yet"))
-    return _said(Cause(state="idle", text=f"idle: {total}; no stage has work", short="idle"))
+    if live := sum(table.rows_live for table in tables.values()):
+        return _said(Cause(state="idle", text=f"idle: {rows(live)} unfinished, no stage works on them", short="idle"))
+    still_open = [name for name, table in tables.items() if not table.sealed]
+    be = "is" if len(still_open) == 1 else "are"
+    text = f"nothing to do: no unfinished rows ({total}); {listed(still_open)} {be} still open"
+    return _said(Cause(state="idle", text=text, short="idle"))
 
 
 def _is_attended(stage: TableStage) -> bool:
@@ -149,8 +167,7 @@ def _reasons(tables: Iterable[TableStats]) -> str:
 
 
 def _merged(causes: Iterable[Cause]) -> list[Cause]:
-    """The causes, each once; several tasks of one table without a worker are one cause, and so is all silence: the
-    first."""
+    """Each cause once. All silence is one cause, and so are all tasks of a table without a worker."""
     alike: dict[tuple[State, str, str], Cause] = {}
     known = list(causes)
     silent = [cause for cause in known if cause.state == "silent"][:1]
@@ -169,5 +186,5 @@ def _merged(causes: Iterable[Cause]) -> list[Cause]:
 def _all_missing(table: str, same: list[Cause]) -> Cause:
     tasks = listed([cause.task for cause in same])
     return msgspec.structs.replace(
-        same[0], text=f"{table}: nobody works on {tasks}; start them", short=f"{tasks}: no worker"
+        same[0], text=f"{table}: no worker connected for {tasks}; start them", short=f"{tasks}: no worker"
     )

@@ -193,7 +193,7 @@ def _channels(frame: StatsFrame, width: int) -> list[Text]:
             Text("weights ", style="dim").append(name, style="bold not dim"),
             Text(f"version {channel.newest}"),
             Text(units.size(channel.bytes)),
-            Text("applied " + (", ".join(applied) or "by nobody")),
+            Text("applied " + (", ".join(applied) or "by no client")),
         ]
         lines += flow(pieces, width, indent=2)
     return lines
@@ -206,7 +206,7 @@ def _tally(applied: dict[str, int]) -> list[tuple[int, int]]:
 
 def _waits(waiting: list[Waiting], width: int) -> list[Text]:
     if not waiting:
-        return [Text("nobody waits", style="dim")]
+        return [Text("no waits", style="dim")]
     lines = [Text("waiting", style="dim")]
     for wait in waiting:
         lines += _wait(wait, width)

@@ -427,7 +427,8 @@ def _copies_lines(table: TableState) -> list[str]:
 
 def _task_line(table: TableState, task: TaskState, now: float) -> str:
     if not task.open_rows:
-        return f'task "{task.task.name}" has nothing to do'
+        state = "sealed" if table.sealed else "still open"
+        return f'task "{task.task.name}" has nothing to do: no unfinished rows; the table is {state}'
     if _never_progresses(table, task):
         return explain_stranded(table, task, now)
     if task.failing:

@@ -31,7 +31,7 @@ function doctor(found) {
   const told = [...Object.entries(found.tables), ["", found.elsewhere]];
   const lines = told.flatMap(([table, findings]) =>
     findings.map((one) => made("li", table ? `${table}: ${one.text}` : one.text)));
-  at("doctor").replaceChildren(...(lines.length ? lines : [made("li", "nobody")]));
+  at("doctor").replaceChildren(...(lines.length ? lines : [made("li", "no waits")]));
 }
 
 // The troubles of the last hour, the newest first; the one that lasts comes before.
