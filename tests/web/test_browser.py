@@ -144,7 +144,7 @@ def test_tables_and_tasks_are_live_with_rates_and_ages(page: Page) -> None:
 
 
 def test_staleness_the_arena_and_the_weights_are_told(page: Page) -> None:
-    assert "(bound: 2)" in page.until(".lags + .facts", "Staleness at hand-over")
+    assert "(limit: 2)" in page.until(".lags + .facts", "Staleness at lease")
     assert 0 < float(page.driver.find_element(By.ID, "arena").get_attribute("value") or 0) <= 1
     assert re.search(r"[KM]iB lent of 64.0 MiB", page.text("#arena-text"))
     page.until("#channels tbody", r"^policy\d+2, [\d.]+ KiB.*of 1$")

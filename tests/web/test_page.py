@@ -279,7 +279,7 @@ def test_no_more_streams_than_the_most(page):
 
 
 def test_a_place_that_is_taken_is_told(page, queue, capfd):
-    with pytest.raises(UsageError, match="could not be started; it said why above"):
+    with pytest.raises(UsageError, match="could not be started; its error is above"):
         start_page(queue.address, f"127.0.0.1:{page.port}", TOKEN)
     assert f"web address 127.0.0.1:{page.port} cannot be listened at" in capfd.readouterr().err
 

@@ -1,6 +1,6 @@
-"""The command line: `transferqueue demo | serve | top | inspect | doctor | version`.
+"""The command line, `transferqueue COMMAND`. `app` registers the commands.
 
-This file must load with the core alone: typer and rich come with the extra ``[cli]``.
+This file loads with the core alone; typer and rich come with the extra ``[cli]``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What a shell completes: tables and rows of a server that runs, pages and public names.
+"""Shell completion: tables and rows of a running server, pages and public names.
 
-A completion never prints an error and never keeps a person waiting: where no server answers within `COMPLETE_S`,
-nothing is completed.
+A completion prints no error and does not wait long: without an answer within `COMPLETE_S`, it offers nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from transferqueue.client import Queue
 
 COMPLETE_S: Final = 0.5
-"""A server on this machine answers in milliseconds; who presses Tab waits for no other."""
+"""A server on this machine answers in milliseconds; a person who presses Tab does not wait longer."""
 EVENTS_LOOKED_AT: Final = 64
 ROWS_SHOWN: Final = 20
 
@@ -34,8 +33,7 @@ def complete_table(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def complete_row(context: typer.Context, incomplete: str) -> list[Candidate]:
-    """Rows that begin so, of the named table, of the latest events, the latest row first, with what happened to
-    each."""
+    """Rows of the named table that begin so, from its latest events, the latest first, each with its last event."""
     table = context.params.get("table") or ""
     rows = _asked(context, lambda queue: _recent_rows(queue, table)) if table else []
     return [row for row in rows if row[0].startswith(incomplete)][:ROWS_SHOWN]
@@ -68,9 +66,9 @@ def _connected(context: typer.Context) -> Iterator[Queue]:
 
 def _recent_rows(queue: Queue, table: str) -> list[Candidate]:
     end = queue.events(table).next
-    told: dict[int, str] = {}
+    latest: dict[int, str] = {}
     for event in queue.events(table, after=max(end - EVENTS_LOOKED_AT, 0)).events:
         for row in event.rows[-ROWS_SHOWN:]:
-            told.pop(row, None)
-            told[row] = f"{event.what} {event.task}".strip()
-    return [(str(row), what) for row, what in reversed(told.items())]
+            latest.pop(row, None)
+            latest[row] = f"{event.what} {event.task}".strip()
+    return [(str(row), what) for row, what in reversed(latest.items())]

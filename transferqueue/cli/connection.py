@@ -1,4 +1,4 @@
-"""Find the server that a command speaks to, and connect to it for the time of the command."""
+"""Find the server of a command, and connect to it for the time of the command."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ def connected(address: str, *, label: str) -> Iterator[Queue]:
 
 
 def check_sockets(address: str) -> None:
-    """`Unreachable` at once where a socket file is missing or nothing listens: waiting for it would only keep a person
-    waiting.
+    """`Unreachable` at once if a socket file is missing or no process listens, instead of a wait.
 
-    A server that was killed leaves its socket file, and the kernel refuses the connection. One that is slow, or
-    stopped, is waited for.
+    A server that was killed leaves its socket file, and the kernel refuses the connection. The command waits
+    for a slow or stopped server.
     """
     from transferqueue.errors import Unreachable
     from transferqueue.transport import parse_address, split_addresses
@@ -47,7 +46,7 @@ def check_sockets(address: str) -> None:
                 f"no server runs at {place}: {reason}; start one: transferqueue serve --address {place}"
             ) from error
         except OSError:
-            continue  # no answer, or not for this user: to connect says more
+            continue  # no answer, or not for this user: connect() says more
 
 
 def _probe(place: Address) -> None:

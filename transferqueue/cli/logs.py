@@ -1,4 +1,4 @@
-"""Where log lines of a command go: stderr, as text or as JSON."""
+"""Log lines of a command: to stderr, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -64,8 +64,7 @@ class TextLines(logging.Formatter):
 
 
 def log_to_stderr(level: str | None, *, as_json: bool) -> None:
-    """Send the logs of ``transferqueue`` to stderr. Does nothing if neither is given. `UsageError` for a level that is
-    none."""
+    """Send the logs of ``transferqueue`` to stderr. Does nothing without both. `UsageError` for an unknown level."""
     from transferqueue.errors import UsageError
 
     if level is None and not as_json:

@@ -1,4 +1,4 @@
-"""What the commands that run a flow share: signals end it in order, and a stage that failed has its last words."""
+"""Shared by commands that run a flow: signals end it in order, and a failed stage prints its traceback."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def last_words_shown() -> Iterator[None]:
 
 @contextmanager
 def resumable(folder: RunFolder) -> Iterator[None]:
-    """Say how to go on with a run that ended early."""
+    """Print the command that continues a run that ended early."""
     try:
         yield
     except BaseException:

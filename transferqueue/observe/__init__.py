@@ -1,1 +1,1 @@
-"""Metrics, timeline and doctor: what a deployment is doing, and why."""
+"""Metrics, verdicts, traces and machine checks of a deployment."""

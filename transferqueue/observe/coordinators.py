@@ -13,7 +13,7 @@ from transferqueue.wire.answers.stats import Stats
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True):
-    """What a coordinator said of one moment."""
+    """Both answers of a coordinator, of one moment."""
 
     stats: Stats
     doctor: DoctorAnswer
@@ -22,7 +22,7 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
 def looks(
     stats: Mapping[str, Stats | UnreachableCoordinator], answers: Mapping[str, DoctorAnswer | UnreachableCoordinator]
 ) -> dict[str, Look | UnreachableCoordinator]:
-    """Both answers of each coordinator in `answers`; or that it did not give one of them."""
+    """Both answers of each coordinator in `answers`, or its failure to give one."""
     found: dict[str, Look | UnreachableCoordinator] = {}
     for address, answer in answers.items():
         counts = stats[address]

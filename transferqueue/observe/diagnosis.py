@@ -1,7 +1,6 @@
-"""Who waits for what in a running queue: sentences from the server's answer to `Observe("doctor")`.
+"""The waits of a running queue and their reasons: sentences from the server's answer to `Observe("doctor")`.
 
-The server explains each request that waits; the ledger describes tasks without a waiting request. What of it is wrong,
-`verdict` says.
+The server explains each waiting request; the ledger describes tasks without one. `verdict` finds the trouble in them.
 """
 
 from __future__ import annotations
@@ -30,9 +29,13 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """The findings of every table: waits, silent sessions, then tasks without a wait. elsewhere: waiting requests that
-    concern no table. channels: the state of each weight channel; requests that wait for a version or an update slot are
-    in elsewhere."""
+    """The findings of a queue.
+
+    Attributes:
+        tables: By table: waits, silent sessions, then tasks without a wait.
+        elsewhere: Waiting requests of no table, those for a version or an update slot included.
+        channels: The state of each weight channel.
+    """
 
     tables: dict[str, list[Finding]]
     elsewhere: list[Finding]
@@ -40,7 +43,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def diagnose(answer: DoctorAnswer) -> Diagnosis:
-    """Find for each table what waits in it and why."""
+    """Collect the findings of each table and channel."""
     known = {name: _table(name, tasks, answer) for name, tasks in answer.tables.items()}
     others = [wait for wait in answer.waiting if wait.table not in answer.tables]
     channels = {name: [Finding(task="", text=text) for text in texts] for name, texts in answer.channels.items()}
@@ -55,7 +58,7 @@ def _table(name: str, tasks: list[TaskDiagnosis], answer: DoctorAnswer) -> list[
 
 
 def _waits(waiting: list[Waiting]) -> list[Finding]:
-    """One finding for all sessions with the same request and reason, in the order of the longest wait."""
+    """One finding for all sessions with the same request and reason, the longest wait first."""
     alike: dict[tuple[str, str, str], list[Waiting]] = {}
     for wait in sorted(waiting, key=lambda wait: -wait.waited_s):
         alike.setdefault((wait.request, wait.task, wait.why), []).append(wait)

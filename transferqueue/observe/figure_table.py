@@ -1,5 +1,4 @@
-"""Figures that a process shows on the page: a small table, published as the newest version of a weight channel of its
-own.
+"""Figures that a process shows on the page: a small table, the newest version of its own weight channel.
 
 A channel named ``TABLE/figures/NAME`` holds one array ``value``, a `FigureTable` in JSON. The page shows the newest
 version of each, under the title.
@@ -62,7 +61,7 @@ def has_figures(channel: str) -> bool:
 
 
 def decode(encoded: bytes) -> FigureTable:
-    """Return the table of a channel's bytes. Raises `UsageError` if they are none."""
+    """Return the table of a channel's bytes. `UsageError` for other bytes."""
     try:
         return msgspec.json.decode(encoded, type=FigureTable)
     except msgspec.DecodeError as error:

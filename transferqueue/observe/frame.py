@@ -13,8 +13,15 @@ from transferqueue.wire.answers.stats import Stats, TableStats, TaskStats
 
 
 class StatsFrame(msgspec.Struct, frozen=True, kw_only=True):
-    """One frame. interval_s: the time over which the rates were measured; None in the first frame, which has no rates.
-    verdict: None where only `stats` was asked for."""
+    """One frame.
+
+    Attributes:
+        address: The coordinator.
+        stats: Its statistics.
+        rates: Rates of each table since the previous frame.
+        interval_s: Seconds of the rates. None: the first frame, which has none.
+        verdict: The verdict. None: only `stats` was requested.
+    """
 
     address: str
     interval_s: float | None
@@ -58,7 +65,7 @@ class TaskRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TableRates(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows per second into a table and out of it. tasks: those in both frames."""
+    """Rows per second into and out of a table, and of each task in both frames."""
 
     put_s: float
     done_s: float
@@ -70,8 +77,7 @@ def rates(before: Stats, after: Stats) -> dict[str, TableRates]:
     """Rates of every table that can be compared between two snapshots of the same server: counters only grow, so a rate
     is a difference.
 
-    None between snapshots of two runs of a server or of one moment, and none of a table that was dropped and made again
-    in between.
+    None between two runs of a server or within one moment; a table that was made again has no rates.
     """
     seconds = after.now_s - before.now_s
     if before.epoch != after.epoch or seconds <= 0:

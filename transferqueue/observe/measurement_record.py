@@ -1,6 +1,6 @@
 """Records of measurements: one JSON file of at most 10 KB a measurement, written the same way by every command.
 
-A record says what was measured (kind, commit, command), when and on what (start, load, machine, versions), and its
+A record has the measurement (kind, commit, command), its time and machine (start, load, machine, versions), and its
 results. A result is one line, ``[name, unit, n, median, p10, p90]``: `n` samples and their median, 10th and 90th
 percentile, with three significant digits. Counts are exact. A record holds no raw samples: a command that has them
 writes them to a file of its own.
@@ -46,7 +46,7 @@ PACKAGES: Final = (
 
 
 class MeasuredResult(NamedTuple):
-    """One metric: how many samples, their median, and the values that 10 % and 90 % of them do not exceed.
+    """One metric: the number of samples, their median, 10th and 90th percentile.
 
     unit: s, bytes, ratio, 1/s, or count.
     """
@@ -60,11 +60,12 @@ class MeasuredResult(NamedTuple):
 
 
 class MeasurementRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one measurement found, and on what.
+    """The results of one measurement, and its circumstances.
 
-    commit: of the code in use, with a note if files differed from it; "" where that is unknown. load: average number of
-    runnable processes over the last minute, at start and end. details: what a reader of this kind needs beside the
-    results, such as settings, assumptions and notes on single results.
+    Attributes:
+        commit: Commit of the code in use, with a note if files differed from it; "" if unknown.
+        load: Average number of runnable processes over the last minute, at start and end.
+        details: Settings, assumptions and notes on single results, by kind of measurement.
     """
 
     kind: str
@@ -94,7 +95,7 @@ class MeasurementRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 def load_record(path: Path) -> MeasurementRecord:
-    """Read a record. Raises ValueError if the file is not one."""
+    """Read a record. ValueError for another file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=MeasurementRecord)
     except msgspec.DecodeError as error:
@@ -105,8 +106,7 @@ def load_record(path: Path) -> MeasurementRecord:
 
 
 class Measurement:
-    """A measurement that is under way: when it began and how busy the machine was then. Make it before the first
-    sample."""
+    """A measurement under way: its start, and the load then. Make it before the first sample."""
 
     def __init__(self) -> None:
         self.start = datetime.now(UTC)
@@ -120,7 +120,7 @@ class Measurement:
         versions: Mapping[str, str] | None = None,
         details: Mapping[str, Any] | None = None,
     ) -> MeasurementRecord:
-        """The record, with the load as it is now. versions: default those of this process."""
+        """The record, with the present load. versions: default those of this process."""
         return MeasurementRecord(
             kind=kind,
             commit=commit_in_use(),
@@ -150,7 +150,7 @@ def summarize(name: str, unit: str, samples: Iterable[float]) -> MeasuredResult:
 
 
 def single(name: str, unit: str, value: float) -> MeasuredResult:
-    """The result of one sample, or of a value that was computed from several."""
+    """The result of one sample, or of a value computed from several."""
     return summarize(name, unit, [value])
 
 
@@ -167,7 +167,7 @@ def _significant(value: float) -> float:
     return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
 
 
-# ---------------------------------------------------------------- where and with what
+# ---------------------------------------------------------------- circumstances
 
 
 def commit_in_use() -> str:
@@ -210,7 +210,7 @@ def _processor() -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of the packages that matter, in this environment."""
+    """Versions of the relevant packages in this environment."""
     versions = {}
     for name in PACKAGES:
         try:

@@ -1,15 +1,14 @@
-"""Write the statistics of a deployment as Prometheus text, for all endpoints. Pure: from `Stats` to bytes.
+"""Write the statistics of a deployment as Prometheus text, for all endpoints. Does no I/O.
 
-Rules:
-
-- Nothing is kept between two scrapes. A scrape shows the server's statistics, and a restart of the server resets its
+- A scrape has no memory of the one before. It shows the server's statistics, and a restart of the server resets its
   counters.
 - Names, types and help texts are those of the figures (`transferqueue.wire.answers.answer`), with ``transferqueue_``
-  and the place before the name, and Prometheus' rules: base units (bytes, seconds) at the end, ``_total`` after
+  and the place before the name, by Prometheus' conventions: base units (bytes, seconds) at the end, ``_total`` after
   counters, one label for each word of the place (table, task, channel).
 - An unknown value has no sample: the age of nothing is not 0.
-- The format is version 0.0.4, "Text-based format" of prometheus.io/docs/instrumenting/exposition_formats. It is a line
-  a sample, so it is written here, and read back in a test by Prometheus' own library.
+- The format is version 0.0.4, "Text-based format" of prometheus.io/docs/instrumenting/exposition_formats. It has a line
+  a
+  sample, so this module writes it itself; a test reads it with Prometheus' own library.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ class Family(NamedTuple):
 
 
 def exposition(stats: Stats, more: Iterable[Family] = ()) -> bytes:
-    """`stats` in the Prometheus text format, UTF-8. more: families that an adapter adds, under a prefix of its own."""
+    """`stats` in the Prometheus text format, UTF-8. more: families of an adapter, under its own prefix."""
     families = (*_server(stats), *_tables(stats), *_tasks(stats), *_channels(stats), *more)
     return "".join(line for family in families for line in _lines(family)).encode()
 
 
-# ---------------------------------------------------------------- what is told
+# ---------------------------------------------------------------- families
 
 
 def _same(*figures: str) -> dict[str, str]:
-    """Figures whose metrics have their names, with base units."""
+    """Figures whose metrics keep their names, with base units."""
     return {name: f"{name.removesuffix('_s')}_seconds" if name.endswith("_s") else name for name in figures}
 
 
@@ -198,7 +197,7 @@ def _one(metric: str, figure: Figure, value: float) -> Family:
     return Family(metric, "gauge", figure.meaning, [((), value)])
 
 
-# ---------------------------------------------------------------- how it is written
+# ---------------------------------------------------------------- text
 
 
 def _lines(family: Family) -> Iterator[str]:

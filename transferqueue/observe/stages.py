@@ -1,4 +1,4 @@
-"""The stages of a table in the order in which rows pass them, each with its workers. Pure.
+"""The stages of a table in the order in which rows pass them, each with its workers. Does no I/O.
 
 A task comes after the tasks that give what it needs. The first stage is the producers: the sessions that put rows. A
 worker is a session that has asked for rows of the task (of a producer: that has put or reserved some) and is still
@@ -25,8 +25,17 @@ StageState = Literal["moves", "waits", "idle", "failing", "silent", "missing"]
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):
-    """One session in one stage. rows: that it holds there (a producer: has reserved). waits: in the server's words, or
-    ""."""
+    """One session in one stage.
+
+    Attributes:
+        name: Its label.
+        state: Its state.
+        rows: Rows that it leases there; of a producer, that it has reserved.
+        silent_s: Seconds since its last message.
+        session: Its number.
+        waits: The reason of its wait, in the server's words, or "".
+        waited_s: Seconds that it has waited. None: it does not wait.
+    """
 
     name: str
     state: WorkerState
@@ -38,11 +47,13 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TableStage(msgspec.Struct, frozen=True, kw_only=True):
-    """A task, or (task "") the producers, with its workers and the rows that it is not done with. lacks, left: as in
-    `PipelineStage`.
+    """A task, or (task "") the producers, with its workers and its unfinished rows.
 
-    unattended_s: for how long rows have been ready while no session held or asked for any. since_s: how long its oldest
-    lease lasts.
+    Attributes:
+        unattended_s: Seconds that rows have been ready while no session held or requested any.
+        since_s: Age of its oldest lease, in seconds.
+        lacks: As in `PipelineStage`.
+        left: As in `PipelineStage`.
     """
 
     task: str
@@ -68,12 +79,12 @@ class TableStage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The name of the task; "producers" of those who put."""
+        """The name of the task, or "producers"."""
         return self.task or PRODUCERS
 
     @property
     def open_rows(self) -> int:
-        """Rows that the task is not done with."""
+        """Number of unfinished rows of the task."""
         return self.ready + self.leased + self.incomplete + self.retrying
 
 
@@ -83,8 +94,7 @@ def all_stages(stats: Stats, answer: DoctorAnswer) -> dict[str, list[TableStage]
 
 
 def in_order(stages: Iterable[PipelineStage]) -> list[PipelineStage]:
-    """Each stage after those that give what it needs; as declared where that leaves a choice, or where they need each
-    other."""
+    """Each stage after the stages that give its needs; otherwise, and in a circle of needs, as declared."""
     left = {stage.task: stage for stage in stages}
     before = {stage.task: _givers(stage, left.values()) for stage in left.values()}
     ordered: list[PipelineStage] = []
@@ -95,7 +105,7 @@ def in_order(stages: Iterable[PipelineStage]) -> list[PipelineStage]:
 
 
 def _givers(stage: PipelineStage, others: Iterable[PipelineStage]) -> set[str]:
-    """The tasks that give what the stage needs, other than itself."""
+    """The other tasks that give fields that the stage needs."""
     needs = set(stage.needs) - set(stage.gives)
     return {other.task for other in others if other is not stage and not needs.isdisjoint(other.gives)}
 

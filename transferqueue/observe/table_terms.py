@@ -1,4 +1,4 @@
-"""The terms of a table as `inspect` shows them: which task needs or gives a field, and policies in words."""
+"""The terms of a table as `inspect` shows them: the tasks that need or give each field, and policies in words."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from transferqueue.wire.answers.stats import TableStats
 
 
 class FieldTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """One field. inline: its values live in the ledger, with the row."""
+    """One field. `inline`: its values live in the ledger, with the row."""
 
     name: str
     type: str
@@ -35,7 +35,7 @@ class FieldTerms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """One task. unknown: needs that no field of the table satisfies yet."""
+    """One task. `unknown`: needs that no field of the table satisfies yet."""
 
     name: str
     needs: list[str]
@@ -49,7 +49,7 @@ class TaskTerms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TableDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """One table: its terms, and where it stands."""
+    """One table: its terms and its counts."""
 
     name: str
     fields: list[FieldTerms]
@@ -71,7 +71,7 @@ def table_terms(
     retention: Retention,
     stats: TableStats,
 ) -> TableDescription:
-    """Terms of one table, from what a handle on it knows."""
+    """Terms of one table, from the values of its handle."""
     return TableDescription(
         name=name,
         fields=[_field(field, tasks.values()) for field in fields.values()],
@@ -85,7 +85,7 @@ def table_terms(
 
 
 def policy_text(policy: object) -> str:
-    """A policy as it is written in a program, defaults left out: ``Fifo``, ``Complete(deadline_s=30)``."""
+    """A policy as a program writes it, without defaults: ``Fifo``, ``Complete(deadline_s=30)``."""
     if not isinstance(policy, msgspec.Struct):
         return repr(policy)
     differing = [
@@ -97,7 +97,7 @@ def policy_text(policy: object) -> str:
 
 
 def pacing_sentence(pacing: Pacing | None) -> str:
-    """What paces production, in words; "" if nothing does."""
+    """The pacing of production in words; "" without pacing."""
     if pacing is None:
         return ""
     words = [

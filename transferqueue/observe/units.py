@@ -1,4 +1,4 @@
-"""Format numbers for people: bytes, counts, spans of time, rates. Pure; used by sentences and screens."""
+"""Format numbers for people: bytes, counts, spans of time, rates. For sentences and screens."""
 
 from __future__ import annotations
 

@@ -1,2 +1,1 @@
-"""The web page that shows a running queue, and the HTTP service. `access` decides who may use them; `__main__` is their
-process."""
+"""The web page of a running queue, and the HTTP service. `access` admits requests; `__main__` is their process."""

@@ -1,9 +1,8 @@
 """The process of the page, ``python -m transferqueue.web page ADDRESS HOST:PORT``, and, with ``service``, of the HTTP
-service. Started by ``transferqueue serve --web`` and ``--http``.
+service. ``transferqueue serve --web`` and ``--http`` start it.
 
-It is a process of its own, so that it costs the server no more than one client does. It reads one line with its token
-and that of the metrics from its standard input. When the other end of that pipe closes, the server is gone, and this
-process ends.
+As a process of its own, it costs the server no more than one client. It reads a line with its token and that of the
+metrics from standard input, and ends when the server closes that pipe.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ for rows, and a session has at most 1024 waits, which include abandoned waits th
 
 
 def main(arguments: list[str]) -> int:
-    """Serve until standard input ends. The exit code is 1 if serving is impossible; stderr says why."""
+    """Serve until standard input ends. Exits with code 1, and the reason on stderr, if it cannot serve."""
     kind, address, where = arguments
     token, metrics_token = sys.stdin.readline(2 * (TOKEN_CHARS_MAX + 1)).split()
     try:

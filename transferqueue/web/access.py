@@ -1,15 +1,12 @@
-"""Access to the page and to the HTTP service. Pure.
-
-Rules:
+"""Access to the page and to the HTTP service. Does no I/O.
 
 - The page listens at a loopback host only: unencrypted data stays on the machine (use ``ssh -L`` from elsewhere).
 - Every request must name, as its Host, an address at which the page listens. So a site whose name resolves to this
   machine gets nothing. A request with an Origin must come from the page itself.
 - Every request must bring a token: in the link that `serve` printed, in the cookie that replaces the link (not readable
   by scripts, sent to no other site), or as ``Authorization: Bearer``. Tokens are compared in constant time.
-- There are three tokens. The token of the page opens the page, and that of the service the service, each at its own
-  port only. The token of the metrics opens `/metrics` at both and nothing else, so that a Prometheus needs no token
-  that opens more.
+- Of the three tokens, that of the page opens the page and that of the service the service, each at its own port only.
+  The token of the metrics opens `/metrics` at both and nothing else, which suffices for a Prometheus.
 - The link leads to ``/`` only, and its token is exchanged there only, so the redirect never follows an address from the
   request.
 - `AccessPolicy` sees a request before any other code does. A refused request is not parsed and reaches no route.
@@ -72,7 +69,7 @@ class AccessPolicy:
     def refuses(
         self, path: str, headers: Mapping[str, str], cookies: Mapping[str, str], link_token: str | None = None
     ) -> AccessDenied | None:
-        """The refusal of a request; None if it is admitted. link_token: the token in its link, if any."""
+        """The refusal of a request; None admits it. link_token: the token in its link, or None."""
         if headers.get("host", "") not in self._hosts:
             return AccessDenied(
                 HTTPStatus.MISDIRECTED_REQUEST, f"this page is at {', '.join(sorted(self._hosts))} only"

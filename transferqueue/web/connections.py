@@ -1,6 +1,4 @@
-"""The connections of the page and of the HTTP service: how many there may be, and how long each may take.
-
-Rules:
+"""Limits on the connections of the page and of the HTTP service: their number, and the time of each.
 
 1. The server keeps at most ``most`` connections. When one more comes, it closes the oldest connection that has no
    admitted request: a connection that is idle, that has sent half a head, or whose request was refused. So connections
@@ -11,7 +9,7 @@ Rules:
 3. A connection that sends nothing after an answer is closed after `idle_s` seconds.
 4. A request that is answered before its body arrived (a refusal) may send the rest of the body for `head_s` seconds: a
    connection that is closed at once may lose the answer.
-5. A client takes its answer at `answer_bytes_per_s` or faster, after `stall_s` seconds of grace. A slower one is cut
+5. A client reads its answer at `answer_bytes_per_s` or faster, after `stall_s` seconds of grace. A slower one is cut
    off.
 
 An admitted request that waits for rows has no deadline here: its own ``timeout_s`` ends it. `bodies` bounds the time
@@ -43,7 +41,7 @@ _TOO_LATE: Final = h11.Response(status_code=408, headers=[("connection", "close"
 
 
 def configured(app: ASGIApp, most: int, deadlines: ConnectionDeadlines | None = None) -> uvicorn.Config:
-    """Configure uvicorn to serve `app` over at most `most` connections, by the rules of this module."""
+    """Configure uvicorn to serve `app` over at most `most` connections, within the limits of this module."""
     places = ConnectionPlaces(most, deadlines or ConnectionDeadlines())
     return uvicorn.Config(
         app,
@@ -57,7 +55,7 @@ def configured(app: ASGIApp, most: int, deadlines: ConnectionDeadlines | None = 
         server_header=False,
         lifespan="off",
         ws="none",
-        timeout_graceful_shutdown=3,  # open pages are told within a second that the server is gone
+        timeout_graceful_shutdown=3,  # open pages learn within a second that the server is gone
     )
 
 
@@ -72,7 +70,7 @@ class Server(uvicorn.Server):
 
 
 class ConnectionDeadlines(NamedTuple):
-    """Time limits of a connection, as the rules say. idle_s: longer than the usual interval of a Prometheus."""
+    """Time limits of a connection (module docstring). idle_s exceeds the usual interval of a Prometheus."""
 
     head_s: float = 5.0
     idle_s: int = 15
@@ -113,7 +111,7 @@ class ConnectionPlaces:
 
 
 class HttpConnection(H11Protocol):
-    """A connection of uvicorn that follows the rules of this module."""
+    """A connection of uvicorn within the limits of this module."""
 
     def __init__(
         self, places: ConnectionPlaces, *, _loop: asyncio.AbstractEventLoop | None = None, **given: Any
@@ -144,7 +142,7 @@ class HttpConnection(H11Protocol):
             self._within(self._deadlines.head_s)
 
     def handle_events(self) -> None:
-        """Act on what was read; a whole head ends its deadline."""
+        """Handle the bytes read; a whole head ends its deadline."""
         before = self.cycle
         super().handle_events()
         if self.cycle is not before and not self.flow.write_paused:

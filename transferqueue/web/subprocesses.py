@@ -1,5 +1,4 @@
-"""Start the processes of the page and of the HTTP service for `serve`. They start when the server listens, and end when
-the server's process ends."""
+"""Start the processes of the page and of the HTTP service for `serve`. They end with the server's process."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ Kind = Literal["page", "service"]
 KINDS: Final[dict[str, Kind]] = {"web": "page", "http": "service"}
 """The process that each option of `serve` starts."""
 START_S: Final = 30.0
-"""The process loads its libraries in half a second; where many others start at that moment, in many seconds."""
+"""The process loads its libraries in half a second; on a busy machine, in many seconds."""
 CONNECT_S: Final = (len(KINDS) + 1) * START_S
 """The server answers a page once all pages have started."""
 
@@ -33,12 +32,20 @@ def check_installed() -> None:
 def start_page(
     address: str, where: str, token: str, kind: Kind = "page", *, metrics_token: str | None = None
 ) -> tuple[subprocess.Popen[str], str]:
-    """Start the page (or HTTP service) of the server at `address`. Returns its process and its link, which contains the
-    token: a password.
+    """Start the page (or HTTP service) of the server at `address`. It ends with this process.
 
-    metrics_token: opens `/metrics` alone (None: only `token` opens it).
+    Args:
+        address: The server.
+        where: HOST:PORT to listen at.
+        token: Opens the page.
+        kind: The page or the service. Default: "page".
+        metrics_token: Opens `/metrics` alone. Default: None, only `token` opens it.
 
-    The process ends when this process ends in any way. `UsageError` if the page cannot be started.
+    Returns:
+        The process, and the link, which contains the token: a password.
+
+    Raises:
+        UsageError: The page did not start.
     """
     process = subprocess.Popen(
         [sys.executable, "-m", "transferqueue.web", kind, address, where],
@@ -59,6 +66,6 @@ def start_page(
         process.stdin.close()
         process.stdout.close()
         process.wait()
-        why = "it said why above" if readable else f"it did not listen within {START_S:g} s"
+        why = "its error is above" if readable else f"it did not listen within {START_S:g} s"
         raise UsageError(f"the {kind} at {where} could not be started; {why}")
     return process, f"{url}?token={token}"

@@ -1,5 +1,4 @@
-"""The tokens of the page, of the HTTP service and of the metrics: new ones, or those in a directory with one file for
-each.
+"""The tokens of the page, of the HTTP service and of the metrics: new, or kept in a file each in a directory.
 
 Each token opens one thing (`access`), so no two may be equal.
 """
@@ -17,7 +16,7 @@ from transferqueue.errors import UsageError
 
 TOKEN_CHARS_MAX: Final = 256
 NAMES: Final = ("page", "service", "metrics")
-"""What the tokens open, and the names of their files."""
+"""Names of the tokens and of their files."""
 _TOKEN_CHARS_MIN: Final = 20
 """Characters of an alphabet of 64: 120 bits."""
 _TOKEN: Final = re.compile(rf"[A-Za-z0-9_\-]{{{_TOKEN_CHARS_MIN},{TOKEN_CHARS_MAX}}}")
@@ -34,10 +33,12 @@ def new_tokens() -> dict[str, str]:
 
 
 def kept_tokens(directory: Path) -> dict[str, str]:
-    """The tokens in the files ``page``, ``service`` and ``metrics`` of `directory`. Missing files (0600) and the
-    directory (0700) are made.
+    """The tokens in the files ``page``, ``service`` and ``metrics`` of `directory`.
 
-    `UsageError` if others than its owner may read a file, if a file holds no token, or if two hold the same.
+    Makes missing files (0600) and the directory (0700).
+
+    Raises:
+        UsageError: Other users may read a file, a file holds no token, or two hold the same.
     """
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
@@ -59,9 +60,10 @@ def kept_tokens(directory: Path) -> dict[str, str]:
 
 
 def kept_token(path: Path) -> str:
-    """The token in the file at `path`, which is made (0600) if there is none.
+    """The token in the file at `path`. Makes the file (0600) if it is missing.
 
-    `UsageError` if others than its owner may read it, or if it holds no token: 20 to 256 letters, digits, ``_ -``.
+    Raises:
+        UsageError: Other users may read it, or it holds no token (20 to 256 letters, digits, ``_ -``).
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)

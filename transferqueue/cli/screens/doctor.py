@@ -1,4 +1,4 @@
-"""The screen of `doctor`: the verdict, the stages of each table, and who waits for what."""
+"""The screen of `doctor`: the verdict, the stages of each table, and the waits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def doctor_lines(report: QueueReport, width: int) -> list[Text]:
 
 
 def _symptoms(diagnosis: Diagnosis, width: int) -> list[Text]:
-    """Who waits for what: tables, weight channels, and what concerns neither."""
+    """The waits of tables, of weight channels, and all others."""
     parts = [
         *diagnosis.tables.items(),
         *((f"weights {name}", findings) for name, findings in diagnosis.channels.items()),

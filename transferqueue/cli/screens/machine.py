@@ -1,4 +1,4 @@
-"""The screen of `doctor` without an address: the checks of this machine, and their remedies."""
+"""The screen of `doctor --machine`: the checks of this machine, and their remedies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The screen of `inspect TABLE ROW`: one row's whole life."""
+"""The screen of `inspect TABLE ROW`: the life of one row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNSET: Final = -1
 
 
 def row_lines(life: RowLife, width: int) -> list[Text]:
-    """Lines of the whole screen; a row that ended has neither fields nor tasks any more."""
+    """Lines of the whole screen; an ended row has neither fields nor tasks."""
     parts = [
         _head(life, width),
         _fields(life, width) if life.fields else [],

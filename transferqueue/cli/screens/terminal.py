@@ -20,7 +20,7 @@ from transferqueue.errors.text import visible, visible_json, visible_lines
 
 
 class Screen(Console):
-    """A console whose own escapes (colours, the live display) are the only ones that reach the terminal."""
+    """A console that lets only its own escapes (colours, the live display) reach the terminal."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Yield the segments to write, with control characters made visible."""
@@ -51,7 +51,7 @@ def say(text: object, *, err: bool = False) -> None:
 
 
 def say_ready(addresses: Iterable[str]) -> None:
-    """Print ``ready`` and the addresses at once: whoever started this process reads that line from a pipe."""
+    """Print ``ready`` and the addresses at once: the program that started this process reads the line from a pipe."""
     say(" ".join(["ready", *addresses]))
     sys.stdout.flush()
 

@@ -19,7 +19,7 @@ _PACES: Final = " ◂"
 
 
 def top_lines(frame: StatsFrame, width: int) -> list[Text]:
-    """Lines of the whole screen, none longer than `width` unless a name is."""
+    """Lines of the whole screen, none longer than `width` except by a long name."""
     verdict = [*verdict_lines(frame.verdict, width), Text()] if frame.verdict else []
     lines = [*verdict, *_head(frame, width), Text()]
     if not frame.stats.tables:
@@ -42,7 +42,7 @@ def _head(frame: StatsFrame, width: int) -> list[Text]:
 
 
 def _turns(server: ServerStats) -> list[Text]:
-    """Turns that took too long, so that all other requests waited; nothing if there was none."""
+    """Turns of the server that took too long, and made other requests wait; empty without any."""
     requests = server.turns.get("request")
     if requests is None or not requests.late:
         return []
@@ -71,7 +71,7 @@ def _shards(server: ServerStats) -> list[Text]:
 
 
 def _spill(server: ServerStats) -> list[Text]:
-    """What is on the disk, if there is one."""
+    """The spilled blocks, if the server spills."""
     if (spill := server.spill) is None:
         return []
     text = _arena("spill ", spill.bytes, spill.bytes_max)

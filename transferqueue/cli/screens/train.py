@@ -1,6 +1,4 @@
-"""The progress and the end of a training job: a bar with the latest figures at a terminal, else a line every ten steps;
-then a table.
-"""
+"""The progress of a training job, as a bar at a terminal or a line every ten steps; at the end, a table."""
 
 from __future__ import annotations
 
@@ -31,14 +29,14 @@ class Watch(Protocol):
     """Receives every event of a run."""
 
     def __call__(self, label: str, event: Event) -> None:
-        """Take in an event of process ``label``."""
+        """Show an event of process ``label``."""
 
     def started(self, labels: Iterable[str]) -> None:
-        """The processes with these labels run now."""
+        """Show the labels of the running processes."""
 
 
 class JobFigures:
-    """The latest figures of a job: reward or loss, staleness, rows a second, and how long the trainer waits."""
+    """The latest figures of a job: reward or loss, staleness, rows a second, share of time that the trainer waits."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -46,7 +44,7 @@ class JobFigures:
         self._steps: list[tuple[float, dict[str, Any]]] = []
 
     def add(self, event: Event) -> bool:
-        """Take in an event; whether it changed anything that is shown."""
+        """Add an event. Returns whether a shown figure changed."""
         from transferqueue.workflows.flow.events import Figures
 
         if not isinstance(event, Figures) or event.kind not in ("step", "evaluation"):

@@ -26,7 +26,7 @@ _NARROW: Final = 100
 
 
 def verdict_lines(verdict: QueueVerdict, width: int) -> list[Text]:
-    """The verdict, what to do, and what else is wrong."""
+    """The verdict, its remedy, and further troubles."""
     style = "bold red" if verdict.trouble else "bold green" if verdict.state in _GOOD else "bold"
     lines = wrap(Text(verdict.text, style=style), width, indent=2)
     lines[0] = Text(f"{verdict.mark} ", style=style).append_text(lines[0][2:])

@@ -1,4 +1,4 @@
-"""Whether this machine can run a queue: every check, in the order in which a person would mend things."""
+"""All checks of this machine, in the order in which a person would mend them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108  (the kernel's shared memo
 
 
 class Section(msgspec.Struct, frozen=True):
-    """Checks that belong together."""
+    """Related checks under a title."""
 
     title: str
     checks: list[Check]
 
 
 def check_machine(*, runtime: Path, arena_bytes: int | None = None, memory: Path = SHARED_MEMORY) -> list[Section]:
-    """Look at everything. arena_bytes: the ceiling that an arena is wanted with, None for the default. Takes
-    about a tenth of a second (seconds where columns are to cross by NIXL, which is loaded), leaves nothing behind,
-    raises nothing."""
+    """Run all checks. Takes about a tenth of a second, seconds with NIXL. Leaves nothing behind, and raises nothing.
+
+    arena_bytes: the wanted ceiling of an arena; None for the default."""
     if platform.system() != "Linux":
         return [
             Section("kernel", kernel_checks(memory=memory, runtime=runtime)),

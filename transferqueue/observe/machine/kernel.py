@@ -1,8 +1,8 @@
-"""Kernel features the queue stands on, each really tried: a version number says less than a call.
+"""Try each kernel feature that the queue needs: a call proves more than a version number.
 
-pidfd tells at once that a local session died; flock tells whether its views can still exist; a memfd
-holds the arena of an embedded queue; MADV_REMOVE gives cold pages back; posix_fallocate turns a full
-shared memory into an error instead of SIGBUS.
+pidfd reports the death of a local session at once; a free flock proves that its views are gone; a memfd holds the arena
+of an embedded queue; MADV_REMOVE gives cold pages back; posix_fallocate turns a full shared memory into an error
+instead of SIGBUS.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _probe_file(directory: Path) -> Iterator[int]:
 
 
 def _removed_bytes(descriptor: int) -> int:
-    """Bytes of the file that a hole over all of it gave back; OSError if it gave none."""
+    """Bytes that punching out the whole file gave back; OSError if none."""
     os.ftruncate(descriptor, _PROBE_BYTES)
     with mmap.mmap(descriptor, _PROBE_BYTES) as pages:
         pages[:] = b"\xff" * _PROBE_BYTES

@@ -20,7 +20,7 @@ _EXTRA: Final = re.compile(r"""extra\s*==\s*["'](?P<extra>[^"']+)["']""")
 
 
 class Requirement(msgspec.Struct, frozen=True):
-    """One declared dependency. extra: "" for the core."""
+    """A declared dependency. `extra` is "" for the core."""
 
     name: str
     least: str

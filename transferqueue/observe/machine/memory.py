@@ -1,7 +1,7 @@
 """Check the room for an arena: shared memory, the machine's memory, address space, and overcommit.
 
-An arena's ceiling costs address space only; pages are taken as rows arrive. So less room than the ceiling
-is a warning (the queue fills earlier than its limit says), and no room at all a failure.
+An arena's ceiling costs address space only; rows take pages as they arrive. So less room than the ceiling is a warning
+(the queue fills before its limit), and no room at all a failure.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def memory_checks(*, arena_bytes: int | None, memory: Path) -> list[Check]:
 
 def shared_memory(wanted: int, memory: Path) -> Check:
     """Size and free space of the file system that holds served arenas. Without it a server uses a memfd, which
-    works, but whose pages no one can see or account for in the file system."""
+    works, but its pages are invisible in the file system."""
     subject = "shared memory"
     if not (memory.is_dir() and os.access(memory, os.W_OK | os.X_OK)):
         finding = f"{memory} is not a directory that can be written; a server will use a memfd"

@@ -1,4 +1,4 @@
-"""What carries columns between this machine and others: a stream, or a carrier beside it."""
+"""The carrier of columns between this machine and others: a stream, or RDMA."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _SUBJECT: Final = "columns cross by"
 
 
 def network_checks(devices: Path | None = None) -> list[Check]:
-    """The RDMA devices of this machine, and what a server or client with this environment would use. devices: as the
-    kernel lists them; None: where it does."""
+    """The RDMA devices of this machine, and the carrier of servers and clients in this environment. devices: the
+    directory in which the kernel lists them; None: the usual one."""
     try:
         from transferqueue.transport.bulk.carriers import BYTES_VARIABLE, STREAM
         from transferqueue.transport.system.rdma import DEVICES, rdma_devices
     except ImportError as error:  # a library that transport needs is missing, and `doctor` says which under "libraries"
-        return [warn(_SUBJECT, f"nothing: {error}", "install what is missing under libraries")]
+        return [warn(_SUBJECT, f"nothing: {error}", "install the missing libraries, listed under libraries")]
     listed = ", ".join(rdma_devices(devices or DEVICES)) or "none: columns cross over TCP"
     return [ok("RDMA devices", listed), carrier(os.environ.get(BYTES_VARIABLE) or STREAM)]
 
 
 def carrier(setting: str) -> Check:
-    """What this setting of `TRANSFERQUEUE_BYTES` means on this machine."""
+    """The effect of this setting of `TRANSFERQUEUE_BYTES` on this machine."""
     from transferqueue.transport.bulk.carriers import BYTES_VARIABLE, STREAM, chosen_carrier
 
     try:

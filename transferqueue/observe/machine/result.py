@@ -11,8 +11,7 @@ Verdict = Literal["ok", "warn", "fail"]
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one check. found: the state of the subject. remedy: what to do; empty if and only if the verdict is
-    ok."""
+    """The result of one check: the state found, and the remedy, empty if and only if the verdict is ok."""
 
     subject: str
     verdict: Verdict
@@ -36,7 +35,7 @@ def fail(subject: str, found: str, remedy: str) -> Check:
 
 
 def tried(subject: str, attempt: Callable[[], str], *, otherwise: Verdict, remedy: str) -> Check:
-    """Call `attempt`, which returns what it found. If it raises OSError, the verdict is `otherwise`."""
+    """Call `attempt`, which returns the state found. If it raises OSError, the verdict is `otherwise`."""
     try:
         return ok(subject, attempt())
     except OSError as error:

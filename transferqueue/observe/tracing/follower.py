@@ -1,4 +1,4 @@
-"""Follow the rows of a queue: ask the server what happened, and give away the trace of each row that ended."""
+"""Follow rows of a queue by the events of its server, and export the trace of each row that ended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Export = Callable[[RowTrace, Mapping[int, str]], None]
 
 
 class _FollowedTable:
-    """A table, and how far its history was read. ahead_s: the clock of this process less that of the server."""
+    """A table, the position in its events, and the lead of this process's clock over the server's (ahead_s)."""
 
     def __init__(self, name: str, position: int) -> None:
         self.traces = TableTraces(name)
@@ -38,12 +38,11 @@ class _FollowedTable:
 
 
 class RowFollower:
-    """Follows one row in `every` of all tables of `queue`, from now on, and calls `export` with each one's trace when
-    the row has ended.
+    """Follows one row in `every` of all tables of `queue`, from now on, and calls `export` with the trace of each row
+    that ended.
 
-    Call `look` at least once a second: the server remembers about 4,096 requests of a table. Where events were missed,
-    or the server was started again, the rows in flight end as ``unknown``. `close` ends those that are still followed,
-    likewise.
+    Call `look` at least once a second: the server keeps the events of about 4,096 requests of a table. After missed
+    events or a restart of the server, the rows in flight end as ``unknown``. `close` ends the remaining rows so too.
     """
 
     def __init__(
@@ -59,11 +58,11 @@ class RowFollower:
 
     @property
     def skipped(self) -> int:
-        """Rows without a trace, because too many others were followed at their put."""
+        """Rows without a trace, because too many others had one at their put."""
         return sum(table.traces.skipped for table in self._tables.values())
 
     def look(self) -> None:
-        """Read what happened since the last look. Blocks for a request or two of each table."""
+        """Read the events since the last look. Blocks for a request or two of each table."""
         names = self._queue.tables()
         for gone in self._tables.keys() - set(names):
             self._give(self._tables.pop(gone).traces.end(self._clock(), "table dropped"))
@@ -72,7 +71,7 @@ class RowFollower:
         self._begin_at = 0
 
     def close(self) -> None:
-        """Give away what is still followed. Asks the server nothing."""
+        """Export the traces of the remaining rows. Sends the server no request."""
         for table in self._tables.values():
             self._give(table.traces.end(self._clock(), UNKNOWN_END))
         self._tables.clear()
@@ -100,8 +99,7 @@ class RowFollower:
             self._give(table.traces.add(event, table.ahead_s + answer.now_s - event.ago_s))
 
     def _learn_names(self, table: str, sessions: set[int]) -> None:
-        """Ask who is connected when a session appears that has no name yet. One that is gone by then keeps its
-        number."""
+        """Ask the server for the names of new sessions. A session that is gone by then keeps its number."""
         if not sessions - self._names.keys() - {0}:
             return
         home = by_coordinator(self._queue.address, self._queue.sessions())[self._queue.coordinator_of(table)]

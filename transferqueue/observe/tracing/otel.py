@@ -1,5 +1,4 @@
-"""Row traces as OpenTelemetry spans. The SDK does the rest: sampling, batches, export, and its settings by ``OTEL_``
-variables.
+"""Row traces as OpenTelemetry spans. The SDK samples, batches and exports them, by its ``OTEL_`` variables.
 
 Needs the extra ``[tracing]``.
 """
@@ -25,9 +24,8 @@ Attributes = dict[str, str | int]
 def tracer_provider(*, console: bool) -> TracerProvider:
     """A provider that sends spans over OTLP/HTTP, or with `console` prints them to standard output.
 
-    Where to, and with which headers, name and sampler, say ``OTEL_EXPORTER_OTLP_ENDPOINT`` (default
-    ``http://localhost:4318``) and the other variables of the SDK. The service is called ``transferqueue`` unless they
-    call it otherwise.
+    ``OTEL_EXPORTER_OTLP_ENDPOINT`` (default ``http://localhost:4318``) and the other variables of the SDK set the
+    collector, headers, service name (default ``transferqueue``) and sampler.
     """
     resource = Resource.create({"service.name": "transferqueue"}).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource)
@@ -42,13 +40,13 @@ class SpanExport:
         self._tracer = tracer
 
     def __call__(self, trace: RowTrace, names: Mapping[int, str]) -> None:
-        """Start and end the spans of this row at once, with their own times. names: of sessions, by number."""
+        """Start and end the spans of this row, with their own times. names: of sessions, by number."""
         root = self._tracer.start_span(
             f"{trace.table} row", Context(), attributes=_of_row(trace, names), start_time=_ns(trace.began_s)
         )
         for mark in trace.marks:
-            told = {"transferqueue.task": mark.task, "transferqueue.detail": mark.detail}
-            root.add_event(mark.what, {name: text for name, text in told.items() if text}, _ns(mark.at_s))
+            attributes = {"transferqueue.task": mark.task, "transferqueue.detail": mark.detail}
+            root.add_event(mark.what, {name: text for name, text in attributes.items() if text}, _ns(mark.at_s))
         inside = set_span_in_context(root, Context())
         for lease in trace.leases:
             self._add_lease(trace, lease, inside, names)

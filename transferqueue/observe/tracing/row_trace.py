@@ -1,13 +1,11 @@
-"""One row's way through a table, put together from events of the server. Pure: no clock, no I/O, no OpenTelemetry.
+"""Assemble the trace of a row from events of the server. Reads no clock, does no I/O, knows no OpenTelemetry.
 
-Rules:
-
-- A trace begins with the put of its row and ends with the row: done, or dropped. A row whose put was not seen has no
+- A trace begins with the put of its row and ends with the row: done, or dropped. A row without a seen put has no
   trace.
-- ``leased`` begins a lease span of its task. The next event of the row for that task ends it: an ack, a release, or why
-  the lease was taken from its worker. The end of the row ends what is still open.
-- Every other event is a mark on the trace: columns that came, a requeue, a checkpoint.
-- All is bounded: rows that are followed at once, and spans and marks of one row. What is beyond is counted.
+- ``leased`` begins a lease span of its task. The next event of the row for that task ends it: an ack, a release, or the
+  loss of the lease. The end of the row ends its open spans.
+- Every other event is a mark on the trace: new columns, a requeue, a checkpoint.
+- Rows followed at once, and spans and marks of one row, are limited; the excess is counted.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ TAKEN: Final = "taken away"
 
 
 class Mark(NamedTuple):
-    """An event of a row that is no lease. at_s: seconds since 1970."""
+    """An event of a row other than a lease. at_s: seconds since 1970."""
 
     at_s: float
     what: str
@@ -41,8 +39,8 @@ class Mark(NamedTuple):
 
 @dataclass(slots=True)
 class LeaseSpan:
-    """One lease of the row. worker: number of the session that held it. outcome: the event that ended it, in the
-    server's words, "" before."""
+    """One lease of the row. worker: number of its session. outcome: the event that ended it, in the server's words, or
+    ""."""
 
     task: str
     worker: int
@@ -63,10 +61,12 @@ class LeaseSpan:
 
 @dataclass(slots=True)
 class RowTrace:
-    """One row from its put to its end. put_by: number of a session. state: done, dropped, or why its end is not known,
-    "" before.
+    """One row from its put to its end.
 
-    omitted: leases and marks beyond the bounds.
+    Attributes:
+        put_by: Number of a session.
+        state: done, dropped, or the reason for which its end is unknown; "" before.
+        omitted: Number of leases and marks beyond the limits.
     """
 
     table: str
@@ -114,7 +114,7 @@ class RowTrace:
 
 
 class TableTraces:
-    """The rows of one table that are followed now."""
+    """The followed rows of one table."""
 
     def __init__(self, table: str, rows_max: int = ROWS_MAX) -> None:
         self.table, self.rows_max = table, rows_max
@@ -123,8 +123,7 @@ class TableTraces:
         self._open: dict[int, RowTrace] = {}
 
     def add(self, event: RowsEvent, at_s: float) -> list[RowTrace]:
-        """Record an event of this table; returns the traces that it ended. at_s: when it happened, seconds since
-        1970."""
+        """Record an event of this table at `at_s` (seconds since 1970); returns the traces that it ended."""
         if event.what == "put":
             return self._begin(event, at_s)
         followed = [self._open[row] for row in event.rows if row in self._open]
@@ -135,13 +134,13 @@ class TableTraces:
         return []
 
     def end(self, at_s: float, state: str) -> list[RowTrace]:
-        """End all traces, because nothing more will be known of their rows."""
+        """End all traces, because no more events of their rows will come."""
         ended = [trace.end(at_s, state) for trace in self._open.values()]
         self._open.clear()
         return ended
 
     def _begin(self, event: RowsEvent, at_s: float) -> list[RowTrace]:
-        """Begin traces. Row ids begin anew in a table that was made again: then what was followed has ended."""
+        """Begin traces. Row ids that begin anew are of a table that was made again: its earlier rows have ended."""
         again = [self._open.pop(row).end(at_s, "gone") for row in event.rows if row in self._open]
         room = max(self.rows_max - len(self._open), 0)
         self.skipped += len(event.rows[room:])

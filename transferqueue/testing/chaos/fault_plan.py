@@ -35,7 +35,7 @@ _SPILL_SERVER_KINDS: Final = {"freeze": 2, "disk_full": 3}
 """Rows on a disk end with their server, so that is not killed."""
 FILL_S: Final = (0.8, 2.0)
 SPILL_FILL_S: Final = (1.5, 4.0)
-"""For so long nobody takes rows of the flood."""
+"""For so long no process leases rows of the flood."""
 DISK_FULL_S: Final = (0.3, 3.0)
 """For so long the disk of a server that spills is full. One with a journal dies of that, and has a new disk in its next
 life."""
@@ -44,8 +44,12 @@ _CUT_WEIGHT: Final = 4.0
 
 
 class ChaosSettings(NamedTuple):
-    """Settings of one run. seconds: for how long faults are injected. tcp: with remote workers behind a proxy. spill:
-    the server keeps nothing through a crash, and has little memory and a disk for cold blocks."""
+    """Settings of one run.
+
+    Attributes:
+        seconds: Duration of the faults.
+        tcp: Whether there are remote workers behind a proxy.
+        spill: Whether the server has little memory and a disk for cold blocks, and no durability."""
 
     seconds: float
     seed: int

@@ -1,7 +1,7 @@
 """The event log of a process: a file of JSON lines, ``[kind, monotonic time, ...]``, that outlives the process.
 
 A line is one `write` to a file opened for appending, so SIGKILL leaves whole lines and at most one incomplete line at
-the end, which readers leave out. The clock is the machine's, so the times of different processes compare.
+the end, which readers skip. The clock is the machine's, so the times of different processes compare.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ProcessLog:
 
 
 class ReadLog:
-    """An event log that was read. role: such as ``reward-1``. life: number of the process, ascending over the run."""
+    """The lines of an event log, its role (``reward-1``), and the number of its process, ascending over the run."""
 
     def __init__(self, path: Path) -> None:
         self.role, life, _ = path.name.split(".")

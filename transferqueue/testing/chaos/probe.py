@@ -1,9 +1,8 @@
-"""The probe: the one process that no fault touches. It calls the server all the time, and so records when the server
-answers.
+"""The probe: the one process without faults. It calls the server all the time, and records when the server answers.
 
-Lines of its event log: ``call`` with the time at which each answered call began; ``again`` where there was no answer;
-``audit`` with the server's own account; ``spill`` with what went to a disk, at the end; ``turns`` with how long the
-server's turns took; ``broken``. The parent sends it the lines ``seal`` and ``end``, and reads its reports on the
+Lines of its event log: ``call`` with the time at which each answered call began; ``again`` for a call without answer;
+``audit`` with the server's own account; ``spill`` with the spilled blocks, at the end; ``turns`` with the times of the
+server's turns; ``broken``. The parent sends it the lines ``seal`` and ``end``, and reads its reports on the
 tables.
 """
 

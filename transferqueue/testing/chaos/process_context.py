@@ -1,4 +1,4 @@
-"""What one process of a run has: its role, its event log, and a wake-up when its parent tells it to stop.
+"""The context of one process of a run: its role, its event log, and a wake-up when its parent stops it.
 
 Processes are forked from one that has loaded everything, so a new one works within milliseconds. Each is killed when
 its parent ends: nothing of a run outlives the run.
@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class ServerEndpoint:
-    """How a role reaches the server. key: its join token; None: the server asks for none."""
+    """The address of the server for a role, and its join token. None: the server has no keys."""
 
     def __init__(self, address: str, key: str | None = None) -> None:
         self.address, self.key = address, key
@@ -39,8 +39,7 @@ class ServerEndpoint:
 
 
 class ProcessContext:
-    """The context of one process of a role. directory: that of the run. life: number of the process, ascending over the
-    run."""
+    """The context of one process of a role. `life`: its number, ascending over the run."""
 
     def __init__(self, directory: Path, endpoint: ServerEndpoint, role: str, life: int, seed: int) -> None:
         self.directory, self.endpoint, self.role, self.life, self.seed = directory, endpoint, role, life, seed
@@ -58,8 +57,8 @@ class ProcessContext:
         return range(first, first + count)
 
     def pace(self, seconds: float) -> None:
-        """Pause between two pieces of work, to bound the load on the machine. Returns at once when the process is told
-        to stop."""
+        """Pause between two pieces of work, to bound the load on the machine. Returns at once when the parent stops the
+        process."""
         if not self.stopping:
             select.select([self._wakeup], [], [], seconds)
 

@@ -45,7 +45,7 @@ class Pipe:
         self.parent_end, self.child_end = (writing, reading) if to_child else (reading, writing)
 
     def send(self, line: bytes) -> None:
-        """Send a line; does nothing if nobody reads any more."""
+        """Send a line; does nothing if the child has closed its end."""
         with suppress(BrokenPipeError):
             os.write(self.parent_end, line + b"\n")
 

@@ -2,7 +2,7 @@
 
 It listens at another host of the loopback network, at the ports of the server. Clients take the port for bulk
 transfers from the server and the host from their own address, so both kinds of connection pass through the proxy. Each
-run has its own two hosts: all ports there are its own, also between two lives of its server, whatever other runs do.
+run has two hosts of its own, and so all their ports, also between two lives of its server.
 Commands are lines of JSON, ``[kind, seconds or port]``: ``port`` (forward this one too), ``delay``, ``stall``,
 ``reset``, ``flip``.
 """
@@ -28,15 +28,14 @@ _RESET: Final = struct.pack("ii", 1, 0)
 
 
 class LoopbackHosts(NamedTuple):
-    """Where the server and the proxy of one run listen."""
+    """The hosts at which the server and the proxy of one run listen."""
 
     server: str
     proxy: str
 
     @classmethod
     def of_one_run(cls) -> LoopbackHosts:
-        """Hosts of this machine alone that nobody else uses: two of sixteen million, by chance. All of 127.0.0.0/8 is
-        loopback."""
+        """Two random hosts of 127.0.0.0/8, all of which is loopback; collisions with other runs are unlikely."""
         network = f"127.{secrets.randbelow(254) + 1}.{secrets.randbelow(256)}"
         host = 2 * secrets.randbelow(127) + 1
         return cls(f"{network}.{host}", f"{network}.{host + 1}")

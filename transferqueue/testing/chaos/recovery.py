@@ -1,4 +1,4 @@
-"""Measure how long recovery took after each death of a process, from the times in the event logs."""
+"""Measure the recovery after each death of a process, by the times in the event logs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Times(NamedTuple):
     samples: list[float]
 
     def at(self, share: float) -> float:
-        """The sample that this share of all does not exceed; 0 without any."""
+        """The quantile of the samples at this share; 0 without samples."""
         return self.samples[min(len(self.samples) - 1, int(share * len(self.samples)))] if self.samples else 0.0
 
 
@@ -50,8 +50,8 @@ def of_leases(faults: Sequence[Fault], logs: Sequence[ReadLog], *, remote: bool)
 
     Only tasks with several workers count: the rows of the only trainer wait for its successor. remote: measure workers
     that reach the server over TCP, whose death the server knows from their silence or the end of their lease; else
-    workers whose socket the kernel closes. Deaths while no server ran, or while every other worker was hurt, are left
-    out: nobody could requeue the rows, or take them.
+    workers whose socket the kernel closes. Deaths while no server ran, or while every other worker had a fault, do
+    not count: no process could requeue or lease the rows.
     """
     away = [at for at, _, target, _ in faults if target == "server"]
     times_s = []

@@ -43,7 +43,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Longest(msgspec.Struct, frozen=True):
-    """The longest turns of one kind of the server's loop, over all serving processes, as far as the probe asked.
+    """The longest turns of one kind of the server's loop, over all serving processes, up to the probe's last call.
 
     seconds: by the clock, so with the time for which the server was frozen or the machine ran something else. busy_s:
     by processor time, of the turns above 20 ms by the clock (0: there was none). late: turns above 20 ms by processor
@@ -57,8 +57,14 @@ class Longest(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """The figures of a run. load: load average of the machine over the last minute, by core. faults: count of each
-    kind. verified: rows leased, of which every byte was compared. turns: by kind."""
+    """The figures of a run.
+
+    Attributes:
+        load: Load average of the machine over the last minute, by core.
+        faults: Count of each kind.
+        verified: Rows leased whose bytes were all compared.
+        turns: The longest turns by kind.
+    """
 
     command: str
     load: float
@@ -81,7 +87,7 @@ class Report(msgspec.Struct, frozen=True):
 
     @property
     def kept(self) -> bool:
-        """Whether every promise was kept."""
+        """Whether the run has no violation."""
         return not self.violations
 
     def lines(self) -> Iterator[str]:
@@ -150,7 +156,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def report(run: ChaosSettings, faults: Sequence[Fault], logs: Sequence[ReadLog], violations: Sequence[str]) -> Report:
-    """Check the event logs of a run and sum it up. violations: found while it ran; with any, the run ended early."""
+    """Check the event logs of a run and sum it up. violations: those seen during the run, which ended it early."""
     account = Account(logs, drained=not violations)
     return Report(
         command=run.command,

@@ -1,4 +1,4 @@
-"""The work of each role of a run, until its process is told to stop or is killed.
+"""The work of each role of a run, until its parent stops or kills its process.
 
 Two tables share one arena. ``rollouts`` is paced: producers reserve, the reward task gives a column with its ack, the
 trainer acks with steps, advances the clock, saves its model and, after its death, rolls back to the saved model.
@@ -11,11 +11,11 @@ Lines of an event log, after kind and time::
     lease     lease, numbers                the rows came, and their bytes were computed again
     ack?      lease                         before its ack
     ack       lease, step                   it returned
-    late      lease                         it was refused: others have the rows
-    rollback  step                          the trainer is as it was then
-    advance?  version                       before the clock is to be this
+    late      lease                         it was refused: other workers have the rows
+    rollback  step                          the trainer returned to that step
+    advance?  version                       before the clock is advanced to it
     again     why                           a wait or a connection ended; the role tries again
-    broken    what                          a promise was broken
+    broken    what                          a violation
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def reward(context: ProcessContext, queue: tq.Queue) -> None:
 
 
 def drain(context: ProcessContext, queue: tq.Queue) -> None:
-    """Take the rows of the flood table."""
+    """Lease the rows of the flood table and ack them."""
     table, payload = queue.table(FLOOD), Payload(context.seed, LARGE_WORDS)
     for batch in _batches(table, "drain", FLOOD_ROWS):
         _verify(context, batch, payload)
@@ -130,7 +130,7 @@ class SavedModel(msgspec.Struct):
 
     @classmethod
     def load(cls, path: Path) -> SavedModel:
-        """The model that was saved last; a model before its first step if there is none."""
+        """The last saved model, or one before its first step."""
         return msgspec.json.decode(path.read_bytes(), type=cls) if path.exists() else cls(-1, 0)
 
     def save(self, path: Path) -> None:

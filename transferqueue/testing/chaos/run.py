@@ -54,11 +54,15 @@ _SOURCES: Final = {*PRODUCERS, *FLOODERS, *REMOTE[:2]}
 
 
 def chaos(run: ChaosSettings, say: Callable[[str], object], keep: Path | None = None) -> Report:
-    """Run it; blocks until the tables are drained after the last fault. say: called with each line of progress.
+    """Run it; blocks until the tables are drained after the last fault.
 
-    keep: a directory for the event logs and the output of all processes; None: nothing is left. It forks, so call it in
-    the main thread of a process without other threads. SIGINT and SIGTERM (`KeyboardInterrupt`) end and remove
-    everything too.
+    It forks, so call it in the main thread of a process without other threads. SIGINT and SIGTERM (`KeyboardInterrupt`)
+    end and remove everything too.
+
+    Args:
+        run: The settings.
+        say: Called with each line of progress.
+        keep: Directory for the event logs and the output of all processes. None: they are removed.
     """
     directory = Path(tempfile.mkdtemp(prefix="tq-chaos-"))
     before = signal.getsignal(signal.SIGINT), signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -299,7 +303,7 @@ class Chaos:
         if not self.violations:
             self._loop.ignore_descriptor(self._server.output)
             if code := self._server.stop():
-                self.violations.append(f"the server was told to stop and ended with exit code {code}")
+                self.violations.append(f"the server ended with exit code {code} after SIGTERM")
 
     def _await_end(self, who: set[str]) -> None:
         def left() -> set[str]:

@@ -1,4 +1,4 @@
-"""The server of a run: ``transferqueue serve --supervise`` as a child process, and the faults that can be done to it.
+"""The server of a run: ``transferqueue serve --supervise`` as a child process, and the faults of a run.
 
 The supervisor starts one serving process after the other. Linux lists the children of a process and the ports at which
 it listens. So this module finds the serving process, and the port for bulk transfers that it chose, without asking the
@@ -25,7 +25,7 @@ ARENA_BYTES: Final = 64 << 20
 SPILL_ARENA_BYTES: Final = 16 << 20
 """So little that blocks go to the disk all the time: the flood puts as much in a second."""
 SPILL_BYTES: Final = 48 << 20
-"""So little that this is full, too, when nobody takes rows for a few seconds."""
+"""So little that a few seconds without leases fill it, too."""
 STOP_S: Final = 30.0
 DISK_BYTES: Final = 4096
 """Smaller than any journal: with this limit on the size of a file, the next write to the journal fails as on a full
@@ -99,7 +99,7 @@ class ServerUnderTest:
         return True
 
     def empty_disk(self) -> None:
-        """End `fill_disk`, for a server that lived through it."""
+        """End `fill_disk`, for a server that survived it."""
         pid = self.serving_pid
         if pid is not None and self._file_bytes is not None:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, self._file_bytes)
@@ -125,7 +125,7 @@ class ServerUnderTest:
             self.process.stdout.close()
 
     def remove(self) -> None:
-        """Kill the server if it runs, and remove its state and its arena in shared memory. One without a state
+        """Kill the server if it runs, and remove its state and its arena in shared memory. A server without a state
         directory removes its arena itself."""
         if not self._outlives and self.process.poll() is None:
             with suppress(subprocess.TimeoutExpired):

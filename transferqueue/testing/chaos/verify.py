@@ -1,6 +1,4 @@
-"""Check the event logs of a run: was each row that was put done once by each task, and is no row lost?
-
-Rules:
+"""Check the event logs of a run: each task did each row once, and no row is lost.
 
 - A put that returned is in the table. A put that did not return (its process died, or got no answer) is in the table
   whole or not at all: if one of its rows was leased, all of them must be done.
@@ -11,8 +9,8 @@ Rules:
   last rollback count.
 - A row whose producer was frozen between its reserve and its put may be over the staleness bound when it arrives. The
   server drops it then, as the table declares. It may drop no other row, and must report exactly as many.
-- The server's last audit must agree to the row: as many rows put as the event logs know of, and none live.
-- Of what a server spilled nothing may be left on the disk then, and nothing have been lost.
+- The server's last audit must agree to the row: as many rows put as in the event logs, and none live.
+- No spilled block may be left on the disk at the end, and none may have been lost.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ SHOWN_MAX: Final = 5
 
 
 class LoggedPut(NamedTuple):
-    """One put. version: the policy version of its rows, None for none. by: when it returned; None: no line says that it
-    did."""
+    """One put. version: the policy version of its rows, or None. by: when it returned; None: no line confirms it."""
 
     numbers: range
     version: int | None
@@ -115,10 +112,12 @@ class TaskAccount:
 
 
 class Account:
-    """The result of the check. logs: the event logs, in the order of the processes. drained: the run ended in order, so
-    no row may be left.
+    """The result of the check.
 
-    violations: one line each.
+    Attributes:
+        logs: The event logs, in the order of the processes.
+        drained: Whether the run ended in order, so that no row may be left.
+        violations: One line each.
     """
 
     def __init__(self, logs: Sequence[ReadLog], *, drained: bool) -> None:
@@ -153,7 +152,7 @@ class Account:
         seen = set[int]().union(*(task.leased for task in tasks.values()))
         present = [put for put in puts if put.by is not None or not seen.isdisjoint(put.numbers)]
         rows = {number for put in present for number in put.numbers}
-        self._report(f"table {table}: rows that nobody put", seen - rows)
+        self._report(f"table {table}: rows without a put", seen - rows)
         stale = {number for put in present if self._clock.makes_stale(put) for number in put.numbers}
         dropped = set[int]()
         for name, task in tasks.items():

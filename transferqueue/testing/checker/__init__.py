@@ -1,1 +1,1 @@
-"""Checks a history against the promises."""
+"""Checks a history against the guarantees of the queue."""

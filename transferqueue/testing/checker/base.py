@@ -1,4 +1,4 @@
-"""The base of all judges of a history, and the operations that they look up."""
+"""The base class of the judges of a history, and the operations that they look up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transferqueue.testing.history import history as h
 
 
 class Violation(msgspec.Struct, frozen=True):
-    """A broken promise. kind: which promise. op: number of the operation that showed it, 0: none."""
+    """A broken guarantee: its kind, and the number of the operation that showed it (0: none)."""
 
     kind: str
     text: str
@@ -24,7 +24,7 @@ Found = Iterable[Violation]
 
 
 class Operation:
-    """One operation so far. end: None while it is under way."""
+    """One operation. end: None while it is under way."""
 
     __slots__ = ("begun", "end")
 
@@ -44,7 +44,7 @@ class Operation:
 
 
 class Judge:
-    """Checks one kind of promise. It gets every event in order and knows only the history, not how the queue works."""
+    """Checks one kind of guarantee. It gets every event in order and knows only the history, not the queue's code."""
 
     def declared(self, event: h.Declared) -> Found:
         """A table was made."""

@@ -1,26 +1,26 @@
-"""Check a history against the promises. Pure: events in, violations out.
+"""Check a history against the guarantees of the queue. Events in, violations out; no I/O.
 
-The checker does not know how the queue works, only what it promises (the README's table). Where the history leaves
-something open, it assumes what favours the queue: a put without an answer may have happened or not. So each violation
-that it reports is one under every order of events that fits the history.
+The checker knows only the guarantees (the README's table), not the code of the queue. If the history leaves a fact
+open, it assumes the fact that favours the queue: a put without an answer may have happened or not. So a reported
+violation holds under every order of events that fits the history.
 
 ============================  ====================================================================================
 kind                          violation
 ============================  ====================================================================================
-``lost``                      counts that do not add up; a row that did not end, or whose end nobody asked for
-``invented row``, ``row ids`` a row that nobody put; one id for two rows
+``lost``                      counts that do not add up; a row that did not end, or whose end no client requested
+``invented row``, ``row ids`` a row without a put; one id for two rows
 ``duplicated effect``         a row done twice by a task, or leased after its end; one put, two sets of rows
 ``fencing``                   the ack of a lease that had ended was accepted
 ``attempts``                  rows were dropped for failing that had not failed so often
 ``readiness``                 a row without a field that the task needs
 ``atomic put``                data of a refused call was visible
-``torn read``                 a value that nobody wrote, or memory that changed under a view
+``torn read``                 a value that no client wrote, or memory that changed under a view
 ``split group``               part of a group
 ``staleness bound``           a row that was too old when it was leased
 ``memory bound``, ``pacing    more rows, bytes or reservations than the bound
 bound``
 ``seal``                      a row entered after the seal
-``weights``                   a version that the call did not ask for
+``weights``                   a version that the call did not request
 ``stuck``                     a wait that did not end
 ============================  ====================================================================================
 """
@@ -56,7 +56,7 @@ class Checker:
         ]
 
     def see(self, line: h.Line) -> list[Violation]:
-        """Take in the next event. Returns its violations, and adds them to `violations`."""
+        """Check the next event. Returns its violations, and adds them to `violations`."""
         violations = [violation for judge in self._judges_of(line) for violation in judge]
         self.violations += violations
         return violations

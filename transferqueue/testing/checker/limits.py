@@ -1,4 +1,4 @@
-"""Bounds are kept: on staleness, rows, bytes and reservations; and no row enters after the seal.
+"""Limits on staleness, rows, bytes and reservations hold, and no row enters after the seal.
 
 Only certain facts count. A row certainly exists from the answer to its put until a client tries to end
 it, in a table that drops no rows on its own. A reservation holds from its answer until a client tries to use or return

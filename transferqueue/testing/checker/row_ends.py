@@ -117,8 +117,8 @@ class RowEndJudge(Judge):
         if not table.put <= event.rows_put <= table.put + table.maybe_put:
             yield Violation(
                 "lost",
-                f'table "{event.table}" counts {event.rows_put} rows put; clients were told of {table.put}, '
-                f"and of {table.maybe_put} more nobody knows",
+                f'table "{event.table}" counts {event.rows_put} rows put; clients know of {table.put}, '
+                f"and {table.maybe_put} more are uncertain",
             )
         yield from _attempts(table, event)
         if event.drained:
@@ -199,17 +199,17 @@ def _drained(table: _Table, event: h.Counted) -> Found:
     done = sum(all((task, row) in table.maybe_acked for task in table.tasks) for row in _seen(table))
     if event.rows_done > done:
         yield Violation("lost", f"{event.rows_done} rows count as done, and {done} were acked by every task")
-    nobody = {
+    unacked = {
         row
         for row in table.rows.difference(table.dropped, table.maybe_dropped)
         if any((task, row) not in table.maybe_acked for task in table.tasks)
     }
     alone = sum(count for reason, count in fates.items() if reason in ALONE)
-    if len(nobody) > alone and not event.rows_live:
-        shown = ", ".join(map(str, sorted(nobody)[:SHOWN_MAX]))
+    if len(unacked) > alone and not event.rows_live:
+        shown = ", ".join(map(str, sorted(unacked)[:SHOWN_MAX]))
         yield Violation(
             "lost",
-            f"{len(nobody)} rows have ended, and no worker of some task acked them: {shown}; {alone} were dropped by "
+            f"{len(unacked)} rows have ended, and no worker of some task acked them: {shown}; {alone} were dropped by "
             "the queue itself",
         )
     certain = 0 if table.again else sum(all((task, row) in table.acked for task in table.tasks) for row in _seen(table))

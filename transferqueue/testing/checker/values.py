@@ -1,4 +1,4 @@
-"""Each row that is read was put, is whole, and has an id of its own; its values are those that were written.
+"""Each row that is read was put, is whole, and has an id of its own; its values are the written ones.
 
 A put without an answer may have happened or not. The checker recognises its rows by their values when they are first
 read, and knows their ids from then on, because the ids of one put are consecutive.
@@ -67,7 +67,7 @@ class ValueJudge(Judge):
 
     def _put_ended(self, table: _Table, op: Operation, put: h.PutCall, end: h.Ended) -> Found:
         if isinstance(end.result, h.RowsResult):
-            yield from self._put_told(table, op, put, end.result.rows)
+            yield from self._put_ids(table, op, put, end.result.rows)
         elif op.failed:
             table.open_puts.pop(op.number, None)
             if op.number in table.first_of:
@@ -75,10 +75,10 @@ class ValueJudge(Judge):
                     "atomic put", f"the put was refused, but row {table.first_of[op.number]} of it was seen", op.number
                 )
 
-    def _put_told(self, table: _Table, op: Operation, put: h.PutCall, rows: list[int]) -> Found:
+    def _put_ids(self, table: _Table, op: Operation, put: h.PutCall, rows: list[int]) -> Found:
         first = rows[0] if rows else -1
         if rows != list(range(first, first + put.rows)):
-            yield Violation("row ids", f"a put of {put.rows} rows was told ids {rows[:8]}", op.number)
+            yield Violation("row ids", f"a put of {put.rows} rows got ids {rows[:8]}", op.number)
         yield from self._bind(table, op, first, put.rows)
 
     def _bind(self, table: _Table, op: Operation, first: int, rows: int) -> Found:
@@ -124,7 +124,7 @@ class ValueJudge(Judge):
             if not _explained(table, row, name, value):
                 yield Violation(
                     "torn read",
-                    f'row {row} of lease {lease} has a value of field "{name}" that nobody wrote there',
+                    f'row {row} of lease {lease} has a value of field "{name}" that no client wrote there',
                     op.number,
                 )
 

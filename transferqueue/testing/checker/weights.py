@@ -38,7 +38,7 @@ class WeightJudge(Judge):
         published = self._digests.get((call.channel, got.version), ())
         if not any(digest == got.digest and not by.failed for digest, by in published):
             yield Violation(
-                "torn read", f"version {got.version} was pulled with bytes that nobody published", op.number
+                "torn read", f"version {got.version} was pulled with bytes that no client published", op.number
             )
         least = self._newest_at.pop(op.number, -1)
         if call.version < 0 and got.version < least:

@@ -1,6 +1,6 @@
 """Checks that every backing of a shard must pass (`storage.memory.backing`), and the subject that they test.
 
-Used as the checks of generators are (`conformance.generators`), with a `BackingSubject`.
+Use them as the checks of generators (`conformance.generators`), with a `BackingSubject`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class BackingSubject(Protocol):
         """Open an empty backing of at least 64 MiB for the time of the context."""
 
     def used_bytes(self, backing: Backing) -> int:
-        """The bytes kept now, as the file system or the store reports them."""
+        """The kept bytes, as the file system or the store reports them."""
 
     def lose(self, backing: Backing) -> None:
-        """Destroy the kept bytes, as an accident would. `adapters.protocols.Unsupported` if that cannot be done."""
+        """Destroy the kept bytes. `adapters.protocols.Unsupported` if that cannot be done."""
 
 
 def content(nbytes: int, seed: int = 0) -> U8:
@@ -93,7 +93,7 @@ def what_was_settled_is_read_to_the_byte(subject: BackingSubject) -> None:
             written.append((place, data))
             at += -(-nbytes // 64) * 64
         for place, data in written:
-            _same(backing, place, data, "what was written is read")
+            _same(backing, place, data, "a read returns the written bytes")
         data_read = backing.read([place for place, _ in reversed(written)])
         alike = [
             np.array_equal(data_of_place, data)
@@ -126,7 +126,7 @@ def what_was_not_settled_counts_for_nothing(subject: BackingSubject) -> None:
             given_up.frame()
         given_up.frame(settle=False)
         write(backing, place, data)
-        _same(backing, place, data, "the later write is what is read")
+        _same(backing, place, data, "a read returns the later write")
 
 
 def a_write_that_comes_twice_changes_nothing(subject: BackingSubject) -> None:
@@ -141,7 +141,7 @@ def a_write_that_comes_twice_changes_nothing(subject: BackingSubject) -> None:
         for _ in range(18):
             late.frame()
         late.frame(settle=False)
-        _same(backing, place, data, "what was written stays")
+        _same(backing, place, data, "written bytes stay")
         require(subject.used_bytes(backing) <= used, "the same bytes take room once", subject.used_bytes(backing))
 
 
@@ -166,7 +166,7 @@ def what_is_forgotten_shows_in_no_extent_after_it(subject: BackingSubject) -> No
         for extent in range(1, 6):
             data = content(4 << 20, extent)
             write(backing, Range(extent, 0, 4 << 20), data)
-            _same(backing, Range(extent, 0, 4 << 20), data, "what was written last is read")
+            _same(backing, Range(extent, 0, 4 << 20), data, "a read returns the last write")
             backing.forget(extent)
             backing.forget(extent)
         backing.forget(99)
@@ -181,22 +181,22 @@ def what_is_forgotten_is_free(subject: BackingSubject) -> None:
             backing.ensure(extent << 22, 4 << 20)
             write(backing, Range(extent, extent << 22, 4 << 20), content(4 << 20, extent))
         full = subject.used_bytes(backing)
-        require(full - before >= 16 << 20, "what is kept takes its room", full - before)
+        require(full - before >= 16 << 20, "kept bytes take room", full - before)
         backing.read([Range(extent, extent << 22, 4 << 20) for extent in range(1, 5)])
         backing.forget(2)
         backing.punch(2 << 22, 4 << 20)
         left = subject.used_bytes(backing)
-        require(left <= full - (4 << 20), "what is forgotten takes none", (full, left))
+        require(left <= full - (4 << 20), "forgotten bytes take none", (full, left))
         backing.forget_others(4, [3])
         backing.punch(1 << 22, 4 << 20)
         left = subject.used_bytes(backing)
-        require(left <= full - (8 << 20), "so does what is not among those to keep", (full, left))
+        require(left <= full - (8 << 20), "nor do bytes outside of those to keep", (full, left))
         for extent in (3, 4):
-            _same(backing, Range(extent, extent << 22, 4 << 20), content(4 << 20, extent), "what is kept stays")
+            _same(backing, Range(extent, extent << 22, 4 << 20), content(4 << 20, extent), "kept bytes stay")
 
 
 def what_was_read_stays_as_it_is(subject: BackingSubject) -> None:
-    """While other places are written, read and forgotten."""
+    """A read view stays unchanged while other places are written, read and forgotten."""
     with subject.open() as backing:
         backing.ensure(0, 48 << 20)
         place, data = Range(1, 0, 8 << 20), content(8 << 20)
@@ -208,11 +208,11 @@ def what_was_read_stays_as_it_is(subject: BackingSubject) -> None:
             write(backing, other, content(16 << 20, extent))
             backing.read([other])
             backing.forget(extent)
-        require(np.array_equal(held, data) and np.array_equal(again, data), "what is held does not change")
+        require(np.array_equal(held, data) and np.array_equal(again, data), "a held view does not change")
 
 
 def orders_come_while_bytes_move(subject: BackingSubject) -> None:
-    """One thread writes and reads, while another forgets what was written before."""
+    """One thread writes and reads, while another forgets earlier writes."""
     with subject.open() as backing:
         backing.ensure(0, 48 << 20)
         written = threading.Semaphore(0)
@@ -234,7 +234,7 @@ def orders_come_while_bytes_move(subject: BackingSubject) -> None:
             for extent in range(1, 33):
                 place, data = Range(extent, (extent % 32) << 20, 1 << 20), content(1 << 20, extent)
                 write(backing, place, data)
-                _same(backing, place, data, "what was written is read")
+                _same(backing, place, data, "a read returns the written bytes")
                 written.release()
         finally:
             other.join(timeout=120)
@@ -242,7 +242,7 @@ def orders_come_while_bytes_move(subject: BackingSubject) -> None:
 
 
 def what_is_beyond_its_end_is_refused(subject: BackingSubject) -> None:
-    """A backing does not promise more room than it has."""
+    """A backing refuses places beyond its end."""
     with subject.open() as backing:
         for offset, nbytes in ((backing.capacity, PAGE_BYTES), (-PAGE_BYTES, PAGE_BYTES), (0, backing.capacity + 1)):
             try:
@@ -265,7 +265,7 @@ def it_is_closed_in_any_state(subject: BackingSubject) -> None:
         backing.close()
         backing.close()
         require(bool(backing.path) or subject.used_bytes(backing) <= before, "its room is free")
-        require(np.array_equal(held, content(4 << 20)), "what is held stays")
+        require(np.array_equal(held, content(4 << 20)), "a held view stays")
 
 
 def what_is_lost_is_told(subject: BackingSubject) -> None:
@@ -280,7 +280,7 @@ def what_is_lost_is_told(subject: BackingSubject) -> None:
                 data_read = backing.read([place])
             except PeerError:
                 continue
-            require(False, "what is lost is told", data_read)
+            require(False, "a read of lost bytes raises", data_read)
 
 
 BACKING_CHECKS: Final[tuple[Callable[[BackingSubject], None], ...]] = (

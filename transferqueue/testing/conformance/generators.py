@@ -71,7 +71,7 @@ class GeneratorSubject(Protocol):
 
 @contextmanager
 def opened(subject: GeneratorSubject) -> Iterator[Generator]:
-    """The engine, ready; resumed at the end, whatever happened."""
+    """The engine, ready; resumed at the end in any case."""
     engine = subject.open()
     try:
         yield engine
@@ -84,14 +84,13 @@ def _prompts(subject: GeneratorSubject, count: int = 8, samples: int = 1) -> lis
 
 
 def _crowds(subject: GeneratorSubject) -> Iterator[list[Prompt]]:
-    """Prompts for the tries of a check that needs running completions, of twice as many samples each time: an engine
-    that is fast, or whose first completion is seen late because the machine is busy, has finished all of the first
-    tries, whatever their number."""
+    """Prompts for the tries of a check that needs running completions, with twice as many samples each time: a fast
+    engine, or a busy machine, may have finished all completions of the first tries."""
     return (_prompts(subject, samples=2 << attempt) for attempt in range(_TRIES))
 
 
 def _asked(prompts: Sequence[Prompt]) -> int:
-    """How many completions these prompts ask for."""
+    """The number of completions of these prompts."""
     return sum(prompt.samples for prompt in prompts)
 
 
@@ -278,7 +277,9 @@ def _abort(subject: GeneratorSubject, meanwhile: Callable[[Generator], None]) ->
         ended = _all(engine, again, _long(subject))
     for each in ended:
         before = cut[each.prompt]
-        require(each.ids[: len(before.ids)].tolist() == before.ids.tolist(), "what was begun is its beginning")
+        require(
+            each.ids[: len(before.ids)].tolist() == before.ids.tolist(), "the completion begins with its earlier tokens"
+        )
         require(each.sample == before.sample, "it is the same sample")
         require(each.spans[0][0] == 0 or not len(before.ids), "older tokens keep their version", each.spans)
     _check_logprobs(subject, again, ended)
@@ -314,10 +315,10 @@ def goes_on_in_parts_under_newer_weights(subject: GeneratorSubject) -> None:
     require(len(ended) == len(begun) > 0, "each that was begun is gone on with", len(begun))
     for each in ended:
         before = begun[each.prompt]
-        require(each.ids[:4].tolist() == before.ids.tolist(), "what was begun is its beginning")
+        require(each.ids[:4].tolist() == before.ids.tolist(), "the completion begins with its earlier tokens")
         require(each.logprobs[:4].tolist() == before.logprobs.tolist(), "with its log-probs")
         require(each.spans == ((0, 4), (1, len(each.ids) - 4)), "each token has the version that drew it", each.spans)
-        require(len(each.ids) == 8 or each.finish_reason == STOP, "the limit counts what was begun", len(each.ids))
+        require(len(each.ids) == 8 or each.finish_reason == STOP, "the limit counts earlier tokens", len(each.ids))
     _check_logprobs(subject, again, ended)
 
 
@@ -357,7 +358,7 @@ def closing_aborts_the_rest(subject: GeneratorSubject) -> None:
 
 
 def threads_share_the_engine(subject: GeneratorSubject) -> None:
-    """Two threads iterate at once, and each gets its own."""
+    """Two threads iterate at once, and each gets its own completions."""
 
     def work(engine: Generator, number: int) -> list[Completion]:
         return _all(engine, [Prompt(ids=subject.prompts()[number], samples=4)], _short(subject))
@@ -404,7 +405,7 @@ GENERATOR_CHECKS: Final[tuple[Callable[[GeneratorSubject], None], ...]] = (
 )
 
 
-# ---------------------------------------------------------------- a pause beside
+# ---------------------------------------------------------------- a pause from another thread
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Checks that every learner must pass, and the subject that they test.
 
-Used as the checks of generators are (`conformance.generators`), with a `LearnerSubject`.
+Use them as the checks of generators (`conformance.generators`), with a `LearnerSubject`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def figures_are_finite_numbers(subject: LearnerSubject) -> None:
 
 
 def a_step_changes_the_weights(subject: LearnerSubject) -> None:
-    """It learns."""
+    """Weights differ after a step."""
     learner = subject.open()
     before = _weights(learner)
     learner.step(subject.batches()[0])

@@ -26,7 +26,7 @@ END: Final = "<!-- /conformance -->"
 
 
 class MatrixRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcomes of one kit for one subject. against: engine and version. on: day of the run, ISO 8601."""
+    """The outcomes of one kit for one subject, its engine and version (`against`), and the day of the run (`on`)."""
 
     adapter: str
     kind: str

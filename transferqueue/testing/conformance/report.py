@@ -1,5 +1,4 @@
-"""The outcomes of a conformance kit: one for each check, and how a check reports that an engine does not support
-something."""
+"""The outcomes of a conformance kit, one for each check: it holds, it does not, or the engine lacks support."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class CheckOutcome:
-    """The outcome of one check of one subject. text: the text of the engine; or what a failed check says, such as the
-    rule that does not hold, and the traceback, which ends with it again."""
+    """The outcome of one check of one subject. text: of the engine; of a failed check, the rule and the traceback."""
 
     check: str
     verdict: Verdict
@@ -35,7 +33,7 @@ class CheckOutcome:
 
 
 class RuleBroken(AssertionError):
-    """A rule of the kit was broken; the text says which, and how."""
+    """The subject broke a rule of the kit; the text names the rule and the values."""
 
 
 def require(holds: bool, rule: str, seen: object = "") -> None:

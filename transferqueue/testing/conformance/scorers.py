@@ -1,6 +1,6 @@
 """Checks that every scoring adapter must pass, and the subject that they test.
 
-Used as the checks of generators are (`conformance.generators`), with a `ScorerSubject`. A scorer raises `Unsupported`
+Use them as the checks of generators (`conformance.generators`), with a `ScorerSubject`. A scorer raises `Unsupported`
 for what it does not score.
 """
 
@@ -29,8 +29,10 @@ _GRADIENT_TOLERANCE: Final = 1e-4
 
 
 class Scorer(Protocol):
-    """A model that scores rows, float32, in evaluation mode. prompts, responses: token ids of each row. N: response
-    tokens of all rows, in order."""
+    """A model that scores rows, float32, in evaluation mode.
+
+    Its methods take the token ids of each row as prompts and responses. N counts the response tokens of all rows, in
+    order."""
 
     def logprobs(self, prompts: Tokens, responses: Tokens, *, temperature: float = 1.0) -> torch.Tensor:
         """Log-probs of response tokens ``[N]``, with a gradient."""

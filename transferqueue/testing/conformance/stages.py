@@ -1,6 +1,6 @@
 """Checks that every stage must pass, run through a queue, and the subject that they test.
 
-Used as the checks of generators are (`conformance.generators`), with a `StageSubject`.
+Use them as the checks of generators (`conformance.generators`), with a `StageSubject`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checks that every store for the bytes of a shard must pass (`storage.memory.object_store.ObjectStore`), and the
 subject that they test.
 
-Used as the checks of generators are (`conformance.generators`), with a `StoreSubject`.
+Use them as the checks of generators (`conformance.generators`), with a `StoreSubject`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ class StoreSubject(Protocol):
         """Leave no room for 1 MiB more. `adapters.protocols.Unsupported` if that cannot be done here."""
 
     def end(self) -> None:
-        """End the store, and all that is in it. It is not used after that. `adapters.protocols.Unsupported` as
-        above."""
+        """End the store and its objects. No call follows. `adapters.protocols.Unsupported` if that cannot be done."""
 
 
 @contextmanager
 def _opened(subject: StoreSubject) -> Iterator[tuple[ObjectStore, str]]:
-    """The store, and a prefix of keys that nobody else has."""
+    """The store, and a unique prefix of keys."""
     with closing(subject.open()) as store:
         prefix = f"check-{secrets.token_hex(8)}-"
         try:
@@ -70,7 +69,7 @@ def _missing(store: ObjectStore, key: str, nbytes: int, rule: str) -> None:
 
 
 def what_was_put_is_got(subject: StoreSubject) -> None:
-    """Of any size, one by one and together; the memory it came from may change at once."""
+    """Objects of any size, one by one and together; their source memory may change at once."""
     sizes = (1, 7, 64, 4096, 1 << 20, (16 << 20) + 3)
     with _opened(subject) as (store, prefix):
         for size in sizes:
@@ -87,7 +86,7 @@ def what_was_put_is_got(subject: StoreSubject) -> None:
 
 
 def what_one_puts_another_gets(subject: StoreSubject) -> None:
-    """By another connection, and after the first was closed."""
+    """Another connection reads an object, also after the first was closed."""
     with _opened(subject) as (store, prefix):
         with closing(subject.open()) as other:
             other.put(f"{prefix}1", content(5000).data)
@@ -97,7 +96,7 @@ def what_one_puts_another_gets(subject: StoreSubject) -> None:
 
 
 def what_is_not_there_is_not_found(subject: StoreSubject) -> None:
-    """Nor is what has another size; what was asked for beside it does not matter."""
+    """A missing object, and one of another size, is not found; the others of the call are."""
     with _opened(subject) as (store, prefix):
         store.put(f"{prefix}1", content(1000).data)
         _missing(store, f"{prefix}2", 1000, "a key that was never put is not found")
@@ -111,7 +110,7 @@ def what_is_not_there_is_not_found(subject: StoreSubject) -> None:
 
 
 def what_is_removed_is_gone_and_its_room_free(subject: StoreSubject) -> None:
-    """At once, though it was read just now; to remove it again is nothing."""
+    """Removal takes effect at once, also after a read; a second removal does nothing."""
     with _opened(subject) as (store, prefix):
         before, keys = subject.used_bytes(), [f"{prefix}{number}" for number in range(4)]
         for key in keys:
@@ -123,14 +122,14 @@ def what_is_removed_is_gone_and_its_room_free(subject: StoreSubject) -> None:
         store.remove([*keys[:3], f"{prefix}none"])
         store.remove([])
         for key in keys[:3]:
-            _missing(store, key, 1 << 20, "what was removed is not found")
+            _missing(store, key, 1 << 20, "a removed object is not found")
         left = subject.used_bytes()
         require(left <= full - (3 << 20), "its room is free", (full, left))
         require(np.array_equal(_get(store, keys[3], 1 << 20), content(1 << 20)), "what was not removed stays")
 
 
 def a_sweep_takes_what_begins_so_and_nothing_else(subject: StoreSubject) -> None:
-    """Also what another connection put."""
+    """A sweep by prefix removes objects of all connections, and no others."""
     with _opened(subject) as (store, prefix):
         keys = [f"{prefix}a-1", f"{prefix}a-2", f"{prefix}ab-1", f"{prefix}b-a-1"]
         for key in keys:
@@ -139,27 +138,27 @@ def a_sweep_takes_what_begins_so_and_nothing_else(subject: StoreSubject) -> None
             other.sweep(f"{prefix}a-")
             other.sweep(f"{prefix}none-")
         for key in keys[:2]:
-            _missing(store, key, 100, "what was swept is not found")
+            _missing(store, key, 100, "a swept object is not found")
         for key in keys[2:]:
             require(np.array_equal(_get(store, key, 100), content(100)), "what begins otherwise stays", key)
 
 
 def a_store_that_is_full_says_so(subject: StoreSubject) -> None:
-    """And keeps what it has: it makes no room by itself."""
+    """A full store refuses objects, and evicts none."""
     with _opened(subject) as (store, prefix):
         store.put(f"{prefix}1", content(1000).data)
         subject.fill()
         try:
             store.put(f"{prefix}2", content(1 << 20).data)
         except OutOfMemory:
-            _missing(store, f"{prefix}2", 1 << 20, "what was refused is not there")
-            require(np.array_equal(_get(store, f"{prefix}1", 1000), content(1000)), "what was there stays")
+            _missing(store, f"{prefix}2", 1 << 20, "a refused object is absent")
+            require(np.array_equal(_get(store, f"{prefix}1", 1000), content(1000)), "earlier objects stay")
             return
         require(False, "a put without room is refused with OutOfMemory")
 
 
 def a_store_that_is_gone_is_told(subject: StoreSubject) -> None:
-    """By each call, within a minute. To be the last check: nothing is left to check."""
+    """Each call to an ended store raises within a minute. The last check, because it ends the store."""
     with closing(subject.open()) as store:
         store.put("tq-check-1", content(1000).data)
         subject.end()
@@ -168,7 +167,7 @@ def a_store_that_is_gone_is_told(subject: StoreSubject) -> None:
                 call()
             except (PeerError, NotFound):
                 continue
-            require(False, "a store that is gone is told")
+            require(False, "a call to an ended store raises")
 
 
 STORE_CHECKS: Final[tuple[Callable[[StoreSubject], None], ...]] = (

@@ -1,1 +1,1 @@
-"""The history of a run: what was asked and answered."""
+"""The history of a run: calls and results."""

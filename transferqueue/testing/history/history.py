@@ -61,7 +61,7 @@ class UpdateCall(HistoryEvent, tag="Update"):
 
 
 class LeaseCall(HistoryEvent, tag="Lease"):
-    """Lease rows of a task. replicas, world: as in `m.LeaseRequest`."""
+    """Lease rows of a task. `replicas` and `world` as in `m.LeaseRequest`."""
 
     table: str
     task: str
@@ -223,7 +223,7 @@ Result = RowsResult | LeasedResult | ReservedResult | PulledResult | LookedResul
 
 
 class Declared(HistoryEvent):
-    """A table and its terms. whole: the history has every row that was ever put into it."""
+    """A table and its terms. `whole`: the history has every row that was ever put into it."""
 
     table: str
     tasks: list[Task]

@@ -46,9 +46,11 @@ class RecordedResult:
 class HistoryRecorder:
     """Writes the history of one process to `path`, replacing it. Safe from any thread.
 
-    process: a unique name. clock: seconds, by the same clock in all processes whose histories are checked together
-    (on one machine the default is). whole: all rows of its tables are put through recorders, from the
-    first row on; else rows whose put is not in a history are no violation.
+    Args:
+        path: The file.
+        process: A unique name.
+        clock: Seconds of a clock that all processes of the run share. Default: the machine's monotonic clock.
+        whole: Whether recorders see every put into its tables. If not, a row without a put is no violation.
     """
 
     def __init__(
@@ -168,7 +170,7 @@ class RecordedTable:
             self.table.update(rows, overwrite=overwrite, **values)
 
     def lease(self, task: str, **terms: Any) -> RecordedBatch:
-        """`Table.lease`. All columns that come are read."""
+        """`Table.lease`. Reads all its columns."""
         replicas = terms["replica"][1] if terms.get("replica") else 1
         call = h.LeaseCall(self.table.name, task, terms.get("timeout_s", 60.0), terms.get("world", 1), replicas)
         with self._recorder.during(call) as ending:
@@ -216,7 +218,7 @@ class RecordedTable:
 
 
 class RecordedBatch:
-    """A batch whose end is recorded. `batch` is the batch itself; columns and facts are asked of it."""
+    """A batch whose end is recorded. `batch` is the batch itself; it has the columns and facts."""
 
     def __init__(self, recorder: HistoryRecorder, table: RecordedTable, batch: Batch, first: h.Digests) -> None:
         self.batch: Final = batch
@@ -255,7 +257,7 @@ class RecordedBatch:
         self._take(ids)
 
     def look(self) -> None:
-        """Read all columns again, and write whether they are what they were."""
+        """Read all columns again, and write whether they are unchanged."""
         with self._recorder.during(h.LookCall(self._table.table.name, self.batch.lease)) as ending:
             ending.result = h.LookedResult(_leased(self.batch).digests == self._first)
 
@@ -275,7 +277,7 @@ class RecordedBatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """As of `Batch`: a clean exit acks what is left, an exception releases it as failed."""
+        """As `Batch`: a clean exit acks the remaining rows, an exception releases them as failed."""
         if self.batch.ended:
             return
         call: h.Call = h.AckCall(*self._whose, self._ids(None))
@@ -333,13 +335,13 @@ class RecordedChannel:
 
 
 def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a put, update or ack was given, as facts and columns."""
+    """The arguments of a put, update or ack, as facts and columns."""
     facts = {name: value for name, value in values.items() if name in FACTS}
     return facts, {name: value for name, value in values.items() if name not in FACTS}
 
 
 def digests_of(out: PreparedCommit) -> h.Digests:
-    """Digests of columns as a reader will find them: typed as their fields say."""
+    """Digests of columns as a reader gets them, with the types of their fields."""
     return {column.field.name: h.digests(_read_back(column)) for column in out.columns}
 
 

@@ -1,6 +1,6 @@
 """The page as an ASGI application: its files, a stream of frames, the life of a row, and `/metrics` for Prometheus.
 
-What viewers see comes from one sampler (`sampler`).
+All viewers share one sampler (`sampler`).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _HEADERS: Final = [(name.lower().encode(), value.encode()) for name, value in HE
 
 
 def make_app(queue: tq.AsyncQueue, access: AccessPolicy) -> Gate:
-    """The application that shows `queue` to requests that `access` admits. From now on the queue is sampled, in the
-    running event loop."""
+    """The application that shows `queue` to requests that `access` admits. Starts a sampler in the running event
+    loop."""
     sampler = Sampler(queue)
     sampler.start()
 

@@ -1,5 +1,5 @@
-// How values are shown, and what is drawn from them. All text is set as text, so that no name in a table can be markup, and made
-// visible first, so that no name can turn the order of a line around.
+// Formats values and draws them. Sets all text as text, so that no name in a table becomes markup, and escapes invisible
+// characters first, so that no name reverses a line.
 "use strict";
 
 const KEPT_S = 3600; // an hour, which the page's server keeps too
@@ -75,7 +75,7 @@ function shape(kind, tag, attribute, value) {
   return drawn;
 }
 
-// Seconds on the axis of time: all that is known, within bounds.
+// Seconds on the axis of time: the known time, within bounds.
 const axis = (moments, most_s) =>
   (moments.length ? Math.min(Math.max(moments.at(-1).at_s - moments[0].at_s, SHOWN_S), most_s) : SHOWN_S);
 
@@ -110,7 +110,7 @@ function stretches(moments, value, most_s) {
   });
 }
 
-// Stretches in runs without a gap: what lies between two runs is not known, and no line crosses it.
+// Stretches in runs without a gap; no line crosses a gap.
 function runs(found) {
   const apart = [];
   for (const one of found) {
@@ -137,7 +137,7 @@ function rates(moments, name, most_s) {
   return [drawn, most];
 }
 
-// A lane that is red while there was trouble.
+// A lane that is red during troubles.
 function troubleLane(moments, troubles, most_s) {
   const shown = axis(moments, most_s);
   const drawn = drawing("lane", "trouble");

@@ -11,15 +11,14 @@ from transferqueue.wire.answers.stats import Stats
 
 
 class FigureReader:
-    """The newest figures of each channel of a queue that has some."""
+    """Reads the newest figures of each channel that has any."""
 
     def __init__(self, queue: tq.AsyncQueue) -> None:
         self._queue = queue
         self._read: dict[str, tuple[int, FigureTable]] = {}
 
     async def tables(self, stats: Stats) -> dict[str, FigureTable]:
-        """Return the tables by the names of their channels. Reads only versions that are newer than those it has; what
-        is no table is left out."""
+        """Return the tables by channel. Reads only newer versions; omits channels without a table."""
         for name, channel in stats.channels.items():
             known = self._read[name][0] if name in self._read else -1
             if has_figures(name) and channel.newest > known:

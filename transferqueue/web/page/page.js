@@ -28,8 +28,8 @@ function channels(found) {
 }
 
 function doctor(found) {
-  const told = [...Object.entries(found.tables), ["", found.elsewhere]];
-  const lines = told.flatMap(([table, findings]) =>
+  const groups = [...Object.entries(found.tables), ["", found.elsewhere]];
+  const lines = groups.flatMap(([table, findings]) =>
     findings.map((one) => made("li", table ? `${table}: ${one.text}` : one.text)));
   at("doctor").replaceChildren(...(lines.length ? lines : [made("li", "no waits")]));
 }
@@ -47,14 +47,14 @@ function past(found, now_s) {
 }
 
 // The verdict: large at the top, and short in the title of the tab.
-function verdict(told) {
-  const kind = told.trouble ? "trouble" : told.state;
+function verdict(said) {
+  const kind = said.trouble ? "trouble" : said.state;
   at("verdict").className = kind;
-  at("verdict-text").replaceChildren(made("span", told.mark, "mark"), made("span", told.text));
-  at("verdict-remedy").textContent = visible(told.remedy);
-  at("verdict-also").replaceChildren(...told.also.map((one) => made("li", `also: ${one}`)));
-  at("verdict-chain").replaceChildren(...told.chain.map((one) => made("li", one)));
-  document.title = visible(`${told.mark} ${told.short}`);
+  at("verdict-text").replaceChildren(made("span", said.mark, "mark"), made("span", said.text));
+  at("verdict-remedy").textContent = visible(said.remedy);
+  at("verdict-also").replaceChildren(...said.also.map((one) => made("li", `also: ${one}`)));
+  at("verdict-chain").replaceChildren(...said.chain.map((one) => made("li", one)));
+  document.title = visible(`${said.mark} ${said.short}`);
 }
 
 function worker(one, failing) {
@@ -65,7 +65,7 @@ function worker(one, failing) {
   else if (one.state === "waits") parts.push(`waits ${span(one.waited_s)}`);
   else if (one.state === "idle") parts.push("idle");
   const shown = holding("li", kind, made("b", one.name), ` ${parts.join(" · ")}`);
-  shown.title = visible(one.waits || `heard of ${span(one.silent_s)} ago`);
+  shown.title = visible(one.waits || `last message ${span(one.silent_s)} ago`);
   return shown;
 }
 
@@ -116,7 +116,7 @@ function pipeline(tables) {
   const red = troubles.length ? [holding("div", "strip", made("span", "trouble"), troubleLane(moments, troubles, shown_s()), made("span"))] : [];
   const below = holding("div", "strip", made("span"), marks(moments, shown_s()), made("span"));
   at("pipeline-title").textContent = `Pipeline, the last ${span(axis(moments, shown_s()))}`;
-  at("pipeline").replaceChildren(...(lines.length ? [...red, ...lines, below] : [made("p", "there is no table yet", "facts")]));
+  at("pipeline").replaceChildren(...(lines.length ? [...red, ...lines, below] : [made("p", "no tables yet", "facts")]));
 }
 
 function facts(table, moving) {
@@ -156,10 +156,10 @@ function staleness(table) {
     filled.style.height = `${(BAR_PX * rows) / most}px`;
     const over = table.max_staleness !== null && lag > table.max_staleness;
     const bar = holding("div", over ? "over" : "", made("b", count(rows)), filled, made("span", String(lag)));
-    bar.title = `${count(rows)} rows were ${lag} versions old when they were handed over`;
+    bar.title = `${count(rows)} rows were ${lag} versions old when they were leased`;
     return bar;
   });
-  const text = `Staleness at hand-over: rows by versions (bound: ${table.max_staleness ?? "none"})`;
+  const text = `Staleness at lease: rows by versions (limit: ${table.max_staleness ?? "none"})`;
   return holding("div", "", holding("div", "lags", ...bars), made("p", text, "facts"));
 }
 
@@ -220,7 +220,7 @@ function showRow(shown) {
   at("row").replaceChildren(
     made("h3", `Row ${life.row} of ${life.table}`), rowFacts(shown),
     ...parts.filter(([, , lines]) => lines.length).map(([label, columns, lines]) => grid(columns, lines, label)));
-  if (!life.events_complete) at("row").append(made("p", "earlier events are forgotten", "facts"));
+  if (!life.events_complete) at("row").append(made("p", "earlier events are no longer kept", "facts"));
 }
 
 async function askRow(event) {
@@ -237,30 +237,30 @@ async function askRow(event) {
 
 // ------------------------------------------------------------------ events
 
-function show(told) {
-  troubles = told.troubles;
-  head(told.frame);
-  verdict(told.report.verdict);
-  stages(told.report.stages, told.frame);
-  past(troubles, told.moment.at_s);
-  channels(told.frame.stats.channels);
-  doctor(told.report.symptoms);
-  pipeline(told.frame.stats.tables);
-  tables(told.frame);
-  figures(told.figures);
+function show(update) {
+  troubles = update.troubles;
+  head(update.frame);
+  verdict(update.report.verdict);
+  stages(update.report.stages, update.frame);
+  past(troubles, update.moment.at_s);
+  channels(update.frame.stats.channels);
+  doctor(update.report.symptoms);
+  pipeline(update.frame.stats.tables);
+  tables(update.frame);
+  figures(update.figures);
   say("live", false);
 }
 
-// What the connection does; old: what is shown is not of this moment.
+// The state of the connection; old greys out figures that are not of this moment.
 function say(text, old) {
   at("state").textContent = visible(text);
   document.body.classList.toggle("old", old);
 }
 
-// The server is gone: the page keeps what it showed last.
-function gone(told) {
-  verdict(told.verdict);
-  say(`the server is gone; last seen ${clock(0, told.ago_s)}`, true);
+// The server is gone: the page keeps its last frame.
+function gone(update) {
+  verdict(update.verdict);
+  say(`the server is gone; last seen ${clock(0, update.ago_s)}`, true);
   events.close();
 }
 

@@ -8,8 +8,13 @@ from transferqueue.wire.answers.row import RowLife
 
 
 class LabelledRowLife(msgspec.Struct, frozen=True, kw_only=True):
-    """A row's life, with the names of sessions, "" where there is none. put_by: the session that put it. held_by: by
-    task, the session that has it on lease. done_by: the session of each event, in order.
+    """A row's life with the names of sessions, "" for no session.
+
+    Attributes:
+        life: The life of the row.
+        put_by: The session that put it.
+        held_by: By task, the session that leases it.
+        done_by: The session of each event, in order.
     """
 
     life: RowLife

@@ -1,8 +1,7 @@
-"""Samples a queue for its page, and remembers the last hour, so that a page that is opened late shows the trouble that
-was.
+"""Sample a queue for its page, and keep the last hour for pages that open later.
 
-The server is asked once a second while somebody looks, and every five seconds while nobody does. All viewers get the
-same frame. A slow viewer gets the newest frame when it reads, never a queue of old ones.
+The sampler asks the server once a second with viewers, and every five seconds without. All viewers get the same frame.
+A slow viewer gets the newest frame when it reads, never a queue of old ones.
 """
 
 from __future__ import annotations
@@ -26,12 +25,15 @@ from transferqueue.wire.answers.stats import Stats
 
 WATCHED_S: Final = 1.0
 UNWATCHED_S: Final = 5.0
-"""Between two samples. A verdict is patient for ten seconds: no trouble that it names falls between two samples."""
+"""Time between two samples. A trouble lasts at least ten seconds, so none falls between two samples."""
 
 
 class Sampler:
-    """Keeps the newest frame of a queue, as an event for browsers, and its past; also once the server is gone.
-    `viewers`: how many streams are open."""
+    """Keeps the newest frame of a queue as an event for browsers, and its last hour, also once the server is gone.
+
+    Attributes:
+        viewers: Number of open streams.
+    """
 
     def __init__(self, queue: tq.AsyncQueue) -> None:
         self.viewers = 0
@@ -44,7 +46,7 @@ class Sampler:
         self._event = b""
         self._number = 0
         self._changed = asyncio.Condition()
-        self._somebody_came = asyncio.Event()
+        self._viewer_came = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._gone = False
         self._period_s = UNWATCHED_S
@@ -54,10 +56,10 @@ class Sampler:
         self._task = asyncio.get_running_loop().create_task(self._sample(), name="page sampler")
 
     async def watch(self) -> AsyncIterator[bytes]:
-        """Events: first the past, then the newest frame each time, until the viewer leaves or the server is gone."""
+        """Yield the past, then each newest frame, until the viewer leaves or the server is gone."""
         self.viewers += 1
         seen = -1 if self._gone else self._number
-        self._somebody_came.set()
+        self._viewer_came.set()
         try:
             yield _event("past", self._timeline.moments)
             if self._gone:
@@ -86,14 +88,14 @@ class Sampler:
             await self._pause()
 
     async def _pause(self) -> None:
-        """Until the next sample is due, or somebody comes to look."""
+        """Wait until the next sample is due, or a viewer comes."""
         self._period_s = WATCHED_S if self.viewers else UNWATCHED_S
         if self.viewers:
             await asyncio.sleep(WATCHED_S)
             return
-        self._somebody_came.clear()
+        self._viewer_came.clear()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._somebody_came.wait(), UNWATCHED_S)
+            await asyncio.wait_for(self._viewer_came.wait(), UNWATCHED_S)
 
     async def _frame(self) -> bytes:
         stats = await self._queue.stats()
@@ -104,17 +106,17 @@ class Sampler:
         moment = self._timeline.add(current, found.stages, longest_s=2 * self._period_s)
         self._troubles.see(stats.now_s, found.verdict)
         self._troubles.forget(stats.now_s - KEPT_S)
-        told = {
+        content = {
             "frame": current,
             "moment": moment,
             "report": found,
             "troubles": self._troubles.all,
             "figures": await self._figures.tables(stats),
         }
-        return _event("frame", told)
+        return _event("frame", content)
 
     def _farewell(self, why: str) -> bytes:
-        """The event that the server is gone. ago_s: since the last frame."""
+        """The event that the server is gone, with the seconds since the last frame."""
         return _event("gone", {"verdict": ended(self._verdict, why), "ago_s": time.monotonic() - self._last_at})
 
     async def _tell(self, event: bytes) -> None:

@@ -1,12 +1,11 @@
-"""The last hour of a queue: for each moment, how many workers of each table worked, and how many waited. Pure.
+"""The last hour of a queue: at each moment, the numbers of working and waiting workers. Does no I/O.
 
 A worker of a task works while it holds a lease, and is idle while it waits for one and holds none. A producer is idle
 while it waits to reserve, to put or for memory; producers count as working if rows arrived since the previous moment. A
-silent worker is neither, whatever it holds.
+silent worker counts as silent, even if it holds rows.
 
-The last five minutes are kept as they were sampled. Older moments are joined: one for every ten seconds or so, with
-mean rates and mean counts. Time that no sample covers is not made up: moments on both sides of such a gap are not
-joined.
+The last five minutes stay as sampled. Older moments are joined into one for about every ten seconds, with mean rates
+and mean counts. A gap without samples stays a gap: moments on its two sides are not joined.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from transferqueue.observe.frame import StatsFrame, TableRates
 from transferqueue.observe.stages import TableStage
 
 RECENT_S: Final = 300.0
-"""For how long moments are kept as they were sampled."""
+"""Age up to which moments stay as sampled."""
 JOINED_S: Final = 10.0
-"""About what an older moment stands for."""
+"""Longest time that a joined moment covers."""
 KEPT_S: Final = 3600.0
-"""What is older is forgotten."""
+"""Age beyond which moments are forgotten."""
 MOMENTS_MAX: Final = 1024
-"""Bound on recent moments, and on older ones, whatever the clock says."""
+"""Bound on recent moments, and on older ones, if the clock jumps."""
 TABLES_MAX: Final = 64
-"""Tables of a moment. Those beyond are shown only as they are now."""
+"""Tables of a moment. Further tables have no history."""
 _TOUCHING_S: Final = 0.001
 _Part = TypeVar("_Part")
 
 
 class Lane(msgspec.Struct, frozen=True):
-    """Counts of workers of one task, or of producers: busy, idle and silent. Means, in joined moments."""
+    """Numbers of busy, idle and silent workers of one task, or of producers; means in joined moments."""
 
     busy: float
     idle: float
@@ -44,7 +43,7 @@ class Lane(msgspec.Struct, frozen=True):
 
 
 class TableMoment(msgspec.Struct, frozen=True):
-    """One table at one moment. put_s, done_s: rows per second since the previous moment."""
+    """One table at one moment. put_s and done_s are rows per second since the previous moment."""
 
     put_s: float
     done_s: float
@@ -53,8 +52,13 @@ class TableMoment(msgspec.Struct, frozen=True):
 
 
 class Moment(msgspec.Struct, frozen=True):
-    """All tables at one moment. at_s: time of the server's clock. lasts_s: the moment stands for so many seconds before
-    at_s."""
+    """All tables at one moment.
+
+    Attributes:
+        at_s: Time of the server's clock.
+        lasts_s: Seconds before `at_s` that the moment covers.
+        tables: The tables by name.
+    """
 
     at_s: float
     lasts_s: float
@@ -74,16 +78,16 @@ class Timeline:
 
     @property
     def moments(self) -> list[Moment]:
-        """All that are kept, the oldest first."""
+        """All moments, the oldest first."""
         return [*self._older, *self._recent]
 
     def add(self, frame: StatsFrame, stages: Mapping[str, Sequence[TableStage]], longest_s: float) -> Moment:
         """Add the moment of a frame, and return it.
 
         Args:
-            frame: What the tables did since the frame before.
-            stages: By table, with the workers of now.
-            longest_s: The moment stands for no more than this, however long ago the last was.
+            frame: Its rates are those since the frame before.
+            stages: By table, with their present workers.
+            longest_s: Longest time that the moment covers, even if the last one is older.
         """
         tables = {name: _table(of, frame.rates.get(name)) for name, of in islice(stages.items(), TABLES_MAX)}
         now = frame.stats.now_s
@@ -98,8 +102,7 @@ class Timeline:
         return moment
 
     def _join(self, before_s: float) -> None:
-        """Move moments before `before_s` to the older ones: into the last of them while it is short and nothing lies
-        between."""
+        """Move moments before `before_s` to the older ones, and join them into the last while it is short enough."""
         while self._recent and self._recent[0].at_s < before_s:
             moment = self._recent.popleft()
             last = self._older[-1] if self._older else None

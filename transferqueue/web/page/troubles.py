@@ -1,4 +1,4 @@
-"""The troubles of the last hour: for how long each verdict that someone had to act on lasted. Pure."""
+"""The troubles of the last hour, each with its begin and end. Does no I/O."""
 
 from __future__ import annotations
 
@@ -10,12 +10,20 @@ import msgspec
 from transferqueue.observe.verdict import QueueVerdict
 
 TROUBLES_MAX: Final = 50
-"""Ended troubles that are kept: the newest."""
+"""Number of ended troubles that are kept, the newest."""
 
 
 class Trouble(msgspec.Struct, frozen=True):
-    """A verdict that lasted. text: as it was when last seen. from_s, until_s: when it was first seen, and first no
-    longer seen (None: it lasts), by the server's clock."""
+    """A verdict that someone must act on.
+
+    Attributes:
+        state: Kind of its cause.
+        table: Its table, or "".
+        task: Its task, or "".
+        text: Its latest text.
+        from_s: Time of the first sample with it, by the server's clock.
+        until_s: Time of the first sample without it. None: it lasts.
+    """
 
     state: str
     table: str
@@ -25,12 +33,12 @@ class Trouble(msgspec.Struct, frozen=True):
     until_s: float | None = None
 
     def is_of(self, verdict: QueueVerdict) -> bool:
-        """Whether `verdict` is still about this."""
+        """Whether `verdict` names the same trouble."""
         return (self.state, self.table, self.task) == (verdict.state, verdict.table, verdict.task)
 
 
 class Troubles:
-    """Keeps the trouble that there is, and those that ended."""
+    """Keeps the present trouble and the ended ones."""
 
     def __init__(self) -> None:
         self._lasting: Trouble | None = None
@@ -38,7 +46,7 @@ class Troubles:
 
     @property
     def all(self) -> list[Trouble]:
-        """Ended ones, the oldest first, then the one that lasts."""
+        """Ended troubles, the oldest first, then the present one."""
         return [*self._ended, *([self._lasting] if self._lasting else [])]
 
     def see(self, now_s: float, verdict: QueueVerdict) -> None:

@@ -99,7 +99,7 @@ class Actions:
         )
 
     async def put_experience_data(self, body: PutExperienceData) -> LeaseRemainder:
-        """Give results back. They and the end of the loan are one commit; a late one is refused and changes nothing."""
+        """Give results, and end their lease, in one commit. A late call is refused and changes nothing."""
         columns = body.facts.given() | dict(check_columns(await asyncio.to_thread(unpack, body.columns)))
         if body.lease is not None:
             return await self._settle(
@@ -112,7 +112,7 @@ class Actions:
         return LeaseRemainder(rows=len(body.rows), left=0)
 
     async def release_experience(self, body: ReleaseExperience) -> LeaseRemainder:
-        """Hand rows back to others, or drop them."""
+        """Hand rows back to other workers, or drop them."""
         columns = check_columns(await asyncio.to_thread(unpack, body.columns))
         if body.drop is None:
             return await self._settle(
@@ -127,7 +127,7 @@ class Actions:
         return await self._settle(body.lease, body.rows, "was dropped", lambda batch: batch.drop(reason, body.rows))
 
     async def renew_experience(self, body: RenewExperience) -> LeaseTime:
-        """Keep rows for longer."""
+        """Extend a lease."""
         lease = self._leases.find(body.lease)
         async with self._turn(lease, body.lease):
             lease_s = await lease.batch.renew(body.lease_s)
@@ -135,9 +135,7 @@ class Actions:
         return LeaseTime(lease_s=lease_s)
 
     async def weight_sync_notify(self, body: WeightSyncNotify) -> DoneBody:
-        """Say that a version of the weights is there. It is the clock of the job; it waits where rows would be too old
-        then.
-        """
+        """Announce a version of the weights, the clock of the job. Waits while rows would become too old."""
         service = await self._service(body.table)
         tensors = await asyncio.to_thread(unpack_tensors, body.tensors)
         await service.weight_sync_notify(body.version, tensors, notice=body.notice, timeout_s=body.timeout_s)
@@ -153,14 +151,14 @@ class Actions:
             return WeightsBody(version=weights.version, notice=notice_of(weights), tensors=tensors)
 
     async def update(self, body: UpdateBody) -> VersionBody:
-        """Publish weights for all engines, and say as which version. Generation continues."""
+        """Publish weights for all engines, and return their version. Generation continues."""
         service = await self._service(body.table)
         weights = await asyncio.to_thread(unpack_tensors, body.weights)
         return VersionBody(version=await service.update(weights, version=body.version, timeout_s=body.timeout_s))
 
     async def generate(self, body: GenerateBody) -> SampleRequest:
-        """Request samples of prompts, of a job with the stages generate and train. Finished ones are rows of stage
-        train: get them by the number of the request.
+        """Request samples of prompts from a job with the stages generate and train. Finished samples are rows of
+        stage train: get them by the number of the request.
         """
         wanted = sum(prompt.samples for prompt in body.prompts)
         if wanted > ROWS_PER_REQUEST_MAX:
@@ -176,13 +174,13 @@ class Actions:
         return SampleRequest(request=stream.request, left=stream.left)
 
     async def seal(self, body: TableBody) -> DoneBody:
-        """No more prompts: engines drain what is there, then are told EndOfTable."""
+        """End the prompts: engines drain the table, then get EndOfTable."""
         service = await self._service(body.table)
         await service.seal()
         return DoneBody()
 
     async def status(self, body: TableBody) -> Status:
-        """What the job's table says of itself."""
+        """Return the figures of the job's table."""
         service = await self._service(body.table)
         return Status(stats=(await service.status()).plain())
 

@@ -1,6 +1,4 @@
-"""Bodies of requests and answers: read within bounds, as JSON or as MessagePack.
-
-Rules:
+"""Bodies of requests and answers: limited in size and time, as JSON or as MessagePack.
 
 - A body states its length first, and is read whole or not at all. A body over `BODY_BYTES_MAX`, or over the room beside
   the requests under way, is refused before any byte is kept. A body that arrives too slowly is refused.
@@ -106,7 +104,7 @@ async def _read(request: Request) -> bytes:
 
 
 def decode(codec: Codec, body: bytes, into: Any) -> Any:
-    """Decode a body as `into`; an empty body has no member. Status 400 says what is wrong, and where."""
+    """Decode a body as `into`; an empty body has no member. Status 400 names the mistake and its place."""
     try:
         return codec.decode(body or codec.encode({}), type=into)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,6 +1,4 @@
-"""Columns in HTTP bodies: a list of plain values, or elements packed as bytes. Pure.
-
-Rules:
+"""Columns in HTTP bodies: a list of plain values, or elements packed as bytes. Does no I/O.
 
 - A column is a list with one value for each row (numbers, text, lists of numbers, plain values), or a `PackedColumn`.
 - An answer has a list where JSON represents every value and its shape exactly: finite numbers and text. Other columns
@@ -43,9 +41,11 @@ Sizes = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_len
 class PackedColumn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A column as bytes: the elements of all rows one after the other, in C order, little-endian, without padding.
 
-    dtype: such as int64, float32, bfloat16, bool, str (UTF-8), bytes, or value (each a MessagePack). shape: of one
-    row's value, null where rows differ. sizes: for each row, its size in every dimension that is null, in their order;
-    of str, bytes and value, the bytes of each row.
+    Args:
+        dtype: int64, float32, bfloat16, bool and the like, str (UTF-8), bytes, or value (each a MessagePack).
+        shape: Of one row's value, null in dimensions in which rows differ.
+        sizes: For each row, its size in every null dimension, in their order; of str, bytes and value, its bytes.
+        data: The elements.
     """
 
     dtype: Annotated[str, msgspec.Meta(max_length=32)]

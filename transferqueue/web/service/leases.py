@@ -1,6 +1,4 @@
-"""Batches that were leased over HTTP. Each lease has a name that nobody can guess.
-
-Rules:
+"""Batches that clients leased over HTTP. Each lease has a name that cannot be guessed.
 
 - A lease ends when all its rows are acked, released or dropped, or at its deadline, which the queue keeps. `HttpLeases`
   forgets it then, so a client that vanished costs nothing.
@@ -52,7 +50,7 @@ class HttpLeases:
         return name
 
     def find(self, name: str) -> HttpLease:
-        """The open lease of this name. `LeaseExpired` says how it ended, if it did."""
+        """The open lease of this name. `LeaseExpired`, with the way it ended, if it has."""
         lease = self._open.get(name)
         if lease is None:
             how = self._ended.get(name, "is none that was leased here, or one that ended long ago")
@@ -66,7 +64,12 @@ class HttpLeases:
         lease.expiry = self._timer(name, lease_s)
 
     def end(self, name: str, how: str) -> None:
-        """End a lease. how: completes "lease … " in the answer to later calls."""
+        """End a lease.
+
+        Args:
+            name: Its name.
+            how: Completes "lease … " in the answer to later calls.
+        """
         lease = self._open.pop(name, None)
         if lease is None:
             return

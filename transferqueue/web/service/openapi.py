@@ -1,5 +1,7 @@
-"""The description of the HTTP service: an OpenAPI 3.1 document and a page for people. Both are made from the structs
-that the calls read (`schemas`), so they cannot differ from the code. Pure."""
+"""Description of the HTTP service: an OpenAPI 3.1 document and a page for people. Does no I/O.
+
+Both come from the structs that the calls read (`schemas`), so they agree with the code.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,21 @@ from transferqueue.web.service.schemas import WAIT_S_MAX, ErrorBody
 
 _REF: Final = "#/components/schemas/"
 _REFUSALS: Final = {
-    "400": "The call is wrong; the text says what, and how it is right. Nothing was changed.",
-    "401": "No token, or another one. (Plain text, as are 403 and 421.)",
-    "404": "A table, stage, row or key that is not there.",
-    "409": "AlreadyExists, Sealed, or LeaseExpired: the rows are somebody else's, or this was done before.",
-    "410": "EndOfTable: sealed and drained, there will be no more rows.",
+    "400": "The call is wrong; the text names the mistake and the remedy. Nothing was changed.",
+    "401": "No token, or a wrong one. (Plain text, as are 403 and 421.)",
+    "404": "The table, stage, row or key does not exist.",
+    "409": "AlreadyExists, Sealed, or LeaseExpired: other workers have the rows, or an earlier call did this.",
+    "410": "EndOfTable: the table is sealed and drained; no more rows will come.",
     "413": f"More than {BODY_BYTES_MAX >> 20} MiB; send fewer rows at a time.",
-    "503": "No room, or the queue's server is gone; ask again.",
-    "504": "DeadlineExceeded: not within timeout_s; the text says what is missing and who holds it. Ask again.",
+    "503": "No room, or the queue's server is gone; call again.",
+    "504": "DeadlineExceeded: not within timeout_s; the text names the missing rows and their holders. Call again.",
 }
 _ABOUT: Final = f"""\
 The calls of AsyncFlow (arXiv 2507.01663, section 5) and StreamRL (arXiv 2504.15930, section 4), by which engines
-share one queue without importing anything of it, and what a user needs to finish. Bodies are JSON, or MessagePack if
-the content type says {MSGPACK.media_type}; the answer is what the request was. Send the token of the service as
-Authorization: Bearer TOKEN. Calls that wait do so for at most timeout_s (up to {WAIT_S_MAX:g} s); rows that were got
-and not given back go to others when their lease ends."""
+share one queue without importing this library, and the calls that end a job. Bodies are JSON, or MessagePack if the
+content type is {MSGPACK.media_type}; the answer has the encoding of the request. Send the token of the service as
+Authorization: Bearer TOKEN. A call waits for at most timeout_s (up to {WAIT_S_MAX:g} s). When a lease ends, other
+workers get its remaining rows."""
 
 
 def described() -> dict[str, Any]:
@@ -54,10 +56,7 @@ def described() -> dict[str, Any]:
 
 _METRICS: Final = {
     "operationId": "metrics",
-    "summary": (
-        "One moment of the queue in the Prometheus text format. The token of the metrics opens it too, and nothing "
-        "else."
-    ),
+    "summary": "Figures of the queue in the Prometheus text format, for the token of the service or of the metrics.",
     "responses": {"200": {"description": "The metrics.", "content": {"text/plain": {"schema": {"type": "string"}}}}},
 }
 
@@ -84,7 +83,7 @@ def _content(kind: Any) -> dict[str, Any]:
 
 
 def _doc(kind: Any) -> str:
-    return " ".join((kind.__doc__ or "").split())
+    return " ".join(cleandoc(kind.__doc__ or "").partition("\nArgs:\n")[0].split())
 
 
 def _plain(schema: dict[str, Any]) -> dict[str, Any]:
@@ -99,7 +98,7 @@ def _plain(schema: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-# ---------------------------------------------------------------- for people
+# ---------------------------------------------------------------- the page
 
 
 def shown(document: Mapping[str, Any]) -> bytes:
@@ -160,7 +159,7 @@ def _shown_schema(name: str, schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _type(schema: Mapping[str, Any]) -> str:
-    """A schema in a few words, with links to those it names."""
+    """A schema in a few words, with links to the schemas that it names."""
     if "$ref" in schema:
         name = re.sub(f"^{re.escape(_REF)}", "", schema["$ref"])
         return f'<a href="#{escape(name)}">{escape(name)}</a>'

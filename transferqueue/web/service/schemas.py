@@ -1,7 +1,7 @@
 """Bodies and answers of the HTTP service.
 
-A body is a struct, so the code and the OpenAPI document have one definition of it. Every number, list and
-text in it is bounded here or by the queue. A body over a bound is refused before anything is changed.
+A body is a struct, so the code and the OpenAPI document share one definition. This module or the queue limits each
+number, list and text. The service refuses a body over a limit before anything changes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Tag = str | int | float | bool
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all of them: no member that is not named here is read."""
+    """Base of all bodies. Refuses unknown members."""
 
 
 class FactsBody(_Body):
-    """What is said of rows beside their columns: one value for all, or a list with one for each."""
+    """Facts about rows beside their columns: one value for all rows, or a list with a value for each."""
 
     group_id: int | list[int] | None = None
     group_size: int | list[int] | None = None
@@ -50,7 +50,12 @@ class FactsBody(_Body):
 
 
 class PutPromptsData(_Body):
-    """Prompts, one value of each column for each; each becomes `samples` rows of one group."""
+    """Prompts to put.
+
+    Args:
+        columns: One value for each prompt.
+        samples: Rows of each prompt, which form a group.
+    """
 
     columns: Columns
     samples: Annotated[int, msgspec.Meta(ge=1, le=ROWS_PER_REQUEST_MAX)] = 1
@@ -60,11 +65,13 @@ class PutPromptsData(_Body):
 
 
 class GetExperienceData(_Body):
-    """Rows of a stage: exactly one of experience_count, groups, tokens says how many; fewer come once `at_least` are
-    ready.
+    """Rows of a stage. Give exactly one of experience_count, groups and tokens.
 
-    experience_columns: those that are wanted (null: all that the stage needs). packed: as bytes, even where lists would
-    do. request: only samples of this request of `generate`.
+    Args:
+        at_least: Answer with fewer rows once this many are ready. null: wait for all.
+        experience_columns: Columns of the answer. null: all that the stage needs.
+        request: Only samples of this request of `generate`.
+        packed: Answer with columns as bytes, even if lists would do.
     """
 
     experience_consumer_stage: Name
@@ -81,8 +88,12 @@ class GetExperienceData(_Body):
 
 
 class PutExperienceData(_Body):
-    """Results of rows that were got (`lease`; all that are left of it, or `rows` of it), which are done with that.
-    Without a lease: columns that come late, of `rows` by their ids."""
+    """Results of rows.
+
+    Args:
+        lease: The lease of the rows, which this call completes. null: late columns of `rows`.
+        rows: Rows of the lease; null: all that are left of it. Without a lease, ids of rows.
+    """
 
     columns: Columns = {}
     lease: Text | None = None
@@ -92,8 +103,14 @@ class PutExperienceData(_Body):
 
 
 class ReleaseExperience(_Body):
-    """Rows that go back to others: `failed` counts as an attempt. Columns say how far they are. drop: they end instead,
-    as dropped for this reason, for every stage."""
+    """Rows to hand back to other workers, or to drop.
+
+    Args:
+        rows: Rows of the lease. null: all that are left.
+        failed: Count an attempt.
+        columns: Partial results.
+        drop: Drop the rows for this reason, for every stage. null: hand them back.
+    """
 
     lease: Text
     rows: RowIds | None = None
@@ -104,14 +121,23 @@ class ReleaseExperience(_Body):
 
 
 class RenewExperience(_Body):
-    """More time for rows that were got: `lease_s` seconds from now (null: as the stage has it)."""
+    """More time for leased rows.
+
+    Args:
+        lease_s: Seconds from now. null: those of the stage.
+    """
 
     lease: Text
     lease_s: float | None = None
 
 
 class WeightSyncNotify(_Body):
-    """Weights of `version` are there. notice: any JSON, such as where; tensors: where they travel through the queue."""
+    """Announcement of a version of the weights.
+
+    Args:
+        notice: Any JSON, such as a path.
+        tensors: The weights, if they travel through the queue.
+    """
 
     version: Annotated[int, msgspec.Meta(ge=0)]
     notice: Any = None
@@ -121,7 +147,11 @@ class WeightSyncNotify(_Body):
 
 
 class GetWeights(_Body):
-    """The newest version above `above`, waited for. tensors: with them, not only their names and shapes."""
+    """Request for the newest version above `above`.
+
+    Args:
+        tensors: Answer with values, not only with names and shapes.
+    """
 
     above: Annotated[int, msgspec.Meta(ge=-1)] = -1
     tensors: bool = False
@@ -130,7 +160,11 @@ class GetWeights(_Body):
 
 
 class UpdateBody(_Body):
-    """Weights for all engines, as `version` (null: the one after the newest)."""
+    """Weights for all engines.
+
+    Args:
+        version: null: the one after the newest.
+    """
 
     weights: dict[Name, PackedColumn]
     version: Annotated[int, msgspec.Meta(ge=0)] | None = None
@@ -139,17 +173,19 @@ class UpdateBody(_Body):
 
 
 class PromptBody(_Body):
-    """A prompt as token ids, and how many samples of it are wanted."""
+    """A prompt as token ids, and its number of samples."""
 
     ids: Annotated[list[Tokens], msgspec.Meta(min_length=1)]
     samples: Annotated[int, msgspec.Meta(ge=1, le=ROWS_PER_REQUEST_MAX)] = 1
 
 
 class GenerateBody(_Body):
-    """A request of samples. scores: expected length of each prompt's answers, of which only the order counts; expected:
-    the same in tokens.
+    """Request for samples.
 
-    number: of the request (null: a random one); if rows of this number are there, they are not put again.
+    Args:
+        scores: A score for each prompt that orders the expected lengths of its answers.
+        expected: The expected length of each prompt's answers, in tokens.
+        number: Number of the request; rows of this number are not put again. null: a random one.
     """
 
     prompts: Annotated[list[PromptBody], msgspec.Meta(min_length=1, max_length=ROWS_PER_REQUEST_MAX)]
@@ -170,7 +206,7 @@ class TableBody(_Body):
 
 
 class JobBody(_Body):
-    """A job as it is declared now."""
+    """A declared job."""
 
     table: str
     stages: list[str]
@@ -189,17 +225,23 @@ class VersionBody(_Body):
 
 
 class SampleRequest(_Body):
-    """A request by its number, and how many samples of it are to come."""
+    """A request of `generate`.
+
+    Args:
+        request: Its number.
+        left: Samples still to come.
+    """
 
     request: int
     left: int
 
 
 class Experience(_Body):
-    """Rows that are leased for `lease_s` seconds. version: the trainer's when they were handed over (-1: it never
-    said).
+    """Leased rows. Facts have a value for each row, -1 if unknown.
 
-    Facts have one value for each row: -1 where it was not said.
+    Args:
+        lease_s: Seconds from now until the lease ends.
+        version: The trainer's version at the lease. -1: the trainer has reported none.
     """
 
     lease: str
@@ -215,20 +257,29 @@ class Experience(_Body):
 
 
 class LeaseRemainder(_Body):
-    """rows: how many this call was about. left: how many of the lease are left; 0 ends it."""
+    """Rows of the call and of the lease.
+
+    Args:
+        rows: Number of rows that the call settled.
+        left: Number of rows left in the lease; 0 ends it.
+    """
 
     rows: int
     left: int
 
 
 class LeaseTime(_Body):
-    """For how long from now."""
+    """The time of a lease from now."""
 
     lease_s: float
 
 
 class TensorBody(_Body, omit_defaults=True):
-    """A tensor: its elements in C order, little-endian; null where only its shape was asked for."""
+    """A tensor.
+
+    Args:
+        data: Elements in C order, little-endian. null: the request asked for shapes only.
+    """
 
     dtype: str
     shape: list[int]
@@ -236,7 +287,7 @@ class TensorBody(_Body, omit_defaults=True):
 
 
 class WeightsBody(_Body):
-    """A version: what was said with it, and its tensors."""
+    """A version of the weights: its notice and its tensors."""
 
     version: int
     notice: Any
@@ -244,19 +295,26 @@ class WeightsBody(_Body):
 
 
 class DoneBody(_Body):
-    """It is so."""
+    """The call is done."""
 
 
 class Status(_Body):
-    """Every row that was ever put: live, done or dropped for a reason; `transferqueue docs figures` has the keys of
-    `stats`.
+    """Counts of all rows that were ever put.
+
+    Args:
+        stats: Figures of the table; `transferqueue docs figures` explains the keys.
     """
 
     stats: dict[str, Any]
 
 
 class ErrorBody(_Body):
-    """What every refusal says. error: its name; EndOfTable, DeadlineExceeded and LeaseExpired are no faults."""
+    """A refusal.
+
+    Args:
+        error: Name of the error; EndOfTable, DeadlineExceeded and LeaseExpired are no faults.
+        text: Its text.
+    """
 
     error: str
     text: str

@@ -1,14 +1,12 @@
-"""The HTTP service: the calls of `actions` as ``POST /action/…``, what they are (`/openapi.json`, and a page at `/`),
-`/metrics`.
+"""The HTTP service: the calls of `actions` as ``POST /action/…``, their description, and `/metrics`.
 
-Rules:
+`/openapi.json` describes the calls for programs, the page at `/` for people. `access` admits requests to a loopback
+address with the token. A call waits at the queue, for at most the time in its body. If the client hangs up, the wait
+ends and takes no rows.
 
-- `access` decides who may call: loopback addresses with the token.
-- A call that waits, waits at the queue, for at most the time in its body. If the client hangs up, the wait ends and
-  takes no rows.
-- Every refusal has the name and the text of an error of the queue, and a status that says who must act: 4xx the caller,
-  5xx somebody else, or nobody (504: not yet, call again; 410: there will be no more). After any status but 5xx nothing
-  was changed.
+A refusal has the name and the text of an error of the queue, and a status: 4xx if the caller must act, 5xx if the
+operator must. 504 means not yet: call again. 410 means that no more rows will come. A refusal with 4xx has changed
+nothing.
 """
 
 from __future__ import annotations
