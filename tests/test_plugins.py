@@ -32,7 +32,7 @@ def test_a_carrier_of_another_package_is_chosen_by_its_name() -> None:
     assert str(chosen_carrier("pigeon:grey")) == "pigeon:grey"
     assert type(chosen_carrier("nixl")).__name__ == "NixlCarrier", "a name of ours is ours"
     assert chosen_carrier(STREAM) is None
-    with pytest.raises(UsageError, match=r"bytes='owl' is no carrier of columns; there are stream, .*pigeon"):
+    with pytest.raises(UsageError, match=r"bytes='owl' is no carrier of columns; choose one of stream, .*pigeon"):
         chosen_carrier("owl")
 
 

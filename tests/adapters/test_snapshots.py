@@ -39,7 +39,7 @@ def test_what_is_not_there_is_named(path: Path, tmp_path: Path) -> None:
 def test_a_file_that_is_not_as_it_was_written_is_refused(path: Path) -> None:
     file = path / "tables" / "0" / "field-0.arrow"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    with pytest.raises(Corruption, match=r"field-0.arrow is not as it was written"):
+    with pytest.raises(Corruption, match=r"field-0.arrow changed after it was written"):
         read_table(path, "rollouts", fields=["text"])
 
 

@@ -231,7 +231,7 @@ def test_a_text_that_is_no_address() -> None:
     """The whole way: a process of its own, its exit code and its streams."""
     done = run_as_a_program("top", "--address", "localhost")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: address 'localhost' is of no known kind")
+    assert done.stderr.startswith("error: address 'localhost' has an unknown form")
 
 
 def test_a_second_server_on_one_address(deployment: Served) -> None:
@@ -301,7 +301,7 @@ def test_a_durable_server_needs_a_directory_and_only_that_one_does(tmp_path: Pat
     for words, told in [
         (("--durability", "process"), "durability process and state None do not go together: memory keeps nothing"),
         (("--state", str(tmp_path / "s")), "durability memory and state '"),
-        (("--durability", "tape"), "durability 'tape' is none; there are memory, process, disk"),
+        (("--durability", "tape"), "durability 'tape' is unknown; choose one of memory, process, disk"),
         (("--durability", "disk", "--state", str(tmp_path / "s"), "--tcp", "127.0.0.1:0"), "cannot listen at port 0"),
     ]:
         done = run("serve", *address, *words)

@@ -179,7 +179,7 @@ def test_a_server_without_reserve_ends_and_one_under_a_supervisor_waits(
 
         with ThreadPoolExecutor() as threads:
             working = threads.submit(work)
-            server.until_said("the server waits for its disk; starting it again in 1 s")
+            server.until_said("the supervisor starts it again in 1 s")
             full.set()
             with pytest.raises(tq.DeadlineExceeded, match=r"it ended, and waits for its disk: .*its disk is full"):
                 table.lease("work", rows=1, timeout_s=1.0)

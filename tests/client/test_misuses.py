@@ -122,7 +122,7 @@ class World:
 
 Misuse = tuple[Callable[[Any], object], type[Exception], str]
 """What is called, with a `World`; the exact type of its error; what its text has: the subject and the remedy."""
-UNKNOWN_KIND: Final = r"is of no known kind; give ipc:///path/of/socket or tcp://host:port"
+UNKNOWN_KIND: Final = r"has an unknown form; give ipc:///path/of/socket or tcp://host:port"
 GIVE_SECONDS: Final = r"give a number of seconds"
 OUT_OF_RANGE: Final = r"is out of range; give 0 \(do not wait\) to"
 
@@ -152,7 +152,7 @@ CONNECT: dict[str, Misuse] = {
     "a key that is none": (
         lambda w: tq.connect(w.queue.address, key="secret"),
         tq.UsageError,
-        r"it begins with tqjoin_; see transferqueue keys",
+        r"does not begin with tqjoin_; see transferqueue keys",
     ),
     "nobody there": (
         lambda w: tq.connect("tcp://127.0.0.1:1", timeout_s=0.1),
@@ -751,7 +751,7 @@ QUEUE: dict[str, Misuse] = {
     "a snapshot that is not there": (
         lambda w: w.empty.restore("nowhere"),
         tq.NotFound,
-        r"no snapshot at .*nowhere; name the directory that one was written to",
+        r"no snapshot at .*nowhere; name the directory of a snapshot",
     ),
     "a restore over tables": (
         lambda w: w.queue.restore("nowhere"),

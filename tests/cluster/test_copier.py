@@ -39,7 +39,7 @@ class Memory:
     def read(self, blocks: Sequence[m.BlockLocation]) -> list[U8]:
         self.reads.append(len(blocks))
         if self.freed.intersection(at.block for at in blocks):
-            raise Disconnected("what it named was freed since")
+            raise Disconnected("its block or extent was freed since")
         if self.damaged.intersection(at.block for at in blocks):
             raise Corruption("the bytes did not cross in 3 attempts")
         return [self.read_part(at, 0, at.nbytes) for at in blocks]

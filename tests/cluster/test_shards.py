@@ -178,7 +178,7 @@ def test_a_drained_shard_ends_when_its_last_row_is_done(server: Served) -> None:
         assert shard.ended() == 0
         assert shards(queue) == []
         assert balanced(queue).rows_done == 3 * ROWS
-        with pytest.raises(tq.errors.NotFound, match="shard 1 is none that joined"):
+        with pytest.raises(tq.errors.NotFound, match="shard 1 has not joined"):
             queue.drain_shard(1)
 
 

@@ -83,13 +83,13 @@ def test_a_step_is_short_and_says_how_much_is_left(checks: BlockChecks, memory: 
 @pytest.mark.parametrize("at", [0, 5 * MIB, len(MEMORY) - 1])
 def test_damage_is_found_before_and_after_the_block_is_known(checks: BlockChecks, memory: np.ndarray, at: int) -> None:
     memory[at] ^= 1
-    with pytest.raises(Corruption, match=r"block 1 \(bytes 0 to 10,485,860\) does not match the checksum that it was"):
+    with pytest.raises(Corruption, match=r"block 1 \(bytes 0 to 10,485,860\) does not match its checksum"):
         compared(checks, check(checks, memory))
     memory[at] ^= 1
     assert compared(checks, check(checks, memory)) == PIECES
     memory[at] ^= 1
     for _ in range(2):
-        with pytest.raises(Corruption, match="does not match the checksum"):
+        with pytest.raises(Corruption, match="does not match its checksum"):
             compared(checks, check(checks, memory))
 
 
@@ -171,7 +171,7 @@ def test_bytes_that_were_sent_and_then_damaged_end_the_read(bench: Bench, values
     ((_, head, _),) = bench.heard()
     assert (head.number, head.last) == (0, False)
     bench.arena[4 * 512] ^= 1
-    with pytest.raises(Corruption, match="does not match the checksum that it was written with"):
+    with pytest.raises(Corruption, match="does not match its checksum"):
         bench.frames()
     assert len(bench.exchange) == 0
 

@@ -221,7 +221,7 @@ def test_a_block_is_ordered_again_and_at_last_given_up_by_name(bench):
         wait(shard, reported(order, []))
     (error,) = made.arrived
     assert isinstance(error, Unreachable)
-    assert f"shard 1 could not copy block 1 in {FETCH_TRIES} orders; its log says why" in str(error)
+    assert f"shard 1 could not copy block 1 in {FETCH_TRIES} orders; see its log" in str(error)
     made.end()
     assert made.used == used
 

@@ -204,7 +204,7 @@ def test_only_a_shard_takes_copies(bench):
     refused = client.ask(m.TakeCopies())
     assert (refused.error, refused.text) == (
         "UsageError",
-        f"session {client.session} is no shard, so there are no orders for it",
+        f"session {client.session} is no shard, and gets no orders",
     )
 
 

@@ -62,11 +62,11 @@ def test_a_block_in_shards_alone_is_refused(lives):
     refused = put(client, placed(life, granted))
     assert refused.error == "UsageError"
     assert refused.text == (
-        "block of x lies in remote shards alone (1): this server survives a reboot, and they do not; write it into a "
+        "block of x lies only in remote shards (1): this server survives a reboot, and they do not; write it into a "
         "grant of the server's own memory too, in a table with replicas"
     )
     refused = client.ask(m.Publish("c", 1, [BIG], [placed(life, granted)]))
-    assert "lies in remote shards alone" in refused.text
+    assert "lies only in remote shards" in refused.text
     assert life.coordinator.ledger.live_rows() == {"t": 0}
 
 

@@ -194,15 +194,13 @@ def test_a_distant_client_is_waited_for_and_judged_by_silence(lives):
 
 def test_two_servers_never_have_one_state(lives, tmp_path, shared):
     lives()
-    with pytest.raises(AddressInUse, match=r"state directory .*/state is in use by a server that lives; stop it"):
+    with pytest.raises(AddressInUse, match=r"state directory .*/state is in use by a live server; stop it"):
         StateDirectory(tmp_path / "state", Level.PROCESS, first_epoch=1, shared=shared)
 
 
 def test_another_level_is_refused(lives):
     lives(Level.PROCESS).crash()
-    with pytest.raises(
-        UsageError, match="was made with durability process, not disk; start with that, or name another"
-    ):
+    with pytest.raises(UsageError, match="has durability process, not disk; start with that, or name another"):
         lives(Level.DISK)
     lives(Level.PROCESS)
 
@@ -293,7 +291,7 @@ def test_a_loss_that_is_accepted_leaves_the_files_aside(lives, caplog):
     journal.write_bytes(b"")
     for number in (1, 2):
         second = lives(Level.DISK, accept_loss=True)
-        assert f"The loss is accepted: files kept in {life.state.path}/lost-{number}" in caplog.text
+        assert f"The server accepts the loss and kept the files in {life.state.path}/lost-{number}" in caplog.text
         assert not second.coordinator.ledger.state.tables
         kept = life.state.path / f"lost-{number}"
         assert {"journal.sqlite", "about.json", "arena"} <= {one.name for one in kept.iterdir()}
@@ -316,7 +314,7 @@ def test_the_command_says_which_command_accepts_the_loss(lives, tmp_path, capsys
     assert "has no journal (journal.sqlite is missing or empty), though its arena" in told
     assert f"transferqueue serve --durability disk --state {life.state.path} --accept-loss" in told
     assert main([*where[:2], "--accept-loss"]) == EXIT_WRONG_CALL
-    assert "accept_loss is about what a state directory held" in capsys.readouterr().err
+    assert "accept_loss is for a state directory" in capsys.readouterr().err
 
 
 def test_accepting_a_loss_loses_nothing_that_is_whole(lives):
@@ -331,7 +329,7 @@ def test_memory_that_vanished_without_a_reboot_is_no_reason_to_begin_anew(lives)
     client.ask(client.put(3))
     life.crash()
     life.file.unlink()
-    with pytest.raises(Corruption, match=r'is missing, though the machine was not .*Rows that are lost: {"t": 3}'):
+    with pytest.raises(Corruption, match=r'is missing, though the machine was not .*Lost rows: {"t": 3}'):
         lives()
     assert not lives(accept_loss=True).coordinator.ledger.state.tables
 
@@ -365,9 +363,7 @@ def test_a_directory_of_an_earlier_build_is_refused(lives):
 def test_the_state_of_another_version_is_refused(lives, monkeypatch):
     lives().client()
     monkeypatch.setattr(past, "STATE", bytes(16))
-    with pytest.raises(
-        UsageError, match=r"written by asyncflow-transferqueue .* with another state than this version's"
-    ):
+    with pytest.raises(UsageError, match=r"written by asyncflow-transferqueue .* whose format of the state differs"):
         lives(accept_loss=True)
 
 
@@ -377,7 +373,7 @@ def test_an_arena_of_another_size_is_reported(lives, level):
     life.client().ask(m.Grant(MIB // 2))
     life.crash()
     os.truncate(life.file, 4096)
-    with pytest.raises(Corruption, match="is not the arena it was, or was cut"):
+    with pytest.raises(Corruption, match="was replaced or cut"):
         lives(level)
 
 
@@ -440,8 +436,8 @@ def test_what_level_process_held_is_gone_after_a_reboot_and_told(lives, monkeypa
     life.file.unlink()
     reboot(monkeypatch)
     second = lives()
-    assert "which is gone with a reboot; beginning anew, files kept in" in caplog.text
-    assert 'Rows that are lost: {"t": 3}' in caplog.text
+    assert "a reboot cleared that; the server starts with an empty queue, and kept the files in" in caplog.text
+    assert 'Lost rows: {"t": 3}' in caplog.text
     assert not second.coordinator.ledger.state.tables
     assert (second.state.path / "lost-1" / "journal.sqlite").exists()
     assert len(second.coordinator.sessions) == 0
@@ -541,7 +537,7 @@ def test_a_block_without_a_checksum_is_refused_on_a_disk(lives):
     for request in (m.PutRequest("t", 1, m.Columns([BIG], [placed])), m.Publish("c", 0, [BIG], [placed])):
         refused = client.ask(request)
         assert refused.error == "UsageError"
-        assert refused.text.startswith("block of x has no checksum: this server keeps rows on a disk")
+        assert refused.text.startswith("block of x has no checksum: this server keeps rows on disk")
     assert not lives(path=lives.path / "memory").client().welcome.checksums
 
 

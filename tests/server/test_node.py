@@ -423,7 +423,7 @@ def test_new_rows_leave_room_for_results(bench):
     room = MIB - MIB // RESULTS_SHARE
     failed(producer.ask(m.Grant(room + 1, use="rows")), "Impossible", "917,504, the rest is for results")
     granted = producer.ask(m.Grant(room, use="rows"))
-    failed(producer.ask(m.Grant(PAGE_BYTES, use="rows")), "Full", "One byte in 8 is kept for results")
+    failed(producer.ask(m.Grant(PAGE_BYTES, use="rows")), "Full", "One byte in 8 is reserved for results")
     waiting = producer.post(m.Grant(PAGE_BYTES, wait_s=60.0, use="rows"))
     assert isinstance(worker.ask(m.Grant(MIB // RESULTS_SHARE)), m.Granted)
     assert producer.take(waiting) is None

@@ -230,7 +230,7 @@ def test_a_new_image_is_made_when_the_tail_outgrows_it(world, paper, monkeypatch
 
 def test_a_record_that_is_none_is_reported(paper):
     paper.records = [b"\x93\x01\x02\x03"]
-    with pytest.raises(Corruption, match=r"record 0 of the journal is none: .*; restore a snapshot"):
+    with pytest.raises(Corruption, match=r"record 0 of the journal is invalid: .*; restore a snapshot"):
         replay_journal(paper)
 
 
@@ -243,7 +243,7 @@ def test_a_record_that_is_refused_now_is_reported(world, paper):
     with pytest.raises(
         Corruption,
         match=(
-            r"record 1 .*\(CreateTable\) has another outcome now: recorded was an acceptance, its replay gives "
+            r"record 1 .*\(CreateTable\) has another outcome now: the journal recorded an acceptance, the replay gave "
             r"Disconnected: session 1"
         ),
     ):
@@ -258,7 +258,8 @@ def test_a_record_that_would_wait_now_is_reported(world, paper):
     world.ledger.commit()
     del paper.records[3]
     with pytest.raises(
-        Corruption, match=r"\(Lease\) has another outcome now: recorded was \[1, 1, 1, \d+\], its replay gives a wait"
+        Corruption,
+        match=r"\(Lease\) has another outcome now: the journal recorded \[1, 1, 1, \d+\], the replay gave a wait",
     ):
         replay_journal(paper)
 
@@ -274,7 +275,7 @@ def test_a_record_whose_replay_gives_other_rows_is_reported(world, paper):
     del paper.records[3]
     with pytest.raises(
         Corruption,
-        match=r"record 3 .*\(Put\) has another outcome now: recorded was \[2, 1\], its replay gives \[0, 1\]",
+        match=r"record 3 .*\(Put\) has another outcome now: the journal recorded \[2, 1\], the replay gave \[0, 1\]",
     ):
         replay_journal(paper)
 

@@ -65,7 +65,7 @@ def test_a_second_server_on_one_address_is_refused_and_changes_nothing(tmp_path)
     first = RuntimeDirectory(place(tmp_path))
     first.address.path.touch()
     before = everything_in(tmp_path)
-    with pytest.raises(AddressInUse, match=r"in use: a server that lives listens there; connect to it, stop it"):
+    with pytest.raises(AddressInUse, match=r"in use: a live server listens there; connect to it, stop it"):
         RuntimeDirectory(place(tmp_path))
     assert everything_in(tmp_path) == before
     other = RuntimeDirectory(place(tmp_path, "other.sock"))

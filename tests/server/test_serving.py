@@ -448,8 +448,8 @@ def test_a_second_server_is_refused_and_the_first_goes_on(tmp_path, clients):
 @pytest.mark.slow
 def test_a_wrong_call_says_so():
     for options, said in (
-        (["--address", "nowhere"], "is of no known kind"),
-        (["--address", "inproc:1"], "is one inside a process"),
+        (["--address", "nowhere"], "has an unknown form"),
+        (["--address", "inproc:1"], "is inside a process"),
         (["--arena-bytes", "much"], "is not a size"),
         (["--tcp", "host"], "no host and port"),
     ):

@@ -234,18 +234,18 @@ def test_numbers_are_not_given_twice(bench):
 @pytest.mark.parametrize(
     ("offer", "said"),
     [
-        ({"capacity": 100}, "its arena of 100 bytes is none; offer whole pages of 4096"),
-        ({"endpoint": "ipc:///x"}, "endpoint 'ipc:///x' is none of tcp; offer tcp://host:port"),
+        ({"capacity": 100}, "its arena of 100 bytes is invalid; offer whole pages of 4096"),
+        ({"endpoint": "ipc:///x"}, "endpoint 'ipc:///x' is not tcp; offer tcp://host:port"),
         (
             {"endpoint": "tcp://127.0.0.1:0"},
-            "nobody can connect to endpoint 'tcp://127.0.0.1:0'; offer the host and port that others reach",
+            "no other process can connect to endpoint 'tcp://127.0.0.1:0'; offer a host and port that others reach",
         ),
         ({"key": "short"}, "the key that it offers is no public key of CURVE; offer 40 characters of Z85, or none"),
         (
             {"capacity": (1 << 62) - PAGE_BYTES},
             (
-                f"an arena of {(1 << 62) - PAGE_BYTES:,} bytes is more than a process can map, {1 << 47:,}; offer what "
-                "there is"
+                f"an arena of {(1 << 62) - PAGE_BYTES:,} bytes is more than a process can map, {1 << 47:,}; offer a "
+                "smaller one"
             ),
         ),
     ],
@@ -259,8 +259,8 @@ def test_an_offer_that_is_none_is_refused_and_nothing_is_open(bench, offer, said
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("/nowhere", "cannot be looked at"),
-        ("a\0b", "cannot be looked at"),
+        ("/nowhere", "cannot be opened"),
+        ("a\0b", "cannot be opened"),
         ("/dev/null", "is not a regular file of user"),
         ("/", "is not a regular file of user"),
     ],
@@ -275,7 +275,7 @@ def test_an_arena_of_this_host_is_as_large_as_is_offered_and_fits_where_it_lies(
     path = memory(bench, CAPACITY)
     assert "bytes are" not in str(Joined(bench, path=path).client.welcome)
     more = Joined(bench, path=path, capacity=2 * CAPACITY).client.welcome
-    assert f"has {CAPACITY:,} bytes, and {2 * CAPACITY:,} are offered; offer what there is" in more.text
+    assert f"has {CAPACITY:,} bytes, but the offer says {2 * CAPACITY:,}; offer its real size" in more.text
     sparse = Joined(bench, capacity=1 << 46).client.welcome
     assert "is larger than what holds it" in sparse.text
 
@@ -307,7 +307,7 @@ def test_a_shard_that_confirms_what_it_was_not_told_is_refused(bench):
     shard = Joined(bench)
     refused = shard.client.ask(m.PollCommands(shard.epoch, (1 << 62) - 1))
     assert (refused.error, refused.text) == (
-        "ProtocolError", f"shard 1 says that it has carried out order {(1 << 62) - 1}, and was told 0 so far",
+        "ProtocolError", f"shard 1 confirms order {(1 << 62) - 1}, but the last one sent to it was 0",
     )  # fmt: skip
     assert shards(bench)[0].backed_bytes == 0
     assert shard.work() == [m.AllocatePages(0, ARENA_STEP_BYTES)]
@@ -332,10 +332,10 @@ def test_orders_are_for_shards_only_and_only_those_that_joined_drain(bench):
     refused = client.ask(m.PollCommands(1, 0))
     assert (refused.error, refused.text) == (
         "UsageError",
-        f"session {client.session} is no shard, so there are no orders for it",
+        f"session {client.session} is no shard, and gets no orders",
     )
     refused = client.ask(m.Drain(3))
-    assert refused.text.startswith("shard 3 is none that joined")
+    assert refused.text.startswith("shard 3 has not joined")
     assert "the coordinator's own" in client.ask(m.Drain(0)).text
 
 

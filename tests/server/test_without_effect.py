@@ -40,9 +40,7 @@ def test_only_what_is_in_memory_is_called_so():
 def test_a_spill_directory_in_memory_is_warned_of(in_memory, logged):
     file = SpillFile(in_memory, 16 * MIB, lambda: None, lambda: None)
     file.stop()
-    assert logged() == [
-        f"spill directory {in_memory} is in memory (tmpfs): blocks that go there free no memory; {DISK}"
-    ]
+    assert logged() == [f"spill directory {in_memory} is in memory (tmpfs): spilling there frees no memory; {DISK}"]
 
 
 @pytest.mark.parametrize("level", [Level.PROCESS, Level.DISK])

@@ -23,8 +23,8 @@ def test_an_address_has_its_parts():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "of no known kind; give ipc:///"),
-        ("udp://a:1", "of no known kind"),
+        ("", "has an unknown form; give ipc:///"),
+        ("udp://a:1", "has an unknown form"),
         ("ipc://relative/x.sock", "no absolute path"),
         ("ipc:///ends/", "no absolute path"),
         ("ipc://@abstract", "any user may open"),
@@ -48,5 +48,5 @@ def test_a_bad_address_is_refused(text, said):
 
 @pytest.mark.parametrize("text", ["tcp://*:7070", "tcp://127.0.0.1:0"])
 def test_an_address_to_listen_at_is_not_one_to_dial(text):
-    with pytest.raises(UsageError, match="is one to listen at"):
+    with pytest.raises(UsageError, match="is only for listening"):
         dial(text)

@@ -352,7 +352,7 @@ def test_a_bulk_line_that_heard_bytes_which_are_no_frame_says_that_another_is_ne
         line.send((b"heard", ()))
         assert echo.next()[1] == b"heard"
         wire.garble()
-        with pytest.raises(Unreachable, match="bytes need another one"):
+        with pytest.raises(Unreachable, match="open another one"):
             send_until_refused(line)
     finally:
         line.close()

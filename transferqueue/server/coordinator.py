@@ -1,32 +1,34 @@
-"""A coordinator: takes frames, gives answers, and joins the ledger, the memory, the sessions and the requests that
+"""A coordinator: takes frames and gives answers. It joins the ledger, the memory, the sessions and the requests that
 wait.
 
 It opens no socket, reads no clock and starts no thread. The loop brings events and the time (`receive`, `tick`,
-`process_exited`, `peer_lost`), and sends the answers in `outbox`. The rules:
+`process_exited`, `peer_lost`), and sends the answers in `outbox`.
 
-- A peer whose key is unknown or withdrawn gets no answer; one with a session is told when its key is withdrawn. A
-  request that its role may not send (`sessions.authorization`), or that is for another coordinator
+- A peer whose key is unknown or withdrawn gets no answer. When a key is withdrawn, each of its open sessions is told.
+- A request that its role may not send (`sessions.authorization`), or that belongs to another coordinator
   (`sessions.home_coordinator`), is refused before anything else happens.
-- Of a frame over `SMALL_FRAME_BYTES` only the envelope is read at first. It is refused, undecoded, unless it is a call
-  in an open session of its peer, of a kind that the peer's role may send and that may be so large
+- Of a frame over `SMALL_FRAME_BYTES` the coordinator reads only the envelope first. It refuses the frame undecoded,
+  unless it is a call in an open session of its peer, of a kind and size that the peer's role may send
   (`authorization.check_size`).
 - A frame that is no message is counted and answered with `ProtocolError`. It changes nothing.
 - A call in a session that is not open is answered with `Disconnected`.
 - A call counts only on the connection that brought the session's latest Hello. A client that lost its connection, or
-  whose server was restarted, sends Hello again, then all calls that were not answered, in order. ZeroMQ keeps frames of
-  a lost connection and may deliver them before that Hello: such frames are ignored.
-- A call that arrives twice is carried out once. While it waits it keeps its place, and its deadline can only become
-  earlier. Once answered it gets the same answer, until the client says that it has `seen` it. After that it is ignored.
-- After every change the waiting requests that it may concern are tried (`sessions.waiting`), before the next frame is
-  read. The loop sends the answers of a few before the next few are tried.
-- An unexpected exception while a request is carried out, before the ledger writes, is logged once with a number and its
-  traceback, the sender gets `InternalError` with that number, and its session ends. In a part of `tick` it is logged
-  and counted; only that part is tried again, after `DEFECT_PAUSE_S`. One that tears the ledger, or leaves undone what
-  the ledger ordered or the end of a session demands, ends the server (`LedgerTorn`). `JournalFailed` and any other
-  error of `commit` end it too, since no client may be told what is not durable.
-- A session ends by Goodbye, by the death of its process, by silence where only silence can be judged, or because its
-  peer does not read. Then its waiting requests are removed, its leases return, and its memory returns as soon as no
-  process can see it. If it brought a shard, that shard is lost (`shards.shards`).
+  whose server was restarted, sends Hello again, then all unanswered calls in order. ZeroMQ may deliver frames of the
+  lost connection before that Hello: the coordinator ignores them.
+- A call that arrives twice is carried out once. While it waits, it keeps its place, and its deadline can only become
+  earlier. Once answered, it gets the same answer until the client says that it has `seen` it. After that it is ignored.
+- After every change the coordinator tries the waiting requests that the change may concern (`sessions.waiting`), before
+  it reads the next frame. The loop sends the answers of a few before the next few are tried.
+- An unexpected exception before the ledger writes is logged once, with a number and its traceback. The sender gets
+  `InternalError` with that number, and its session ends.
+- An unexpected exception in a part of `tick` is logged and counted. Only that part is tried again, after
+  `DEFECT_PAUSE_S`.
+- An exception ends the server (`LedgerTorn`) if it tears the ledger, or leaves undone an order of the ledger or the end
+  of a session. `JournalFailed` and any other error of `commit` end it too: no client may be told of a change that is
+  not durable.
+- A session ends by Goodbye, by the death of its process, by silence where the server can observe nothing else, or
+  because its peer does not read. Its waiting requests are removed, and its leases return. Its memory returns as soon as
+  no process can see it. If it brought a shard, that shard is lost (`shards.registry`).
 """
 
 from __future__ import annotations
@@ -93,35 +95,41 @@ from transferqueue.wire.versions import refusal_of
 
 _log: Final = logging.getLogger("transferqueue.server")
 _NAMES_ROWS: Final = frozenset({m.LeaseRequest, m.ReadRequest})
-"""Requests whose replies name many rows, and so may be too large to send."""
+"""Requests whose replies name many rows. Such a reply may be too large to send."""
 _WITHDRAWN: Final = (
     "session closed: the key of this client was withdrawn; get another key from the server's operator (transferqueue "
     "keys)"
 )
 _ADD_WORK: Final = frozenset({m.PutRequest, m.CreateTable, m.AddTask, m.Reserve, m.Publish, m.BeginVersion, m.Restore})
-"""Requests that a server refuses while the disk of its state is full. It also refuses grants of memory, but for
-results."""
+"""A server whose state disk is full refuses these requests, and grants of memory for anything but results."""
 _CAUSE_CHARS: Final = 300
-"""How much of the text of an unexpected exception a client gets. The log has all of it."""
+"""A client gets this much of the text of an unexpected exception. The log has all of it."""
 
 
 class Watcher(Protocol):
-    """Watches the processes of sessions. `Coordinator.process_exited` is called for each that ends."""
+    """Watches the processes of sessions, and calls `Coordinator.process_exited` for each that ends."""
 
     def watch(self, session: int, pidfd: int) -> None:
-        """Watch the process of `session`: it is gone when `pidfd` becomes readable."""
+        """Watch the process of `session`. `pidfd` becomes readable when the process ends."""
 
     def unwatch(self, pidfd: int) -> None:
-        """Stop watching: `pidfd` is about to be closed."""
+        """Stop watching. The caller is about to close `pidfd`."""
 
 
 class Coordinator:
-    """One coordinator, with its own shard and the remote shards that joined. Used by one thread. Never blocks, except
-    while the system provides pages for a growing arena.
+    """One coordinator, with its own shard and the remote shards that joined. Used by one thread. Blocks only while the
+    system provides pages for a growing arena.
 
-    index: which of the coordinators of its deployment it is. open_process: finds the process of a client that says
-    Hello. `bulk_port`: where the own shard listens; 0: nowhere. `bulk_plain`: whether that
-    connection is unencrypted. `bulk_sent`, `bulk_received`: bytes of reads and of writes there, by what carried them.
+    Args:
+        watcher: watches the processes of sessions.
+        open_process: finds the process of a client that says Hello.
+        authorizer: maps keys to roles; None: a server without keys.
+        durability: the journal and its disk; None: nothing outlives the process.
+        tickets: of the own shard; None: new ones.
+        index: of this coordinator in its deployment.
+
+    `bulk_port` is the port of the own shard (0: it does not listen), and `bulk_plain` says whether its connections are
+    unencrypted. `bulk_sent` and `bulk_received` count the bytes of reads and writes there, by carrier.
     """
 
     def __init__(
@@ -158,15 +166,15 @@ class Coordinator:
             live_set=self._live_set,
         )
         self.on_hello: Callable[[Peer], object] = lambda _: None
-        """Called with each peer that has a session, so that its connection does not count as a stranger's."""
+        """Called with each peer that has a session: its connection no longer counts as unauthenticated."""
         self.bulk_port = 0
         self.bulk_plain = False
         self.bulk_sent: Callable[[], dict[str, int]] = dict
         self.bulk_received: Callable[[], dict[str, int]] = dict
         self.outbox: list[tuple[Peer, bytes]] = []
         self.waiters_at_once = COUNT_MAX
-        """How many requests that waited `receive` serves before it returns. The loop lowers it, to send their answers
-        before the others are served."""
+        """`receive` serves at most this many waiting requests before it returns. The loop lowers it, to send their
+        answers before the others are served."""
         self.unfinished = False
         """Whether `go_on` has something to do."""
         self.turns: Final = Turns()
@@ -174,9 +182,9 @@ class Coordinator:
         self.handled = ""
         """The tag of the request that the last frame carried."""
         self._failed_sessions: list[tuple[int, str]] = []
-        """Sessions that a defect ends, and the reason that their waiting requests are told."""
+        """Sessions that a defect ends, and the reason for their waiting requests."""
         self._paused: dict[str, float] = {}
-        """Parts of the tick in which a defect occurred, and when they are tried again."""
+        """Parts of the tick in which a defect occurred, and the time of their next try."""
         self._watcher = watcher
         self._open_process = open_process
         self._authorizer = authorizer or authorization.Authorizer()
@@ -275,7 +283,7 @@ class Coordinator:
         return refusal_of(frame, epoch=self.identity.epoch, package=self.identity.version)
 
     def tick(self, now: float) -> None:
-        """Do everything that was due at or before `now`."""
+        """Do everything that is due at `now`."""
         due = self.memory.due_at
         if due is not None and due <= now:
             self.commit()  # a free must be durable before its pages are given back
@@ -332,8 +340,8 @@ class Coordinator:
             self._run_until_idle(now)
 
     def _refuse(self, waiting: WaitingRequest, now: float) -> None:
-        """End a wait whose deadline has come. It is removed even after a defect, or it would be refused again at each
-        tick."""
+        """End a wait whose deadline has come. It is removed even after a defect: otherwise each tick would refuse it
+        again."""
         try:
             reply = self._deadline_reply(waiting, now)
         except JournalFailed:
@@ -368,7 +376,7 @@ class Coordinator:
             self.end(session, now)
 
     def peer_lost(self, peer: Peer, now: float) -> None:
-        """`peer` does not read its answers, or closed its channel without Goodbye: end its sessions."""
+        """End the sessions of `peer`: it does not read its answers, or closed its channel without Goodbye."""
         self.handled = "lost"
         for session in self.sessions.of_peer(peer):
             self.counters.sessions_dropped += 1
@@ -376,7 +384,7 @@ class Coordinator:
         self._run_until_idle(now)
 
     def keys_changed(self, now: float) -> None:
-        """End the sessions whose key was withdrawn, and tell each that once."""
+        """End the sessions whose key was withdrawn. Each is told once."""
         for session in [session for session in self.sessions if self._authorizer.role(session.peer) is None]:
             self.counters.sessions_dropped += 1
             self._answer(session.peer, 0, _failed(Disconnected(_WITHDRAWN)))
@@ -384,15 +392,14 @@ class Coordinator:
         self._run_until_idle(now)
 
     def commit(self) -> None:
-        """Make all changes so far durable, as the level requires. Blocks until they are. Call it before sending the
-        outbox."""
+        """Make all changes so far durable, as the level requires. Blocks. Call it before sending the outbox."""
         self._durability.commit()
         if self.memory.grows_ahead is not (not self._durability.shortage):
             self._shortage_changed()
 
     def _shortage_changed(self) -> None:
-        """The disk of the state has become full, or has room again. Requests that wait to add work are refused as new
-        ones are."""
+        """The disk of the state became full, or has room again. Waiting requests that add work are refused as new ones
+        are."""
         shortage = self._durability.shortage
         self.memory.grows_ahead = not shortage
         for waiting in [waiting for waiting in self.waiting if shortage and self._adds_work(waiting.request)]:
@@ -412,14 +419,14 @@ class Coordinator:
                 self._shortage_changed()
 
     def disk_failed(self, why: str) -> list[tuple[Peer, bytes]]:
-        """The server ends, because its disk is full or fails: drop all answers, which are not durable, and return what
-        tells its clients."""
+        """End the server because its disk is full or fails: drop all answers, which are not durable. Returns the
+        messages that tell its clients."""
         self.outbox, self.unfinished = [], False
-        told = m.AnswerFrame(self.identity.epoch, 0, _failed(DiskFailed(why)))
-        return [(session.peer, codec.encode_answer(told)) for session in self.sessions if session.peer != NOWHERE]
+        answer = m.AnswerFrame(self.identity.epoch, 0, _failed(DiskFailed(why)))
+        return [(session.peer, codec.encode_answer(answer)) for session in self.sessions if session.peer != NOWHERE]
 
     def stop(self, why: str = "the server was stopped") -> None:
-        """Stop watching processes. Tell every session that the server stops, and why, unless sessions outlive it."""
+        """Stop watching processes. Unless sessions outlive the server, tell each that it stops, and why."""
         if not self._durability.sessions_stay:
             self._fail_everyone(_failed(Disconnected(why)))
         self.workers.close()
@@ -506,8 +513,8 @@ class Coordinator:
         )
 
     def _end(self, session: OpenSession, now: float, reason: str, *, how: str = "") -> None:
-        """End a session. reason: the answer to its waiting requests; "" if its client cannot be reached. how: the
-        reason that reports give; "": the same."""
+        """End a session. `reason` answers its waiting requests ("": its client cannot be reached). `how` is the reason
+        in reports ("": the same)."""
         number, shard = session.number, session.hello.shard
         ending, pidfd = how or reason or CUT, session.process.pidfd
         log_event("session_ended", session=number, label=session.label, why=ending)
@@ -528,15 +535,14 @@ class Coordinator:
             self._guard("end of evidence", partial(session.process.close, self.identity.lock_directory))
 
     def _abandon(self, removed: list[WaitingRequest], now: float) -> None:
-        """Nothing is brought back from a disk any more for these requests, whose session has ended."""
+        """Cancel the loads from disk of these requests, whose session has ended."""
         keys = {key for waiting in removed for key in waiting.keys}
         self.spilling.abandon({key for key in keys if not self.waiting.is_waited_for(key)}, now)
 
     # ------------------------------------------------------------ defects
 
     def _guard(self, what: str, act: Callable[[], object]) -> None:
-        """Do one step of several, without which the server works on. A defect in it is logged, and the other steps
-        still happen."""
+        """Do one of several steps. The server works on without it: a defect is logged, and the other steps happen."""
         try:
             act()
         except JournalFailed:
@@ -545,7 +551,7 @@ class Coordinator:
             self._defect(what, error)
 
     def _must(self, what: str, act: Callable[[], object]) -> None:
-        """Do what the ledger, or the end of a session, demands. If it is not done, the server ends."""
+        """Do a step that the ledger, or the end of a session, demands. A defect ends the server."""
         try:
             act()
         except JournalFailed:
@@ -554,8 +560,7 @@ class Coordinator:
             raise _torn(what, error) from error
 
     def _defect(self, what: str, error: Exception, session: OpenSession | None = None) -> m.Failed:
-        """Count and log an unexpected exception, end the session in which it occurred, and return the error for its
-        client."""
+        """Count and log an unexpected exception, and end its session. Returns the error for its client."""
         if self.ledger.torn:
             raise _torn(what, error) from error
         self.counters.internal_errors += 1
@@ -610,9 +615,9 @@ class Coordinator:
             self._accept_call(session, call.id, request, declared, now)
 
     def _not_its_connection(self, peer: Peer, call: m.CallFrame | codec.CallHead) -> None:
-        """Refuse a call that did not come over the connection of its session, or ignore it: then the client sends it
-        again, in order, after its Hello. It was sent on a lost connection, before Hello on a new one, or (ZeroMQ)
-        before a restart of the server."""
+        """Refuse or ignore a call that did not come over the connection of its session. It was sent before a Hello on a
+        new connection or (ZeroMQ) before a restart of the server. The client sends an ignored call again after its
+        Hello."""
         try:
             session = self.sessions.of_call(call.session)
             if session.peer != NOWHERE:
@@ -621,7 +626,7 @@ class Coordinator:
             self._answer(peer, call.id, _failed(error))
 
     def _refused(self, role: Role, request: m.Request, declared: Declaration) -> TransferQueueError | None:
-        """Why a request is refused before it is tried; None: it is not."""
+        """Why a request is refused before it is tried; None if it is not."""
         if self._durability.checksums and (unchecked := without_checksum(request)) is not None:
             return unchecked
         if self.shards.own_first and self.shards.remote and (elsewhere := self._without_own_copy(request)) is not None:
@@ -631,7 +636,7 @@ class Coordinator:
         return None if declared.home is None else wrong_coordinator(self.index, request)
 
     def _without_own_copy(self, request: m.Request) -> TransferQueueError | None:
-        """Why a request is refused whose blocks need a copy in the coordinator's own memory, and lack it."""
+        """The refusal of a request whose blocks need a copy in the coordinator's own memory and lack it; else None."""
         return without_own_copy(request, self.ledger.shard_of_extent)
 
     def _accept_call(
@@ -644,7 +649,7 @@ class Coordinator:
             self.workers.record_request(session.number, request.table, PRODUCERS, now)
         ahead = self.waiting.count_ahead(request) if self.waiting.requests else 0
         if ahead and (call in session.refused or self.ledger.is_repeat(request, session.number, call)):
-            ahead = 0  # the client lost the reply, and the requests ahead may wait for the rows that it leased
+            ahead = 0  # the client lost the reply; the requests ahead may wait for the rows that it leased
         if ahead or type(request) in self.operations.by_type:
             self.ledger.message_received(session.number, now)  # `Ledger.apply` records the others
         outcome = (
@@ -697,12 +702,12 @@ class Coordinator:
     # ------------------------------------------------------------ waiting requests
 
     def _run_until_idle(self, now: float, most: int = COUNT_MAX) -> None:
-        """Apply the ledger's effects and try due requests, until nothing is left to do, or so many were served."""
+        """Apply the ledger's effects and try due requests, until nothing is left or `most` were served."""
         self.unfinished = False
         try:
             while True:
                 effects = self.ledger.take_effects()
-                if effects and (self.waiting.requests or type(effects[0]) is not WakeWaiters):  # else: nobody waits
+                if effects and (self.waiting.requests or type(effects[0]) is not WakeWaiters):  # else: no request waits
                     self._apply_effects(effects, now)
                 if self._failed_sessions:
                     number, reason = self._failed_sessions.pop()
@@ -758,7 +763,7 @@ class Coordinator:
             self._answer(session.peer, waiting.call, self._defect(m.tag_of(waiting.request), error, session))
 
     def explain(self, waiting: WaitingRequest, now: float) -> str:
-        """Why a request still waits: what is missing, who holds it, and how many requests are before it."""
+        """Why a request still waits: the missing thing, its holder, and the number of requests before it."""
         ahead = self.waiting.ahead_of(waiting)
         queue = f"; {_earlier(ahead)} before it" if ahead else ""
         return self.operations.explain(waiting.request, now) + queue
@@ -771,7 +776,7 @@ class Coordinator:
     # ------------------------------------------------------------ answers
 
     def _reply(self, session: OpenSession, call: int, request: m.Request, reply: m.Reply) -> None:
-        """Answer a call of a session. A reply too large to travel is undone and refused instead."""
+        """Answer a call of a session. A reply that is too large to send is undone, and the call refused."""
         if type(reply) is m.Failed and DECLARED[type(request)].repeat != "again":
             session.refuse(call, reply)
         if session.remote or self.shards.remote:

@@ -1,8 +1,8 @@
-"""One log line for each event in a server's life: it listens, sessions open and end, tables come and go, leases are
-lost.
+"""One log line for each event in a server's life: it listens, a session opens or ends, a table comes or goes, a lease
+is lost.
 
-Lines are of level INFO of the logger ``transferqueue.server``: ``session_opened session=7 label=reward-0 pid=4711``.
-Handlers find the name of the event in the record's ``event`` and its values in ``values``.
+Lines have level INFO and the logger ``transferqueue.server``: ``session_opened session=7 label=reward-0 pid=4711``.
+A handler reads the record's attributes ``event`` (the name) and ``values``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ TABLE_EVENTS: Final = {m.CreateTable: "table_created", m.DropTable: "table_dropp
 
 
 def log_event(event: str, **values: str | int) -> None:
-    """Log one event. Texts may come from other processes: their unprintable characters are escaped. Costs a look at the
-    level if INFO is off."""
+    """Log one event. Texts may come from other processes, so unprintable characters are escaped. If INFO is off, a call
+    only compares the level."""
     if _log.isEnabledFor(logging.INFO):
         shown = {name: visible(value) if isinstance(value, str) else value for name, value in values.items()}
         text = " ".join([event, *(f"{name}={_quoted(value)}" for name, value in shown.items())])
@@ -27,7 +27,7 @@ def log_event(event: str, **values: str | int) -> None:
 
 
 def log_table_event(request: m.Request, session: int) -> None:
-    """Log that a request made, dropped or sealed a table, if it is one of these."""
+    """Log that a request made, dropped or sealed a table. Other requests are not logged."""
     event = TABLE_EVENTS.get(type(request))
     if event is not None:
         log_event(event, table=getattr(request, "name", "") or getattr(request, "table", ""), session=session)

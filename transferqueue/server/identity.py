@@ -1,4 +1,4 @@
-"""Who and where one run of a server is."""
+"""The identity of one run of a server."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import msgspec
 
 
 class ServerIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Who and where this run of a server is. lock_directory: the directory from which it removes unlocked session
-    files."""
+    """The identity of this run of a server. It removes unlocked session files from `lock_directory`."""
 
     epoch: int
     address: str

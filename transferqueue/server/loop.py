@@ -1,12 +1,12 @@
 """The server's only thread: sleeps until something happens, calls the coordinator, and sends the answers.
 
-It wakes for a frame, for the end of a client's process (pidfd), for `stop`, and at the coordinator's next deadline;
-never to poll. `turns` counts how often it woke, so it stands still while nothing happens. `Coordinator.turns` records
-for how long each frame, each tick and each commit kept all other clients waiting.
+The loop wakes for a frame, for the end of a client's process (pidfd), for `stop`, and at the coordinator's next
+deadline. It never polls, so the number of wake-ups (`turns`) stands still while nothing happens. `Coordinator.turns`
+records how long each frame, tick and commit kept all other clients waiting.
 
-No deadline passes while the server does not listen, since a live client cannot renew its lease then. `ListeningClock`
-leaves out the time in which the process was suspended, or busy with one turn. What arrived before a deadline is handled
-before that deadline, and as of a time before it.
+A live client cannot renew its lease while the server does not listen, so no deadline passes then. `ListeningClock`
+leaves out the time in which the process was suspended, or busy with one turn. A frame that arrived before a deadline is
+handled before that deadline, and as of a time before it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ POLL_S_MAX: Final = 1e6
 
 
 class ProcessExits:
-    """The pidfds of all sessions behind one descriptor, so that a poll costs the same for any number of sessions."""
+    """All sessions' pidfds behind one descriptor, so that the cost of a poll does not depend on their number."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -67,13 +67,12 @@ class ProcessExits:
 
 
 class ListeningClock:
-    """Seconds for which a loop could listen: those of `clock`, less its gaps.
+    """The seconds in which a loop could listen: those of `clock`, less its gaps.
 
-    A gap is a time between two readings that is longer by `GAP_S` than the sleep that the loop announced between them:
-    the process was suspended, its machine paused, or one turn was that long. It may have begun right after the first
-    reading, so this clock then stands where it stood there. Of two gaps in a row the second one costs only what came
-    after the announced sleep: so time goes on even on a machine that is always late. `read_at`: the latest reading of
-    `clock`.
+    A gap is the time between two readings if it exceeds the announced sleep by more than `GAP_S`: the process was
+    suspended, its machine was paused, or one turn took that long. The gap may have begun right after the first reading,
+    so this clock stands still during it. Of two gaps in a row the second costs only the time after the announced sleep:
+    so the clock advances even on a machine that is always late. `read_at` is the latest reading of `clock`.
     """
 
     __slots__ = ("_clock", "_now", "_planned_s", "_was_gap", "read_at")
@@ -99,7 +98,7 @@ class ListeningClock:
         return self._now
 
     def sleeps(self, patience_s: float | None) -> None:
-        """The loop sleeps from the latest reading on, for at most `patience_s` (None: until something happens)."""
+        """The loop sleeps from the latest reading on, for at most `patience_s` (None: until an event)."""
         self._planned_s = math.inf if patience_s is None else patience_s
 
 
@@ -107,9 +106,12 @@ class Loop:
     """Runs a coordinator until `stop`, in the thread that calls `run`. The caller closes ports, hub and the rest
     afterwards.
 
-    port: the tcp port; None: there is none. clock: seconds. processor: seconds for which the running thread was busy.
-    batch: commit once for all frames of a turn, then send their answers; for a journal, whose commits cost more than
-    the short wait that this adds.
+    Args:
+        port: the tcp port; None: the server has none.
+        clock: seconds.
+        processor: seconds for which the running thread was busy.
+        batch: commit once for all frames of a turn, then send their answers. For a journal, whose commit costs more
+            than this short wait.
     """
 
     def __init__(
@@ -139,14 +141,14 @@ class Loop:
         if not batch:
             coordinator.waiters_at_once = WAITERS_AT_ONCE
         self._poller = zmq.Poller()
-        """Polls the sockets of the tcp port together with the socket file. Without a tcp port it is not used."""
+        """Polls the sockets of the tcp port and the socket file together. Unused without a tcp port."""
         self._stopping = False
         self._more = False
         self._port_has_news = True
         """Whether the tcp port may have connections to accept or to refuse."""
         self._due: float | None = -math.inf
-        """When the coordinator's tick has something to do; None: nothing happens by itself. Threads that have something
-        for it set the wake-up."""
+        """When the coordinator's tick has something to do; None: nothing is due. A thread that needs a tick sets the
+        wake-up."""
         self._turned_at = self._clock()
         """When the latest turn began."""
 
@@ -158,7 +160,8 @@ class Loop:
     def run(self, woken_by: Descriptor | None = None) -> None:
         """Serve until `stop`. Then, or if the coordinator fails, tell all clients that the server stops, and why.
 
-        woken_by: becomes readable when a signal arrives whose handler calls `stop`. The loop does not read it.
+        Args:
+            woken_by: becomes readable when a signal arrives whose handler calls `stop`. The loop does not read it.
         """
         self._local.watch(self._wakeup)
         self._local.watch(self._exits)
@@ -182,8 +185,7 @@ class Loop:
             self._send()
 
     def _wait(self) -> Collection[int]:
-        """Sleep until something happens, and read the socket file. Returns the readable ones of the other
-        descriptors."""
+        """Sleep until an event, and read the socket file. Returns the other descriptors that are readable."""
         if self._more:
             patience_s: float | None = 0.0
             self._due = -math.inf
@@ -209,8 +211,8 @@ class Loop:
         return None if patience_s is None else min(max(patience_s, 0.0), POLL_S_MAX)
 
     def _turn(self, ready: Collection[int]) -> None:
-        """ready: the descriptors beside the sockets that are readable. The others are not read: a read in vain costs
-        more than a frame."""
+        """Handle the events of one wake-up. Reads only the descriptors in `ready` beside the sockets: a read in vain
+        costs more than a frame."""
         self.turns += 1
         now = self._clock()
         due, settled, self._turned_at = self._due, self._turned_at, now
@@ -245,14 +247,14 @@ class Loop:
         self._meter.took(self._coordinator.turns.ticks, began, "tick")
 
     def _drain(self, receive: Callable[[], tuple[Peer, bytes | None] | None], until: float) -> int:
-        """Handle the frames of one source, up to `FRAMES_DRAINED_MAX`. until: as of no later time, unless that is
+        """Handle the frames of one source, up to `FRAMES_DRAINED_MAX`, as of no later time than `until`, unless that is
         `GAP_S` ago."""
         for drained in range(FRAMES_DRAINED_MAX):
             arrived = receive()
             if arrived is None:
                 return drained
             peer, frame = arrived
-            now = self._clock()  # read for each frame: those before it must not shorten its wait
+            now = self._clock()  # for each frame: the time that earlier frames took must not shorten its wait
             began = self._clock.read_at
             if until < now <= until + GAP_S:
                 now = until
@@ -262,7 +264,7 @@ class Loop:
                 self._coordinator.receive(peer, frame, now)
             subject = self._coordinator.handled
             if not self._batch and (self._coordinator.outbox or self._coordinator.unfinished):
-                self._send()  # at once: requests that this frame served do not wait for the next frames
+                self._send()  # before the next frame: requests that this frame served have waited long enough
             self._meter.took(self._coordinator.turns.requests, began, subject)
         return FRAMES_DRAINED_MAX
 
@@ -298,17 +300,16 @@ class Loop:
         return unread
 
     def _send_elsewhere(self, peer: int | bytes | KeyedPeer, frame: bytes) -> bool:
-        """Send to a peer of the hub or of the tcp port. False if it does not read. A peer that is gone may reconnect
-        and send its call again, so that is no failure."""
+        """Send to a peer of the hub or of the tcp port. Returns False if it does not read. A lost peer is no failure:
+        it may reconnect and send its call again."""
         if isinstance(peer, int):
             return self._hub.send(peer, frame)
         return self._port is None or self._port.send(peer, frame) is not SendResult.UNREAD
 
 
 def _waiters_first(answers: list[tuple[Peer, bytes]]) -> list[tuple[Peer, bytes]]:
-    """The answers in the order in which they are sent: those to requests that waited, of which there are a few, come
-    before that to the request which served them, as their callers have waited longer. Answers to one peer keep their
-    order."""
+    """The answers in sending order: the few answers to requests that waited come before the answer to the request that
+    served them. Answers to one peer keep their order."""
     first, *others = answers
     return answers if any(peer == first[0] for peer, _ in others) else [*others, first]
 

@@ -1,12 +1,14 @@
 """How long the turns of a server's loop take, and which request made the longest. Pure: the loop passes the seconds.
 
-A server has one thread, so each client waits for the turns of all others. Three kinds are recorded separately, because
-each has another remedy: one frame of a client, with all requests that waited for it (``request``), events that were due
-by time (``tick``), and the writes that make changes durable before answers are sent (``commit``), which serve all
-clients at once. Without a journal a ``request`` ends when its answers are sent.
+A server has one thread, so each client waits for the turns of all others. Three kinds are recorded separately, since
+each has another remedy:
+
+- ``request``: one frame of a client, with all requests that waited for it. Without a journal it includes sending.
+- ``tick``: events that were due by time.
+- ``commit``: the writes that make changes durable before answers are sent. They serve all clients at once.
 
 A turn is late if it kept the processor busy for more than `TURN_S_MAX`. Its wall-clock length also contains time in
-which the machine ran other processes, which says more about the machine than about the server.
+which the machine ran other processes.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ _LAST_BUCKET: Final = len(BOUNDS_S)
 
 
 class Histogram:
-    """Turns in buckets of powers of two seconds, their sum, and the longest with its subject. busiest: the longest by
-    processor time, of those above `TURN_S_MAX` by the clock. late: by subject, the number of turns above it by
+    """Turns in buckets of powers of two seconds, with their sum, and the longest with its subject. `busiest` is the
+    longest by processor time, of those above `TURN_S_MAX` by the clock. `late` counts by subject the turns above it by
     processor time."""
 
     __slots__ = ("busiest_of", "busiest_s", "counts", "late", "longest_of", "longest_s", "sum_s")
@@ -55,7 +57,7 @@ class Histogram:
             self.late[subject] = self.late.get(subject, 0) + 1
 
     def stats(self) -> TurnStats:
-        """As `stats` reports it."""
+        """The figures for `stats`."""
         return TurnStats(
             bounds_s=list(BOUNDS_S),
             counts=list(self.counts),
@@ -75,15 +77,19 @@ class Turns:
         self.requests, self.ticks, self.commits = Histogram(), Histogram(), Histogram()
 
     def stats(self) -> dict[str, TurnStats]:
-        """As `stats` reports them."""
+        """The figures for `stats`."""
         return {"request": self.requests.stats(), "tick": self.ticks.stats(), "commit": self.commits.stats()}
 
 
 class Meter:
-    """Adds the turns of one thread to histograms. clock: seconds. processor: seconds for which the thread was busy.
+    """Adds the turns of one thread to histograms.
 
     Reading the processor clock costs a system call, so `took` skips it while the last reading is younger than
     `SAMPLE_S_MAX`. The processor time of a late turn is too long by at most that much.
+
+    Args:
+        clock: seconds.
+        processor: seconds for which the thread was busy.
     """
 
     def __init__(self, clock: Callable[[], float], processor: Callable[[], float]) -> None:

@@ -1,4 +1,4 @@
-"""What a coordinator reports about itself: the ledger's report, and what only the server knows."""
+"""The reports of a coordinator: the ledger's own, and the facts that only the server knows."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from transferqueue.wire.answers.stats import ServerStats, ShardStats, Stats, Wai
 from transferqueue.wire.home_coordinator import CoordinatorIndex
 
 IDLE_S: Final = 3.0
-"""A worker that asked for rows this recently is assumed to work on them still, or to be about to ask again."""
+"""A worker that asked for rows within this time is assumed to work on them, or to be about to ask again."""
 WAITING_SHOWN_MAX: Final = 100
-"""How many waiting requests a report explains, the oldest first: about what fits on a screen."""
+"""A report explains at most this many waiting requests, the oldest first: about a screen."""
 
 
 class Counters:
@@ -51,8 +51,11 @@ class Counters:
 class ReportSources:
     """The parts of a coordinator that its reports read.
 
-    explain: why a request still waits, at the given time. bulk_port: where its own shard listens; 0: nowhere.
-    bulk_sent, bulk_received: bytes of reads and of writes there, by what carried them.
+    Args:
+        explain: why a request still waits, at the given time.
+        bulk_port: of the own shard; 0: it does not listen.
+        bulk_sent: bytes of reads there, by carrier.
+        bulk_received: bytes of writes there, by carrier.
     """
 
     identity: ServerIdentity
@@ -72,7 +75,7 @@ class ReportSources:
 
 
 def observe(sources: ReportSources, request: m.Observe, now: float) -> Observation:
-    """The report that `request` asks for. `UsageError` if there is no such report."""
+    """The report that `request` asks for. `UsageError` for an unknown report."""
     report = sources.ledger.observe(request, now)
     match report:
         case Stats():
@@ -88,13 +91,13 @@ def observe(sources: ReportSources, request: m.Observe, now: float) -> Observati
 
 
 def events(sources: ReportSources, request: m.ListEvents, now: float) -> EventsAnswer:
-    """What happened to rows of a table, by the clock of this life of the coordinator."""
+    """The events of rows of a table, by the clock of this life of the coordinator."""
     return replace(sources.ledger.events(request, now), epoch=sources.identity.epoch)
 
 
 def absence(sources: ReportSources, table: str, task: str, now: float) -> Absence | None:
-    """Since when no worker has leased from a task, and who did last. None if a session holds or waits for rows of it,
-    or asked for rows less than `IDLE_S` ago."""
+    """The time since when no worker has leased from a task, and the last worker. None if a session holds or waits for
+    rows of it, or asked for rows less than `IDLE_S` ago."""
     if sources.waiting.is_waited_for(("task", table, task)) or sources.ledger.has_leased(table, task):
         return None
     asked, gone = sources.workers.last_to_ask(table, task), sources.workers.last_gone(table, task)
@@ -115,7 +118,7 @@ def absence(sources: ReportSources, table: str, task: str, now: float) -> Absenc
 
 
 def holders(sources: ReportSources, now: float) -> str:
-    """The tables and sessions that hold bytes of the arena, the largest first: for error texts."""
+    """The tables and sessions that hold bytes of the arena, the largest first, for error texts."""
     tables = _largest({f'table "{name}"': size for name, size in sources.ledger.bytes_of_tables().items()})
     sessions = _largest_holders(sources, now)
     return "; ".join(part for part in (tables, sessions) if part) or "extents that are granted and not yet written"
@@ -136,7 +139,7 @@ def _largest_holders(sources: ReportSources, now: float) -> str:
 
 
 def _labels(sources: ReportSources, life: RowLife) -> dict[str, str]:
-    """The names of the sessions in the life of a row, by their numbers as text."""
+    """The labels of the sessions in the life of a row, by session number as text."""
     numbers = {life.put_by, *(event.session for event in life.events)}
     numbers |= {task.session for task in life.tasks.values()}
     return {str(number): sources.sessions.label_of(number) for number in numbers if number}
@@ -152,7 +155,7 @@ def _doctor(sources: ReportSources, report: DoctorAnswer, table: str, now: float
 
 
 def _with_workers(sources: ReportSources, table: str, pipeline: TablePipeline, now: float) -> TablePipeline:
-    """Add to each stage of a table who works on it, and who did last."""
+    """Add to each stage of a table its workers, and the last that left."""
     return replace(pipeline, stages=[_with_worker(sources, table, stage, now) for stage in pipeline.stages])
 
 
@@ -176,7 +179,7 @@ def _stats(sources: ReportSources, report: Stats, table: str, now: float) -> Sta
 
 
 _POLLS: Final = frozenset({m.PollCommands, m.TakeCopies})
-"""Requests by which shards wait for work: they miss nothing, so reports leave them out."""
+"""Shards wait for work by these requests. Reports leave them out, since they miss nothing."""
 
 
 def _all_waiting(sources: ReportSources, table: str, now: float) -> list[Waiting]:
@@ -247,7 +250,7 @@ def _table_of(waiting: WaitingRequest) -> str:
 
 
 def _sessions(sources: ReportSources, reports: Sessions, now: float) -> Sessions:
-    """What the ledger reports of each session, and what the server knows about its client."""
+    """The ledger's report of each session, with the server's facts about its client."""
     states = [("open", session) for session in sources.sessions]
     states += [("ended", session) for session in sources.sessions.lingering]
     return Sessions(

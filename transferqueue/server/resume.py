@@ -1,10 +1,9 @@
 """Finds the clients of the previous run after a server was restarted.
 
-- A client that is still alive continues its session with its leases, grants and pins. No other client got them
-  meanwhile.
-- The kernel tells which clients died while no server ran. Their leases end at once, their memory returns when their
+- A client that is alive continues its session with its leases, grants and pins. No other client got them meanwhile.
+- The kernel tells which clients died while no server ran. Their leases end at once. Their memory returns when their
   lock is free.
-- A remote shard is a session too: it continues with all its extents, or it is lost.
+- A remote shard is a session too: either it continues with all its extents, or it is lost.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ ReopenProcess = Callable[[m.Hello], tuple[liveness.ProcessHandle | None, bool]]
 
 
 class PreviousRun(Protocol):
-    """What the previous run left, as far as `resume_sessions` needs it. See `StateDirectory`."""
+    """The facts about the previous run that `resume_sessions` needs. See `StateDirectory`."""
 
     @property
     def rebooted(self) -> bool:
-        """Whether the machine was rebooted since: then no process of the previous run is alive."""
+        """Whether the machine was rebooted since. Then no process of the previous run is alive."""
 
     def clock(self) -> float:
         """Seconds for which servers of this state have run."""
@@ -65,7 +64,7 @@ def resume_sessions(
 
 
 def _listed(values: dict[str, dict[str, list[int]]]) -> str:
-    """Fields and rows for people, such as ``table "t", field "x": rows 3, 4``."""
+    """Fields and rows as text, such as ``table "t", field "x": rows 3, 4``."""
     texts = [
         f'table "{table}", field "{field}": rows {listing(rows)}'
         for table, fields in values.items()
@@ -78,7 +77,7 @@ def _find_sessions(coordinator: Coordinator, now: float, reopen: ReopenProcess, 
     ledger = coordinator.ledger
     hellos = {known.id: decode_hello(known.id, known.origin) for known in ledger.known_sessions()}
     shards = [hello.shard.number for hello in hellos.values() if hello.shard is not None]
-    # before any session is closed: a shard keeps what that frees until the coordinator tells it
+    # before any session is closed: a shard keeps the memory that this frees until the coordinator tells it
     extents = {shard: ledger.extents_of(shard) for shard in shards}
     for known in ledger.known_sessions():
         hello = hellos[known.id]
@@ -95,7 +94,7 @@ def _find_sessions(coordinator: Coordinator, now: float, reopen: ReopenProcess, 
 
 
 def _join_shards(coordinator: Coordinator, extents: dict[int, list[ExtentState]]) -> None:
-    """Join the shards whose sessions continue. extents: by shard, as the previous run had granted them."""
+    """Join the shards whose sessions continue. `extents`: the extents that the previous run granted, by shard."""
     sessions = list(coordinator.sessions)
     for session in sessions:
         if (offer := session.hello.shard) is not None:

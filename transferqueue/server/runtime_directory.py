@@ -1,16 +1,15 @@
 """Files of a server: its runtime directory, the lock of its address, and the directory of its arena.
 
-The rules:
-
 - The runtime directory belongs to one user (0700). It contains the socket, beside it a file that the server locks while
   it runs, and ``sessions/`` with a locked file for each client.
-- The process that holds the lock of an address may replace its socket. A free lock belongs to a dead server, whatever
-  files it left: the next server that starts removes them.
-- An arena that a state directory refers to (`durability.state_directory`) is not removed while that directory exists.
-  If the state directory has lost its link, the arena stays until the next server of that state has read the journal.
+- The process that holds the lock of an address may replace its socket. A free lock belongs to a dead server: the next
+  server that starts removes the files that it left.
+- A server does not remove an arena to which a state directory refers (`durability.state_directory`), while that
+  directory exists. If the state directory has lost its link, the arena stays until the next server of that state has
+  read the journal.
 - An arena is a file on shared memory, in a directory of its own with a lock of the same kind. Where shared memory is
-  too small it is a memfd, which leaves nothing behind.
-- A server that stops removes everything it made, except locked files of clients that are alive.
+  too small, it is a memfd, which leaves nothing behind.
+- A server that stops removes everything it made, except the locked files of clients that are alive.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from transferqueue.transport.system.private_files import private_directory, writ
 
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108  (a private directory is made in it)
 SHARED_ENOUGH: Final = GIB
-"""With the default ceiling: the arena is on shared memory, clipped to its size, if that has this much free; else it is
-a memfd."""
+"""A server with the default ceiling puts the arena on shared memory, clipped to its size, if that has this much free;
+else into a memfd."""
 
 
 class RuntimeDirectory:
@@ -44,8 +43,8 @@ class RuntimeDirectory:
         self._lock = FileLock(address.lock_path, inherited=False)
         if not self._lock.take():
             raise AddressInUse(
-                f"address {address} is in use: a server that lives listens there; connect to it, stop it, or take "
-                "another address"
+                f"address {address} is in use: a live server listens there; connect to it, stop it, or choose another "
+                "address"
             )
         _remove(address.path)
         _remove(address.note_path)
@@ -80,13 +79,13 @@ def _remove(path: Path) -> None:
 
 
 def leave_note(address: IpcAddress, text: str) -> None:
-    """Have clients that find no server at `address` be told why, until the next one listens there."""
-    with suppress(OSError, UsageError):  # the same disk may be full, and the clients that are connected were told
+    """Leave a text for clients that find no server at `address`, until the next server listens there."""
+    with suppress(OSError, UsageError):  # the same disk may be full; connected clients were told already
         write_private(address.note_path, text.encode()[:NOTE_BYTES_MAX])
 
 
 class ArenaDirectory:
-    """An arena and, if it is a file, its directory. stays: the file outlives the server."""
+    """An arena and, if it is a file, its directory. `stays`: the file outlives the server."""
 
     def __init__(
         self, arena: Arena, directory: Path | None = None, lock: FileLock | None = None, *, stays: bool = False
@@ -118,7 +117,9 @@ def private_arena(arena_bytes: int | None) -> ArenaDirectory:
 def served_arena(arena_bytes: int | None, shared: Path = SHARED_MEMORY) -> ArenaDirectory:
     """A new arena for a server: a file on shared memory if that has room, else a memfd.
 
-    arena_bytes: its ceiling; None: the default, clipped to the room there is.
+    Args:
+        arena_bytes: its ceiling; None: the default, clipped to the free room.
+        shared: the file system of shared memory.
     """
     root = arena_root(shared)
     if root is None:
@@ -147,8 +148,13 @@ def remove_arena(directory: Path, lock: FileLock) -> None:
 
 
 def remove_stale_arenas(root: Path, own: Path | None = None) -> None:
-    """Remove the arenas of dead servers, except those that a state directory refers to. own: the state directory of the
-    caller, which has read its journal: an arena of it to which its link does not lead is removed."""
+    """Remove the arenas of dead servers, except those to which a state directory refers.
+
+    Args:
+        root: the directory of this user's arenas.
+        own: the state directory of the caller, which has read its journal. An arena of it is removed unless its link
+            leads there.
+    """
     for directory in _entries(root):
         if belongs_to_state(directory, own):
             continue
@@ -160,7 +166,7 @@ def remove_stale_arenas(root: Path, own: Path | None = None) -> None:
 
 
 def _entries(root: Path) -> list[Path]:
-    """What is in the directory of arenas; nothing if a server that stopped has just removed it."""
+    """The entries of the directory of arenas; none if a server that stopped has just removed it."""
     try:
         return list(root.iterdir())
     except FileNotFoundError:
@@ -168,8 +174,8 @@ def _entries(root: Path) -> list[Path]:
 
 
 def belongs_to_state(directory: Path, own: Path | None = None) -> bool:
-    """Whether a state directory refers to the arena in `directory`, or has lost its link and may refer to it. own: as
-    in `remove_stale_arenas`."""
+    """Whether a state directory refers to the arena in `directory`, or may refer to it because its link is lost. `own`
+    is as in `remove_stale_arenas`."""
     try:
         state = Path((directory / "state").read_text(encoding="utf-8"))
         link = state / "arena"
@@ -191,7 +197,7 @@ def arena_root(shared: Path) -> Path | None:
 
 
 def claim_directory(root: Path) -> tuple[Path, FileLock]:
-    """Make a directory and lock it. If another server removes it as stale before it is locked, make another."""
+    """Make and lock a directory. If another server removes it as stale before that, make another."""
     while True:
         directory = private_directory(root) / secrets.token_hex(8)
         with suppress(FileNotFoundError):

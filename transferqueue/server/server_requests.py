@@ -1,7 +1,7 @@
 """Requests that the server carries out itself, because they need its memory, its shards or its files.
 
-The ledger carries out all others (`transferqueue.ledger.dispatch`). A request is tried again after each change that it
-may wait for, so an operation changes nothing when it answers `Blocked`.
+The ledger carries out all others (`transferqueue.ledger.dispatch`). The server tries a request again after each change
+that it may wait for, so an operation that answers `Blocked` changes nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Operation = Callable[[OpenSession, int, Any, float], Answer]
 
 _MEMORY: Final[WakeKey] = ("memory",)
 _NEED_BYTES: Final = frozenset({m.LeaseRequest, m.ReadRequest})
-"""Requests that wait for blocks on a disk."""
+"""Requests that wait for blocks on disk."""
 
 
 class ServerRequests:
@@ -38,11 +38,11 @@ class ServerRequests:
 
     def __init__(self, sources: ReportSources) -> None:
         self.snapshots: SnapshotJobs | None = None
-        """None: the server was started without a directory for snapshots."""
+        """None if the server was started without a directory for snapshots."""
         self._sources = sources
         self._ledger, self._shards, self._workers = sources.ledger, sources.shards, sources.workers
         self.fetches: Final = BlockFetches(sources.ledger, sources.shards, sources.waiting.wake)
-        """What a snapshot fetches from remote shards."""
+        """Fetches the blocks of a snapshot from remote shards."""
         self._copies: Final = CopyOrders(sources.ledger, sources.shards, self.fetches)
         self.by_type: Final[Mapping[type[m.Request], Operation]] = {
             m.Grant: self._grant,
@@ -67,7 +67,7 @@ class ServerRequests:
         }
 
     def explain(self, request: m.Request, now: float) -> str:
-        """Why a request waits: what is missing and who holds it."""
+        """Why a request waits: the missing thing and its holder."""
         explain = self._explanations.get(type(request), self._ledger.explain)
         text = explain(request, now)
         loading = self._sources.spilling.explain_loads() if type(request) in _NEED_BYTES else ""
@@ -115,9 +115,7 @@ class ServerRequests:
 
     def _jobs(self) -> SnapshotJobs:
         if self.snapshots is None:
-            raise UsageError(
-                "this server writes no snapshots: nobody named a directory for them; start it with --snapshots"
-            )
+            raise UsageError("this server writes no snapshots: it has no directory for them; start it with --snapshots")
         return self.snapshots
 
     def _snapshot(self, session: OpenSession, call: int, request: m.SnapshotRequest, now: float) -> Answer:
@@ -153,8 +151,7 @@ class ServerRequests:
 
 
 def _shown(look: Callable[[], Answer]) -> Answer:
-    """The progress of a job. A defect that ended the job, and was logged then, is no defect of the session that
-    asks."""
+    """The progress of a job. A defect that ended the job was logged then: it is no defect of the session that asks."""
     try:
         return look()
     except InternalError as error:

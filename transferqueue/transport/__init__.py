@@ -2,7 +2,7 @@
 
 A frame is bytes; this package does not look inside it. A client calls `dial` for a `ClientChannel`, which one thread at
 a time uses. The thread sleeps in `channel.wait(wakeup, timeout_s)` until a frame arrives, another thread calls
-`Wakeup.set`, or the time is over. A server uses `control.inproc.InprocServer`, `control.unix_socket.UnixServer` and
+`Wakeup.set`, or the timeout passes. A server uses `control.inproc.InprocServer`, `control.unix_socket.UnixServer` and
 `control.zeromq.ZmqServer`.
 """
 

@@ -43,7 +43,7 @@ class IpcAddress(msgspec.Struct, frozen=True):
 
     @property
     def note_path(self) -> Path:
-        """The file in which a server whose disk failed said so, until the next one listens here."""
+        """A server whose disk failed leaves the reason in this file, until the next one listens here."""
         return self.path.with_name(self.path.name + ".note")
 
 
@@ -85,8 +85,7 @@ def default_address(runtime: Path | None = None) -> str:
 
 
 def split_addresses(text: str) -> list[str]:
-    """The addresses or join tokens in a text that separates them by commas. Only a comma before another address
-    separates."""
+    """The addresses or join tokens of a comma-separated text. A comma separates only if another address follows."""
     return [address.strip() for address in _COMMA.split(text)]
 
 
@@ -100,7 +99,7 @@ def parse_address(text: object) -> Address:
         if text.startswith(scheme):
             return parse(text, text[len(scheme) :])
     raise UsageError(
-        f"address {shown(text)} is of no known kind; give {_KINDS} (or, to connect(), a join token, 'embedded' or "
+        f"address {shown(text)} has an unknown form; give {_KINDS} (or, to connect(), a join token, 'embedded' or "
         "'ray')"
     )
 

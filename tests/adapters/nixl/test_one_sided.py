@@ -228,7 +228,7 @@ def test_a_carrier_is_chosen_by_name_or_by_the_environment(monkeypatch: pytest.M
     monkeypatch.setenv("TRANSFERQUEUE_BYTES", "nixl:cma")
     assert (str(chosen_carrier()), chosen_carrier("stream")) == ("nixl:cma", None)
     for name in ("rdma", "NIXL"):
-        with pytest.raises(UsageError, match=f"bytes='{name}' is no carrier of columns; there are stream, nixl "):
+        with pytest.raises(UsageError, match=f"bytes='{name}' is no carrier of columns; choose one of stream, nixl "):
             chosen_carrier(name)
     with pytest.raises(
         UsageError, match="bytes='nixl:udp' is no carrier of columns; those by NIXL are nixl, nixl:tcp, "

@@ -147,7 +147,7 @@ def refused_after(bench: Pulled) -> Exception:
         ("ProtocolError", "names 0 bytes at address", lambda bench: [bench.range(0, 0)]),
         ("ProtocolError", "name 1 to 1048576 bytes", lambda bench: [bench.range(0, MIB + 1)]),
         ("ProtocolError", "bytes at address 0", lambda bench: [b.ByteRange(0, MIB, bytes(8))]),
-        ("Corruption", "more than it said", lambda bench: [*bench.ranges(0, TOTAL), bench.range(0, 1)]),
+        ("Corruption", "more than it announced", lambda bench: [*bench.ranges(0, TOTAL), bench.range(0, 1)]),
         ("Unreachable", "has not registered that", lambda bench: [b.ByteRange(bench.address - 1, 64, bytes(8))]),
         ("Unreachable", "has not registered that", lambda bench: [b.ByteRange((1 << 62) - 1, MIB, bytes(8))]),
     ],
@@ -174,7 +174,7 @@ def test_counts_beyond_every_bound_are_refused_before_any_work(bench: Pulled) ->
         with pytest.raises(BY_NAME["ProtocolError"], match="is not one"):
             raise refused(bench)
     bench.say(head, [b"content"])
-    with pytest.raises(BY_NAME["ProtocolError"], match="has no content, and this one 7 bytes"):
+    with pytest.raises(BY_NAME["ProtocolError"], match="has no content, but this one has 7 bytes"):
         raise refused(bench)
     assert not bench.agent.loaded
 
@@ -183,7 +183,7 @@ def test_who_has_no_ticket_is_not_read(bench: Pulled) -> None:
     head = bench.put(bench.ranges(0, MIB))
     for changes in ({"ticket": bytes(16)}, {"extent": 9}, {"nbytes": TOTAL + 4096}, {"session": SESSION + 1}):
         bench.say(msgspec.structs.replace(head, **changes))
-        with pytest.raises(BY_NAME["UsageError"], match="ticket is none"):
+        with pytest.raises(BY_NAME["UsageError"], match="no such ticket"):
             raise refused(bench)
     bench.say(msgspec.structs.replace(head, at=head.offset - 1))
     with pytest.raises(BY_NAME["UsageError"], match="write inside it"):
@@ -217,7 +217,7 @@ def test_further_ranges_belong_to_a_write_of_ranges(bench: Pulled) -> None:
     bench.say(bench.put([], number=2))
     bench.say(b.WriteFrame(2, 1), [b"some"])
     bench.say(b.WriteRangesFrame(2, 2, []))
-    with pytest.raises(BY_NAME["Corruption"], match="frame 2 came where 1 was due"):
+    with pytest.raises(BY_NAME["Corruption"], match="frame 2 came instead of frame 1"):
         raise refused(bench)
     bench.say(bench.put([], number=3))
     for number in range(1, BULK_WINDOW_FRAMES):

@@ -118,7 +118,7 @@ def test_slots_return_however_a_read_ends(bench: Named, end: str) -> None:
         bench.say(bench.read(at, [1]))
     else:
         bench.say(b.FlowAck(1, 99))
-        with pytest.raises(BY_NAME["ProtocolError"], match="99 bulk frames were taken"):
+        with pytest.raises(BY_NAME["ProtocolError"], match="99 bulk frames were acknowledged"):
             raise refused(bench)
     assert pool(bench).taken == 0
 

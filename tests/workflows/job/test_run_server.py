@@ -144,7 +144,7 @@ def test_whether_a_run_is_finished_is_asked_under_its_lock(tmp_path):
 
 def test_no_server_begins_while_its_state_is_discarded(tmp_path):
     (tmp_path / "state").mkdir(mode=0o700)
-    with _without_server(tmp_path / "state"), pytest.raises(Unreachable, match="is in use by a server that lives"):
+    with _without_server(tmp_path / "state"), pytest.raises(Unreachable, match="is in use by a live server"):
         RunServer(tmp_path, SMALL).__enter__()
 
 

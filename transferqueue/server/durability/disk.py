@@ -1,15 +1,12 @@
-"""The disk of a state directory: which errors are its own and no damage, and a reserve for the time when it is full.
+"""The disk of a state directory: which errors mean that it is full or fails, and a reserve for a full disk.
 
-The rules:
-
-1. A disk that is full, over its quota, or gives errors when it is read or written damages nothing: what was committed
-   is whole. Such an error is `DiskFailed`, never `Corruption`. It may end the server, which goes on from its journal
-   when the disk does.
+1. A disk that is full, over its quota, or gives errors damages nothing: all commits are whole. Such an error is
+   `DiskFailed`, never `Corruption`. It may end the server, which goes on from its journal when the disk works again.
 2. A server keeps a file of `DISK_RESERVE_BYTES` beside its journal (less for a small arena or disk). When a commit
    finds the disk full, the server gives the file up in slices and commits again.
 3. From the first slice on the server is *short*: it refuses requests that add work, with `Full`, and carries out those
-   that end work. It looks once in `DISK_CHECK_S` whether the reserve fits the disk twice. Then it takes the reserve
-   again, and is not short any more.
+   that end work. Every `DISK_CHECK_S` it checks whether the disk has room for the reserve twice. Then it takes the
+   reserve again, and is no longer short.
 4. When the reserve is used up, a commit that finds the disk full ends the server.
 """
 
@@ -31,13 +28,13 @@ from transferqueue.storage.memory.room import free_bytes, room
 
 _log: Final = logging.getLogger("transferqueue.server")
 RESERVE: Final = "reserve"
-"""The file in a state directory."""
+"""The name of the reserve in a state directory."""
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FAULTY: Final = frozenset({errno.EIO, errno.EROFS, errno.ESTALE})
 _PRIMARY: Final = 0xFF
-"""Bits of an error code of SQLite that say its kind."""
+"""The bits of an SQLite error code that tell its kind."""
 _FULL_CODES: Final = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE})
-"""SQLite calls a full quota, or a file that may not grow, a failed write."""
+"""SQLite reports a full quota, or a file that may not grow, as a failed write."""
 _NO_DISK_CODES: Final = frozenset(
     {
         sqlite3.SQLITE_IOERR_SHORT_READ,
@@ -46,11 +43,11 @@ _NO_DISK_CODES: Final = frozenset(
         sqlite3.SQLITE_IOERR_CORRUPTFS,
     }
 )
-"""Of the kind "disk I/O error", though the disk worked: a file is too short, memory is missing, or checksums differ."""
+"""Of the kind "disk I/O error" although the disk works: a file is too short, memory is missing, or checksums differ."""
 
 
 def disk_error(error: BaseException | None) -> OSError | sqlite3.Error | None:
-    """The error of a disk that `error` is, or was raised from; None if a disk has no part in it."""
+    """The disk error that `error` is, or was raised from; None if no disk is involved."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL | _FAULTY:
             return error
@@ -64,8 +61,13 @@ def disk_error(error: BaseException | None) -> OSError | sqlite3.Error | None:
 
 
 def disk_failed(subject: str, directory: Path, cause: OSError | sqlite3.Error) -> DiskFailed:
-    """The error of a server whose disk failed. subject: what could not be done, such as
-    ``journal FILE cannot be written``."""
+    """The error of a server whose disk failed.
+
+    Args:
+        subject: the operation that failed, such as ``journal FILE cannot be written``.
+        directory: on that disk.
+        cause: the disk's error.
+    """
     is_full = getattr(cause, "errno", None) in _FULL or getattr(cause, "sqlite_errorcode", 0) in _FULL_CODES
     said = cause.strerror if isinstance(cause, OSError) else str(cause)
     state = f"its disk is full ({said})" if is_full else f"its disk gives errors ({said})"
@@ -79,7 +81,7 @@ def disk_failed(subject: str, directory: Path, cause: OSError | sqlite3.Error) -
 
 @contextmanager
 def disk_failures(subject: str, directory: Path) -> Iterator[None]:
-    """Turn whatever a disk is the cause of into `DiskFailed`; other errors pass."""
+    """Turn errors of a disk into `DiskFailed`; other errors pass."""
     try:
         yield
     except DiskFailed:
@@ -92,11 +94,13 @@ def disk_failures(subject: str, directory: Path) -> Iterator[None]:
 
 
 class DiskReserve:
-    """The reserve in `directory` (rule 2), or as much of it as has room. arena_bytes: of the rows that the journal is
-    about.
+    """The reserve in `directory` (rule 2), or as much of it as has room.
 
-    `shortage`: why requests that add work are refused now; "" if they are not. `due_at`: when to `look` next; None: at
-    no time.
+    `shortage` says why requests that add work are refused now ("": they are not). `due_at` is the time of the next
+    `look`; None: no look is needed.
+
+    Args:
+        arena_bytes: of the rows that the journal describes.
     """
 
     def __init__(self, directory: Path, arena_bytes: int) -> None:
@@ -111,8 +115,7 @@ class DiskReserve:
         self.due_at: float | None = None
 
     def begin(self) -> None:
-        """Take the reserve, or what half of the free bytes hold of it. `DiskFailed` if not even a slice of it has
-        room."""
+        """Take the reserve, or as much as half of the free bytes hold. `DiskFailed` if even a slice has no room."""
         if self._fits() or self._has == self._wanted:
             self._take(self._wanted)
         if self._has != self._wanted:
@@ -127,7 +130,7 @@ class DiskReserve:
             self._be_short()
 
     def give_up(self) -> bool:
-        """Give a slice up, since the disk is full. Returns False if nothing is left."""
+        """Give up a slice, since the disk is full. Returns False if none is left."""
         if self._has <= 0:
             return False
         self._has = max(0, self._has - self._slice)
@@ -138,7 +141,9 @@ class DiskReserve:
     def look(self, now: float) -> None:
         """Take the whole reserve again if the disk has room for it twice."""
         if self._fits() and self._take(self._wanted):
-            _log.warning("the disk of the state directory %s has room again: new rows are taken again", self._directory)
+            _log.warning(
+                "the disk of the state directory %s has room again: the server accepts new rows", self._directory
+            )
             self.shortage, self.due_at = "", None
         else:
             self._be_short()
@@ -156,16 +161,16 @@ class DiskReserve:
     def _be_short(self) -> None:
         needed, began = 2 * self._wanted - self._has, not self.shortage
         self.shortage = (
-            f"the disk of this server's state is full: {room(self._directory)}, and new rows need {needed:,}. What "
-            "ends work (ack, release, drop) goes on. Free some space there, and put again: the server looks every "
-            "second"
+            f"the disk of this server's state is full: {room(self._directory)}, and new rows need {needed:,}. The "
+            "server still carries out ack, release and drop. Free some space there, and put again: the server checks "
+            "every second"
         )
         if began:
             self.due_at = 0.0
-            _log.error("new rows are refused: %s", self.shortage)
+            _log.error("the server refuses new rows: %s", self.shortage)
 
     def _take(self, nbytes: int) -> bool:
-        """Have `nbytes`. False if the disk does not give them; then as many as before."""
+        """Reserve `nbytes`. Returns False, and changes nothing, if the disk does not have them."""
         if nbytes > self._has:
             try:
                 os.posix_fallocate(self._fd, 0, nbytes)

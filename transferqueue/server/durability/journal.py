@@ -1,24 +1,22 @@
-"""The journal: what a server writes before it answers, so that its next run continues where this one ended.
-
-The rules:
+"""The journal: a server writes to it before it answers, so that its next run continues where this one ended.
 
 1. A journal is an *image* (one complete state) and a *tail* (the records after it, in order). Replaying the tail on the
-   image gives the state. The journal does not interpret either.
-2. `append` only buffers. `commit` makes everything buffered durable at once and atomically: after a crash either all
-   records of a commit are found or none, and no commit without those before it.
-3. `checkpoint` replaces image and tail by a new image, atomically: after a crash either the old pair is found or the
-   new image.
-4. A failed write raises `JournalFailed`. The server must end without answering, since whatever it did after the last
-   commit is undone by the restart. After `DiskFailed` of a full disk nothing was written, and the same call may be made
-   again once there is room.
+   image gives the state. The journal interprets neither.
+2. `append` only buffers. `commit` makes all buffered records durable at once and atomically: after a crash the journal
+   has all records of a commit or none, and no commit without those before it.
+3. `checkpoint` replaces image and tail by a new image, atomically: after a crash the journal is the old pair or the new
+   image.
+4. A failed write raises `JournalFailed`. The server must end without answering, since the restart undoes all changes
+   after the last commit. After `DiskFailed` of a full disk nothing was written, and the same call may be made again
+   once there is room.
 5. Each commit is a *turn*, counted from 1. A turn, records or image, is stored with its number, the digest of the turn
-   before it, and the digest (xxh3) of all three. The first turn follows the *origin*: who wrote the journal, and a
-   random identity. So a reader finds a changed bit, and a turn that is missing, doubled or from another time. The head
-   (`Head`, `journal_head`) finds what a reader cannot: a missing end, and an older copy of the whole journal.
-6. `read_journal` changes no byte. A server writes only to a journal that was read and checked completely.
+   before it, and the digest (xxh3) of all three. The first turn follows the *origin*: the writer of the journal, and a
+   random identity. So a reader detects a changed bit, and a turn that is missing, doubled or from another time. The
+   head (`Head`, `journal_head`) detects a missing end and an older copy of the whole journal.
+6. `read_journal` changes no byte. A server writes only to a journal that it has read and checked completely.
 
-The `Level` says how durable a commit is: ``process`` hands it to the operating system, so it survives the crash of any
-process; ``disk`` waits until the disk has it, so it survives a power failure.
+The `Level` says how durable a commit is. ``process`` hands it to the operating system, so it survives the crash of any
+process. ``disk`` waits until the disk has it, so it survives a power failure.
 """
 
 from __future__ import annotations
@@ -50,16 +48,16 @@ FORMAT: Final = 2
 PAGE_BYTES: Final = 8192
 """The records of a turn usually fit one page of the database, so a commit writes one page."""
 LOCK_WAIT_S: Final = 5.0
-"""How long another tool may lock the database when a server starts."""
+"""A starting server waits this long for another tool that locks the database."""
 IDENTITY_BYTES: Final = 16
 _IMAGE_SLACK: Final = 8
-"""A database needs at most one part in so many more than the image that is written to it."""
+"""A database grows by at most this part of the image more than the image that is written to it."""
 SECRET_BYTES: Final = 32
 
 
 class Level(enum.StrEnum):
-    """What the state survives: nothing; the crash of any process; a reboot. A new level goes last: heads store its
-    number."""
+    """What the state survives: nothing, the crash of any process, or a reboot. Heads store a level's number, so a new
+    level goes last."""
 
     MEMORY = "memory"
     PROCESS = "process"
@@ -77,8 +75,7 @@ class Level(enum.StrEnum):
 
     @property
     def in_shared_memory(self) -> bool:
-        """Whether the rows of a state directory lie in shared memory, if it has room, and not in a file of the
-        directory."""
+        """Whether the rows of a state directory lie in shared memory, if it has room, and not in a file there."""
         return self is Level.PROCESS
 
 
@@ -109,7 +106,7 @@ class NoHead:
 
 
 class Journal(Protocol):
-    """The journal of one server. Used by one thread."""
+    """The journal of one server, for one thread."""
 
     def append(self, record: bytes) -> None:
         """Buffer a record for the next `commit`."""
@@ -131,11 +128,13 @@ class Journal(Protocol):
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
-    """Who began a journal. identity: random; names the journal in the head and in about.json. secret: random; the key
-    of tickets.
+    """The writer of a journal.
 
-    version: of this package. state: fingerprint of the classes in image and records, which another version may have
-    changed.
+    Args:
+        identity: random; names the journal in the head and in about.json.
+        secret: random; the key of tickets.
+        version: of this package.
+        state: fingerprint of the classes in image and records, which another version may have changed.
     """
 
     identity: bytes
@@ -152,7 +151,7 @@ def new_origin(state: bytes = b"") -> Origin:
 
 @dataclass(frozen=True)
 class JournalContents:
-    """The contents of a journal, read and checked. base: the turn of its image (0: none). turn: its last turn."""
+    """The contents of a journal, read and checked. `base` is the turn of its image (0: none), `turn` its last turn."""
 
     path: Path
     origin: Origin
@@ -172,7 +171,7 @@ class JournalContents:
         return self.image, self.records
 
     def digest_of(self, turn: int) -> bytes | None:
-        """The digest of a turn; None if the journal has that turn no more, or not yet."""
+        """The digest of a turn; None if the journal no longer has that turn, or not yet."""
         return self.digests.get(turn)
 
 
@@ -181,10 +180,11 @@ class _Blank(Exception):
 
 
 def read_journal(path: Path) -> JournalContents | None:
-    """Read the journal at `path`. None if it does not exist, or nothing was ever written to it.
+    """Read and check the journal at `path`, and change nothing. None if it does not exist, or is still empty.
 
-    Reads and checks everything, and changes nothing. `Corruption` for a file that is damaged or no journal;
-    `UsageError` for a journal of an earlier format.
+    Raises:
+        Corruption: the file is damaged or no journal.
+        UsageError: the journal has an earlier format.
     """
     log = path.with_name(path.name + "-wal")
     with _corrupt(path):
@@ -202,8 +202,8 @@ def read_journal(path: Path) -> JournalContents | None:
 
 @contextmanager
 def _reading(path: Path, log: Path) -> Iterator[sqlite3.Connection]:
-    """Open the database for reading. "immutable" opens a database without a log, and makes none. A database with a log
-    needs an index of the log, which is removed again."""
+    """Open the database for reading. "immutable" opens a database without a log, and creates no log. A database with a
+    log needs an index of the log, which is removed again."""
     logged = log.is_file() and log.stat().st_size > 0
     index = _index(path)
     made = logged and not index.exists()
@@ -221,7 +221,7 @@ def _index(path: Path) -> Path:
 
 
 def _check_pages(database: sqlite3.Connection, path: Path) -> None:
-    """`Corruption` if the database is inconsistent, since later writes would damage it more."""
+    """`Corruption` if the database is inconsistent: later writes would damage it more."""
     problems = [text for (text,) in database.execute("PRAGMA integrity_check(3)").fetchall()]
     if problems != ["ok"]:
         raise Corruption(f"journal {path} is damaged: {'; '.join(map(str, problems))}")
@@ -275,7 +275,7 @@ def _origin(database: sqlite3.Connection, path: Path) -> tuple[Origin, bytes]:
 
 
 _Turn = tuple[int, bytes, list[bytes]]
-"""The number of the turn, the digest of the turn before it, its records."""
+"""The number of the turn, the digest of the turn before it, and its records."""
 
 
 def _image_digest(turn: int, before: bytes, image: bytes) -> bytes:
@@ -285,11 +285,18 @@ def _image_digest(turn: int, before: bytes, image: bytes) -> bytes:
 
 
 class SqliteJournal:
-    """A journal in one SQLite database in WAL mode. See `Journal`.
+    """A journal in one SQLite database in WAL mode. See `Journal`. An existing one is not read completely here: see
+    `read_journal`.
 
-    path: the database, created (0600) if missing. level: ``PROCESS`` never waits for the disk, ``DISK`` always.
-    origin: for a new journal; None: a random one. head: notes each commit. An existing journal is not read completely
-    here: see `read_journal`. `JournalFailed` if it cannot be opened, `Corruption` if it is no journal.
+    Args:
+        path: the database, created (0600) if missing.
+        level: ``PROCESS`` never waits for the disk, ``DISK`` always.
+        origin: for a new journal; None: a random one.
+        head: notes each commit.
+
+    Raises:
+        JournalFailed: it cannot be opened.
+        Corruption: it is no journal.
     """
 
     def __init__(self, path: Path, level: Level, *, origin: Origin | None = None, head: Head | None = None) -> None:
@@ -305,20 +312,19 @@ class SqliteJournal:
                 self._prepare("FULL" if self._disk else "OFF")
                 self.origin: Final = self._open_origin(origin)
                 self.turn, self.digest = self._last()
-                _index(path).unlink(missing_ok=True)  # left by a reader that was killed; unused, since we hold the lock
+                _index(path).unlink(missing_ok=True)  # a killed reader left it; unused, since we hold the lock
         except BaseException:
             self._database.close()
             raise
 
     def _prepare(self, synchronous: str) -> None:
         self._database.execute(f"PRAGMA page_size={PAGE_BYTES}")
-        self._database.execute("PRAGMA locking_mode=EXCLUSIVE")  # without a shared index of the log a commit costs less
+        self._database.execute("PRAGMA locking_mode=EXCLUSIVE")  # commits are faster without a shared index of the log
         self._database.execute("PRAGMA journal_mode=WAL")
         self._database.execute(f"PRAGMA synchronous={synchronous}")
 
     def _open_origin(self, origin: Origin | None) -> Origin:
-        """Read the origin, or write it to a new journal. Writes in any case, so that an unwritable file is found
-        now."""
+        """Read the origin, or write it to a new journal. Writes in any case, so that an unwritable file fails now."""
         with self._database:
             self._database.execute("BEGIN IMMEDIATE")
             try:
@@ -367,7 +373,7 @@ class SqliteJournal:
         try:
             self._replace(turn, digest, image)
         except BaseException:
-            self._note_begun(self.turn, self.digest)  # the turn may be another one yet
+            self._note_begun(self.turn, self.digest)  # the latest note may be of another turn
             raise
         self._turn_written(turn, digest)
 
@@ -420,8 +426,8 @@ def _failing(path: Path, what: str) -> Iterator[None]:
         if (cause := disk_error(error)) is not None:
             raise disk_failed(f"journal {path} {what}", path.parent, cause) from error
         raise JournalFailed(
-            f"journal {path} {what}: {error}; nothing since the last commit was told to anybody. Make room "
-            "there, or name another state directory, and start the server again"
+            f"journal {path} {what}: {error}; no client was told of a change since the last commit. Make room there, "
+            "or name another state directory, and start the server again"
         ) from error
 
 

@@ -2,15 +2,15 @@
 
 A journal proves that its contents were written, in that order. It cannot prove that its end is not missing, or that it
 is not an older copy of itself. So each commit is also noted in the *head*: two slots in the margin of the arena's file,
-which the server maps, so a note costs no system call. The rules:
+which the server maps, so a note costs no system call.
 
 1. The slot *begun* is written before a commit, the slot *done* after it. A note contains the journal's identity, the
    turn and its digest, the level, the boot of the machine and the size of the arena's file, and has a checksum.
 2. A process may die between any two of these steps, so the last turn of the journal is that of *begun* or that of
-   *done*. While the machine runs nothing else is accepted (`check`). That finds a journal or an arena that was replaced
-   by an older one, and a journal whose end is missing.
-3. After a reboot at level ``disk`` the head may be older than the journal, since the system writes mapped pages when it
-   likes. It is never newer than the last commit, and never older than the last image (`SqliteJournal.checkpoint`).
+   *done*. While the machine runs, `check` accepts no other. It so detects a journal or an arena that was replaced by an
+   older one, and a journal whose end is missing.
+3. After a reboot at level ``disk`` the head may be older than the journal, since the system writes mapped pages at any
+   time. It is never newer than the last commit, and never older than the last image (`SqliteJournal.checkpoint`).
 4. An unreadable slot is ignored; the other one is enough.
 """
 
@@ -39,12 +39,12 @@ _NOTE: Final = struct.Struct(f"<8s{IDENTITY_BYTES}s16sBQQ8s")
 _CHECKED: Final = _NOTE.size + 8
 _BEGUN: Final = 0
 _DONE: Final = PAGE_BYTES // 2
-"""In another sector than the first slot, so that a power failure damages at most one of them."""
+"""In another sector than the first slot: a power failure damages at most one of them."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """The contents of a slot. boot: digest of the boot's name. nbytes: size of the arena's file."""
+    """The contents of a slot. `boot` is the digest of the boot's name, `nbytes` the size of the arena's file."""
 
     identity: bytes
     boot: bytes
@@ -68,7 +68,7 @@ class Notes:
 
     @property
     def any(self) -> Note | None:
-        """Either note, for what both have in common; None if neither can be read."""
+        """Either note, for the facts that both share; None if neither can be read."""
         return self.done or self.begun
 
 
@@ -99,18 +99,18 @@ def read_notes(margin: bytes) -> Notes:
 
 
 def check(notes: Notes, journal: JournalContents, *, rebooted: bool) -> None:
-    """`Corruption` unless this is the journal of the head, complete (rules 2 and 3)."""
+    """`Corruption` unless this is the complete journal of the head (rules 2 and 3)."""
     begun, done = notes.begun, notes.done
     for note in (begun, done):
         if note is not None and note.identity != journal.identity:
             raise Corruption(
-                f"journal {journal.path} is not the one of its arena: it is journal {journal.identity.hex()}, and the "
+                f"journal {journal.path} does not belong to its arena: it is journal {journal.identity.hex()}, and the "
                 f"arena belongs to journal {note.identity.hex()}"
             )
         if note is not None and journal.digest_of(note.turn) not in (None, note.digest):
             raise Corruption(
-                f"journal {journal.path} differs at turn {note.turn} from what the arena notes of it: one of the two "
-                "was replaced"
+                f"journal {journal.path} differs at turn {note.turn} from the arena's note of it: one of the two was "
+                "replaced"
             )
     known = done.turn if done is not None else begun.turn - 1 if begun is not None else None
     if known is None:

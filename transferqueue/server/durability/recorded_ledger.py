@@ -2,12 +2,12 @@
 
 The ledger is deterministic, so its history is the sequence of the calls that changed it, each with its arguments, the
 time, and its outcome. A call that was refused, that must wait, or that only reads changed nothing and is not recorded.
-Nor is one that tore the ledger: the server ends, and the next run continues as if it had not come. Events that were due
-before a call are recorded before it. Nothing may be told to a client before `commit`.
+Nor is a call that tore the ledger: the server ends, and the next run continues as if the call had not come. Events that
+were due before a call are recorded before it. A client may be told of a change only after `commit`.
 
 A restart loads the image and replays the tail on it (`replay_journal`). It compares the outcome of each call (the ids
-that it gave, the number of rows that it ended) with the record, and stops at the first that differs. To bound its
-duration, `commit` writes a new image when the tail has outgrown the last one.
+that it gave, the number of rows that it ended) with the record, and stops at the first that differs. `commit` writes a
+new image when the tail has outgrown the last one, which bounds the time of a restart.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from transferqueue.wire import messages as m
 
 
 class _Record(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=True):
-    """One change, with the arguments of the call that made it."""
+    """One change, with the arguments of its call."""
 
 
 class _Begun(_Record):
@@ -152,13 +152,13 @@ _decode: Final = msgspec.msgpack.Decoder(_Any).decode
 
 @dataclass(slots=True)
 class Tail:
-    """How much a restart would replay, and the size of the image before it."""
+    """The length of the replay at a restart, and the size of the image before it."""
 
     records: int = 0
     nbytes: int = 0
     image_nbytes: int = 0
     patience: int = 1
-    """Doubled when the disk had no room for a new image: the next one is tried when the tail is twice as long."""
+    """Doubled when the disk had no room for a new image: the next try comes when the tail is twice as long."""
 
     def add(self, record: bytes) -> None:
         """Count a record."""
@@ -175,7 +175,11 @@ class Tail:
 class RecordedLedger(Ledger):
     """Continues `ledger`, and appends each change to `journal`. Nothing else may change either.
 
-    tail: of the journal so far, as `replay_journal` returned it. epoch: of the run that begins here.
+    Args:
+        ledger: the state at the last commit.
+        journal: takes the records.
+        tail: of the journal so far, from `replay_journal`.
+        epoch: of the run that begins here.
     """
 
     def __init__(self, ledger: Ledger, journal: Journal, tail: Tail | None = None, *, epoch: int) -> None:
@@ -198,8 +202,8 @@ class RecordedLedger(Ledger):
         self._journal.append(data)
 
     def restore_snapshot(self, snapshot: LedgerSnapshot, now: float) -> None:
-        """See `Ledger.restore_snapshot`. No record: the next commit leaves an image of what there is then."""
-        self._needs_image = True  # first: so a restored state is never without an image
+        """See `Ledger.restore_snapshot`. Writes no record: the next commit writes an image."""
+        self._needs_image = True  # first: a restored state must have an image
         super().restore_snapshot(snapshot, now)
 
     # ------------------------------------------------------------ commits
@@ -236,7 +240,7 @@ class LoadableJournal(Protocol):
 def replay_journal(
     journal: LoadableJournal, selectors: Mapping[str, PluginFactory] | None = None
 ) -> tuple[Ledger, Tail]:
-    """The ledger as at the last commit, and the tail that was replayed for it. Its epoch is 0 if the journal is empty.
+    """The ledger as of the last commit, and the replayed tail. Its epoch is 0 if the journal is empty.
 
     `Corruption` if a record cannot be replayed; otherwise raises as `Ledger.from_image`.
     """
@@ -249,7 +253,7 @@ def replay_journal(
         for record in records:
             _replay(ledger, tail.records, record)
             tail.add(record)
-    ledger.take_effects()  # the sessions that they concern are gone, and the allocator is built from the state
+    ledger.take_effects()  # their sessions are gone, and the allocator is built from the state
     return ledger, tail
 
 
@@ -262,8 +266,7 @@ _OUTCOMES: Final[dict[type, Callable[[Any], list[int]]]] = {
 
 
 def outcome_of(reply: m.Reply | Blocked) -> list[int]:
-    """What a request did, for a comparison of its replay with its record: the ids that it gave, or how many rows it
-    concerned."""
+    """The outcome of a request, to compare its replay with its record: the ids that it gave, or the number of rows."""
     outcome = _OUTCOMES.get(type(reply))
     return [crc32(type(reply).__name__.encode())] if outcome is None else outcome(reply)
 
@@ -272,14 +275,14 @@ def _replay(ledger: Ledger, number: int, data: bytes) -> None:
     try:
         record = _decode(data)
     except msgspec.MsgspecError as error:
-        raise Corruption(f"record {number} of the journal is none: {error}; restore a snapshot") from error
+        raise Corruption(f"record {number} of the journal is invalid: {error}; restore a snapshot") from error
     try:
         recorded, replayed = _replay_record(ledger, record)
     except (TransferQueueError, LedgerTorn) as error:
         if isinstance(error.__cause__, MemoryError):
             raise OutOfMemory(
-                f"record {number} of the journal cannot be replayed: {error}. Nothing was changed: start the server "
-                "with more memory"
+                f"record {number} of the journal cannot be replayed: {error}. The journal is unchanged: start the "
+                "server with more memory"
             ) from error
         raise _differs(number, record, "an acceptance", f"{type(error).__name__}: {error}") from error
     if recorded != replayed:
@@ -287,16 +290,16 @@ def _replay(ledger: Ledger, number: int, data: bytes) -> None:
 
 
 def _differs(number: int, record: _Any, recorded: object, replayed: object) -> Corruption:
-    what = m.tag_of(record.request) if isinstance(record, _Applied) else type(record).__name__.strip("_")
+    change = m.tag_of(record.request) if isinstance(record, _Applied) else type(record).__name__.strip("_")
     return Corruption(
-        f"record {number} of the journal ({what}) has another outcome now: recorded was {recorded}, its replay gives "
-        f"{replayed}; another version wrote it, or it is damaged: start the version that wrote it, or restore a "
-        "snapshot"
+        f"record {number} of the journal ({change}) has another outcome now: the journal recorded {recorded}, the "
+        f"replay gave {replayed}; another version wrote it, or it is damaged: start the version that wrote it, or "
+        "restore a snapshot"
     )
 
 
 def _replay_record(ledger: Ledger, record: _Any) -> tuple[object, object]:
-    """Make the change of a record. Returns the recorded outcome, and the one of now."""
+    """Make the change of a record. Returns the recorded outcome and the outcome now."""
     match record:
         case _Begun(epoch=epoch):
             ledger.epoch = epoch
@@ -331,7 +334,7 @@ def _replay_record(ledger: Ledger, record: _Any) -> tuple[object, object]:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Making a million objects that all stay alive would start many useless collections."""
+    """A million new objects that all stay alive would start many useless collections."""
     enabled = gc.isenabled()
     gc.disable()
     try:

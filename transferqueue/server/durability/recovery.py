@@ -1,14 +1,12 @@
-"""Reads what an earlier run left in a state directory, completely, and checks it before anything there is changed.
+"""Reads the state directory of an earlier run completely, and checks it before the server changes anything there.
 
-The rules:
-
-1. If anything shows that a server ran here (``about.json``, the link ``arena``, or an arena whose head notes commits),
-   there must be a journal that can be read and that the head accepts (`journal_head`). Otherwise the result is
-   `Corruption`, with a text that says what was found, and nothing is changed.
-2. A directory in which nothing was ever committed is new: no client was told anything. So a server that dies while it
-   makes its files leaves a new directory; it makes the link last.
-3. `about.json` is for the case that the arena is missing. At level ``process``, in another boot of the machine, that is
-   expected (`LostAtReboot`) and no damage. If the arena exists, the head contains everything that `about.json` does.
+1. A server ran here if there is ``about.json``, the link ``arena``, or an arena whose head notes commits. Then there
+   must be a readable journal that the head accepts (`journal_head`). Otherwise the result is `Corruption`, which names
+   the evidence, and the directory is unchanged.
+2. A directory without any commit is new: no client was told anything. A server that dies while it makes its files
+   leaves a new directory, since it makes the link last.
+3. `about.json` is for a missing arena. At level ``process``, in another boot of the machine, a missing arena is
+   expected (`LostAtReboot`) and no damage. If the arena exists, the head contains all facts of `about.json`.
 """
 
 from __future__ import annotations
@@ -39,8 +37,12 @@ ARENAS: Final = "arena-*"
 
 
 class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The contents of ``about.json``. identity: of the journal, in hexadecimal digits; "": a build without digests
-    wrote it. arena: the target of the link."""
+    """The contents of ``about.json``.
+
+    Args:
+        identity: of the journal, in hexadecimal digits; "": a build without digests wrote it.
+        arena: the target of the link.
+    """
 
     level: Level
     boot: str
@@ -50,7 +52,7 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class PreviousState:
-    """The state from which the next run continues. allocator: of the arena, with all granted extents."""
+    """The state from which the next run continues. `allocator`: of the arena, with all granted extents."""
 
     arena: Path
     allocator: Allocator
@@ -62,16 +64,17 @@ class PreviousState:
 
 @dataclass(frozen=True)
 class LostAtReboot:
-    """A state directory from before a reboot, of a level that survives none: its rows are gone. lost: what they
-    were."""
+    """A state directory from before a reboot, of a level that survives none. `lost` describes its lost rows."""
 
     lost: str
 
 
 def examine(path: Path, level: Level) -> PreviousState | LostAtReboot | None:
-    """Read the state directory at `path`. None if nothing was ever committed there. Changes nothing.
+    """Read the state directory at `path`, and change nothing. None if it has no commit.
 
-    `Corruption` for files that are damaged or missing; `UsageError` for a state of another level or another version.
+    Raises:
+        Corruption: files are damaged or missing.
+        UsageError: the state has another level or version.
     """
     about, problem = read_about(path)
     if about is not None and not about.identity:
@@ -90,7 +93,7 @@ def examine(path: Path, level: Level) -> PreviousState | LostAtReboot | None:
 
 
 def read_about(path: Path) -> tuple[About | None, str]:
-    """The contents of ``about.json``, and why they cannot be read ("" if they can, or if there is no such file)."""
+    """The contents of ``about.json``, and why they cannot be read ("" if they can, or without such a file)."""
     try:
         return msgspec.json.decode((path / ABOUT).read_bytes(), type=About), ""
     except FileNotFoundError:
@@ -106,8 +109,7 @@ def _with_arena(path: Path, level: Level, file: Path) -> PreviousState | LostAtR
     note = notes.any
     if note is None or note.nbytes != size:
         raise Corruption(
-            f"state directory {path}: {file} is not the arena it was, or was cut: its last page does not note the "
-            "latest commit"
+            f"state directory {path}: {file} was replaced or cut: its last page does not note the latest commit"
         )
     _check_level(path, note.level, level)
     rebooted = any(note is not None and note.boot != journal_head.boot_digest() for note in (notes.begun, notes.done))
@@ -116,7 +118,7 @@ def _with_arena(path: Path, level: Level, file: Path) -> PreviousState | LostAtR
     journal = _journal(path)
     if journal is None:
         raise Corruption(
-            f"state directory {path} has no journal ({JOURNAL} is missing or empty), though its arena {file} tells of "
+            f"state directory {path} has no journal ({JOURNAL} is missing or empty), though its arena {file} notes "
             f"turn {note.turn}"
         )
     journal_head.check(notes, journal, rebooted=rebooted)
@@ -142,13 +144,12 @@ def _without_link(path: Path, level: Level, about: About | None, problem: str) -
         )
     if strays:
         raise Corruption(
-            f"state directory {path} has the arena {strays[0].name} of an earlier life, but no journal ({JOURNAL}) of "
-            "it"
+            f"state directory {path} has the arena {strays[0].name} of an earlier run, but not its journal ({JOURNAL})"
         )
     if problem or (about is not None and journal is None):
         raise Corruption(
-            f"state directory {path} has no journal ({JOURNAL} is missing or empty), though {ABOUT} tells of an "
-            "earlier life"
+            f"state directory {path} has no journal ({JOURNAL} is missing or empty), though {ABOUT} describes an "
+            "earlier run"
         )
     return None
 
@@ -162,7 +163,7 @@ def _without_arena(path: Path, level: Level, about: About | None, problem: str, 
     if not level.survives_reboot and about.boot != journal_head.boot_name():
         return LostAtReboot(lost)
     raise Corruption(
-        f"state directory {path}: its arena {file} is missing, though the machine was not started anew since. {lost}"
+        f"state directory {path}: its arena {file} is missing, though the machine was not rebooted since. {lost}"
     )
 
 
@@ -170,9 +171,9 @@ def _journal(path: Path) -> JournalContents | None:
     journal = read_journal(path / JOURNAL)
     if journal is not None and journal.origin.state != STATE:
         raise UsageError(
-            f"state directory {path} was written by asyncflow-transferqueue {journal.origin.version} with another "
-            "state than this version's; start that version, drain its tables or take a snapshot there, and begin with "
-            "an empty state directory"
+            f"state directory {path} was written by asyncflow-transferqueue {journal.origin.version}, whose format of "
+            "the state differs; start that version, drain its tables or take a snapshot there, and begin with an empty "
+            "state directory"
         )
     return journal
 
@@ -180,7 +181,7 @@ def _journal(path: Path) -> JournalContents | None:
 def _check_level(path: Path, made: Level, level: Level) -> None:
     if made is not level:
         raise UsageError(
-            f"state directory {path} was made with durability {made}, not {level}; start with that, or name another"
+            f"state directory {path} has durability {made}, not {level}; start with that, or name another directory"
         )
 
 
@@ -211,5 +212,5 @@ def _what_was_lost(path: Path) -> str:
     except DiskFailed:
         raise
     except TransferQueueError as error:
-        return f"What it held cannot be told: {error}"
-    return f"Rows that are lost: {json.dumps(rows)}"
+        return f"The lost rows cannot be listed: {error}"
+    return f"Lost rows: {json.dumps(rows)}"

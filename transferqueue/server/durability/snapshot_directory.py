@@ -1,16 +1,13 @@
 """The directory of a snapshot: Arrow files that any program can read, with a manifest that lists and checks them.
 
-The rules:
-
 - ``PATH/000007/`` is one snapshot: Arrow IPC files, ``MANIFEST.json``, and the manifest's own checksum beside it. The
   manifest contains the size and the xxh3-64 of every file. It is written last.
-- A snapshot is written in ``PATH/.new-…``; every file and directory is synced, and then the directory is renamed. So it
-  exists completely or not at all. Only after that are older ones removed, if there are more than `keep`.
-- All checksums are compared before anything is read. A difference is `Corruption`, with the name of the file.
-- Files are untrusted input. A file is read only if it is a regular file inside the snapshot, reached over no link, of
-  the size in the manifest, with the columns that its reader expects. Arrow checks each of its buffers (offsets,
-  lengths, UTF-8, indices) before a value is used. Anything else is `Corruption`, with the name of the file and the
-  problem.
+- A snapshot is written in ``PATH/.new-…``. The writer syncs every file and directory, then renames the directory, so
+  the snapshot exists completely or not at all. Only then does it remove older ones, if there are more than `keep`.
+- A reader compares all checksums before it reads anything. A difference is `Corruption`, with the name of the file.
+- Files are untrusted input. A reader accepts a regular file inside the snapshot, reached over no link, of the size in
+  the manifest, with the expected columns. Arrow checks each of its buffers (offsets, lengths, UTF-8, indices) before a
+  value is used. Anything else is `Corruption`, with the name of the file and the problem.
 - Directories are 0700 and files 0600, whatever the umask; so are parent directories that have to be made.
 """
 
@@ -62,7 +59,7 @@ class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Hashed:
-    """A file to which Arrow writes, and which computes its checksum."""
+    """A file that Arrow writes to. It computes its checksum."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -102,8 +99,13 @@ class _Hashed:
 class SnapshotWriter:
     """Writes a snapshot under `parent`. `publish` completes it, `abandon` removes it.
 
-    progress: called with the number of bytes just written; an exception that it raises ends the job. All methods raise
-    `OutOfMemory` if the disk is full, and `UsageError` if it cannot be written to.
+    Args:
+        parent: the directory of numbered snapshots.
+        progress: called with the number of bytes just written. An exception that it raises ends the job.
+
+    Raises:
+        OutOfMemory: the disk is full. All methods may raise it.
+        UsageError: the disk cannot be written to. All methods may raise it.
     """
 
     def __init__(self, parent: Path, progress: Callable[[int], None]) -> None:
@@ -111,10 +113,10 @@ class SnapshotWriter:
         self._files: dict[str, FileEntry] = {}
         with writing_to(parent):
             make_directories(parent)
-            for stale in parent.glob(".new-*"):  # left by a writer that died: only one runs at a time
+            for stale in parent.glob(".new-*"):  # a writer that died left it: only one runs at a time
                 shutil.rmtree(stale)
             self.directory: Final = parent / f".new-{secrets.token_hex(4)}"
-            """Where the files lie until `publish`."""
+            """Holds the files until `publish`."""
             self.directory.mkdir(mode=0o700)
 
     def write(self, name: str, schema: Any, batches: Iterable[Any]) -> None:
@@ -141,8 +143,7 @@ class SnapshotWriter:
         self._files[name] = FileEntry(hashed.nbytes, rows, hashed.hexdigest())
 
     def publish(self, about: msgspec.Struct, keep: int) -> Path:
-        """Complete the snapshot, and keep only the newest `keep` of all (0: all). about: the contents of the manifest
-        beside the files."""
+        """Complete the snapshot, and keep only the newest `keep` of all (0: all). `about` joins the manifest."""
         manifest = msgspec.json.format(
             msgspec.json.encode(_Manifest(FORMAT, msgspec.Raw(msgspec.json.encode(about)), self._files)), indent=1
         )
@@ -177,10 +178,16 @@ class SnapshotReader:
     def open(
         cls, path: Path, progress: Callable[[int], None], started: Callable[[int], None] = lambda _: None
     ) -> SnapshotReader:
-        """Open the snapshot at `path`, or the newest under it. started: called with the size of all files, before they
-        are read. progress: called with the number of bytes just compared.
+        """Open the snapshot at `path`, or the newest under it, and compare all checksums.
 
-        `NotFound` if there is none; `Corruption` names the file that differs from what was written.
+        Args:
+            path: a snapshot, or a directory of them.
+            progress: called with the number of bytes just compared.
+            started: called with the size of all files, before they are read.
+
+        Raises:
+            NotFound: there is none.
+            Corruption: a file differs from its manifest; the text names it.
         """
         directory = _chosen(path)
         manifest = _read_manifest(directory)
@@ -194,9 +201,12 @@ class SnapshotReader:
         return self._entry(name).rows
 
     def batches(self, name: str, types: Mapping[str, Any], optional: Container[str] = ()) -> Iterator[Any]:
-        """The record batches of a file, mapped and checked. types: its columns (name -> Arrow type), in any order.
+        """The record batches of a file, mapped and checked.
 
-        optional: columns that an older version did not write.
+        Args:
+            name: of the file.
+            types: its columns (name -> Arrow type), in any order.
+            optional: columns that an older version did not write.
         """
         import pyarrow as pa
 
@@ -221,7 +231,7 @@ class SnapshotReader:
 
     @contextmanager
     def reading(self, name: str) -> Iterator[None]:
-        """Turn errors of Arrow and numpy about a file into `Corruption` of that file."""
+        """Turn errors of Arrow and numpy into `Corruption` of this file."""
         try:
             yield
         except (Corruption, GeneratorExit):
@@ -267,8 +277,7 @@ def is_number(name: str) -> bool:
 
 
 def remove_older(path: Path, keep: int) -> None:
-    """Remove the snapshots that are older than this one, but for the newest `keep` - 1 of them. Raises as
-    `SnapshotWriter`."""
+    """Remove the snapshots older than this one, except the newest `keep` - 1. Raises as `SnapshotWriter`."""
     with writing_to(path.parent):
         older = [other for other in numbered(path.parent) if int(other.name) < int(path.name)]
         for old in older[: max(0, len(older) + 1 - keep)]:
@@ -283,33 +292,33 @@ def snapshots_at(path: Path) -> list[Path]:
 
 
 def about(path: Path) -> bytes:
-    """What the manifest of the snapshot at `path` says beside its list of files. Compares the manifest's checksum, and
-    no other."""
+    """The facts in the manifest of the snapshot at `path`, without the list of files. Compares only the manifest's
+    checksum."""
     return bytes(_read_manifest(path).about)
 
 
 def _chosen(path: Path) -> Path:
     existing = snapshots_at(path)
     if not existing:
-        raise NotFound(f"there is no snapshot at {path}; name the directory that one was written to")
+        raise NotFound(f"there is no snapshot at {path}; name the directory of a snapshot")
     return existing[0]
 
 
 def _read_manifest(path: Path) -> _Manifest:
     data = _small_file(path, MANIFEST)
     if xxhash.xxh3_64_hexdigest(data).encode() != _small_file(path, DIGEST):
-        raise Corruption(f"snapshot {path}: {MANIFEST} is not as it was written; restore the one before")
+        raise Corruption(f"snapshot {path}: {MANIFEST} changed after it was written; restore an earlier snapshot")
     try:
         manifest = msgspec.json.decode(data, type=_Manifest)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise Corruption(f"snapshot {path}: {MANIFEST} is none ({error}); restore another") from error
+        raise Corruption(f"snapshot {path}: {MANIFEST} cannot be decoded ({error}); restore another") from error
     if manifest.format != FORMAT:
         raise UsageError(f"snapshot {path} has format {manifest.format}; this version reads {FORMAT}")
     for name, entry in manifest.files.items():
         if not _NAME.fullmatch(name) or entry.bytes < 0 or entry.rows < 0:
             raise Corruption(
                 f"snapshot {path}: {MANIFEST} names a file {name[:200]!r} of {entry.bytes} bytes and {entry.rows} "
-                "rows, which no snapshot has; restore another"
+                "rows, which is impossible; restore another"
             )
     return manifest
 
@@ -319,7 +328,7 @@ def _small_file(path: Path, name: str) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > MANIFEST_BYTES_MAX:
             raise Corruption(
-                f"snapshot {path}: {name} has {size:,} bytes; at most {MANIFEST_BYTES_MAX:,}; restore another"
+                f"snapshot {path}: {name} has {size:,} bytes, more than {MANIFEST_BYTES_MAX:,}; restore another"
             )
         return file.read(size)
 
@@ -331,7 +340,7 @@ def _opened(path: Path, name: str) -> Iterator[BinaryIO]:
     try:
         if Path(os.path.realpath(where)) != Path(os.path.realpath(path)) / name:
             raise Corruption(
-                f"snapshot file {where} is reached over a link; a snapshot holds its files itself: restore another"
+                f"snapshot file {where} is reached over a link, which may lead out of the snapshot: restore another"
             )
         fd = os.open(
             where, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -341,7 +350,7 @@ def _opened(path: Path, name: str) -> Iterator[BinaryIO]:
                 raise Corruption(f"snapshot file {where} is not a regular file; restore another")
             yield file
     except PeerError:
-        raise  # Corruption is an OSError too; and errors that `progress` raises
+        raise  # an OSError itself, or raised by `progress`
     except OSError as error:
         raise Corruption(f"snapshot file {where} cannot be read: {error.strerror}; restore another") from error
 
@@ -352,16 +361,16 @@ def _compare(snapshot: Path, name: str, entry: FileEntry, progress: Callable[[in
         size = os.fstat(file.fileno()).st_size
         if size != entry.bytes:
             raise Corruption(
-                f"snapshot file {path} is not as it was written: {size} bytes instead of {entry.bytes}; restore the "
-                "snapshot before it"
+                f"snapshot file {path} changed after it was written: it has {size} bytes instead of {entry.bytes}; "
+                "restore an earlier snapshot"
             )
         while data := file.read(_CHUNK):
             digest.update(data)
             progress(len(data))
     if digest.hexdigest() != entry.xxh3:
         raise Corruption(
-            f"snapshot file {path} is not as it was written: its checksum is {digest.hexdigest()} instead of "
-            f"{entry.xxh3}; restore the snapshot before it"
+            f"snapshot file {path} changed after it was written: its checksum is {digest.hexdigest()} instead of "
+            f"{entry.xxh3}; restore an earlier snapshot"
         )
 
 
@@ -371,14 +380,14 @@ def _private(path: Path) -> BinaryIO:
 
 @contextmanager
 def writing_to(path: Path) -> Iterator[None]:
-    """Turn errors of a disk that is full, or cannot be written to, into `OutOfMemory` and `UsageError`."""
+    """Turn errors of a full disk into `OutOfMemory`, and of an unwritable one into `UsageError`."""
     try:
         yield
     except OSError as error:
         if error.errno in _FULL:
             raise OutOfMemory(
-                f"snapshot in {path} does not fit its disk ({error.strerror}): {room(path)}; those before it are "
-                "whole: free some space"
+                f"snapshot in {path} does not fit its disk ({error.strerror}): {room(path)}; earlier snapshots are "
+                "unharmed: free some space"
             ) from error
         if error.errno is None:
             raise

@@ -1,9 +1,9 @@
-"""Writes the snapshot of a ledger as Arrow files, and reads it back. Defines which file has which columns;
+"""Writes the snapshot of a ledger as Arrow files, and reads it back. Defines the columns of each file;
 `transferqueue docs snapshots` tells users.
 
-Of each table, ``tables/N/rows.arrow`` has one row for each resident row; ``tables/N/groups.arrow`` and
-``tables/N/forming-M.arrow`` have the groups; ``tables/N/field-M.arrow`` has the values of a field, each stored once
-even if several rows share it. The column ``at/<field>`` of the rows file says which value a row has.
+Each table has ``tables/N/rows.arrow`` with one row for each resident row, and its groups in ``tables/N/groups.arrow``
+and ``tables/N/forming-M.arrow``. ``tables/N/field-M.arrow`` has the values of a field; a value that several rows share
+is stored once. The column ``at/<field>`` of the rows file says which value a row has.
 ``weights/N/V.arrow`` is a version of weights: one row, with a column for each tensor, or each slice of one.
 """
 
@@ -50,8 +50,8 @@ Memory = Callable[[BlockLocation], U8]
 
 
 class TableManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A table in the manifest. directory: of its files. placed: the fields that have a file, in order. gatherers: the
-    tasks with groups."""
+    """A table in the manifest. `directory` has its files, `placed` names the fields that have a file, in order, and
+    `gatherers` the tasks with groups."""
 
     name: str
     directory: str
@@ -63,7 +63,7 @@ class TableManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SliceManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A field that holds some rows of a tensor, from row `first` on; `rows`: of the tensor."""
+    """A field that holds some rows of a tensor, from row `first` on. The tensor has `rows`."""
 
     field: str
     tensor: str
@@ -91,7 +91,7 @@ class ChannelManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LedgerManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The manifest, apart from the list of files. made_at: seconds since 1970. package: the version that wrote it."""
+    """The manifest without the list of files. `made_at`: seconds since 1970. `package`: the version that wrote it."""
 
     made_at: float
     package: str
@@ -175,7 +175,7 @@ def _row_columns(table: TableSnapshot, values: dict[str, _Values]) -> dict[str, 
 
 
 def _bits(values: AnyArray) -> AnyArray:
-    """The bits of complex numbers, which Arrow does not have; other values as they are."""
+    """The bits of complex numbers, which Arrow lacks; other values unchanged."""
     return values.view(np.int64) if values.dtype.kind == "c" else values
 
 
@@ -250,7 +250,10 @@ def _write_channel(
             placement = _placement(fields, numbers, np.zeros(1, np.int64), contents, memory)
             arrays |= {name: Column(fields[name], placement).arrow() for name in contents.blocks[number].fields}
         batch = pa.RecordBatch.from_pydict(arrays)
-        slices = [SliceManifest(one.field, one.tensor, one.first, one.rows) for one in version.slices]
+        slices = [
+            SliceManifest(tensor_slice.field, tensor_slice.tensor, tensor_slice.first, tensor_slice.rows)
+            for tensor_slice in version.slices
+        ]
         file = f"{directory}/{version.version}.arrow"
         versions.append(VersionManifest(version.version, version.age_s, file, version.fields, slices))
         writer.write(versions[-1].file, batch.schema, [batch])
@@ -261,8 +264,7 @@ def _write_channel(
 
 
 class ValueChunk:
-    """A record batch of values that becomes one block. number: of the block in the snapshot. file: that it was read
-    from."""
+    """A record batch of values that becomes block `number` of the snapshot, read from `file`."""
 
     def __init__(self, number: int, file: str, fields: list[Field], batch: Any) -> None:
         self.number, self.file, self.fields, self.batch = number, file, fields, batch
@@ -272,7 +274,7 @@ def _decode(path: Path, about: bytes) -> LedgerManifest:
     try:
         return msgspec.json.decode(about, type=LedgerManifest)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise Corruption(f"snapshot {path}: the manifest says what this version does not know: {error}") from error
+        raise Corruption(f"snapshot {path}: the manifest has facts that this version does not know: {error}") from error
 
 
 def read_manifest(snapshot: SnapshotReader) -> LedgerManifest:
@@ -288,9 +290,7 @@ def read_manifest(snapshot: SnapshotReader) -> LedgerManifest:
 
 
 def _not_written(snapshot: SnapshotReader, what: str) -> Corruption:
-    return Corruption(
-        f"snapshot {snapshot.path}: the manifest is not one that a server writes: {what}; restore another"
-    )
+    return Corruption(f"snapshot {snapshot.path}: no server writes such a manifest: {what}; restore another")
 
 
 def _files_of_table(snapshot: SnapshotReader, number: int, table: TableManifest) -> list[str]:
@@ -351,7 +351,7 @@ def read_tables(snapshot: SnapshotReader, manifest: LedgerManifest) -> list[Tabl
 def read_contents(
     snapshot: SnapshotReader, manifest: LedgerManifest, tables: list[TableSnapshot], blocks: dict[int, BlockLocation]
 ) -> LedgerSnapshot:
-    """Read the snapshot. blocks: those written from `chunks`, by number. tables: of `read_tables`."""
+    """Read the snapshot. `tables` come from `read_tables`, and `blocks`, by number, were written from `chunks`."""
     contents = LedgerSnapshot(tables=tables, blocks=blocks, dropped_tables=manifest.dropped_tables)
     numbers = iter(sorted(blocks))
     for listed, table in zip(manifest.tables, tables, strict=True):
@@ -374,21 +374,24 @@ def read_contents(
 
 
 def check_contents(manifest: LedgerManifest, tables: list[TableSnapshot]) -> None:
-    """`Corruption` unless tables and channels are such as a ledger can have. Needs no values."""
+    """`Corruption` unless a ledger can have such tables and channels. Needs no values."""
     channels = [
         ChannelSnapshot(
-            one.name,
-            one.keep,
-            one.latest,
-            [VersionSnapshot(v.version, v.fields, [], v.age_s, _slices(v)) for v in one.versions],
+            channel.name,
+            channel.keep,
+            channel.latest,
+            [VersionSnapshot(v.version, v.fields, [], v.age_s, _slices(v)) for v in channel.versions],
         )
-        for one in manifest.channels
+        for channel in manifest.channels
     ]
     check(LedgerSnapshot(tables, channels, dropped_tables=manifest.dropped_tables))
 
 
 def _slices(version: VersionManifest) -> list[TensorSlice]:
-    return [TensorSlice(one.field, one.tensor, one.first, one.rows) for one in version.slices]
+    return [
+        TensorSlice(tensor_slice.field, tensor_slice.tensor, tensor_slice.first, tensor_slice.rows)
+        for tensor_slice in version.slices
+    ]
 
 
 def _row_types(manifest: TableManifest) -> dict[str, Any]:
@@ -473,7 +476,7 @@ def _read_freed(rows: _Rows, manifest: TableManifest) -> dict[str, AnyArray]:
 def _check_index(
     snapshot: SnapshotReader, file: str, manifest: TableManifest, at: int, name: str, present: AnyArray, index: IntArray
 ) -> IntArray:
-    """Check which value of the field's file each row has: all values exist, and each belongs to some row."""
+    """Check the index of each row's value in the field's file: all values exist, and each belongs to some row."""
     count = snapshot.rows(f"{manifest.directory}/field-{at}.arrow")
     wrong = present & ((index < 0) | (index >= count))
     if wrong.any():
@@ -493,7 +496,7 @@ def _blocks_of_file(blocks: dict[int, BlockLocation], numbers: Iterator[int], ro
 
 
 def _locate(index: IntArray, blocks: list[BlockLocation]) -> tuple[IntArray, AnyArray]:
-    """The block and slot of each row's value. index: of the value, counted through all `blocks` (-1: none)."""
+    """The block and slot of each row's value. `index` counts values through all `blocks` (-1: none)."""
     starts = np.cumsum([0, *(block.rows for block in blocks)])
     which = np.searchsorted(starts, index, "right") - 1
     numbers = np.array([0, *(block.block for block in blocks)], np.int64)
@@ -569,7 +572,7 @@ def _whole(snapshot: SnapshotReader, file: str, types: dict[str, Any], optional:
 
 
 class _Rows:
-    """The columns of a file with numbers, names and texts. table: None if it has no row."""
+    """The columns of a file with numbers, names and texts. `table`: None if the file has no row."""
 
     def __init__(self, snapshot: SnapshotReader, file: str, table: Any) -> None:
         self._snapshot, self._file = snapshot, file
@@ -582,8 +585,8 @@ class _Rows:
         return column
 
     def numbers(self, name: str, dtype: Any, *, missing: int | None = None, nulls: bool = False) -> AnyArray:
-        """The numbers of a column. nulls: whether values may be null; null values are arbitrary. missing: the value of
-        all rows if an older snapshot lacks the column."""
+        """The numbers of a column. With `nulls`, values may be null; null values are arbitrary. `missing` is the value
+        of all rows if an older snapshot lacks the column."""
         if missing is not None and self._table is not None and name not in self._table.column_names:
             return np.full(self._table.num_rows, missing, dtype)
         column, dtype = self._column(name, nulls=nulls), np.dtype(dtype)

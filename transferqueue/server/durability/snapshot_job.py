@@ -1,4 +1,4 @@
-"""One snapshot or restore that runs: how far it is, and how its thread is told to end."""
+"""One running snapshot or restore: its progress, and how its thread learns that it must end."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from transferqueue.wire import messages as m
 
 
 class SnapshotJob:
-    """One snapshot or restore. done, total: bytes. reported: the value of `done` at the last wake-up of its watchers.
-    made_at: when the snapshot was made, in seconds since 1970; 0: it is not known yet."""
+    """One snapshot or restore. `done` and `total` are bytes. `reported` is `done` at the last wake-up of its watchers.
+    `made_at`: when the snapshot was made, in seconds since 1970; 0: unknown so far."""
 
     def __init__(self, number: int, path: Path, total: int) -> None:
         self.number, self.path, self.total = number, path, total
@@ -29,7 +29,7 @@ class SnapshotJob:
         self._given_up = self._given_up or error
 
     def check_wanted(self) -> None:
-        """Raise what the job was given up with, if it was."""
+        """Raise the error of `give_up`, if it was called."""
         if self._given_up is not None:
             raise self._given_up
 

@@ -1,22 +1,19 @@
-"""Snapshots and restores: the state is copied in one turn of the loop, and a thread beside the loop reads or writes the
-files.
-
-The rules:
+"""Snapshots and restores: the loop copies the state in one turn, and a thread beside it reads or writes the files.
 
 - A snapshot is of one moment: the ledger copies its columns (`Ledger.take_snapshot`) between two requests. No client
   waits for the files.
 - The extents of the snapshot are held until its files are written: memory that is freed meanwhile is not granted again.
-  The ledger is not told of it, so a server that dies during a snapshot leaves nothing pinned.
+  The ledger does not know of this, so a server that dies during a snapshot leaves nothing pinned.
 - Blocks that lie only in remote shards are fetched first (`shards.block_fetches`), into a file without a name beside
   the snapshot's (`spool`). So the coordinator's memory holds a few orders of them at a time, and each crosses the
   network once.
 - The server writes, not the client: it has the memory, and paths stay under `root`, which only the operator can choose.
   One job runs at a time.
-- A restore writes into memory that nobody else has. Its tables become visible in one turn, or not at all: everything is
-  checked before memory is taken, and the ledger changes by one assignment. The turn that does so also empties the list
-  of extents that are freed when the job fails, so memory to which a table refers is never freed.
-- A thread touches neither ledger nor allocator. It posts what the loop must do (`turn`), and waits for the result with
-  a deadline. What the loop has not begun by then it never does.
+- A restore writes into free memory. Its tables become visible in one turn, or not at all: everything is checked before
+  memory is taken, and the ledger changes by one assignment. The same turn empties the list of extents to free when the
+  job fails, so the job never frees memory to which a table refers.
+- A thread touches neither ledger nor allocator. It posts calls for the loop (`turn`), and waits for each result with a
+  deadline. The loop never begins a call after its deadline.
 """
 
 from __future__ import annotations
@@ -81,9 +78,9 @@ _log: Final = logging.getLogger("transferqueue.server")
 SNAPSHOTS_VARIABLE: Final = "TRANSFERQUEUE_SNAPSHOTS"
 """The environment variable that names the root, for a server without the option."""
 PROGRESS_BYTES: Final = 8 * MIB
-"""A client that watches a job is told of its progress in steps of about this size."""
+"""A client that watches a job gets its progress in steps of about this size."""
 LOOP_ANSWER_S: Final = 60.0
-"""The loop answers a thread within milliseconds. If it takes this long, it has ended."""
+"""The loop answers a thread within milliseconds. After this time it has ended."""
 JOBS_KEPT: Final = 16
 T = TypeVar("T")
 Arrivals = queue.SimpleQueue[ArrivedBlocks | TransferQueueError]
@@ -92,10 +89,14 @@ Arrivals = queue.SimpleQueue[ArrivedBlocks | TransferQueueError]
 class SnapshotJobs:
     """The snapshot jobs of one server. Used by the loop's thread, except for `_post` and `_call_loop`.
 
-    root: the directory of all snapshots; paths of clients are relative to it. fetches: brings blocks of remote shards.
-    spilling: has the blocks that are on the disk; None: none ever is. wake: makes the requests due that wait on a key.
-    stir: has the loop call `turn` soon. index: of this coordinator; a snapshot of tables that belong to another one is
-    not restored.
+    Args:
+        root: the directory of all snapshots; paths of clients are relative to it.
+        memory: of the coordinator's own shard.
+        fetches: brings blocks of remote shards.
+        spilling: has the blocks that are on disk.
+        wake: makes the requests due that wait on a key.
+        stir: has the loop call `turn` soon.
+        index: of this coordinator. A snapshot with tables of another one is not restored.
     """
 
     def __init__(
@@ -124,11 +125,11 @@ class SnapshotJobs:
     # ------------------------------------------------------------ requests
 
     def snapshot(self, session: int, call: int, path: str, keep: int, now: float) -> m.JobProgress:
-        """Begin a snapshot. The same call again: how far it is."""
+        """Begin a snapshot and return its progress. The same call again only returns the progress."""
         return self._once(session, call, path, lambda place: self._snapshot(place, keep, now))
 
     def restore(self, session: int, call: int, path: str) -> m.JobProgress:
-        """Begin a restore. The same call again: how far it is."""
+        """Begin a restore and return its progress. The same call again only returns the progress."""
         return self._once(session, call, path, self._begin_restore)
 
     def _once(self, session: int, call: int, path: str, begin: Callable[[Path], SnapshotJob]) -> m.JobProgress:
@@ -144,7 +145,7 @@ class SnapshotJobs:
     def check_idle(self) -> None:
         """`Full` while a job runs."""
         if (busy := self._running()) is not None:
-            raise Full(f"{busy.path} is being written or read; begin another when that has ended")
+            raise Full(f"{busy.path} is being written or read; wait until that has ended")
 
     def _running(self) -> SnapshotJob | None:
         return next((job for job in self._jobs.values() if not job.ended), None)
@@ -160,7 +161,7 @@ class SnapshotJobs:
         return resolved
 
     def watch(self, request: m.WatchJob) -> m.JobProgress | Blocked:
-        """How far a work is; raises what ended it."""
+        """The progress of a job; raises the error that ended it."""
         job = self._job(request.work)
         if job.error is not None:
             raise job.error
@@ -188,8 +189,7 @@ class SnapshotJobs:
                 self._posted.get_nowait()(now)
 
     def stop(self) -> None:
-        """Cancel the running job. Blocks until its thread has ended, which it does at the next piece that it reads or
-        writes."""
+        """Cancel the running job. Blocks until its thread ends, at the next piece that it reads or writes."""
         for job in self._jobs.values():
             job.give_up(Disconnected(f"{job.path} was given up: the server stops"))
         self._fetches.fail(Disconnected("the snapshot was given up: the server stops"))
@@ -197,7 +197,7 @@ class SnapshotJobs:
             try:
                 self._posted.get(timeout=LOOP_ANSWER_S)(time.monotonic())
             except queue.Empty:
-                _log.error("a snapshot did not end within %g s; left to the end of the process", LOOP_ANSWER_S)
+                _log.error("a snapshot did not end within %g s; it ends with the process", LOOP_ANSWER_S)
                 return
 
     def _begin(
@@ -246,7 +246,7 @@ class SnapshotJobs:
                 return  # the thread has given up waiting
             try:
                 future.set_result(act(now))
-            except Exception as error:  # noqa: BLE001  (raised again, in the thread that asked)
+            except Exception as error:  # noqa: BLE001  (raised again, in the calling thread)
                 future.set_exception(error)
 
         self._post(answer)
@@ -336,7 +336,7 @@ class SnapshotJobs:
             writer.abandon()
 
     def _read_spilled(self, place: SpilledBlock) -> U8:
-        """The bytes of a block on the disk. `Corruption` if the disk does not give them, or gives others."""
+        """The bytes of a block on disk. `Corruption` if the disk does not give them, or gives others."""
         try:
             content = self._spilling.read(place)
         except OSError as error:
@@ -399,8 +399,8 @@ class SnapshotJobs:
             raise
 
     def _restore_tables(self, contents: LedgerSnapshot, extents: list[tuple[int, int]], now: float) -> None:
-        """Restore the tables. An extent then belongs to a table, or, if this fails, stays in the list: never both,
-        never neither."""
+        """Restore the tables. Each extent then belongs to a table or, on failure, stays in the list: never both, never
+        neither."""
         owned = extents.copy()
         try:
             extents.clear()
@@ -433,16 +433,16 @@ class SnapshotJobs:
         extent = self._memory.take(max(nbytes, 1))
         if extent is None:
             raise OutOfMemory(
-                f"snapshot {job.path} does not fit an arena of {self._memory.arena.capacity:,} bytes: {nbytes:,} are "
-                f"wanted, and the largest free piece has {self._memory.allocator.largest:,}; start a server with a "
-                "larger --arena-bytes"
+                f"snapshot {job.path} does not fit an arena of {self._memory.arena.capacity:,} bytes: it needs "
+                f"{nbytes:,}, and the largest free piece has {self._memory.allocator.largest:,}; start a server "
+                "with a larger --arena-bytes"
             )
         extents.append(extent)
         return extent[0]
 
 
 def _take_own_copies(contents: LedgerSnapshot) -> list[m.BlockLocation]:
-    """Name each block at its copy in the server's own memory, if it has one. Returns those that are to be fetched from
+    """Refer to the copy of each block in the server's own memory, if it has one. Returns the blocks to fetch from
     shards."""
     for number, at in contents.blocks.items():
         if own := [copy for copy in at.copies if copy.shard == SHARD]:
@@ -469,7 +469,7 @@ def _failure(run: Callable[[SnapshotJob], None], job: SnapshotJob) -> TransferQu
     try:
         run(job)
     except TransferQueueError as error:
-        return error.with_traceback(None)  # its frames refer to the arena, and the job keeps the error
+        return error.with_traceback(None)  # the job keeps the error, and its frames would keep the arena
     except MemoryError:
         return OutOfMemory(f"work on {job.path} needs more memory than this server can get; nothing was changed")
     except Exception as error:  # noqa: BLE001  (logged with its cause, and sent to the clients that watch the job)

@@ -1,5 +1,4 @@
-"""Blocks of remote shards on their way into a snapshot: a file without a name, so that nothing of it outlives the
-process."""
+"""Blocks of remote shards on their way into a snapshot: a file without a name, so that nothing outlives the process."""
 
 from __future__ import annotations
 
@@ -17,7 +16,9 @@ from transferqueue.storage.elements.dtypes import U8
 class BlockSpool:
     """Keeps the bytes of blocks in a file in `directory`. First `add` all, then `read` any. For one thread.
 
-    `OutOfMemory` if the disk is full, `UsageError` if it cannot be written to.
+    Raises:
+        OutOfMemory: the disk is full.
+        UsageError: the disk cannot be written to.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -28,7 +29,7 @@ class BlockSpool:
             path.unlink()
         self._file: Final = os.fdopen(fd, "w+b")
         self._places: dict[int, tuple[int, int]] = {}
-        """By block: where its bytes are in the file."""
+        """Offset and size in the file, by block."""
         self._end = 0
         self._mapped: U8 | None = None
 

@@ -1,24 +1,22 @@
 """The state directory: everything that outlives a server, and how the next run continues from it.
 
-The rules:
-
 1. A state directory (0700) belongs to one server at a time, which holds its ``lock``. It contains ``journal.sqlite``,
-   the link ``arena`` to the memory that the journal describes, and ``about.json``, for the case that the arena is
-   missing. The arena's last page is the head of the journal (`journal_head`).
+   the link ``arena`` to the memory that the journal describes, and ``about.json`` for a missing arena. The arena's last
+   page is the head of the journal (`journal_head`).
 2. The arena is on shared memory at level ``process`` (in the state directory if that has no room), and in the state
-   directory at level ``disk``. The link is made last: an arena to which no link leads belongs to nobody.
-3. The changes of a turn are told to clients only after `commit`. At level ``disk`` the bytes of its blocks are then on
-   disk; at both levels its records are in the journal. Blocks in an arena in the state directory have checksums.
-   The client that writes a block computes its checksum and commits both: so the server hashes nothing while it serves,
-   and a client with a wrong checksum loses only its own rows. Each start compares all checksums, reports blocks that
-   differ, and drops their rows as lost.
-4. Time stands still while no server runs: the clock continues from the last time in the journal.
-5. Everything is read and checked before anything is changed, freed or given back (`recovery`). Damage is `Corruption`.
-   With `accept_loss` the files are moved to ``lost-N`` in the state directory, and the server starts with an empty
+   directory at level ``disk``. The link is made last: no server owns an arena to which no link leads.
+3. Clients are told of the changes of a turn only after `commit`. By then the bytes of its blocks are on disk at level
+   ``disk``, and its records are in the journal at both levels.
+4. Blocks in an arena in the state directory have checksums. The client that writes a block computes its checksum and
+   commits both: so the server hashes nothing while it serves, and a client with a wrong checksum loses only its own
+   rows. Each start compares all checksums, reports blocks that differ, and drops their rows as lost.
+5. Time stands still while no server runs: the clock continues from the last time in the journal.
+6. The server reads and checks everything before it changes, frees or gives back anything (`recovery`). Damage is
+   `Corruption`. With `accept_loss` it moves the files to ``lost-N`` in the state directory, and starts with an empty
    queue. An arena on shared memory is not moved: its memory is given back.
-6. A reboot loses the state of level ``process``, which was in memory. The next server says so, and starts as in rule 5
-   without being asked.
-7. A disk that is full, or gives errors, is no damage: see `disk`.
+7. A reboot loses the state of level ``process``, which was in memory. The next server logs that, and starts as with
+   `accept_loss`.
+8. A disk that is full, or gives errors, is no damage: see `disk`.
 """
 
 from __future__ import annotations
@@ -64,8 +62,8 @@ from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.server")
 HEAD_SYNC_S: Final = 0.25
-"""At level disk the head is flushed to disk this often while commits continue. A flush for each would double their
-cost."""
+"""At level disk the server flushes the head to disk this often while commits continue. A flush for each commit would
+double the cost."""
 
 
 class Durability(Protocol):
@@ -77,7 +75,7 @@ class Durability(Protocol):
 
     @property
     def keeps_own_copy(self) -> bool:
-        """Whether each block must have a copy in the coordinator's own memory, since what further shards have is lost
+        """Whether each block must have a copy in the coordinator's own memory, since remote shards lose theirs
         sooner."""
 
     @property
@@ -86,29 +84,29 @@ class Durability(Protocol):
 
     @property
     def shortage(self) -> str:
-        """Why requests that add work are refused now; "" if they are not."""
+        """Why requests that add work are refused now; "": they are not."""
 
     @property
     def due_at(self) -> float | None:
-        """When to `look` next; None: at no time."""
+        """When to call `look` next; None: no look is needed."""
 
     def look(self, now: float) -> None:
-        """Look whether the shortage has ended."""
+        """Check whether the shortage has ended."""
 
     def commit(self) -> None:
-        """Return when all changes so far are durable: answers may be sent then. `DiskFailed` if the disk is full, or
-        gives errors."""
+        """Return when all changes so far are durable, so that answers may be sent. `DiskFailed` if the disk is full or
+        fails."""
 
 
 def without_checksum(request: m.Request) -> UsageError | None:
-    """Why a server that demands checksums refuses a request: a block has none. None if the request is fine."""
+    """The refusal if a block of the request has no checksum, for a server that demands them; else None."""
     columns = request if isinstance(request, m.Publish) else getattr(request, "columns", None)
     if not isinstance(columns, m.Publish | m.Columns):
         return None
     for block in columns.blocks:
         if block.checksum == UNCHECKED:
             return UsageError(
-                f"block of {', '.join(block.fields[:12])} has no checksum: this server keeps rows on a disk, and "
+                f"block of {', '.join(block.fields[:12])} has no checksum: this server keeps rows on disk, and "
                 "compares each block when it starts; commit blocks with the xxh3-64 of their bytes, as "
                 "Welcome.checksums asks"
             )
@@ -116,18 +114,19 @@ def without_checksum(request: m.Request) -> UsageError | None:
 
 
 def without_own_copy(request: m.Request, shard_of: Callable[[int], int | None]) -> UsageError | None:
-    """Why a server that keeps a copy of each block in its own memory refuses a request: it has none of a block. None if
-    the request is fine.
+    """The refusal if a block has no copy in the server's own memory, for a server that demands one; else None.
 
-    shard_of: the shard of an extent; None: there is no such extent, which the ledger refuses, or the block refers to
-    another one.
+    Args:
+        request: may commit blocks.
+        shard_of: the shard of an extent; None: there is no such extent (the ledger refuses it), or the block refers to
+            another one.
     """
     columns = request if isinstance(request, m.Publish) else getattr(request, "columns", None)
     for block in getattr(columns, "blocks", ()):
         shards = {shard_of(extent) for extent in (block.extent, *(copy.extent for copy in block.copies))}
         if not shards & {SHARD, None}:
             return UsageError(
-                f"block of {', '.join(block.fields[:12])} lies in remote shards alone ({listing(shards)}): this server "
+                f"block of {', '.join(block.fields[:12])} lies only in remote shards ({listing(shards)}): this server "
                 "survives a reboot, and they do not; write it into a grant of the server's own memory too, in a table "
                 "with replicas"
             )
@@ -151,13 +150,21 @@ class NoDurability:
 
 
 class StateDirectory:
-    """The state directory at `path`, locked until `close`, with what a server needs to continue from it.
+    """The state directory at `path`, locked until `close`.
 
-    `ledger`, `allocator`, `arena`: as the last run left them, or new. `rebooted`: whether the machine was rebooted
-    since. `secret`: the key of tickets, the same in all runs. path: created if missing. accept_loss: where `Corruption`
-    would be raised, move the files aside and start with an empty queue. `UsageError` for a directory or level that
-    cannot be used, `AddressInUse` if another server has it, `DiskFailed` if its disk is full or gives errors,
-    `Corruption` if it cannot be read completely; then nothing is changed.
+    `ledger`, `allocator` and `arena` are as the last run left them, or new. `rebooted` says whether the machine was
+    rebooted since. `secret` is the key of tickets, the same in all runs.
+
+    Args:
+        path: created if missing.
+        level: of durability.
+        accept_loss: instead of raising `Corruption`, move the files aside and start with an empty queue.
+
+    Raises:
+        UsageError: the directory or level cannot be used.
+        AddressInUse: another server has the directory.
+        DiskFailed: its disk is full or fails.
+        Corruption: it cannot be read completely; nothing is changed.
     """
 
     def __init__(
@@ -206,7 +213,7 @@ class StateDirectory:
             self._made = made.pop_all()
 
     def clock(self) -> float:
-        """Seconds for which servers of this state have run (rule 4)."""
+        """Seconds for which servers of this state have run (rule 5)."""
         return time.monotonic() + self._behind_s
 
     # ------------------------------------------------------------ while it serves
@@ -237,7 +244,7 @@ class StateDirectory:
         self._reserve.look(now)
 
     def commit(self) -> None:
-        """See `Durability.commit` and rule 3."""
+        """See `Durability.commit` and rules 3 and 4."""
         committed = self.ledger.blocks_committed
         if self.level.survives_reboot and committed != self._synced_blocks:
             with self._unwritten():
@@ -256,12 +263,12 @@ class StateDirectory:
             self._synced_at = now
 
     def _may_try_again(self, error: DiskFailed) -> bool:
-        """Whether a slice of the reserve could be given up, since the disk is full."""
+        """Whether the disk was full and the reserve had a slice to give up."""
         return error.is_full and self._reserve.give_up()
 
     @contextmanager
     def _unwritten(self) -> Iterator[None]:
-        """Around a flush. One that failed is not tried again: the system may then say that it wrote what it has
+        """Around a flush. A failed flush is not tried again: the system may then report data as written that it has
         dropped."""
         try:
             yield
@@ -269,15 +276,15 @@ class StateDirectory:
             raise DiskFailed(f"{error}; {room(self.path)}. Start the server again", is_full=False) from error
 
     def checkpoint(self) -> None:
-        """Commit, and write an image, so that the next start is quick. A disk without room for the image keeps the
-        records instead."""
+        """Commit, and write an image, so that the next start is quick. If the disk has no room for the image, the
+        journal keeps the records."""
         self.commit()
         try:
             self.ledger.checkpoint()
         except DiskFailed as error:
             if not error.is_full:
                 raise
-            _log.warning("no new image, so the next start takes longer: %s", error)
+            _log.warning("the journal got no new image, so the next start takes longer: %s", error)
 
     def close(self) -> None:
         """Close everything. The state on disk and in shared memory stays as at the last commit. Closing twice is
@@ -299,8 +306,8 @@ class StateDirectory:
     def _open(
         self, arena_bytes: int | None, shared: Path, accept_loss: bool, made: ExitStack
     ) -> tuple[PreviousState | LostAtReboot | None, SqliteJournal]:
-        """Read the state of the previous run, and continue it or begin anew. Reading needs some room too: it may cost
-        slices of the reserve."""
+        """Read the state of the previous run, and continue it or begin anew. Reading needs room too: it may use slices
+        of the reserve."""
         while True:
             with ExitStack() as opened:
                 try:
@@ -317,8 +324,8 @@ class StateDirectory:
                         raise
 
     def _examine(self, accept_loss: bool) -> PreviousState | LostAtReboot | None:
-        """Read the state of the previous run; None to start anew. A state that cannot be used is moved aside, if that
-        is allowed."""
+        """Read the state of the previous run; None to start anew. An unusable state is moved aside, if
+        `accept_loss`."""
         try:
             previous = recovery.examine(self.path, self.level)
         except Corruption as error:
@@ -327,18 +334,21 @@ class StateDirectory:
             if not accept_loss:
                 memory = " and gives the shared memory of its rows back" if self.level.in_shared_memory else ""
                 raise Corruption(
-                    f"{error}. Nothing was changed. Put the files back as they were; or begin anew without what they "
-                    f"held, which keeps the files aside{memory}: transferqueue serve --durability {self.level} --state "
+                    f"{error}. Nothing was changed. Put the files back as they were; or start with an empty queue, "
+                    f"which keeps the files aside{memory}: transferqueue serve --durability {self.level} --state "
                     f"{self.path} --accept-loss"
                 ) from error
             _log.error(
-                "state directory %s: %s. The loss is accepted: files kept in %s", self.path, error, self._set_aside()
+                "state directory %s: %s. The server accepts the loss and kept the files in %s",
+                self.path,
+                error,
+                self._set_aside(),
             )
             return None
         if isinstance(previous, LostAtReboot):
             _log.error(
-                "state directory %s: its rows were in shared memory, which is gone with a reboot; beginning anew, "
-                "files kept in %s. %s",
+                "state directory %s: its rows were in shared memory, and a reboot cleared that; the server starts "
+                "with an empty queue, and kept the files in %s. %s",
                 self.path,
                 self._set_aside(),
                 previous.lost,
@@ -346,8 +356,8 @@ class StateDirectory:
         return previous
 
     def _set_aside(self) -> Path:
-        """Move all files of earlier runs to a new directory, and return it. The link and about.json go last: as long as
-        they are here, a server that was interrupted is noticed."""
+        """Move all files of earlier runs to a new directory, and return it. The link and about.json go last: until then
+        the next server notices an interruption."""
         aside = _new_directory(self.path, "lost")
         arenas = [file.name for file in self.path.glob(recovery.ARENAS)]
         for name in (recovery.JOURNAL, *_beside(recovery.JOURNAL), *arenas, recovery.LINK, recovery.ABOUT):
@@ -375,7 +385,7 @@ class StateDirectory:
         journal = SqliteJournal(self.path / recovery.JOURNAL, self.level)
         made.callback(journal.close)
         if (journal.turn, journal.digest) != (previous.journal.turn, previous.journal.digest_of(previous.journal.turn)):
-            raise Corruption(f"journal {journal.path} changed while it was read; stop whatever else writes there")
+            raise Corruption(f"journal {journal.path} changed while it was read; stop the other process that writes it")
         self.arena, self.allocator = self._attach(previous), previous.allocator
         if arena_bytes is not None and align(arena_bytes, PAGE_BYTES) != self.allocator.capacity:
             _log.warning(
@@ -411,8 +421,8 @@ class StateDirectory:
         return ArenaDirectory(arena, file.parent, lock, stays=True)
 
     def _write_about(self, journal: SqliteJournal, arena: str) -> None:
-        """Write about.json, which repeats the head for the case that the arena is lost. Then make the link, if there is
-        none."""
+        """Write about.json, which repeats the head for the case that the arena is lost. Then make the link, if it is
+        missing."""
         about = recovery.About(self.level, boot_name(), journal.origin.identity.hex(), arena)
         existing, _ = recovery.read_about(self.path)
         if about != existing:
@@ -440,9 +450,7 @@ def _new_directory(parent: Path, name: str) -> Path:
 def _locked(path: Path) -> FileLock:
     lock = FileLock(path / "lock", inherited=False)
     if not lock.take():
-        raise AddressInUse(
-            f"state directory {path} is in use by a server that lives; stop it, or name another directory"
-        )
+        raise AddressInUse(f"state directory {path} is in use by a live server; stop it, or name another directory")
     return lock
 
 

@@ -38,15 +38,23 @@ class ServerProcess:
     """A server: listens from the moment it is made, answers while `run` runs, and has removed its files once `run`
     returns.
 
-    address: of the socket file, in a private directory. storage: its memory, or the state of an earlier server. It is
-    closed with this server, also if the constructor fails. tcp: more addresses to listen at. Any but loopback needs a
-    keyring; with a keyring every tcp address demands keys. plain_bytes: columns travel unencrypted even with keys. Only
-    a client with a ticket, given over the encrypted control connection, gets any, but anyone who can listen to the
-    network can read them. carrier: what columns may cross by, besides the stream; `UsageError` if it cannot work here,
-    or if columns are to be encrypted or lie on a disk. snapshots: the directory of all snapshots; None:
-    `SNAPSHOTS_VARIABLE`, else "snapshots" in the working directory. index: which of the coordinators of its deployment
-    it is. spill: where cold blocks go when the arena fills; None: nowhere. Raises `AddressInUse` and `UsageError`; then
-    no file is left.
+    Args:
+        address: of the socket file, in a private directory.
+        storage: its memory, or the state of an earlier server. The server closes it, also if the constructor fails.
+        tcp: more addresses to listen at. Any but loopback needs a keyring.
+        keyring: every tcp address demands its keys; None: no keys.
+        plain_bytes: columns travel unencrypted even with keys. Only a client with a ticket, given over the encrypted
+            control connection, gets any, but a listener on the network can read them.
+        carrier: may move columns instead of the stream.
+        snapshots: the directory of all snapshots; None: `SNAPSHOTS_VARIABLE`, else "snapshots" in the working
+            directory.
+        index: of this coordinator in its deployment.
+        spill: cold blocks go there when the arena fills; None: they stay in memory.
+
+    Raises:
+        AddressInUse: another server has the address. No file is left.
+        UsageError: an argument cannot be used; a carrier must work here, and moves neither encrypted columns nor a
+            file on disk. No file is left.
     """
 
     def __init__(
@@ -93,7 +101,7 @@ class ServerProcess:
             self._files = made.pop_all()
 
     def _serve_bytes(self, made: ExitStack, keyring: Keyring | None, carrier: Carrier | None) -> None:
-        """Start the bulk endpoint, on the hosts of the tcp addresses. keyring: None: it demands no keys."""
+        """Start the bulk endpoint on the hosts of the tcp addresses. `keyring`: None: it demands no keys."""
         backing = ArenaBacking(self.coordinator.memory.arena)
         if carrier is not None:
             _check_carrier(carrier, self._storage, keyring)
@@ -134,7 +142,7 @@ class ServerProcess:
 
     def run(self, woken_by: Descriptor | None = None) -> None:
         """Serve until `stop`, then close everything and remove the files that do not outlive the server. Call it once.
-        woken_by: see `Loop.run`."""
+        `woken_by` is as in `Loop.run`."""
         with self._files:
             self.loop.run(woken_by)
             if isinstance(self._storage, StateDirectory):
@@ -148,8 +156,8 @@ class ServerProcess:
 def _check_carrier(carrier: Carrier, storage: ArenaDirectory | StateDirectory, keyring: Keyring | None) -> None:
     if keyring is not None:
         raise UsageError(
-            f"bytes={str(carrier)!r} with keys refused: nothing encrypts what a carrier moves; add --plain-bytes "
-            "where nobody listens on the network, or serve with --bytes stream"
+            f"bytes={str(carrier)!r} with keys refused: a carrier does not encrypt the bytes that it moves; add "
+            "--plain-bytes on a trusted network, or serve with --bytes stream"
         )
     if isinstance(storage, StateDirectory) and storage.checksums:
         raise UsageError(
@@ -161,7 +169,7 @@ def _check_carrier(carrier: Carrier, storage: ArenaDirectory | StateDirectory, k
 def _network(
     addresses: list[TcpAddress], keyring: Keyring | None, made: ExitStack
 ) -> tuple[ZmqServer | None, list[str]]:
-    """The tcp port and its addresses; None if there are none."""
+    """The tcp port and its addresses; None without addresses."""
     if not addresses:
         return None, []
     port = ZmqServer(keyring)

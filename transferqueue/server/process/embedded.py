@@ -22,7 +22,7 @@ from transferqueue.transport.system.descriptors import CONNECTION_DESCRIPTORS, c
 from transferqueue.transport.system.threads import STOP_S, still_runs
 
 EMBEDDED_DESCRIPTORS: Final = 2 * CONNECTION_DESCRIPTORS
-"""What its server takes, about fourteen, and the connection to it."""
+"""Descriptors of its server, about fourteen, and of the connection to it."""
 _numbers: Final = itertools.count(1)
 _running: Final[weakref.WeakValueDictionary[tuple[int, str], EmbeddedServer]] = weakref.WeakValueDictionary()
 """By process and address: a forked child has none."""
@@ -44,19 +44,20 @@ class EmbeddedServer:
 
     def times_ready(self, table: str, task: str) -> tuple[object, int] | None:
         """How often rows became ready to a task, or returned to it; None if table or task do not exist. Callable from
-        any thread; asks none.
+        any thread; sends no request.
 
-        The number, which is the second, only grows, and counts whatever a call made ready that was answered before. The
-        first stands for the life of the table. So between two equal answers nothing became ready.
+        Returns an object that stands for the life of the table, and a number. The number only grows, and counts every
+        row that an answered call made ready. So between two equal results no row became ready.
         """
         return self._ledger.times_ready(table, task)
 
     def stop(self) -> None:
-        """Tell all clients, close, and remove all files. Returns when that is done. Does nothing the second time, or in
+        """Tell all clients, close, and remove all files. Blocks until that is done. Does nothing the second time, or in
         a forked child.
 
-        `DeadlineExceeded` if the server's thread does not end in one and a half minutes, such as in a call of a file
-        system that does not answer: it says where the thread is.
+        Raises:
+            DeadlineExceeded: the server's thread did not end in one and a half minutes, such as in a call of a file
+                system that does not answer. The text says where the thread is.
         """
         self._end()
 
@@ -64,8 +65,12 @@ class EmbeddedServer:
 def start(arena_bytes: int | str | None = None, runtime: str | Path | None = None) -> EmbeddedServer:
     """Start a server in this process. Returns when it listens.
 
-    arena_bytes: the ceiling of its memory (None: the default, clipped to the machine's). runtime: a private
-    directory for its socket (None: the user's). `UsageError` for a directory that cannot be used.
+    Args:
+        arena_bytes: the ceiling of its memory; None: the default, clipped to the machine's.
+        runtime: a private directory for its socket; None: the user's.
+
+    Raises:
+        UsageError: the directory cannot be used.
     """
     check_descriptors("an embedded queue", EMBEDDED_DESCRIPTORS)
     directory = Path(check_path("runtime", runtime)).absolute() if runtime is not None else runtime_directory()
@@ -83,7 +88,7 @@ def running(address: str) -> EmbeddedServer | None:
 
 
 def _run(server: ServerProcess) -> None:
-    """Serve until the end. A torn ledger ends the thread alone: the loop has logged why, and told the clients."""
+    """Serve until the end. A torn ledger ends only this thread: the loop has logged the cause and told the clients."""
     with suppress(LedgerTorn, MemoryError):
         server.run()
 

@@ -28,7 +28,7 @@ from transferqueue.wire.home_coordinator import CoordinatorIndex
 
 _log: Final = logging.getLogger("transferqueue.server")
 _NEVER: Final = (1 << 31) - 1
-"""Collections of the generation before, after which Python makes a full one."""
+"""A full garbage collection would need this many collections of the generation before."""
 
 
 def serve(
@@ -51,16 +51,25 @@ def serve(
     """Serve in the calling thread, which must be the main thread, until SIGINT or SIGTERM. Leaves no file, except in
     `state`.
 
-    address: ipc or tcp; None: the user's own. A server at a tcp address also has a socket file in the user's runtime
-    directory. tcp: more addresses, ``host:port``. keys: the directory of keys that every tcp address then demands;
-    None: the user's directory if an address is not loopback, since such an address is refused without keys.
-    plain_bytes, snapshots: see `ServerProcess`. carrier: of columns, see `transport.bulk.carriers.chosen_carrier`;
-    None: what the environment says. durability, state: what outlives this process, and the directory that contains it
-    (see `StateDirectory`). accept_loss: if `state` cannot be read completely, move its files aside and start with an
-    empty queue. coordinator: its index among several coordinators, ``K/N`` or ``NAME:K/N`` (see
-    `transferqueue.wire.home_coordinator`); None: it is the only one. spill_dir, spill_bytes: the directory on a disk
-    that cold blocks go to when the arena fills, and the most bytes there; None: they stay in memory, and producers
-    wait. on_ready: called once with all addresses, when the server listens.
+    Args:
+        address: ipc or tcp; None: the user's own. A server at a tcp address also has a socket file in the user's
+            runtime directory.
+        tcp: more addresses, ``host:port``.
+        arena_bytes: the ceiling of the memory for rows; None: the default.
+        keys: the directory of keys that every tcp address demands; None: the user's directory if an address is not
+            loopback, since such an address is refused without keys.
+        plain_bytes: see `ServerProcess`.
+        carrier: of columns, see `transport.bulk.carriers.chosen_carrier`; None: the environment decides.
+        durability: what outlives this process (see `StateDirectory`).
+        state: the directory that contains it.
+        accept_loss: if `state` cannot be read completely, move its files aside and start with an empty queue.
+        snapshots: see `ServerProcess`.
+        coordinator: its index among several, ``K/N`` or ``NAME:K/N`` (see `transferqueue.wire.home_coordinator`);
+            None: it is the only one.
+        spill_dir: a directory on a disk for cold blocks when the arena fills; None: they stay in memory, and producers
+            wait.
+        spill_bytes: the most bytes in `spill_dir`.
+        on_ready: called once with all addresses, when the server listens.
     """
     socket_file, ports = _addresses(address, tcp)
     index = CoordinatorIndex() if coordinator is None else CoordinatorIndex.parse(coordinator)
@@ -97,7 +106,7 @@ def serve(
 
 @contextmanager
 def _noted(address: IpcAddress) -> Iterator[None]:
-    """If the disk of the state fails, leave a note of that for clients."""
+    """If the disk of the state fails, leave a note for clients."""
     try:
         yield
     except DiskFailed as error:
@@ -107,9 +116,9 @@ def _noted(address: IpcAddress) -> Iterator[None]:
 
 @contextmanager
 def _no_full_collections() -> Iterator[None]:
-    """Have Python look for garbage among young objects only. A full collection looks at every block in the ledger, 0.45
-    s for 400,000 of them, while all clients wait; and it finds nothing, since what a server keeps for long has no
-    cycles (`tests.cycles`)."""
+    """Have Python collect garbage among young objects only. A full collection looks at every block in the ledger, 0.45
+    s for 400,000 of them, while all clients wait. It finds nothing: the server's long-lived objects have no cycles
+    (`tests.cycles`)."""
     gc.collect()
     gc.freeze()
     before = gc.get_threshold()
@@ -127,20 +136,20 @@ def _addresses(address: str | None, tcp: Iterable[str]) -> tuple[IpcAddress, lis
         ports.append(parsed)
         parsed = parse_address(f"ipc://{runtime_directory()}/tcp-{parsed.port}.sock")
     if not isinstance(parsed, IpcAddress):
-        raise UsageError(f"address {address!r} is one inside a process; serve at ipc:///path or tcp://host:port")
+        raise UsageError(f"address {address!r} is inside a process; serve at ipc:///path or tcp://host:port")
     return parsed, ports
 
 
 def _tcp(text: str) -> TcpAddress:
     place = parse_address(text if "://" in text else f"tcp://{text}")
     if not isinstance(place, TcpAddress):
-        raise UsageError(f"tcp address {text!r} is not one; write host:port")
+        raise UsageError(f"tcp address {text!r} is invalid; write host:port")
     return place
 
 
 def _level(durability: Level | str, state: Path | None, ports: Iterable[TcpAddress]) -> Level:
     if durability not in list(Level):
-        raise UsageError(f"durability {str(durability)!r} is none; there are {', '.join(Level)}")
+        raise UsageError(f"durability {str(durability)!r} is unknown; choose one of {', '.join(Level)}")
     level = Level(durability)
     if (state is not None) != level.survives_crash:
         raise UsageError(
@@ -159,13 +168,13 @@ def _storage(
 ) -> ArenaDirectory | StateDirectory:
     if state is None:
         if accept_loss:
-            raise UsageError("accept_loss is about what a state directory held; give --durability and --state with it")
+            raise UsageError("accept_loss is for a state directory; give --durability and --state with it")
         return served_arena(arena_bytes)
     return StateDirectory(state, level, first_epoch=first_epoch(), arena_bytes=arena_bytes, accept_loss=accept_loss)
 
 
 def _check_without_tcp(keys: Path | None, carrier: Carrier | None) -> None:
-    """Refuse what is about tcp addresses alone."""
+    """Refuse options that only tcp addresses use."""
     if keys is not None:
         raise UsageError(
             f"keys {str(keys)!r} refused: clients at tcp addresses need them, and this server has none (its socket "
@@ -182,13 +191,13 @@ def _keyring(directory: Path | None, ports: Iterable[TcpAddress]) -> Keyring | N
     if directory is None and not all(is_loopback(port.host) for port in ports):
         directory = default_directory()
         if not key_file(directory).exists():
-            return None  # ZmqServer refuses to listen, and says what to do
+            return None  # ZmqServer refuses to listen, and names the remedy
     return Keyring(directory) if directory is not None else None
 
 
 class Signals:
-    """While entered, SIGINT and SIGTERM stop the server, or undo its start if that is not complete. SIGHUP wakes it, so
-    that it reads its keys again at once."""
+    """While entered, SIGINT and SIGTERM stop the server, or undo its unfinished start. SIGHUP wakes the server, so that
+    it reads its keys again at once."""
 
     def __init__(self) -> None:
         self.server: ServerProcess | None = None
@@ -197,7 +206,7 @@ class Signals:
 
     def fileno(self) -> int:
         """Readable once a signal arrived. A handler alone would not wake a loop that is about to sleep: the interpreter
-        runs handlers between bytecodes, so only after the system call returns."""
+        runs handlers between bytecodes, so only after the system call."""
         return self._read_end.fileno()
 
     def __enter__(self) -> Self:
@@ -215,7 +224,7 @@ class Signals:
         self._write_end.close()
 
     def _wake(self, _signal: int, _frame: FrameType | None) -> None:
-        """The signal has woken the loop. Empty the socket, so that the loop can sleep again."""
+        """Empty the socket that the signal wrote to, so that the loop can sleep again."""
         with suppress(BlockingIOError):
             self._read_end.recv(4096, socket.MSG_DONTWAIT)
 

@@ -1,14 +1,12 @@
 """Starts a server again when it crashes, from a process that does nothing else.
 
-The rules:
-
-- The server is a forked child. Modules are loaded once, in this process, so a restart takes milliseconds.
+- The server is a forked child. This process has loaded the modules once, so a restart takes milliseconds.
 - A crash is a death by a signal, an unexpected error, `EXIT_AGAIN`, or `EXIT_TORN`. A server that was stopped, or that
-  ended for a reason that it printed, is not started again.
+  printed why it ended, is not started again.
 - A server whose disk is full or fails (`EXIT_DISK`) is started again after a pause, which grows up to
   `DISK_RETRY_S_MAX`, for as long as it takes.
 - After more than `RESTARTS_MAX` crashes within `RESTARTS_WITHIN_S` the supervisor gives up.
-- SIGTERM and SIGINT stop the server, and then this process. SIGHUP is passed on.
+- SIGTERM and SIGINT stop the server, and then this process. The supervisor passes SIGHUP on.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ EXIT_DISK: Final = 74
 EXIT_AGAIN: Final = 75
 """The cause may be temporary: EX_TEMPFAIL of sysexits.h."""
 EXIT_TORN: Final = 71
-"""An operation was interrupted between its writes, by a defect or for want of memory: EX_OSERR of sysexits.h. A durable
-server comes back whole."""
+"""A defect, or missing memory, interrupted an operation between its writes: EX_OSERR of sysexits.h. A durable server
+comes back whole."""
 EXIT_DEFECT: Final = 70
 """EX_SOFTWARE of sysexits.h."""
 
@@ -58,10 +56,10 @@ def exit_code(run: Callable[[], object]) -> int:
 
 
 def supervise(run: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> int:
-    """Run a server in a forked child, again after each crash. Returns the exit code of the last child, or 0 if it is
-    told to stop while it waits for a disk.
+    """Run a server in a forked child, again after each crash. Call it in the main thread of a process that has no other
+    thread and no server.
 
-    Call it in the main thread of a process that has no other thread and no server.
+    Returns the exit code of the last child, or 0 if it is told to stop while it waits for a disk.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     crashes: deque[float] = deque(maxlen=RESTARTS_MAX)
@@ -81,24 +79,24 @@ def supervise(run: Callable[[], object], clock: Callable[[], float] = time.monot
                 continue
             if len(crashes) == RESTARTS_MAX and now - crashes[0] < RESTARTS_WITHIN_S:
                 sys.stderr.write(
-                    f"transferqueue: the server crashed {RESTARTS_MAX + 1} times within {RESTARTS_WITHIN_S:g} s, which "
-                    "is no accident; not started again. See what it told above, then start it anew\n"
+                    f"transferqueue: the server crashed {RESTARTS_MAX + 1} times within {RESTARTS_WITHIN_S:g} s and is "
+                    "not started again. Read its errors above, then start it yourself\n"
                 )
                 return code
             crashes.append(now)
-            sys.stderr.write(f"transferqueue: the server crashed (exit code {code}); starting it again\n")
+            sys.stderr.write(f"transferqueue: the server crashed (exit code {code}); the supervisor starts it again\n")
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _stopped_within(pause_s: float) -> bool:
-    """Wait for a disk. Whether a signal told this process to stop meanwhile."""
-    sys.stderr.write(f"transferqueue: the server waits for its disk; starting it again in {pause_s:g} s\n")
+    """Wait for a disk. Returns whether a signal told this process to stop meanwhile."""
+    sys.stderr.write(f"transferqueue: the server's disk failed; the supervisor starts it again in {pause_s:g} s\n")
     sys.stderr.flush()
     until = time.monotonic() + pause_s
     while (left_s := until - time.monotonic()) > 0:
-        told = signal.sigtimedwait(_SIGNALS, left_s)
-        if told is not None and told.si_signo in (signal.SIGTERM, signal.SIGINT):
+        received = signal.sigtimedwait(_SIGNALS, left_s)
+        if received is not None and received.si_signo in (signal.SIGTERM, signal.SIGINT):
             return True
     return False
 

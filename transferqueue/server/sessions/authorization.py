@@ -1,14 +1,12 @@
 """Which client may send a request: its role decides, and the key that opened its session. Checked before anything else.
 
-The rules:
-
 - A client on the socket file, inside the process, or on loopback tcp of a server without keys belongs to the same user
   on the same machine: its role is `admin`.
-- Any other client authenticated with a key. It has the role that the key file gives the key, looked up for each
-  message. A withdrawn key has no role: its sessions end, and it gets no answer.
+- Any other client authenticated with a key. The server looks up the key's role in the key file for each message. A
+  withdrawn key has no role: its sessions end, and it gets no answer.
 - A session belongs to the key that opened it. For any other key it does not exist.
-- Each request declares how large its frame may be. A frame over `SMALL_FRAME_BYTES` is decoded only after its role and
-  size are checked by its envelope; a smaller one takes less than a millisecond to decode.
+- Each request declares the largest size of its frame. A frame over `SMALL_FRAME_BYTES` is decoded only after its role
+  and size are checked by its envelope; a smaller one takes less than a millisecond to decode.
 - Each request declares the roles that may send it (`transferqueue.wire.messages`, `transferqueue.wire.roles`).
 """
 
@@ -29,13 +27,13 @@ from transferqueue.wire.roles import ROLES, SHARDS, Role
 
 
 class Authorizer:
-    """Maps a peer's key to its current role. keyring: None for a server without keys."""
+    """Maps a peer's key to its current role. `keyring`: None for a server without keys."""
 
     def __init__(self, keyring: Keyring | None = None) -> None:
         self._keyring = keyring
 
     def role(self, peer: Peer) -> Role | None:
-        """The role of a peer; None if its key is unknown or withdrawn: then it gets no answer."""
+        """The role of a peer; None if its key is unknown or withdrawn, so that it gets no answer."""
         if not isinstance(peer, KeyedPeer):
             return "admin"
         owner = self._keyring.owner(peer.key) if self._keyring is not None else None
@@ -43,8 +41,8 @@ class Authorizer:
 
 
 def check_lock(peer: Peer, hello: m.Hello) -> None:
-    """`UsageError` if a client with a key names a lock that is no session file. It could find out which files exist
-    otherwise."""
+    """`UsageError` if a client with a key names a lock that is no session file: a client could find out otherwise which
+    files exist."""
     if key_of(peer) and hello.lock and PurePath(hello.lock).parent.name != "sessions":
         raise UsageError(
             f"session refused: lock {hello.lock!r} is no session file; keep it in a directory named sessions"
@@ -66,7 +64,7 @@ def key_of(peer: Peer) -> str:
 
 
 def why_not_allowed(role: Role, request: m.Request) -> PermissionDenied | None:
-    """The refusal if `role` may not send this request; it names the roles that may. None: it may."""
+    """The refusal if `role` may not send this request; it names the roles that may. None if it may."""
     declared = declaration(request)
     return None if role in declared.roles else not_allowed(role, declared)
 
@@ -81,26 +79,26 @@ def not_allowed(role: Role, declared: Declaration) -> PermissionDenied:
 
 
 def check_size(role: Role, head: CallHead, nbytes: int) -> None:
-    """`ProtocolError` or `PermissionDenied` unless `role` may send a frame of so many bytes with this envelope."""
+    """`ProtocolError` or `PermissionDenied` unless `role` may send a frame of `nbytes` with this envelope."""
     declared = BY_TAG.get(head.tag)
     if declared is None:
         raise ProtocolError(
-            f"{nbytes:,} bytes are not a message: its request would be {head.tag!r}, which this server does not know; "
-            f"at most {SMALL_FRAME_BYTES:,} bytes are read of one"
+            f"{nbytes:,} bytes are not a message: the server does not know request {head.tag!r}, and reads at most "
+            f"{SMALL_FRAME_BYTES:,} bytes of an unknown one"
         )
     if role not in declared.roles:
         raise not_allowed(role, declared)
     if nbytes > declared.bytes_max:
         raise ProtocolError(
-            f"{declared.tag} of {nbytes:,} bytes; at most {declared.bytes_max:,} are read of one: send less at a time"
+            f"{declared.tag} has {nbytes:,} bytes, more than the {declared.bytes_max:,} allowed: send less at a time"
         )
 
 
 def check_owner(session: OpenSession, peer: Peer, *, by_client: bool = False) -> None:
     """`Disconnected` if `peer` has another key than the client that opened the session.
 
-    by_client: the peer named the session by its client id, which is secret. After a restart of the server that is
-    enough, until the client has said Hello again.
+    With `by_client`, the peer named the session by its client id, which is secret. After a restart of the server that
+    is enough, until the client has said Hello again.
     """
     if key_of(peer) != key_of(session.peer) and not (by_client and session.peer == NOWHERE):
         raise Disconnected(f"session {session.number} is not open to this key; connect again")

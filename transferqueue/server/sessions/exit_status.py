@@ -1,9 +1,9 @@
-"""How a session ended: what the client sent, what the server saw, and what the kernel knows of the process. Nothing is
-guessed.
+"""How a session ended: from the client's goodbye, the server's observation and the kernel's exit status, without
+guessing.
 
-A server with a pidfd can read the exit status of a process: before the process is reaped only its parent can
-(`waitid`), afterwards everybody, on kernels that have ``PIDFD_GET_INFO`` with ``PIDFD_INFO_EXIT`` (Linux 6.15). So it
-is read when a report needs it.
+With a pidfd the server can read the exit status of a process. Before the process is reaped, only its parent can
+(`waitid`). Afterwards any process can, on kernels that have ``PIDFD_GET_INFO`` with ``PIDFD_INFO_EXIT`` (Linux 6.15).
+So the status is read when a report needs it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,19 @@ CUT: Final = "its connection ended"
 
 
 class SessionEnding:
-    """How one session ended. reason: what the server saw. pidfd: of its process (-1: none). A duplicate of it is kept
-    until the exit status is known, or until `close`."""
+    """How one session ended.
+
+    Args:
+        reason: the server's observation.
+        pidfd: of the process (-1: none). A duplicate is kept until the exit status is known, or until `close`.
+    """
 
     def __init__(self, reason: str, pidfd: int = -1) -> None:
         self._reason = reason
         self._status: int | None = None
         try:
             self._pidfd = os.dup(pidfd) if pidfd >= 0 else -1
-        except OSError:  # no descriptor is left: the reason has to do
+        except OSError:  # no descriptor is left: reports give the reason alone
             self._pidfd = -1
 
     @property
@@ -46,7 +50,7 @@ class SessionEnding:
 
     @property
     def text(self) -> str:
-        """In words, such as ``killed by SIGKILL``."""
+        """The ending in words, such as ``killed by SIGKILL``."""
         if self.was_announced:
             return self._reason
         status = self._exit_code()

@@ -10,8 +10,8 @@ from transferqueue.wire.requests import declaration
 
 
 def wrong_coordinator(index: CoordinatorIndex, request: m.Request) -> TransferQueueError | None:
-    """The refusal if a request makes or waits for a table or channel of another coordinator. None: it is for this
-    one."""
+    """The refusal if a request makes or waits for a table or channel of another coordinator; None if this one is its
+    home."""
     home = declaration(request).home
     if home is None:
         return None

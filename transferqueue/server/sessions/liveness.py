@@ -1,11 +1,12 @@
-"""How the death of a client is detected: the kernel tells it as far as it can; it is never guessed from time.
+"""How the server detects the death of a client: from the kernel where possible, and never from time while the kernel
+can tell.
 
-The rules (docs/decisions/memory.md):
+See docs/decisions/memory.md.
 
 - A *pidfd* wakes the server when the process has ended. Only a process in the same pid namespace has one.
 - A *lock* tells whether any process can still see the arena through this session: the client, a child that it forked,
-  or arrays that outlived its queue. Memory is used again only when the lock is free.
-- A session with neither is judged by its silence. It is told of no arena, so there is nothing that it could see.
+  or arrays that outlived its queue. The server uses the memory again only when the lock is free.
+- A session with neither is judged by its silence. It gets no path of an arena, so it can see no memory.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ class ProcessHandle:
 
     @property
     def is_local(self) -> bool:
-        """Whether there is a pidfd or a lock. Without either, only silence tells that the client is dead."""
+        """Whether there is a pidfd or a lock. Without either, only silence shows that the client is dead."""
         return self._pidfd >= 0 or self._lock is not None
 
     def may_see_memory(self) -> bool:
-        """Whether a process still holds the lock, and perhaps views of the arena."""
+        """Whether a process still holds the lock, and so may have views of the arena."""
         return self._lock is not None and self._lock.is_locked()
 
     def forget_process(self) -> None:
@@ -57,8 +58,12 @@ class ProcessHandle:
 
 
 def open_process(hello: m.Hello) -> ProcessHandle:
-    """The process of a client that says Hello. `UsageError` if the client is on this host and its lock or process does
-    not exist, `OSError` if this process may open no more files."""
+    """The process of a client that says Hello.
+
+    Raises:
+        UsageError: the client is on this host, and its lock or process does not exist.
+        OSError: this process may open no more files.
+    """
     shares_pids = hello.host == this_host()
     if shares_pids and hello.shard is not None and hello.shard.path:
         check_arena(hello.shard)
@@ -73,21 +78,24 @@ def open_process(hello: m.Hello) -> ProcessHandle:
 
 
 def check_arena(offer: m.ShardOffer) -> None:
-    """Check the arena that a shard on this host offers. `UsageError` unless it exists, belongs to this user, has the
-    size that the offer says, and is no larger than the file system (for a memfd: the machine's memory) that holds
-    it."""
+    """Check the arena that a shard on this host offers.
+
+    Raises:
+        UsageError: it does not exist, belongs to another user, has another size than the offer says, or is larger than
+            the file system (for a memfd: the machine's memory) that holds it.
+    """
     subject = f"shard refused: its arena {offer.path[:200]!r}"
     try:
         file, system = os.stat(offer.path), os.statvfs(offer.path)
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{subject} cannot be looked at: {error}; offer one that the server can open, or no path"
+            f"{subject} cannot be opened: {error}; offer one that the server can open, or no path"
         ) from error
     if not stat.S_ISREG(file.st_mode) or file.st_uid != os.geteuid():
         raise UsageError(f"{subject} is not a regular file of user {os.geteuid()}")
     if file.st_size != offer.capacity:
         raise UsageError(
-            f"{subject} has {file.st_size:,} bytes, and {offer.capacity:,} are offered; offer what there is"
+            f"{subject} has {file.st_size:,} bytes, but the offer says {offer.capacity:,}; offer its real size"
         )
     room = system.f_blocks * system.f_frsize or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if offer.capacity > room:
@@ -98,7 +106,7 @@ def check_arena(offer: m.ShardOffer) -> None:
 
 
 def reopen_process(hello: m.Hello) -> tuple[ProcessHandle | None, bool]:
-    """The process of a client that an earlier run of this server knew, and whether it is alive as far as is known.
+    """The process of a client of an earlier run, and whether it is alive as far as the server can tell.
 
     None: the client is dead, and no process sees memory through it. A process and False: the client is dead, but a
     forked child or a view still holds its lock.
@@ -115,7 +123,8 @@ def reopen_process(hello: m.Hello) -> tuple[ProcessHandle | None, bool]:
 
 
 def _lock_of(hello: m.Hello, *, must: bool) -> LockProbe | None:
-    """The lock, if it is held. None if the client named none, or, unless it `must` exist, if it is missing or free."""
+    """The lock, if it is held. None if the client named none. If `must` is False, also None if it is missing or
+    free."""
     if not hello.lock:
         return None
     try:
@@ -143,7 +152,7 @@ def _held(path: str) -> LockProbe:
 def _pidfd_of(pid: int) -> int:
     try:
         return os.pidfd_open(pid)
-    except (ProcessLookupError, OverflowError) as error:  # OverflowError: a number beyond a C int
+    except (ProcessLookupError, OverflowError) as error:  # OverflowError: the number exceeds a C int
         raise UsageError(f"session refused: process {pid} does not exist; send the number of the client") from error
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):

@@ -1,24 +1,20 @@
-"""The sessions of a coordinator: who is connected, since when, and whether the client is still alive. Decides nothing
-by itself.
-
-The rules:
+"""The sessions of a coordinator: their clients, peers and times. It decides nothing by itself.
 
 - Hello opens a session; later calls name it by its number. Numbers contain the epoch (the run of the server), so a call
   meant for an earlier run never reaches another client's session.
 - A client that says Hello again continues its session.
-- A session whose process the kernel watches is never closed for silence. One that only has a lock is checked after
-  `SESSION_SILENCE_S` of silence; one that has neither is taken for dead then.
+- A session whose process the kernel watches is never closed for silence. After `SESSION_SILENCE_S` of silence the
+  server checks the lock of a session that only has a lock, and closes a session that has neither.
 - A closed session whose lock is still held *lingers*: its memory stays until the lock is free. The kernel has no event
-  for that, so the lock is tried, soon at first and then every `LOCK_CHECK_S`, as long as there is such a session.
+  for that, so the server tries the lock, soon at first and then every `LOCK_CHECK_S`, while such a session exists.
 
-Which sessions work on which task, and which one left last, is kept for reports only (`Workers`); nothing that the queue
-does depends on it:
+`Workers` records which sessions work on which task, and which one left last. Only reports use it:
 
-- A session works on a task from its first lease of it until it ends, and is a producer of a table from its first put or
+- A session works on a task from its first lease of it until it ends. It is a producer of a table from its first put or
   reservation. Its leases and waiting requests show whether it is busy.
-- For each task the last session that ended is remembered: its label, when, and how it ended. The exit status of a
-  process may be known only later than its end, so it is looked up when a report needs it.
-- Open sessions bound the memory that this takes; of ended ones, the latest `GONE_MAX` tasks are remembered.
+- For each task the label, time and ending of the last session that ended are remembered. The exit status of a process
+  may be known only later, so a report looks it up when needed.
+- Open sessions bound the memory of these records. Of ended ones, the latest `GONE_MAX` tasks are remembered.
 """
 
 from __future__ import annotations
@@ -39,8 +35,8 @@ from transferqueue.transport.control.zeromq import KeyedPeer
 from transferqueue.wire import messages as m
 
 Peer = UnixPeer | bytes | KeyedPeer | int
-"""Where answers go: a connection to the socket file, a ZeroMQ routing id with or without a key, or the number of an
-in-process channel."""
+"""The destination of answers: a connection to the socket file, a ZeroMQ routing id with or without a key, or the number
+of an in-process channel."""
 
 NOWHERE: Final = b""
 """The peer of a session whose client has not said Hello since the server was restarted."""
@@ -56,17 +52,20 @@ def encode_hello(hello: m.Hello) -> bytes:
 
 
 def decode_hello(session: int, stored: bytes) -> m.Hello:
-    """The Hello that `encode_hello` encoded for a session; `Corruption` if the bytes are none."""
+    """The Hello that `encode_hello` encoded for a session. `Corruption` if the bytes are no Hello."""
     try:
         return _decode(stored)
     except msgspec.MsgspecError as error:
-        raise Corruption(f"session {session} of the journal says nothing of its process: {error}") from error
+        raise Corruption(f"session {session} of the journal has no readable Hello: {error}") from error
 
 
 class OpenSession:
-    """One open session. `process`: tells whether its client is alive. `seen`: the client has all replies up to this
-    call. `hello_call`: the id of its latest Hello. `remote`: its bytes go over the bulk endpoint. `refused`: the
-    refusals of calls that are not carried out again, until the client has seen them."""
+    """One open session.
+
+    `process` shows whether its client is alive. The client has all replies up to call `seen`. `hello_call` is the id of
+    its latest Hello. `remote`: its bytes go over the bulk endpoint. `refused`: the refusals of calls that are not
+    carried out again, until the client has seen them.
+    """
 
     __slots__ = (
         "hello",
@@ -94,7 +93,7 @@ class OpenSession:
 
     @property
     def label(self) -> str:
-        """Its name for people: the label that the client gave, else its process number."""
+        """Its name in texts: the label that the client gave, else its process number."""
         return visible(self.hello.label) or (f"pid {self.hello.pid}" if self.hello.pid else f"session {self.number}")
 
     def message_received(self, peer: Peer, seen: int, now: float) -> None:
@@ -110,16 +109,15 @@ class OpenSession:
             self.refused = {call: refused for call, refused in self.refused.items() if call > seen}
 
     def confirm_hello(self, peer: Peer, call: int, now: float) -> bool:
-        """Record a Hello from `peer`. False if a later Hello came before it, on another connection: then this one is
-        ignored."""
+        """Record a Hello from `peer`. Returns False, and ignores it, if a later Hello came on another connection."""
         if call >= self.hello_call:
             self.hello_call = call
             self.message_received(peer, self.seen, now)
         return peer == self.peer
 
     def refuse(self, call: int, refused: m.Failed) -> None:
-        """Remember how `call` was refused. If its frame comes once more, the answer is the same: what the client was
-        told has not happened does not happen later."""
+        """Remember the refusal of `call`. A repeated frame gets the same answer: a refused call is never carried out
+        later."""
         self.refused[call] = refused
         if len(self.refused) > CALLS_PARKED_MAX:
             del self.refused[next(iter(self.refused))]
@@ -164,7 +162,7 @@ class SessionTable:
         return self.by_number.get(number)
 
     def label_of(self, number: int) -> str:
-        """The name of a session for people, also of one that ended, while that is remembered."""
+        """The name of a session in texts, also of one that ended, while its label is remembered."""
         session = self.by_number.get(number)
         return session.label if session else self._past_labels.get(number, f"session {number}")
 
@@ -181,7 +179,9 @@ class SessionTable:
     def check_room(self) -> None:
         """`Full` if no more sessions may be opened."""
         if len(self.by_number) + len(self._lingering) >= SESSIONS_MAX:
-            raise Full(f"session refused: {SESSIONS_MAX} sessions are open, which is the most; close some")
+            raise Full(
+                f"session refused: {SESSIONS_MAX} sessions are open, the most that this server allows; close some"
+            )
 
     def open(self, hello: m.Hello, process: ProcessHandle, peer: Peer, now: float) -> OpenSession:
         """Open a new session. Call `check_room` first."""
@@ -191,8 +191,8 @@ class SessionTable:
     def restore(
         self, number: int, hello: m.Hello, process: ProcessHandle, now: float, peer: Peer = NOWHERE
     ) -> OpenSession:
-        """Open a session under the number that it had in an earlier run. Its silence counts from now. Its peer is known
-        once its client says Hello."""
+        """Open a session under its number of an earlier run. Its silence counts from now. Its peer is unknown until its
+        client says Hello."""
         session = OpenSession(number, hello, process, peer, now)
         self.by_number[number] = session
         self._by_client[hello.client] = session
@@ -201,7 +201,7 @@ class SessionTable:
         return session
 
     def close(self, session: OpenSession, now: float) -> bool:
-        """Close a session. True if it lingers: then its memory must stay."""
+        """Close a session. Returns whether it lingers, so that its memory must stay."""
         del self.by_number[session.number], self._by_client[session.hello.client]
         self._past_labels[session.number] = session.label
         if len(self._past_labels) > LABELS_KEPT_MAX:
@@ -219,8 +219,7 @@ class SessionTable:
         return [session for session in self.by_number.values() if session.peer == peer]
 
     def silent(self, now: float) -> list[OpenSession]:
-        """The open sessions to take for dead: they are silent, and neither a process nor a lock shows that they
-        live."""
+        """The open sessions to close for silence: neither a process nor a lock shows that they live."""
         if self._check_silence_at is None or now < self._check_silence_at:
             return []
         unwatched = [session for session in self.by_number.values() if session.process.pidfd < 0]
@@ -230,7 +229,7 @@ class SessionTable:
                 if not session.process.may_see_memory():
                     dead.append(session)
                     continue
-                session.last_message_at = now  # its lock is held: check again later
+                session.last_message_at = now  # its lock is held: check again after another silence
             alive.append(session.last_message_at)
         self._check_silence_at = min(alive) + SESSION_SILENCE_S if alive else None
         return dead
@@ -247,7 +246,7 @@ class SessionTable:
         return free
 
     def next_deadline(self) -> float | None:
-        """When to call `silent` or `released_by_dead_process` next; None: not before another session changes."""
+        """When to call `silent` or `released_by_dead_process` next; None: not until a session changes."""
         silence_at, locks_at = self._check_silence_at, self._check_locks_at
         if silence_at is None or locks_at is None:
             return locks_at if silence_at is None else silence_at
@@ -255,9 +254,9 @@ class SessionTable:
 
 
 LABELS_KEPT_MAX: Final = 4096
-"""Sessions that ended of which the label is remembered: as many as the events of a table that may name them."""
+"""The labels of this many ended sessions are remembered: as many as the events of a table may name."""
 GONE_MAX: Final = 256
-"""Tasks for which the last worker is remembered. Each may hold a descriptor of its process."""
+"""The last worker of this many tasks is remembered. Each may hold a descriptor of its process."""
 
 Key = tuple[str, str]
 """Table and task, or `PRODUCERS`."""
@@ -294,7 +293,7 @@ class Workers:
         mine[key] = now
 
     def record_end(self, session: int, label: str, reason: str, pidfd: int, now: float) -> None:
-        """Record that a session ended. reason, pidfd: as in `SessionEnding`."""
+        """Record that a session ended. `reason` and `pidfd` are as in `SessionEnding`."""
         for key in self._tasks.pop(session, ()):
             others = self._sessions[key]
             del others[session]
@@ -314,7 +313,7 @@ class Workers:
                 del self._tasks[session][key]
 
     def last_to_ask(self, table: str, task: str) -> tuple[int, float] | None:
-        """The open session that asked last for rows of the task, and when; None if there is none."""
+        """The open session that last asked for rows of the task, and when; None if there is none."""
         key = (table, task)
         return max(
             ((session, self._tasks[session][key]) for session in self._sessions.get(key, ())),

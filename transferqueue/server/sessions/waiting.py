@@ -1,6 +1,4 @@
-"""Requests that wait: which are tried when something changed, and in which order. No I/O, no clock.
-
-The rules:
+"""Waiting requests: which of them are tried after a change, and in which order. No I/O, no clock.
 
 1. A request waits on the *wake keys* that the ledger named, such as ("task", "rollouts", "train"). `wake` makes all
    requests under a key due. Due requests are tried in order of arrival.
@@ -9,15 +7,15 @@ The rules:
    lane is tried. A new request joins the end even if it could be served at once: otherwise a stream of small requests
    would starve a large one.
 3. Every other request is tried on its own, in order of arrival: a lease with `where`, `awaited` or `but_held`, with a
-   share of a batch (`world`) or for replicas, a reservation for a given version, a grant of memory. Whether one of them
-   can be served says nothing about the next, and a large grant at the head of a lane could block the very ack that
-   would free memory for it.
-4. When the first request of a lane leaves, for whatever reason, the next one is due at once.
-5. Every wait ends: the request is served, is refused, reaches its deadline, or its session ends. Then no index refers
+   share of a batch (`world`) or for replicas; a reservation for a given version; a grant of memory. Whether one of them
+   can be served says nothing about the next. A large grant at the head of a lane could block the very ack that would
+   free memory for it.
+4. When the first request of a lane leaves, for any reason, the next one is due at once.
+5. Every wait ends: the request is served or refused, reaches its deadline, or loses its session. Then no index refers
    to it any more. A request that is sent again with a shorter wait gets an earlier deadline; with a longer one, it
    keeps its deadline.
 
-Cost: a wake tries one request a lane, plus those of rule 3 under the key, plus as many as it serves.
+Cost: a wake tries one request of each lane, the requests of rule 3 under the key, and as many more as it serves.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ _HEAP_SLACK: Final = 64
 
 
 class WaitingRequest:
-    """One waiting request. order: its number in order of arrival. since, deadline: by the clock of the server."""
+    """One waiting request. `order` is its number in order of arrival. `since` and `deadline` are server times."""
 
     __slots__ = ("call", "deadline", "keys", "lane", "order", "request", "session", "since")
 
@@ -58,7 +56,7 @@ def wait_of(request: m.Request) -> float:
 
 
 def lane_of(request: m.Request) -> Lane | None:
-    """The lane that a request waits in; None if it is tried on its own (rules 2 and 3)."""
+    """The lane of a request; None if it is tried on its own (rules 2 and 3)."""
     match request:
         case m.LeaseRequest(where=[], world=1, replicas=1, awaited=b"", but_held=False):
             return ("lease", request.table, request.task)
@@ -75,7 +73,7 @@ class WaitQueue:
     def __init__(self) -> None:
         self._last_order = 0
         self.requests: Final[OrderedDict[int, WaitingRequest]] = OrderedDict()
-        """By order of arrival. While there are none, a caller need not ask for the next one or wake any."""
+        """In order of arrival. While it is empty, a caller need not ask for the next one or wake any."""
         self._by_call: dict[tuple[int, int], WaitingRequest] = {}
         self._by_session: dict[int, dict[int, WaitingRequest]] = {}
         self._by_key: dict[WakeKey, dict[int, WaitingRequest]] = {}
@@ -92,7 +90,7 @@ class WaitQueue:
         return iter(self.requests.values())
 
     def holds(self, session: int, call: int) -> bool:
-        """Whether this call waits here already: then it was sent again."""
+        """Whether this call waits already, so that it was sent twice."""
         return (session, call) in self._by_call
 
     def of_call(self, session: int, call: int) -> WaitingRequest | None:
@@ -104,7 +102,7 @@ class WaitQueue:
         return len(self._by_session.get(session, ()))
 
     def count_ahead(self, request: m.Request) -> int:
-        """The number of requests in the lane of `request`. If there are any, a new request must `join` without being
+        """The number of requests in the lane of `request`. If there are any, a new request joins without being
         tried."""
         if not self._lanes or (lane := lane_of(request)) is None:
             return 0
@@ -189,7 +187,7 @@ class WaitQueue:
         return self._deadlines[0][0] if self._deadlines else None
 
     def next_expired(self, now: float) -> WaitingRequest | None:
-        """The request with the earliest deadline, if that has come. It is not removed. None if there is none."""
+        """The request with the earliest deadline, if that has passed; else None. It is not removed."""
         deadline = self.next_deadline()
         return self.requests[self._deadlines[0][1]] if deadline is not None and deadline <= now else None
 

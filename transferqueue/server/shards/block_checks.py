@@ -1,20 +1,19 @@
-"""Compares blocks of which a client reads a part with the checksums that they were written with, before the read ends.
+"""Compares the blocks of which a client reads a part with their checksums, before the read ends.
 
 The receiver of a whole block compares its checksum. The receiver of a part cannot: the checksum covers bytes that do
-not cross. So it names the checksum, and the shard compares (docs/decisions/remote-bytes.md). Rules:
+not cross. So it names the checksum, and the shard compares (docs/decisions/remote-bytes.md).
 
-1. A part counts as read when its last frame has left, and that frame leaves only when every byte of the part's block
-   that may be in the part was compared *after* the checksum of the part's last frame was computed. So bytes that were
-   damaged when they were read are found, however long they lay there before: nothing is taken for whole because it was
-   whole once.
-2. The first part of a block has all of it compared, and keeps a sum of each `CHECKED_PIECE_BYTES`. A later part has the
-   pieces compared that its range touches.
-3. Clocks are counts of comparisons and frames. Parts that are read at the same time share the comparisons: what was
-   compared for one after the bytes of another had been read counts for both. So the ranks of an engine, which read one
-   tensor together, have it compared about once.
+1. The last frame of a part ends its read. It leaves only when every byte of the block that may be in the part was
+   compared *after* the checksum of that frame was computed. So the shard detects bytes that were damaged when they were
+   read, however old the damage: an earlier comparison does not count.
+2. For the first part of a block the shard compares all of it, and keeps a sum of each `CHECKED_PIECE_BYTES`. For a
+   later part it compares the pieces in the part's range.
+3. Clocks count comparisons and frames. Parts that are read at the same time share comparisons: one that follows the
+   reads of two parts counts for both. So when the ranks of an engine read one tensor together, it is compared about
+   once.
 4. A step compares at most `CHECK_STEP_BYTES`, so that transfers take turns. A read with `BACKLOG_BYTES_MAX` to compare
    sends no frame before.
-5. What is known of at most `BLOCKS_MAX` blocks is kept. With more, all is forgotten, and compared whole again.
+5. The sums of at most `BLOCKS_MAX` blocks are kept. Beyond that all are dropped, and blocks are compared whole again.
 
 No I/O. Used by one thread.
 """
@@ -34,16 +33,16 @@ from transferqueue.storage.memory.backing import Range
 from transferqueue.storage.memory.checksum import checksum
 
 CHECKED_PIECE_BYTES: Final = MIB
-"""Of one sum: smaller than most slices of a tensor, and a sum of 8 bytes for each."""
+"""Bytes of one sum: less than most slices of a tensor. A sum has 8 bytes."""
 CHECK_STEP_BYTES: Final = 4 * MIB
-"""Compared at once: half a millisecond."""
+"""Compared in one step: half a millisecond."""
 BACKLOG_BYTES_MAX: Final = 64 * MIB
-"""A peer of which this much is to be compared hears nothing for some hundredths of a second."""
+"""A peer with this much to compare gets no frame for some hundredths of a second."""
 BLOCKS_MAX: Final = 1 << 14
 
 
 class CheckedBlock:
-    """What is known of one block. sums: of its pieces, once all of it matched `expected`. read_at: when each was last
+    """The sums of one block's pieces, once all of it matched `expected`. `read_at`: when each piece was last
     compared."""
 
     def __init__(self, nbytes: int, expected: int) -> None:
@@ -55,8 +54,8 @@ class CheckedBlock:
         self._whole = xxhash.xxh3_64()
 
     def take_next(self, memory: U8, now: int) -> bool | None:
-        """Compute the sum of the next piece of a block that is not known. Returns whether all of it matches; None: it
-        is not done yet."""
+        """Compute the sum of the next piece of a block without sums. Returns whether the whole block matches; None: not
+        all of it is compared yet."""
         at = len(self.sums)
         piece = _piece(memory, at)
         self._whole.update(piece)  # type: ignore[arg-type,unused-ignore]
@@ -70,7 +69,7 @@ class CheckedBlock:
         return self.is_known
 
     def matches(self, memory: U8, at: int, now: int) -> bool:
-        """Compare a piece of a known block. One that does not match makes the block unknown."""
+        """Compare a piece with its sum. If it does not match, the block's sums are dropped."""
         self.read_at[at] = now
         if checksum(_piece(memory, at)) == self.sums[at]:
             return True
@@ -86,8 +85,8 @@ def _piece(memory: U8, at: int) -> U8:
 
 
 class PartCheck:
-    """The comparisons that one part of a read needs of a block. span: the bytes of the block between which the part
-    lies."""
+    """The comparisons that one part of a read needs of a block. `span`: the bytes of the block that enclose the
+    part."""
 
     def __init__(
         self, checks: BlockChecks, block: CheckedBlock, memory: U8, subject: str, span: tuple[int, int]
@@ -102,7 +101,7 @@ class PartCheck:
 
     @property
     def nbytes(self) -> int:
-        """At most so many bytes are to be compared."""
+        """The most bytes that are left to compare."""
         block = self._block
         pieces = 0 if block.is_known else block.pieces - len(block.sums)
         return max(pieces, len(self._pieces)) * CHECKED_PIECE_BYTES
@@ -114,8 +113,8 @@ class PartCheck:
                 return True
             if self._compare_next() is False:
                 raise Corruption(
-                    f"{self._subject} does not match the checksum that it was written with: its bytes changed in the "
-                    "memory of this shard, and nothing of it counts as read; write it again"
+                    f"{self._subject} does not match its checksum: its bytes changed in the memory of this shard, and "
+                    "the read does not count; write it again"
                 )
         return self._is_compared()
 
@@ -133,7 +132,7 @@ class PartCheck:
 
 
 class BlockChecks:
-    """What is known of the blocks of one shard."""
+    """The sums of the blocks of one shard."""
 
     def __init__(self) -> None:
         self._now = 0
@@ -148,7 +147,7 @@ class BlockChecks:
         return self._now
 
     def check(self, place: Range, memory: U8, expected: int, number: int, span: tuple[int, int]) -> PartCheck:
-        """The comparisons for a part that lies between these bytes of block `number`. memory: all of the block."""
+        """The comparisons for a part within the bytes `span` of block `number`. `memory`: all of the block."""
         address = memory.__array_interface__["data"][0]  # of a store, each read has its own copy
         block = self._blocks.get((place, address))
         if block is None or block.expected != expected:
@@ -158,6 +157,6 @@ class BlockChecks:
         return PartCheck(self, block, memory, f"block {number} (bytes {place.offset:,} to {place.end:,})", span)
 
     def keep_only(self, lives: Callable[[int], bool]) -> None:
-        """Forget the blocks of extents that do not live any more."""
+        """Drop the sums of blocks whose extents are gone."""
         for key in [key for key in self._blocks if not lives(key[0].extent)]:
             del self._blocks[key]

@@ -1,19 +1,18 @@
 """Has shards copy the blocks of a snapshot into the coordinator's memory, where a thread reads them. No I/O.
 
-The server connects to nobody, so a shard brings its blocks: it gets a copy order whose target is an extent of the
-coordinator's own memory (`CopyOrder`), and carries it out as it does for copies that were lost (`cluster.copier`). The
-rules (docs/decisions/durability.md):
+The server opens no connections, so a shard brings its blocks. It gets a copy order whose target is an extent of the
+coordinator's own memory (`CopyOrder`), and carries it out like an order for lost copies (`cluster.copier`).
+See docs/decisions/durability.md.
 
-1. The extents of the blocks are held (`ShardRegistry.hold`), so their bytes stay as they were at the moment of the
-   snapshot.
-2. A shard has one order at a time, of about `COPY_ORDER_BYTES`. All orders together have `SNAPSHOT_FETCH_BYTES`, or are
-   one. An order takes memory as new rows do; one that is alone may take what is reserved for results.
+1. The extents of the blocks are held (`ShardRegistry.hold`), so their bytes stay as at the moment of the snapshot.
+2. A shard has one order at a time, of about `COPY_ORDER_BYTES`. All orders together have `SNAPSHOT_FETCH_BYTES`, or
+   there is only one. An order takes memory as new rows do; the only order may take memory that is reserved for results.
 3. The extent of a reported order is held until the thread has read it. Then the grant returns.
 4. A block that was not copied is ordered again, `FETCH_TRIES` times, then from a shard that has another copy. If there
    is none, the snapshot ends with an error that names the shard.
 5. A shard that neither reports nor gets an order for `SNAPSHOT_FETCH_S` is given up, and so is one whose session ends.
-6. The order of a shard that was given up stays, without blocks, until it is reported: the shard may still write into
-   the extent. After a restart a grant of a shard's session that belongs to no copy order is such an order.
+6. The order of a given-up shard stays, without blocks, until it is reported: the shard may still write into the extent.
+   After a restart, a grant to a shard's session that belongs to no copy order is such an order.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _MEMORY: Final[WakeKey] = ("memory",)
 
 
 class ArrivedBlocks(NamedTuple):
-    """Blocks that lie in the coordinator's memory, and the offset of each there, until `BlockFetches.read`."""
+    """Blocks in the coordinator's memory, with their offsets there, until `BlockFetches.read`."""
 
     extent: int
     blocks: list[tuple[m.BlockLocation, int]]
@@ -58,8 +57,8 @@ Deliver = Callable[[ArrivedBlocks | TransferQueueError], object]
 
 @dataclass(slots=True, eq=False)
 class _WantedBlock:
-    """A block that is wanted from shard `at.shard`. elsewhere: its other places. tries: orders in which it was not
-    copied."""
+    """A block that is wanted from shard `at.shard`. `elsewhere`: its other places. `tries`: orders that failed to copy
+    it."""
 
     at: m.BlockLocation
     elsewhere: list[m.BlockLocation]
@@ -68,7 +67,7 @@ class _WantedBlock:
 
 @dataclass(slots=True, eq=False)
 class _FetchOrder:
-    """One order. session: of the shard; 0 once it has ended. blocks: by number, with the offset of each; empty: given
+    """One order. `session`: of the shard; 0 once it has ended. `blocks`: the offset of each, by number; empty: given
     up."""
 
     session: int
@@ -78,11 +77,8 @@ class _FetchOrder:
 
 
 class BlockFetches:
-    """The blocks that one coordinator fetches from remote shards; for one snapshot at a time. Used by the loop's
-    thread.
-
-    wake: makes the requests due that wait on a key.
-    """
+    """The blocks that one coordinator fetches from remote shards, for one snapshot at a time. Used by the loop's
+    thread. `wake` makes the requests due that wait on a key."""
 
     def __init__(self, ledger: Ledger, shards: ShardRegistry, wake: Callable[[WakeKey], None]) -> None:
         self.shards: Final = shards
@@ -90,26 +86,25 @@ class BlockFetches:
         self._deliver: Deliver | None = None
         """None: no snapshot fetches blocks."""
         self._wanted: dict[int, dict[int, _WantedBlock]] = {}
-        """By shard and block: those that are in no order."""
+        """Blocks in no order, by shard and number."""
         self._orders: dict[int, _FetchOrder] = {}
-        """By session: the order that its shard has not reported."""
+        """Orders that their shard has not reported, by session."""
         self._arrived: dict[int, _FetchOrder] = {}
-        """By extent: reported orders whose blocks the thread reads."""
+        """Reported orders whose blocks the thread reads, by extent."""
         self._progress: dict[int, float] = {}
-        """By shard: when it last had something new to do, or reported."""
+        """When a shard last got something to do, or reported."""
         self._lacks_room: set[int] = set()
         """Shards whose next order found no memory."""
         self._resumed: set[int] = set()
-        """Sessions that have no grant of an earlier run."""
+        """Sessions without a grant of an earlier run."""
         shards.on_gone = self._shard_gone
 
     # ------------------------------------------------------------ the snapshot's side
 
     def begin(self, blocks: Iterable[m.BlockLocation], deliver: Deliver, now: float) -> None:
-        """Fetch these blocks, of which none lies in the coordinator's own memory. Each is delivered once, or an error
-        is.
+        """Fetch these blocks, none of which lies in the coordinator's own memory. Each is delivered once, or an error.
 
-        `Impossible` if a block is larger than that memory; then nothing has begun.
+        `Impossible` if a block is larger than that memory; then no fetch has begun.
         """
         wanted = [_wanted(at) for at in blocks]
         for block in wanted:
@@ -120,7 +115,7 @@ class BlockFetches:
         self._wake(_COPIES)
 
     def read(self, arrived: ArrivedBlocks, damaged: Iterable[int], now: float) -> None:
-        """The thread has read these blocks. damaged: the numbers of those that do not match their checksum."""
+        """The thread has read these blocks. `damaged`: the numbers of blocks that do not match their checksum."""
         order = self._arrived.pop(arrived.extent)
         self.shards.release([arrived.extent], now)
         for number in damaged:
@@ -128,23 +123,23 @@ class BlockFetches:
         self._return(order, now)
 
     def expire(self, now: float) -> None:
-        """Give up the shards that made no progress for `SNAPSHOT_FETCH_S`."""
+        """Give up the shards without progress for `SNAPSHOT_FETCH_S`."""
         asked = {order.shard for order in self._orders.values() if order.blocks} | self._wanted.keys()
         late = {shard for shard in asked if now - self._progress[shard] >= SNAPSHOT_FETCH_S}
         silent = late - self._lacks_room
-        for shard in sorted(silent or late):  # what a silent one gives up may be the room that others lack
+        for shard in sorted(silent or late):  # a silent shard may give up the room that others lack
             self._give_up(shard, now, _silent if silent else _no_room)
         for shard in late & self._wanted.keys():
             self._progress[shard] = now
 
     def fail(self, error: TransferQueueError) -> None:
-        """End the snapshot with this error, if one fetches blocks."""
+        """End the running snapshot with this error, if there is one."""
         if (deliver := self._deliver) is not None:
             self._deliver = None
             deliver(error)
 
     def end(self, now: float) -> None:
-        """The snapshot has ended: nothing is fetched any more."""
+        """The snapshot has ended: fetch nothing more."""
         self._deliver = None
         self._wanted.clear()
         self._progress.clear()
@@ -157,7 +152,7 @@ class BlockFetches:
     # ------------------------------------------------------------ the shards' side
 
     def report(self, session: int, extent: int, written: Iterable[int], now: float) -> bool:
-        """A shard has written these blocks of its order. Returns False if the session has no such order."""
+        """A shard has written these blocks of its order. Returns False if its session has no such order."""
         order = self._orders.get(session)
         if order is None or order.target.extent != extent:
             return False
@@ -177,8 +172,7 @@ class BlockFetches:
         return True
 
     def order(self, session: int, shard: int, now: float) -> m.CopyOrder | Blocked | None:
-        """The order of a shard, which has no other; the same one until it is reported. None: it has nothing to
-        fetch."""
+        """The order of a shard; the same until the shard reports it. None: there is nothing to fetch."""
         order = self._orders.get(session) or self._left_by_earlier_run(session, shard)
         if order is None:
             if not (wanted := self._wanted.get(shard)):
@@ -202,7 +196,7 @@ class BlockFetches:
         return None
 
     def _begin_order(self, session: int, shard: int, wanted: dict[int, _WantedBlock], now: float) -> _FetchOrder | None:
-        """Begin the next order of a shard. Returns None if there is no room."""
+        """Begin the next order of a shard. Returns None without room."""
         chosen, nbytes = self._choose(wanted)
         extent = self._take(nbytes)
         if extent is None:
@@ -220,8 +214,7 @@ class BlockFetches:
         return order
 
     def _choose(self, wanted: Mapping[int, _WantedBlock]) -> tuple[dict[int, int], int]:
-        """The blocks of one order, with the offset of each in its extent, and their bytes: as many as fit, at least
-        one."""
+        """The blocks of one order, with their offsets in its extent, and their bytes: as many as fit, at least one."""
         most = min(COPY_ORDER_BYTES, self._room())
         chosen: dict[int, int] = {}
         nbytes = 0
@@ -244,17 +237,17 @@ class BlockFetches:
             return None
         try:
             return self.shards.own.take(nbytes)
-        except OutOfMemory:  # the file system has no pages now; some may be free later
+        except OutOfMemory:  # the file system has no pages now; it may have some later
             return None
 
     def _bytes_under_way(self) -> int:
         orders = (*self._orders.values(), *self._arrived.values())
         return sum(order.target.nbytes for order in orders if order.blocks)
 
-    # ------------------------------------------------------------ what ends
+    # ------------------------------------------------------------ ends
 
     def _return(self, order: _FetchOrder, now: float) -> None:
-        """Return the grant of an order. With its session it has returned already."""
+        """Return the grant of an order. A grant whose session ended has returned already."""
         if order.session:
             self._ledger.apply(m.ReturnGrant(order.target.extent), session=order.session, call=0, now=now)
         self._wake(_COPIES)
@@ -271,7 +264,7 @@ class BlockFetches:
         self._give_up(shard, now, _gone)
 
     def _give_up(self, shard: int, now: float, why: _Reason) -> None:
-        """Fetch what is wanted from this shard from others."""
+        """Fetch the blocks of this shard from others."""
         blocks = list(self._wanted.pop(shard, {}).values())
         for order in self._orders.values():
             if order.shard == shard:
@@ -287,7 +280,7 @@ class BlockFetches:
         self._enqueue(block, now, why)
 
     def _enqueue(self, block: _WantedBlock, now: float, why: _Reason) -> None:
-        """Want a block from its shard, or from the next one that has it. why: makes the error if there is none."""
+        """Fetch a block from its shard, or else from the next one that has it. `why` makes the error if none has."""
         while block.at.shard not in self.shards.remote or block.tries >= FETCH_TRIES:
             if not block.elsewhere:
                 self.fail(why(block.at))
@@ -305,7 +298,7 @@ def _wanted(at: m.BlockLocation) -> _WantedBlock:
 
 
 def _named(at: m.BlockLocation) -> m.BlockLocation:
-    """The block without what a copy does not need."""
+    """The location of a block, with only the fields that a copy needs."""
     return replace(at, fields=[], counts=[])
 
 
@@ -314,15 +307,15 @@ _Reason = Callable[[m.BlockLocation], TransferQueueError]
 
 def _gone(at: m.BlockLocation) -> TransferQueueError:
     return ShardLost(
-        f"snapshot given up: shard {at.shard} is gone, and had the only copy of block {at.block}; its rows are lost or "
-        "made again: take another snapshot"
+        f"snapshot given up: shard {at.shard} is gone, and had the only copy of block {at.block}; the server drops its "
+        "rows or has them made again: take another snapshot"
     )
 
 
 def _silent(at: m.BlockLocation) -> TransferQueueError:
     return Unreachable(
         f"snapshot given up: shard {at.shard}, which has the only copy of block {at.block}, copied nothing for "
-        f"{SNAPSHOT_FETCH_S:g} s; look whether its process runs, and take another snapshot"
+        f"{SNAPSHOT_FETCH_S:g} s; check whether its process runs, and take another snapshot"
     )
 
 
@@ -335,7 +328,7 @@ def _no_room(at: m.BlockLocation) -> TransferQueueError:
 
 def _not_copied(at: m.BlockLocation) -> TransferQueueError:
     return Unreachable(
-        f"snapshot given up: shard {at.shard} could not copy block {at.block} in {FETCH_TRIES} orders; its log says why"
+        f"snapshot given up: shard {at.shard} could not copy block {at.block} in {FETCH_TRIES} orders; see its log"
     )
 
 

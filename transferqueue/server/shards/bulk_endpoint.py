@@ -1,20 +1,20 @@
 """The bulk endpoint of a shard: reads and writes of sessions that cannot map its memory.
 
 `ShardTransfers` decides and does no I/O. Messages enter through the `PeerReceiver` of their peer and `receive`; answers
-leave through `outbox`, and `advance` adds one frame for each transfer, so that transfers take turns. `BulkEndpoint` is
-the thread around it. It runs beside the coordinator's thread; the two share the `Backing` and the `TicketIssuer`,
-nothing else. `transport.bulk` defines the protocol. In addition:
+leave through `outbox`. `advance` adds one frame for each transfer, so that transfers take turns. `BulkEndpoint` is the
+thread around it. It runs beside the coordinator's thread, and shares only the `Backing` and the `TicketIssuer` with it.
+`transport.bulk` defines the protocol. In addition:
 
 - A peer (a connection) has one transfer; a new one replaces it. A session has at most `BULK_TRANSFERS_MAX`; the one
-  silent for longest is dropped for a new one.
+  silent for longest makes way for a new one.
 - Bytes of a write go straight from the connection into the extent. So when a write begins, an earlier write to the same
-  bytes ends, and what still arrives for it is dropped.
+  bytes ends, and its bytes that still arrive are dropped.
 - For a stalled reader the endpoint holds one window of frames, or one frame where the connection reports that it is
   clogged. The transfer ends after `BULK_STALL_S`, with its session, or when its connection breaks.
 - A transfer that cannot be carried out is answered with `TransferFailed` and ends. Nothing else changes.
 - A carrier (`server.shards.carrier`) may move the bytes instead: of reads and writes by ranges of memory. While its
-  clients read, it is called every `PROGRESS_MS`. Its writes move in steps, between the frames of others: for `EAGER_S`
-  after a step that moved something the endpoint does not sleep, then it looks every `PROGRESS_MS`.
+  clients read, the endpoint calls it every `PROGRESS_MS`. Its writes move in steps, between the frames of others. After
+  a step that moved bytes the endpoint polls for `EAGER_S` without sleep, then every `PROGRESS_MS`.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ _log: Final = logging.getLogger("transferqueue.server")
 _EVERYWHERE: Final = ("*", "0.0.0.0", "[::]")  # noqa: S104  (only if the operator asked for it)
 _DROPPED_BYTES: Final = 64 * KIB
 PROGRESS_MS: Final = 1
-"""How often a carrier is called while it moves bytes."""
+"""While a carrier moves bytes, it is called this often."""
 EAGER_S: Final = 0.0005
-"""Most reads of 4 MiB end earlier."""
+"""Most reads of 4 MiB end within this time."""
 GATHERED_KEPT_BYTES: Final = 16 * MIB
-"""Free buffers that frames were gathered into, of two windows: fresh pages cost as much as the gather itself."""
+"""Free buffers for gathered frames, of two windows: fresh pages cost as much as the gather itself."""
 TURN_BYTES: Final = 4 * MIB
-"""Of a transfer that is alone, before the endpoint looks for messages: a look costs a tenth of a frame of 1 MiB."""
+"""A lone transfer sends this much before the endpoint looks for messages: a look costs a tenth of a 1 MiB frame."""
 TURN_S: Final = 0.003
-"""A turn that has lasted so long sends no further frame: a frame of short rows takes ten times as long as others, and a
-look is cheap then."""
+"""A longer turn sends no further frame: a frame of short rows takes ten times as long as others, and a look is cheap in
+comparison."""
 _TRIES: Final = 16
-"""How many ports are tried for one that is free on every host."""
+"""The number of ports that are tried for one that is free on every host."""
 
 
 class PeerReceiver:
@@ -100,7 +100,8 @@ class ShardTransfers:
     """All transfers of one backing. Used by one thread. `outbox`: messages to send, with their peers. `now`: set it
     before each call.
 
-    carrier: moves bytes of reads and writes that name ranges; None: such transfers are refused.
+    Args:
+        carrier: moves bytes of reads and writes that name ranges; None: such transfers are refused.
     """
 
     def __init__(
@@ -110,9 +111,9 @@ class ShardTransfers:
         carrier: ShardCarrier | None = None,
     ) -> None:
         self.sent_bytes: Final = {"stream": 0, "one_sided": 0}
-        """Bytes of reads by what carried them. Only grow."""
+        """Bytes of reads, by carrier. Only grow."""
         self.received_bytes: Final = {"stream": 0, "one_sided": 0}
-        """Bytes of writes by what carried them. Only grow."""
+        """Bytes of writes, by carrier. Only grow."""
         self._carrier = carrier
         self.outbox: deque[tuple[bytes, b.Message]] = deque()
         self._backing = backing
@@ -133,7 +134,7 @@ class ShardTransfers:
         return PeerReceiver(self, peer)
 
     def expect(self, peer: bytes, head: bytes, nbytes: int) -> None:
-        """A message of `peer` begins. If it is refused, its bytes still arrive, and are dropped."""
+        """A message of `peer` begins. A refused message still arrives, and its bytes are dropped."""
         self._arriving.pop(peer, None)
         try:
             message = b.to_shard(head)
@@ -149,7 +150,7 @@ class ShardTransfers:
             self._fail(peer, message.transfer, error)
 
     def fill(self, peer: bytes, read: b.Reader) -> int:
-        """Take the next bytes of the message: into its extent, or into the drop buffer."""
+        """Take the next bytes of the message, into its extent or the drop buffer."""
         transfer, arriving = self._transfers.get(peer), self._arriving.get(peer)
         if arriving is not None and isinstance(transfer, WriteTransfer) and transfer.number == arriving[0].transfer:
             try:
@@ -177,8 +178,8 @@ class ShardTransfers:
         self._refuse(peer, 0, error)
 
     def advance(self, clogged: Container[bytes] = ()) -> None:
-        """Send one more frame for each read whose window is open and whose connection is not clogged. One whose blocks
-        are compared waits."""
+        """Send one more frame for each read whose window is open and whose connection is not clogged. A read with
+        comparisons left waits."""
         self._for_reads(self._send_frame, clogged)
 
     def _send_frame(self, peer: bytes, read: ReadTransfer) -> None:
@@ -193,13 +194,13 @@ class ShardTransfers:
 
     @property
     def needs_progress(self) -> bool:
-        """Whether a client reads by the carrier now. From any thread."""
+        """Whether a client now reads by the carrier. From any thread."""
         under_way = list(self._transfers.values())  # in one step, since the endpoint's thread changes it
         return any(isinstance(transfer, ReadTransfer) and transfer.needs_progress for transfer in under_way)
 
     @property
     def moved_at(self) -> float | None:
-        """When a write by the carrier last moved; None: none has anything to move."""
+        """When a write by the carrier last moved bytes; None: no write has any to move."""
         writes = [transfer for transfer in self._transfers.values() if isinstance(transfer, SteppedWrite)]
         return max((transfer.moved_at for transfer in writes if transfer.is_busy), default=None)
 
@@ -222,8 +223,8 @@ class ShardTransfers:
             self._end(peer)
 
     def prepare(self) -> None:
-        """Gather and hash the next frame of each read, also where the connection is clogged: the kernel sends an
-        earlier one meanwhile."""
+        """Gather and hash the next frame of each read, even for a clogged connection: the kernel sends an earlier frame
+        meanwhile."""
         self._for_reads(_prepare, ())
 
     def _for_reads(self, work: Callable[[bytes, ReadTransfer], object], clogged: Container[bytes]) -> None:
@@ -244,7 +245,7 @@ class ShardTransfers:
         )
 
     def tick(self, now: float) -> None:
-        """End transfers that have stalled, and those whose session ended."""
+        """End transfers that have stalled, or whose session ended."""
         for peer, transfer in list(self._transfers.items()):
             if now >= transfer.deadline:
                 self._refuse(peer, transfer.number, Disconnected(transfer.overdue))
@@ -271,7 +272,7 @@ class ShardTransfers:
         self._arriving.pop(peer, None)
 
     def knows(self, peer: bytes) -> bool:
-        """Whether `peer` has a transfer with tickets. Then it has shown a valid one."""
+        """Whether `peer` has a transfer with tickets, and so has shown a valid one."""
         transfer = self._transfers.get(peer)
         return transfer is not None and transfer.has_shown_tickets
 
@@ -293,7 +294,7 @@ class ShardTransfers:
             case _:
                 if nbytes:
                     raise ProtocolError(
-                        f"a bulk {type(message).__struct_config__.tag} has no content, and this one {nbytes} bytes"
+                        f"a bulk {type(message).__struct_config__.tag} has no content, but this one has {nbytes} bytes"
                     )
 
     def _carry_out(self, peer: bytes, message: b.ToShard, nbytes: int, digest: bytes) -> None:
@@ -324,16 +325,14 @@ class ShardTransfers:
     def _needed_carrier(self, so: str) -> ShardCarrier:
         if self._carrier is None:
             raise Impossible(
-                f"this shard moves columns over its stream alone, so it {so}; start it with the client's carrier "
+                f"this shard moves columns only over its stream, and it {so}; start it with the client's carrier "
                 "(--bytes), or use the stream"
             )
         return self._carrier
 
     def _name(self, transfer: ReadTransfer | ExtentTransfer, message: b.WriteRangesFrame) -> None:
         if not isinstance(transfer, SteppedWrite):
-            raise ProtocolError(
-                f"bulk transfer {message.transfer} is no write of ranges, so no further ones belong to it"
-            )
+            raise ProtocolError(f"bulk transfer {message.transfer} is no write of ranges, and takes no further ones")
         transfer.name(message.number, message.ranges)
 
     def _begin(self, peer: bytes, transfer: ReadTransfer | ExtentTransfer) -> None:
@@ -348,7 +347,7 @@ class ShardTransfers:
         self._transfers[peer] = transfer
 
     def _end(self, peer: bytes) -> None:
-        """Forget the transfer of `peer`, if it has one. Other threads see none only once it has ended."""
+        """Forget the transfer of `peer`, if it has one. Other threads see it until it has ended."""
         if (transfer := self._transfers.get(peer)) is not None:
             try:
                 transfer.end()
@@ -393,7 +392,7 @@ class ShardTransfers:
         self._refuse(peer, number, InternalError(f"the bulk transfer failed: {error!r}; please report it"))
 
     def _refuse(self, peer: bytes, number: int, error: TransferQueueError) -> None:
-        """Answer with an error, and end the transfer. number: of the transfer; 0: the connection is damaged, so any
+        """Answer with an error, and end the transfer. `number`: of the transfer; 0: the connection is damaged, so any
         transfer on it ends."""
         transfer = self._transfers.get(peer)
         if transfer is not None and number in (0, transfer.number):
@@ -406,8 +405,8 @@ def _prepare(_: bytes, read: ReadTransfer) -> None:
 
 
 class BulkEndpoint:
-    """The bulk endpoint of a backing. Listens once `listen` returns, answers from `start` to `stop`. carrier: see
-    `ShardTransfers`; closed with this."""
+    """The bulk endpoint of a backing. Listens once `listen` returns, answers from `start` to `stop`. It closes its
+    `carrier` (see `ShardTransfers`)."""
 
     def __init__(
         self,
@@ -425,25 +424,25 @@ class BulkEndpoint:
         self._thread = threading.Thread(target=self._run, name="transferqueue bulk", daemon=True)
 
     def listen(self, addresses: Iterable[str], port: int = 0) -> int:
-        """Listen on the hosts of all tcp `addresses` (at least one), all at one port; returns the port. port: 0: any
-        free one."""
+        """Listen on the hosts of all tcp `addresses` (at least one), all at one port (0: a free one); returns the
+        port."""
         hosts = list(dict.fromkeys(_host(address) for address in addresses))
         hosts = [host for host in hosts if host in _EVERYWHERE][:1] or hosts
         return self._port.listen_at_all(hosts, port, _TRIES)
 
     @property
     def sent_bytes(self) -> dict[str, int]:
-        """Bytes of reads by what carried them: "stream", "one_sided"."""
+        """Bytes of reads by carrier: "stream", "one_sided"."""
         return dict(self._exchange.sent_bytes)
 
     @property
     def received_bytes(self) -> dict[str, int]:
-        """Bytes of writes by what carried them: "stream", "one_sided"."""
+        """Bytes of writes by carrier: "stream", "one_sided"."""
         return dict(self._exchange.received_bytes)
 
     @property
     def transfers(self) -> int:
-        """The number of transfers that are under way. From any thread."""
+        """The number of running transfers. From any thread."""
         return len(self._exchange)
 
     def start(self) -> None:
@@ -451,8 +450,8 @@ class BulkEndpoint:
         self._thread.start()
 
     def stop(self) -> None:
-        """Tell all peers, and close. Returns when that is done. Call it once, also if the thread was never started. If
-        the thread does not end, what it uses stays open until the process ends."""
+        """Tell all peers, and close. Blocks until that is done. Call it once, also if the thread was never started. If
+        the thread does not end, its resources stay open until the process ends."""
         self._stopping = True
         self._wakeup.set()
         if where := still_runs(self._thread):
@@ -486,8 +485,7 @@ class BulkEndpoint:
         return max(0, math.ceil((min(deadlines) - time.monotonic()) * 1000)) if deadlines else None
 
     def _turn(self, now: float) -> None:
-        """One turn. If a part of it fails, which nobody foresaw, the others go on, and the next turn comes after a
-        pause."""
+        """One turn. If a part of it fails unexpectedly, the others go on, and the next turn comes after a pause."""
         self._exchange.now = now
         is_whole = True
         for part in (self._exchange.tick, self._serve_readers, self._receive, self._advance):
@@ -539,5 +537,5 @@ class BulkEndpoint:
 def _host(address: str) -> str:
     parsed = parse_address(address)
     if not isinstance(parsed, TcpAddress):
-        raise UsageError(f"address {address!r} is none of tcp, so no bulk endpoint can listen there")
+        raise UsageError(f"address {address!r} is not tcp, so no bulk endpoint can listen there")
     return parsed.host

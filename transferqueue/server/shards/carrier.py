@@ -25,14 +25,14 @@ class ShardCarrier(Protocol):
         now: float,
         room: Room,
     ) -> ReadTransfer:
-        """A transfer that names ranges of memory to the client, which reads them. Arguments and errors as of
+        """A transfer that names ranges of memory to the client, which reads them. Arguments and errors are those of
         `ReadTransfer`."""
 
     def write(
         self, write: b.WriteRanges, backing: Backing, tickets: TicketIssuer, digests: FrameDigests, now: float
     ) -> SteppedWrite:
-        """A transfer that reads the client's memory. Arguments and errors as of `ExtentTransfer`; `Unreachable` if the
-        stream should carry the bytes for now."""
+        """A transfer that reads the client's memory. Arguments and errors are those of `ExtentTransfer`; `Unreachable`
+        if the stream should carry the bytes for now."""
 
     def progress(self) -> None:
         """Serve the clients that read now (`ReadTransfer.needs_progress`). `Unreachable` if that fails."""
@@ -41,4 +41,4 @@ class ShardCarrier(Protocol):
         """Forget the sessions that are over."""
 
     def close(self) -> None:
-        """Free everything, when no transfer is under way any more."""
+        """Free everything. No transfer is under way any more."""

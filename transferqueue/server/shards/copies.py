@@ -1,15 +1,15 @@
 """Gives shards their copy orders, so that blocks which lost a copy get another one, and a snapshot gets its blocks
 (`block_fetches`). No I/O.
 
-The ledger knows which blocks lack copies and which order a session has (`ledger.rows.missing_copies`), so this keeps no
-state: a restart, a repeated request and a lost answer need nothing else. The rules (docs/decisions/shards.md):
+The ledger knows which blocks lack copies and which order a session has (`ledger.rows.missing_copies`). So this class
+keeps no state, and needs nothing for a restart, a repeated request or a lost answer. See docs/decisions/shards.md.
 
-1. A shard has one order at a time, of about `COPY_ORDER_BYTES`, and all orders together have at most
-   `COPIES_IN_FLIGHT_BYTES`, or are one.
+1. A shard has one order at a time, of about `COPY_ORDER_BYTES`. All orders together have at most
+   `COPIES_IN_FLIGHT_BYTES`, or there is only one.
 2. A copy takes room as new rows do: the part of a shard that is reserved for results stays free.
 3. Room may lie in pieces that are smaller than an order. Then the order is halved until it fits.
-4. An order that was not reported is given again. Only a report ends it while its session lasts: whoever asks without
-   one may be a delayed frame, and the shard may still write into the extent.
+4. An order that was not reported is given again. Only a report ends it while its session lasts: a request without one
+   may be a delayed frame, and the shard may still write into the extent.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CopyOrders:
         self._ledger, self._shards, self._fetches = ledger, shards, fetches
 
     def take(self, session: OpenSession, request: m.TakeCopies, now: float) -> m.CopyOrder | Blocked:
-        """The next order of a shard, after it reported the one before. `UsageError` if the session is no shard."""
+        """The next order of a shard, which has reported the one before. `UsageError` if the session is no shard."""
         shard = self._shards.shard_of(session).number
         if request.extent and not self._fetches.report(session.number, request.extent, request.written, now):
             self._ledger.finish_copies(session.number, request.extent, request.written, now)
@@ -52,7 +52,7 @@ class CopyOrders:
                 return Blocked((_COPIES, _MEMORY))
             order = self._ledger.copy_order(session.number, shard)
         if order is None:
-            raise InternalError(f"shard {shard} has no copy order, and it was given one")
+            raise InternalError(f"shard {shard} began a copy order, but the ledger has none for it")
         return order if isinstance(order, Blocked) else self._with_tickets(session.number, order)
 
     def _begin(self, session: OpenSession, shard: int, now: float) -> bool:
@@ -74,11 +74,11 @@ class CopyOrders:
     def _take(self, target: int, nbytes: int) -> tuple[int, int] | None:
         try:
             return self._shards.lender(target).take(nbytes)
-        except OutOfMemory:  # the file system has no pages now; some may be free later
+        except OutOfMemory:  # the file system has no pages now; it may have some later
             return None
 
     def _with_tickets(self, session: int, order: m.CopyOrder) -> m.CopyOrder:
-        """The order with a ticket for each place, also where the session maps the memory: a shard copies over bulk
+        """The order with a ticket for each place, even where the session maps the memory: a shard copies over bulk
         endpoints."""
         blocks = [self._shards.tickets_for(at.shard).block(session, at) for at in order.blocks]
         return replace(

@@ -1,13 +1,11 @@
-"""Checksums of stretches of a shard's memory, kept so that a frame that leaves as it lies is not hashed again.
-
-Rules:
+"""Checksums of ranges of a shard's memory, kept so that a frame that is sent as stored is not hashed again.
 
 1. A checksum is kept when a frame of a write has arrived whole (its writer computed it), and when a frame was hashed to
-   be sent. A read whose frame is exactly that stretch sends the kept one. So bytes that changed in memory since do not
-   match it, and the receiver finds that; a checksum that is computed again would match them.
-2. Committed bytes never change, and extents are never used again under the same number. Bytes that were not committed
-   may be written again, perhaps cut otherwise: a write forgets all stretches that it touches.
-3. Only stretches of at least `DIGESTED_MIN_BYTES` are kept, at most `DIGESTS_MAX` of them; with more, all are
+   be sent. A read whose frame is exactly that range sends the kept one. So if bytes changed in memory since, the
+   receiver detects it; a new checksum would match them.
+2. Committed bytes never change, and the number of an extent is never used again. Bytes that were not committed may be
+   written again, perhaps in other frames: a write forgets the checksums of all ranges that it touches.
+3. Only ranges of at least `DIGESTED_MIN_BYTES` have a checksum here, at most `DIGESTS_MAX` of them. Beyond that all are
    forgotten.
 
 No I/O. Used by one thread.
@@ -23,13 +21,13 @@ from transferqueue.limits import FRAME_BYTES, KIB
 from transferqueue.storage.memory.backing import Range
 
 DIGESTED_MIN_BYTES: Final = 64 * KIB
-"""Hashing less costs no more than the look-up."""
+"""For fewer bytes a hash costs no more than the look-up."""
 DIGESTS_MAX: Final = 1 << 16
-"""Of frames of 1 MiB: those of 64 GiB. About 16 MiB of memory."""
+"""In frames of 1 MiB these are 64 GiB. They take about 16 MiB of memory."""
 
 
 class FrameDigests:
-    """The checksums that are known."""
+    """The known checksums."""
 
     def __init__(self) -> None:
         self._starts: dict[int, list[int]] = {}  # of each extent, ascending
@@ -40,12 +38,11 @@ class FrameDigests:
         return len(self._digests)
 
     def of(self, stretch: Range) -> bytes | None:
-        """The checksum of exactly these bytes, if it is known."""
+        """The checksum of exactly these bytes, if known."""
         return self._digests.get(stretch)
 
     def remember(self, stretch: Range, digest: bytes) -> None:
-        """Keep the checksum of a stretch of at most `FRAME_BYTES`. An earlier one that begins at the same byte is
-        forgotten."""
+        """Keep the checksum of a range of at most `FRAME_BYTES`. It replaces one that begins at the same byte."""
         if stretch.nbytes < DIGESTED_MIN_BYTES:
             return
         if len(self._digests) >= DIGESTS_MAX:
@@ -61,7 +58,7 @@ class FrameDigests:
         self._digests[stretch] = digest
 
     def forget(self, place: Range) -> None:
-        """These bytes are written now: forget every stretch that touches them."""
+        """A write changes these bytes: forget every range that it touches."""
         starts = self._starts.get(place.extent)
         if starts is None:
             return
@@ -75,7 +72,7 @@ class FrameDigests:
         starts[first:last] = kept
 
     def keep_only(self, lives: Callable[[int], bool]) -> None:
-        """Forget the stretches of extents that do not live any more."""
+        """Forget the ranges of extents that are gone."""
         for extent in [extent for extent in self._starts if not lives(extent)]:
             for start in self._starts.pop(extent):
                 del self._digests[self._ranges.pop((extent, start))]

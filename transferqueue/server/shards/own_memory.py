@@ -30,7 +30,7 @@ def check_size(nbytes: int, allocator: Allocator) -> None:
 
 class OwnShardMemory:
     """An arena from which extents are granted; `extents` counts them. An extent is granted only after the file system
-    reserved its pages, and is freed whole. allocator, extents: of an earlier run of the server."""
+    reserved its pages, and is freed whole. `allocator` and `extents` may come from an earlier run of the server."""
 
     number: Final = SHARD
 
@@ -39,11 +39,11 @@ class OwnShardMemory:
         self.allocator = allocator or Allocator(arena.capacity)
         self.extents = extents
         self.due_at: float | None = None
-        """When `trim` has something to do next: at once (0) while pages are reserved ahead; None: nothing is due."""
+        """When to call `trim` next: at once (0) while pages are reserved ahead; None: nothing is due."""
         self.backlog: Backlog | None = None
-        """What it may hold together with the disk to which cold blocks go; None: there is none."""
+        """The books of arena and spill disk together; None: no disk."""
         self.grows_ahead = True
-        """Whether pages are reserved ahead of use, which they are not while their disk is full."""
+        """Whether pages are reserved ahead of use. They are not while their disk is full."""
         self._trim_at: float | None = None
         self._ahead_from = self._ahead_to = 0
         self._refusal = ""
@@ -51,12 +51,12 @@ class OwnShardMemory:
 
     @property
     def used(self) -> int:
-        """Bytes that are granted."""
+        """The granted bytes."""
         return self.allocator.used
 
     @property
     def grantable(self) -> int:
-        """The most that it can grant."""
+        """The most bytes that it can grant."""
         return self.allocator.capacity
 
     def trim(self, now: float) -> None:
@@ -93,13 +93,13 @@ class OwnShardMemory:
         return offset, nbytes
 
     def _look_ahead(self, end: int, *, fresh: bool) -> None:
-        """Reserve the pages behind an extent that was granted for the first time: they will be needed next."""
+        """Reserve the pages behind an extent that is granted for the first time: they are needed next."""
         if self.grows_ahead and (fresh or end > self._ahead_to - ARENA_STEP_BYTES // 2):
             self._ahead_from, self._ahead_to = end, min(end + ARENA_STEP_BYTES, self.arena.capacity)
             self.due_at = GROWING
 
     def give_back(self, offset: int, nbytes: int, now: float) -> None:
-        """Free an extent of `take`."""
+        """Free an extent that `take` returned."""
         self.allocator.free(offset, nbytes)
         self.extents -= 1
         if self._trim_at is None:

@@ -1,7 +1,5 @@
 """The shards of a deployment: which exist, which one grants the next extent, and which sessions need tickets for which.
-No I/O.
-
-The rules (docs/decisions/shards.md):
+No I/O. See docs/decisions/shards.md.
 
 1. Shard 0 is the coordinator's own arena. A process whose Hello contains a `ShardOffer` is a remote shard for exactly
    as long as its session lasts, so its death is detected like that of any session. The ledger then treats its contents
@@ -10,13 +8,13 @@ The rules (docs/decisions/shards.md):
    names it.
 3. An extent is granted from a near shard (on the session's host) if one has room, else from another one; the emptiest
    first.
-4. An offer is only a claim. The coordinator checks the arena of a shard on its own host (`liveness.check_arena`), and
-   accepts no shard larger than a process can map. One part in `RESULTS_SHARE` of each shard is reserved for results, so
-   a false claim gives no room in another shard's memory.
-5. A session maps a shard if the coordinator detects the death of both, so if all three are on one host: only then does
-   the kernel tell when memory that a client saw may be used again (docs/decisions/memory.md). Bytes in all other
-   shards travel, by ticket. Of a block with copies the session is told one, if possible a copy that it maps. A shard
-   that authenticated with a key is never mapped: no client opens a file because a remote user names it.
+4. An offer is an unproven claim. The coordinator checks the arena of a shard on its own host (`liveness.check_arena`),
+   and accepts no shard larger than a process can map. One part in `RESULTS_SHARE` of each shard is reserved for
+   results, so a false claim gives no room in another shard's memory.
+5. A session maps a shard if the coordinator detects the death of both, so if all three are on one host. Only then does
+   the kernel tell when the memory that a client saw may be used again (docs/decisions/memory.md). Bytes in all other
+   shards travel, by ticket. Of a block with copies the session gets one, if possible a copy that it maps. A shard that
+   authenticated with a key is never mapped: no client opens a file because a remote user names it.
 """
 
 from __future__ import annotations
@@ -46,9 +44,14 @@ _KEY: Final = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 
 class ShardRegistry:
-    """The own shard and all remote ones. last: the highest number given so far. own_first: the first copy of each block
-    is in the own shard, so an extent elsewhere is granted only for further copies. wake, live_set: see
-    `RemoteShard`."""
+    """The own shard and all remote ones.
+
+    Args:
+        last: the highest number given so far.
+        own_first: the first copy of each block is in the own shard, and other shards grant only further copies.
+        wake: see `RemoteShard`.
+        live_set: see `RemoteShard`.
+    """
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class ShardRegistry:
         self._last = last
         self._held: set[int] = set()
         self._freed_while_held: dict[int, FreeExtent] = {}
-        """By extent: what is freed once it is not held any more."""
+        """Extents to free once they are not held, by number."""
 
     def __iter__(self) -> Iterator[RemoteShard]:
         """The remote shards."""
@@ -85,29 +88,35 @@ class ShardRegistry:
     def assign_number(self, hello: m.Hello, *, keyed: bool) -> m.Hello:
         """The Hello with a number in its shard offer, if it contains one.
 
-        keyed: the process authenticated with a key, so it may be any user on any machine: the path of its arena is
-        dropped. `UsageError` for an offer that cannot be used, `Full` past `SHARDS_MAX` shards.
+        Args:
+            hello: of the process that offers a shard.
+            keyed: the process authenticated with a key, so it may be any user on any machine: the path of its arena is
+                dropped.
+
+        Raises:
+            UsageError: the offer cannot be used.
+            Full: there are `SHARDS_MAX` shards.
         """
         if (offer := hello.shard) is None:
             return hello
         if len(self.remote) >= SHARDS_MAX:
-            raise Full(f"shard refused: {SHARDS_MAX} shards have joined, which is the most; drain some")
+            raise Full(f"shard refused: {SHARDS_MAX} shards have joined, the most that this server allows; drain some")
         if offer.capacity < PAGE_BYTES or offer.capacity % PAGE_BYTES:
             raise UsageError(
-                f"shard refused: its arena of {offer.capacity} bytes is none; offer whole pages of {PAGE_BYTES}"
+                f"shard refused: its arena of {offer.capacity} bytes is invalid; offer whole pages of {PAGE_BYTES}"
             )
         if offer.capacity > SHARD_BYTES_MAX:
             raise UsageError(
                 f"shard refused: an arena of {offer.capacity:,} bytes is more than a process can map, "
-                f"{SHARD_BYTES_MAX:,}; offer what there is"
+                f"{SHARD_BYTES_MAX:,}; offer a smaller one"
             )
         endpoint = parse_address(offer.endpoint)
         if not isinstance(endpoint, TcpAddress):
-            raise UsageError(f"shard refused: endpoint {offer.endpoint!r} is none of tcp; offer tcp://host:port")
+            raise UsageError(f"shard refused: endpoint {offer.endpoint!r} is not tcp; offer tcp://host:port")
         if endpoint.port == 0 or endpoint.host == "*":
             raise UsageError(
-                f"shard refused: nobody can connect to endpoint {offer.endpoint!r}; offer the host and port that "
-                "others reach"
+                f"shard refused: no other process can connect to endpoint {offer.endpoint!r}; offer a host and port "
+                "that others reach"
             )
         if offer.key and not _KEY.fullmatch(offer.key):
             raise UsageError(
@@ -119,7 +128,7 @@ class ShardRegistry:
     def join(
         self, session: OpenSession, granted: dict[int, tuple[int, int]] | None = None, sessions: list[int] | None = None
     ) -> None:
-        """If the session offers memory, it is a shard from now on. granted, sessions: see `RemoteShard`."""
+        """If the session offers memory, it is a shard from now on. `granted`, `sessions`: see `RemoteShard`."""
         offer = session.hello.shard
         if offer is None:
             return
@@ -136,7 +145,7 @@ class ShardRegistry:
         self._wake(("memory",))
 
     def close(self, session: OpenSession, now: float) -> None:
-        """A session ended: so do its tickets, and the shard that it offered, if any."""
+        """A session ended. Its tickets end too, and so does the shard that it offered."""
         self._tickets.close(session.number)
         offer = session.hello.shard
         if offer is not None and (shard := self.remote.pop(offer.number, None)) is not None:
@@ -151,7 +160,7 @@ class ShardRegistry:
         shard = self.remote.get(number)
         if shard is None:
             raise NotFound(
-                f"shard {number} is none that joined; this deployment has {listing(self.remote)}"
+                f"shard {number} has not joined; this deployment has {listing(self.remote)}"
                 + (", and 0 is the coordinator's own, which stays" if number == SHARD else "")
             )
         shard.drain()
@@ -162,7 +171,7 @@ class ShardRegistry:
         offer = session.hello.shard
         shard = self.remote.get(offer.number) if offer is not None else None
         if shard is None:
-            raise UsageError(f"session {session.number} is no shard, so there are no orders for it")
+            raise UsageError(f"session {session.number} is no shard, and gets no orders")
         return shard
 
     def list_for(self, session: OpenSession) -> m.ShardList:
@@ -173,7 +182,7 @@ class ShardRegistry:
 
     @property
     def used(self) -> int:
-        """Bytes that all shards have granted."""
+        """The bytes that all shards have granted."""
         return self.own.used + sum(shard.used for shard in self.remote.values())
 
     def take(
@@ -212,7 +221,7 @@ class ShardRegistry:
         return None
 
     def own_may_have(self, nbytes: int, apart: Collection[int], use: m.GrantPurpose) -> bool:
-        """Whether the coordinator's own arena may grant an extent of `nbytes`, if it were free."""
+        """Whether the coordinator's own arena, if it were free, may grant an extent of `nbytes`."""
         return SHARD not in apart and nbytes <= (for_rows(self.own) if use == "rows" else self.own.grantable)
 
     def lender(self, number: int) -> OwnShardMemory | RemoteShard:
@@ -220,7 +229,7 @@ class ShardRegistry:
         return self.own if number == SHARD else self.remote[number]
 
     def rooms_for_rows(self) -> dict[int, int]:
-        """The bytes that new rows may still take in each shard that grants memory and has some."""
+        """The bytes that new rows may still take, by shard. Only shards that grant memory and have room."""
         lending: list[OwnShardMemory | RemoteShard] = [self.own, *self.remote.values()]
         rooms = {
             shard.number: _room_for_rows(shard)
@@ -239,9 +248,9 @@ class ShardRegistry:
         room, capacity = max((for_rows(shard), shard.allocator.capacity) for shard in lending)
         if nbytes > room:
             raise Impossible(
-                f"{nbytes:,} bytes for new rows can never be granted: of {capacity:,} bytes of memory these may have "
-                f"{room:,}, the rest is for results; put fewer rows at a time, or start the server with a larger "
-                "--arena-bytes"
+                f"{nbytes:,} bytes for new rows can never be granted: of {capacity:,} bytes of memory new "
+                f"rows may use {room:,}, the rest is for results; put fewer rows at a time, or start the server "
+                "with a larger --arena-bytes"
             )
 
     def check_replicas(self, table: str, replicas: int) -> None:
@@ -268,7 +277,7 @@ class ShardRegistry:
         return sorted(ordered, key=lambda shard: shard is not self.own) if use == "weights" else ordered
 
     def give_back(self, freed: FreeExtent, now: float) -> None:
-        """Free an extent, once it is not held. Does nothing if its shard is gone."""
+        """Free an extent as soon as it is not held. Does nothing if its shard is gone."""
         if freed.extent in self._held:
             self._freed_while_held[freed.extent] = freed
         elif freed.shard == SHARD:
@@ -280,7 +289,7 @@ class ShardRegistry:
 
     @contextmanager
     def granting(self, shard: int, offset: int, nbytes: int, now: float) -> Iterator[None]:
-        """Around the grant of memory that was taken, which is free again if the grant fails."""
+        """Around the grant of taken memory. If the grant fails, the memory is free again."""
         try:
             yield
         except BaseException:
@@ -292,18 +301,18 @@ class ShardRegistry:
         self._held.update(extents)
 
     def release(self, extents: Iterable[int], now: float) -> None:
-        """Hold these extents no longer, and free those that were freed meanwhile."""
+        """End the hold on these extents, and free those that were freed meanwhile."""
         for extent in extents:
             self._held.discard(extent)
             if (freed := self._freed_while_held.pop(extent, None)) is not None:
                 self.give_back(freed, now)
 
     def freed_while_held(self, shard: int) -> list[int]:
-        """The extents of a shard that the ledger has freed, and whose bytes are held."""
+        """The extents of a shard that the ledger has freed, but whose bytes are held."""
         return [freed.extent for freed in self._freed_while_held.values() if freed.shard == shard]
 
     def next_deadline(self) -> float | None:
-        """When `trim` of a remote shard has something to do next; None: nothing is due."""
+        """When to call `trim` next; None: nothing is due."""
         if not self.remote:
             return None
         deadlines = [at for shard in self.remote.values() if (at := shard.next_deadline()) is not None]
@@ -318,7 +327,7 @@ class ShardRegistry:
         """Why `nbytes` cannot be granted now."""
         own = self.own.explain(nbytes, holders)
         if use == "rows":
-            own += f". One byte in {RESULTS_SHARE} is kept for results"
+            own += f". One byte in {RESULTS_SHARE} is reserved for results"
         if not self.remote:
             return own
         others = ", ".join(
@@ -330,8 +339,8 @@ class ShardRegistry:
     # ------------------------------------------------------------ tickets
 
     def issue(self, session: OpenSession, reply: m.Reply) -> m.Reply:
-        """The reply, with tickets for what the session does not map. Needed only if the session is remote, or there are
-        remote shards."""
+        """The reply, with tickets for the shards that the session does not map. Needed only for a remote session, or if
+        there are remote shards."""
         if not session.remote and (not self.remote or all(_maps(session, shard) for shard in self.remote.values())):
             return reply
         near = {number for number, shard in self.remote.items() if _maps(session, shard)}
@@ -350,7 +359,7 @@ class ShardRegistry:
 
 
 def _backlog_of(shard: OwnShardMemory | RemoteShard) -> Backlog | None:
-    """What the arena may hold together with the disk to which cold blocks go: only the coordinator's own has one."""
+    """The books of arena and spill disk together; None for a remote shard, which has no such disk."""
     return shard.backlog if isinstance(shard, OwnShardMemory) else None
 
 
@@ -360,13 +369,13 @@ def for_rows(shard: OwnShardMemory | RemoteShard) -> int:
 
 
 def for_loads(shard: OwnShardMemory | RemoteShard) -> int:
-    """The bytes of a shard that rows may take, new ones and those that come back from a disk."""
+    """The bytes of a shard that rows may take, new ones and those that come back from disk."""
     return shard.grantable - shard.grantable // RESULTS_SHARE
 
 
 def _has_room(shard: OwnShardMemory | RemoteShard, nbytes: int, use: m.GrantPurpose) -> bool:
-    """Whether the shard may grant so much now. Whether it can, its memory says. Weights are no rows: they neither leave
-    nor come back."""
+    """Whether the shard may grant so much now. Its memory decides whether it can. Weights are no rows: they are not
+    spilled."""
     if use == "rows" and shard.used + nbytes > for_rows(shard):
         return False
     backlog = _backlog_of(shard)
@@ -402,7 +411,7 @@ def _endpoint(shard: RemoteShard, *, mapped: bool) -> m.ShardEndpoint:
 
 
 def live_set(extents: list[int], extents_to: int, sessions: list[int], sessions_to: int) -> m.LiveSet:
-    """The extents and sessions that are live, with the first numbers that are not yet given, as a shard is told."""
+    """The live extents and sessions, with the first numbers not yet given, for a shard."""
     return m.LiveSet(extents_to, _packed(extents), sessions_to, _packed(sessions))
 
 

@@ -1,16 +1,15 @@
-"""The coordinator's record of a remote shard: which bytes are granted, and which commands the shard has yet to carry
-out. No I/O.
+"""The coordinator's record of a remote shard: its granted bytes, and the commands that it has yet to carry out. No I/O.
 
-The rules (docs/decisions/shards.md):
+See docs/decisions/shards.md.
 
 1. The coordinator decides which bytes are granted. The shard touches bytes and carries out commands, in order
-   (`ShardCommands`). The consequence of a command takes effect when the shard confirms it, and not before.
-2. An extent is granted only where pages exist. Missing pages are requested, if possible ahead of use; until they exist
-   their range counts as allocated. After a shard had no room for pages it is asked again once something was freed.
+   (`ShardCommands`). A command takes effect here when the shard confirms it.
+2. An extent is granted only where pages exist. The coordinator requests missing pages, if possible ahead of use; until
+   they exist their range counts as allocated. A shard that had no room for pages is asked again after bytes were freed.
 3. A range for which a ticket was given is granted again only when the shard no longer honours that ticket (`tickets`).
-4. Free pages are given back by the rule of `storage.memory.arena.surplus`. Their range needs pages again from then on.
-5. An offer is only a claim. It counts as room for rows in this shard alone, and once a request for pages failed, only
-   the pages that exist count. A shard may confirm only commands that it got.
+4. Free pages are given back by the rule of `storage.memory.arena.surplus`. Their range then needs pages again.
+5. An offer is an unproven claim. It counts as room for rows in this shard alone. Once a request for pages failed, only
+   the existing pages count. A shard may confirm only commands that it got.
 6. A shard that drains grants nothing more. When it is empty, it is told to shut down.
 """
 
@@ -36,7 +35,7 @@ from transferqueue.storage.memory.arena import surplus
 from transferqueue.wire import messages as m
 
 _AHEAD_BYTES: Final = ARENA_STEP_BYTES // 4
-"""With fewer free pages than this, more are requested."""
+"""The coordinator requests more pages when fewer bytes than this are free."""
 _ENDED_MAX: Final = 4096
 """After so many ended extents and sessions the shard gets the live set, so that it can forget the ended ones."""
 
@@ -52,11 +51,14 @@ def _nothing(_done: bool, _now: float) -> None:
 
 
 class RemoteShard:
-    """One remote shard. wake: makes the requests due that wait on a key. live_set: its live extents and sessions at
-    this moment.
+    """One remote shard.
 
-    granted: the extents ``(offset, nbytes)`` by number that an earlier run of the coordinator granted; None: the shard
-    joins now. sessions: those that an earlier run may have given tickets.
+    Args:
+        wake: makes the requests due that wait on a key.
+        live_set: its live extents and sessions at this moment.
+        granted: the extents ``(offset, nbytes)`` by number that an earlier run of the coordinator granted; None: the
+            shard joins now.
+        sessions: those that an earlier run may have given tickets.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class RemoteShard:
         self.draining = False
         self.sent_bytes = {"stream": 0, "one_sided": 0}
         self.received_bytes = dict(self.sent_bytes)
-        """Bytes that clients have read from it by what carried them, as of its latest poll for commands."""
+        """Bytes that clients have read from it, by carrier, as of its latest poll for commands."""
         self._epoch = epoch
         self._wake = wake
         self._live_set = live_set
@@ -105,13 +107,12 @@ class RemoteShard:
 
     @property
     def grantable(self) -> int:
-        """The most that it can grant, as far as is known: after a failed request for pages, only the pages that
-        exist."""
+        """The most bytes that it can grant, as far as known: after a failed request for pages, the existing pages."""
         return self.used + self.allocator.warm if self._full else self.allocator.capacity
 
     def _continue(self, extents: Iterable[int], sessions: Iterable[int]) -> None:
-        """Which commands the shard had received is unknown. So send it the live set, and have it free all pages that
-        are not granted."""
+        """Continue a shard of an earlier run. Which commands it received is unknown, so it gets the live set, and frees
+        all pages that are not granted."""
         self.tickets.resume(sessions, extents)
         self._send(self._live_set())
         for offset, nbytes in self.allocator.free_ranges():
@@ -129,8 +130,7 @@ class RemoteShard:
         check_size(nbytes, self.allocator)
 
     def take(self, nbytes: int) -> tuple[int, int] | None:
-        """Take an extent of at least `nbytes` in whole pages. Returns offset and size; None if there are no such pages
-        now."""
+        """Take an extent of at least `nbytes` in whole pages. Returns offset and size; None without such pages now."""
         if self.draining or not self._ready:
             return None
         size = align(nbytes, PAGE_BYTES)
@@ -152,14 +152,14 @@ class RemoteShard:
         self._count_ended()
 
     def close(self, session: int) -> None:
-        """A session ended: its tickets are no longer honoured."""
+        """A session ended: the shard must no longer honour its tickets."""
         if self.tickets.serves(session):
             self.tickets.close(session)
             self._send(m.CloseTransfers(session))
             self._count_ended()
 
     def end(self) -> None:
-        """The shard is gone: forget what it was told to do, which refers back to this object."""
+        """The shard is gone: forget its commands, which refer back to this object."""
         self._commands.clear()
 
     def drain(self) -> None:
@@ -176,7 +176,7 @@ class RemoteShard:
         self._leave_if_empty()
 
     def _leave_if_empty(self) -> None:
-        """If the shard drains and nothing is left in it, tell it to shut down."""
+        """Tell the shard to shut down, if it drains and is empty."""
         if self.draining and not self.allocator.used:
             self._send(m.ShutDownShard())
 
@@ -214,7 +214,7 @@ class RemoteShard:
         self._leave_if_empty()
 
     def next_deadline(self) -> float | None:
-        """When `trim` has something to do next; None: nothing is due."""
+        """When to call `trim` next; None: nothing is due."""
         return self._trim_at
 
     def trim(self, now: float) -> None:
@@ -241,8 +241,8 @@ class RemoteShard:
         if request.epoch == self._epoch:
             if request.done > self._last_sent:
                 raise ProtocolError(
-                    f"shard {self.number} says that it has carried out order {request.done}, and was told "
-                    f"{self._last_sent} so far"
+                    f"shard {self.number} confirms order {request.done}, but the last one sent to it was "
+                    f"{self._last_sent}"
                 )
             self._confirm(request.done, frozenset(request.failed), now)
         if not self._commands:

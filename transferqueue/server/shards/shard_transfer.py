@@ -30,8 +30,13 @@ from transferqueue.wire.messages import BlockLocation
 
 
 class FrameContent(NamedTuple):
-    """A frame that has not been sent yet. digest: of its pieces in order. ranges: of a read of ranges, see
-    `b.RangesFrame`. compare: of the parts that end with it."""
+    """A frame that has not been sent yet.
+
+    Args:
+        digest: of its pieces in order.
+        ranges: of a read of ranges, see `b.RangesFrame`.
+        compare: the comparisons of the parts that end with it.
+    """
 
     begun: list[b.PartHead]
     pieces: list[memoryview]
@@ -49,7 +54,7 @@ class KnownSums(NamedTuple):
 
 
 class ShardTransfer:
-    """What both kinds share. heard_at: when the last frame of its peer arrived."""
+    """The common part of both kinds. `heard_at`: when the last frame of its peer arrived."""
 
     def __init__(self, number: int, session: int, extents: frozenset[int], tickets: TicketIssuer, now: float) -> None:
         self.number: Final = number
@@ -61,8 +66,7 @@ class ShardTransfer:
 
     @property
     def needs_memory(self) -> bool:
-        """Whether it, or its peer, will read or write bytes of its extents. If not, it matters to nobody that they are
-        freed."""
+        """Whether it, or its peer, will read or write bytes of its extents. If not, the extents may be freed."""
         return True
 
     @property
@@ -72,11 +76,11 @@ class ShardTransfer:
 
     @property
     def deadline(self) -> float:
-        """When the transfer ends if nothing moves."""
+        """The time at which the transfer ends if nothing moves."""
         return self.heard_at + BULK_STALL_S
 
-    overdue: str = f"nothing was heard of it for {BULK_STALL_S:g} s"
-    """Why it ended then."""
+    overdue: str = f"its peer was silent for {BULK_STALL_S:g} s"
+    """The reason if it ends at its deadline."""
 
     def end(self) -> None:
         """The transfer is over, however it ended. Called once."""
@@ -111,7 +115,7 @@ class ReadTransfer(ShardTransfer):
         self._checks = deque[PartCheck]()
         self._ended = False
         self.taken_at = now
-        """When the receiver last took a frame, or had taken all before the last one."""
+        """When the receiver last took a frame, or had taken all but the last one."""
         self.prepare()
 
     def _contents(self, read: b.ReadColumns, backing: Backing, sums: KnownSums, room: Room) -> Iterator[FrameContent]:
@@ -122,23 +126,22 @@ class ReadTransfer(ShardTransfer):
         return b.ReadFrame(self.number, number, content.begun, last=content.last)
 
     def _counted_bytes(self, content: FrameContent) -> int:
-        """For how many bytes the frame counts in the window."""
+        """The bytes that the frame counts in the window."""
         return sum(map(len, content.pieces))
 
     @property
     def needs_memory(self) -> bool:
-        """Whether frames are left to send. Often the rows are acked, and freed, before the last word about the last
-        frame has come."""
+        """Whether frames are left to send. Often the rows are acked and freed before the last acknowledgement comes."""
         return not self._ended
 
     named_bytes = 0
-    """Bytes of the ranges that the last frame names."""
+    """Bytes of the ranges in the last frame."""
     needs_progress = False
-    """Whether its client needs `ShardCarrier.progress` meanwhile."""
+    """Whether its client needs `ShardCarrier.progress` while it reads."""
 
     @property
     def ready(self) -> bool:
-        """Whether there is something to do now: a frame may be sent, or blocks are to be compared."""
+        """Whether there is work now: a frame may be sent, or blocks must be compared."""
         return not self._ended and (self.window.open or bool(self._checks))
 
     @property
@@ -151,8 +154,8 @@ class ReadTransfer(ShardTransfer):
         self.window.took(frames)
 
     def prepare(self) -> None:
-        """Gather the next frame and compute its checksum, unless that is done or there is none: while an earlier one
-        leaves. Compare some bytes of blocks that are to be compared. Raises as `frame`."""
+        """Gather the next frame and compute its checksum, unless that is done or there is none, while an earlier one is
+        sent. Compare some bytes of blocks. Raises as `frame`."""
         if self._next is None and not self._ended:
             self._next = next(self._frames)
             for check in self._next.compare:
@@ -162,12 +165,12 @@ class ReadTransfer(ShardTransfer):
             if self._checks and self._checks[0].step():
                 self._checks.popleft()
         except Corruption:
-            self.check()  # others may have the memory by now
+            self.check()  # the memory may have been granted to others
             raise
 
     def frame(self) -> b.Message | None:
-        """The next frame; None: none may leave yet. Raises as `check` and `Backing.read`, and `Corruption` for a block
-        that is damaged."""
+        """The next frame; None: none may be sent yet. Raises as `check` and `Backing.read`, and `Corruption` for a
+        damaged block."""
         if self._ended:
             raise ProtocolError("a bulk read has no frame after its last one")
         if self._next is None or self._checks:
@@ -186,7 +189,7 @@ class ReadTransfer(ShardTransfer):
 
 
 class ExtentTransfer(ShardTransfer):
-    """Writes bytes into an extent, in order. What both kinds of write share."""
+    """Writes bytes into an extent, in order. The common part of both kinds of write."""
 
     def __init__(
         self, write: b.ExtentWrite, backing: Backing, tickets: TicketIssuer, digests: FrameDigests, now: float
@@ -208,7 +211,7 @@ class ExtentTransfer(ShardTransfer):
         return self._written == self._range.nbytes
 
     def overlaps(self, other: ExtentTransfer) -> bool:
-        """Whether both write some byte."""
+        """Whether both write a common byte."""
         return self._range.offset < other._range.end and other._range.offset < self._range.end
 
     def fill(self, read: b.Reader) -> int:
@@ -219,7 +222,7 @@ class ExtentTransfer(ShardTransfer):
         return size
 
     def _commit(self, nbytes: int, digest: bytes) -> None:
-        """The last `nbytes` bytes have this checksum, which was compared. Raises as `fill` and
+        """Commit the last `nbytes` bytes, whose checksum `digest` matched. Raises as `fill` and
         `IncomingWrite.commit`."""
         with self._tickets.writing(self.session, self._extents):
             self._write.commit(last=self.done)
@@ -227,7 +230,7 @@ class ExtentTransfer(ShardTransfer):
         self._digests.remember(Range(self._range.extent, start, nbytes), digest)
 
     def progress(self) -> b.FlowAck:
-        """How much has arrived."""
+        """The acknowledgement of the bytes that have arrived."""
         return b.FlowAck(self.number, self._window.taken, self.done)
 
 
@@ -239,7 +242,7 @@ class WriteTransfer(ExtentTransfer):
         self._window.take(number)
         more = self._written + nbytes - self._range.nbytes
         if more > 0:
-            raise Corruption(f"a bulk write of {self._range.nbytes} bytes has {more} more than it said")
+            raise Corruption(f"a bulk write of {self._range.nbytes} bytes has {more} more than it announced")
 
     def frame_complete(self, nbytes: int, digest: bytes) -> b.FlowAck | None:
         """A frame of `nbytes` bytes is complete, with this checksum. Returns the acknowledgement, if one is due. Raises
@@ -252,9 +255,9 @@ class SteppedWrite(ExtentTransfer):
     """A write of named ranges, which a carrier reads step by step."""
 
     moved_at: float
-    """When something last moved, or there was something to move again."""
+    """When bytes last moved, or the write last got something to move."""
     is_busy = False
-    """Whether there is something to move."""
+    """Whether there are bytes to move."""
 
     @abstractmethod
     def name(self, number: int, ranges: Sequence[b.ByteRange]) -> None:
@@ -273,8 +276,13 @@ class SteppedWrite(ExtentTransfer):
 
 
 class ReadPart(NamedTuple):
-    """A part of a read. stored: the memory of its only block, and where that lies; None if it has several. nbytes: of
-    all `pieces`. compare: what must be compared before the read ends."""
+    """A part of a read.
+
+    Args:
+        stored: the memory of its only block, and where that lies; None if it has several.
+        nbytes: of all `pieces`.
+        compare: the comparisons that must end before the read does.
+    """
 
     head: b.PartHead
     stored: tuple[int, Range] | None
@@ -290,9 +298,9 @@ def parts_of(
     room: Room,
     ranges_from: int = 0,
 ) -> Iterator[ReadPart]:
-    """The parts of a read, in order. room, ranges_from: as of `column_stream`."""
+    """The parts of a read, in order. `room` and `ranges_from` are as in `column_stream`."""
     if len(read.parts) > PARTS_MAX or len(read.fields) > FIELDS_MAX:
-        raise ProtocolError(f"a bulk read of {len(read.parts)} parts with {len(read.fields)} fields; that is too many")
+        raise ProtocolError(f"a bulk read has too many parts ({len(read.parts)}) or fields ({len(read.fields)})")
     fields = {field.name: known(field) for field in read.fields}
     for number, part in enumerate(read.parts):
         placement = _placement(read.shard, part, fields, backing)
@@ -319,20 +327,22 @@ def _compared(
     slices: Mapping[str, Slice],
     checks: BlockChecks,
 ) -> list[PartCheck]:
-    """The comparisons that the client asks for. Of one field of one block only the bytes that it may have are compared,
-    once the block is known."""
+    """The comparisons that the client asks for. If the part has one field of one block and the block's sums are known,
+    only the bytes that it may have are compared."""
     if not part.sums:
         return []
     if len(part.sums) != len(part.blocks):
         raise ProtocolError(f"a bulk read names {len(part.sums)} checksums for {len(part.blocks)} blocks")
-    found = []
+    checks_of_part = []
     for at, memory, expected in zip(part.blocks, placement.blocks.live_memory(), part.sums, strict=True):
         span = 0, at.nbytes
         if len(part.blocks) == len(part.fields) == 1 and part.fields[0] in slices:
             span = slice_span(fields[part.fields[0]], slices[part.fields[0]], placement)
         if expected != UNCHECKED and span[0] < span[1]:
-            found.append(checks.check(Range(at.extent, at.offset, at.nbytes), memory, expected, at.block, span))
-    return found
+            checks_of_part.append(
+                checks.check(Range(at.extent, at.offset, at.nbytes), memory, expected, at.block, span)
+            )
+    return checks_of_part
 
 
 def _placement(shard: int, part: b.RowSelection, fields: dict[str, Field], backing: Backing) -> RowPlacement:
@@ -357,13 +367,13 @@ def _placement(shard: int, part: b.RowSelection, fields: dict[str, Field], backi
 
 def _numbers(packed: bytes) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     if len(packed) % 4:
-        raise ProtocolError(f"{len(packed)} bytes are no list of int32")
+        raise ProtocolError(f"{len(packed)} bytes are not a list of int32")
     return np.frombuffer(packed, "<i4")
 
 
 def _known(fields: dict[str, Field], name: str) -> Field:
     if name not in fields:
-        raise NotFound(f'field "{name}" of a bulk read is not among those it defines; define every field of its blocks')
+        raise NotFound(f'field "{name}" of a bulk read is not defined in it; define every field of its blocks')
     return fields[name]
 
 
@@ -381,10 +391,10 @@ class FrameBuilder(Protocol):
         """Whether it takes no further byte."""
 
     def add(self, part: ReadPart, piece: U8) -> U8:
-        """Take what has room; returns the rest."""
+        """Take as much as has room; returns the rest."""
 
     def content(self, part: ReadPart | None, compare: tuple[PartCheck, ...], *, last: bool) -> FrameContent:
-        """The frame. part: of its last byte. compare: of the parts that end with it."""
+        """The frame. `part`: of its last byte. `compare`: the comparisons of the parts that end with it."""
 
 
 class _Frame:
@@ -416,7 +426,7 @@ class _Frame:
 
 
 def known_digest(part: ReadPart | None, pieces: list[U8], digests: FrameDigests) -> bytes:
-    """The checksum of these pieces in order: the kept one if they are one stretch of a block that has one."""
+    """The checksum of these pieces in order: the kept one if they are one range of a block that has one."""
     stretch = None
     if part is not None and part.stored is not None and len(pieces) == 1 and len(pieces[0]) >= DIGESTED_MIN_BYTES:
         stretch = _stretch_of(part.stored, pieces[0])
@@ -429,7 +439,7 @@ def known_digest(part: ReadPart | None, pieces: list[U8], digests: FrameDigests)
 
 
 def _stretch_of(stored: tuple[int, Range], piece: U8) -> Range | None:
-    """Where these bytes of a frame lie, if that is in the stored block."""
+    """The place of these bytes of a frame, if it is in the stored block."""
     address, block = stored
     ahead = memory_address(piece) - address
     inside = 0 <= ahead <= block.nbytes - len(piece)
@@ -439,15 +449,15 @@ def _stretch_of(stored: tuple[int, Range], piece: U8) -> Range | None:
 def frames_of(
     read: b.ReadColumns, parts: Iterator[ReadPart], new_frame: Callable[[], FrameBuilder]
 ) -> Iterator[FrameContent]:
-    """Cut all parts, in order, into full frames, each a list of pieces: no byte is copied. Ends with a frame that is
-    the last."""
+    """Cut all parts, in order, into full frames, each a list of pieces, without copying. The final frame is marked
+    last."""
     frame, part, owed = new_frame(), None, 0
     ended = list[PartCheck]()
 
     def content(*, last: bool) -> FrameContent:
-        found = frame.content(part, tuple(ended), last=last)
+        content_of_frame = frame.content(part, tuple(ended), last=last)
         ended.clear()
-        return found
+        return content_of_frame
 
     for part in parts:
         if len(frame.begun) == b.PARTS_BEGUN_MAX:
@@ -472,7 +482,7 @@ def frames_of(
         ended += compare
     if owed:
         raise Corruption(
-            f"a part of a bulk read has {-owed} bytes more than its counts say: its offsets changed meanwhile"
+            f"a part of a bulk read has {-owed} bytes more than its counts say: its offsets changed while it was read"
         )
     if not frame.empty or not read.parts:
         yield content(last=True)

@@ -1,20 +1,18 @@
 """Tickets: which bytes a session may touch over the bulk endpoint. The control plane issues them, the shard checks
-them.
+them. See docs/decisions/remote-bytes.md.
 
-The rules (docs/decisions/remote-bytes.md):
-
-1. A ticket is a keyed hash over what a reply named to a session: a block to read, or an extent to write. So the shard
-   needs no ledger, and a client can only ask for what a reply named to it. The key is new in each run of the server,
-   unless its sessions outlive it: then their tickets do too.
+1. A ticket is a keyed hash over a block to read, or an extent to write, that a reply named to a session. So the shard
+   needs no ledger, and a client can only ask for bytes that a reply named to it. The key is new in each run of the
+   server, unless its sessions outlive it: then their tickets do too.
 2. A hash cannot be taken back, but memory is used again. So an extent is *admitted* from its first ticket until it is
    freed, and the shard touches only admitted extents. A delayed frame, or a client that was paused until its session
    ended, never reaches bytes that belong to others by then.
 3. `revoke` returns only when no byte of the extent can be written any more. Call it before the memory is granted again.
    It waits for the copy of one frame at most.
 
-A coordinator and its own shard share these tickets and the arena's pages, nothing else. For a remote shard the same
-calls are messages (`remote_shard`), and memory is freed when the shard confirms `Revoke`. There the first read may
-arrive before any message about its extent, so the shard is told which extents and sessions ended. Numbers only ascend:
+A coordinator and its own shard share only these tickets and the arena's pages. For a remote shard the same calls are
+messages (`remote_shard`), and memory is freed when the shard confirms `Revoke`. There the first read may arrive before
+any message about its extent, so the coordinator tells the shard which extents and sessions ended. Numbers only ascend:
 every number that has not ended is live (`LiveExtents`).
 """
 
@@ -42,7 +40,7 @@ _WRITE: Final = 1
 
 
 class LiveExtents:
-    """Ascending numbers, of extents or sessions, each live until it is discarded. Has the methods of a set that
+    """Ascending numbers of extents or sessions, each live until it is discarded. Has the set methods that
     `TicketIssuer` uses."""
 
     def __init__(self) -> None:
@@ -68,7 +66,7 @@ class LiveExtents:
         self._ended.add(number)
 
     def keep_only(self, first: int, live: Iterable[int]) -> None:
-        """Below `first` only the numbers in `live` are live. So the ended ones below it need not be remembered."""
+        """Below `first` only the numbers in `live` are live. So ended numbers below it need not be remembered."""
         self._below = (first, frozenset(live))
         self._ended = {number for number in self._ended if number >= first}
 
@@ -77,7 +75,9 @@ class TicketIssuer:
     """Issues and checks tickets of one shard. The coordinator's thread (in a remote shard: the thread that carries out
     commands) calls `issue`, `revoke` and `close`; the thread of the bulk endpoint calls the rest.
 
-    extents, sessions: the live ones, in a remote shard; None: those for which this object issued tickets.
+    Args:
+        extents: the live ones, in a remote shard; None: those for which this object issued tickets.
+        sessions: likewise.
     """
 
     def __init__(
@@ -90,8 +90,7 @@ class TicketIssuer:
         self.on_close: Callable[[], object] = lambda: None
         """Called when a session ended, so that the bulk endpoint checks its transfers."""
         self.revoked = 0
-        """How often an extent was revoked or a session ended. While it is unchanged, no transfer needs to be checked
-        again."""
+        """The number of extents revoked and sessions ended. While it is unchanged, no transfer needs another check."""
 
     # ------------------------------------------------------------ for the coordinator
 
@@ -113,15 +112,14 @@ class TicketIssuer:
         self._admitted.update(extents)
 
     def revoke(self, extent: int) -> None:
-        """Refuse reads and writes of this extent from now on (rule 3). Costs nothing for an extent that was never
-        admitted."""
+        """Refuse reads and writes of this extent from now on (rule 3). Free for an extent that was never admitted."""
         if extent in self._admitted:
             with self._writing:
                 self._admitted.discard(extent)
                 self.revoked += 1
 
     def close(self, session: int) -> None:
-        """A session ended: so do its transfers. Costs nothing for a session that never got a ticket."""
+        """A session ended: its transfers end too. Free for a session without tickets."""
         if session in self._sessions:
             with self._writing:
                 self._sessions.discard(session)
@@ -168,8 +166,8 @@ class TicketIssuer:
             ticket = self._ticket(_READ, session, shard, at.block, at.extent, at.offset, at.nbytes)
             if not hmac.compare_digest(ticket, at.ticket):
                 raise UsageError(
-                    f"bulk read of block {at.block} refused: the ticket is none that this server gave to session "
-                    f"{session} for these bytes; read what a reply named, in the session that got it"
+                    f"bulk read of block {at.block} refused: this server gave session {session} no such ticket for "
+                    "these bytes; read only blocks that a reply named, in the session that got it"
                 )
 
     def check_write(self, write: b.ExtentWrite) -> None:
@@ -179,8 +177,8 @@ class TicketIssuer:
         )
         if not hmac.compare_digest(ticket, write.ticket):
             raise UsageError(
-                f"bulk write into extent {write.extent} refused: the ticket is none that this server gave to session "
-                f"{write.session} for these bytes; ask for a grant, and write in the session that got it"
+                f"bulk write into extent {write.extent} refused: this server gave session {write.session} no such "
+                "ticket for these bytes; ask for a grant, and write in the session that got it"
             )
         if write.at < write.offset or write.at + write.total > write.offset + write.nbytes:
             raise UsageError(
@@ -192,13 +190,13 @@ class TicketIssuer:
         """`Disconnected` if the session ended, or one of the extents was freed or belongs to an earlier run."""
         if session not in self._sessions or not self._admitted.issuperset(extents):
             raise Disconnected(
-                f"bulk transfer of session {session} refused: the session is over, or what it named was freed since; "
-                "ask for the rows or the grant again"
+                f"bulk transfer of session {session} refused: the session is over, or its block or extent was freed "
+                "since; ask for the rows or the grant again"
             )
 
     @contextmanager
     def writing(self, session: int, extents: frozenset[int]) -> Iterator[None]:
-        """Inside this context bytes of these extents may be written. Entering it raises as `check_live`."""
+        """Around writes to bytes of these extents. Raises as `check_live` when it is entered."""
         with self._writing:
             self.check_live(session, extents)
             yield
@@ -207,10 +205,13 @@ class TicketIssuer:
 def issue(
     of: Callable[[int], TicketIssuer | None], session: int, reply: m.Reply, near: Collection[int] = frozenset()
 ) -> m.Reply:
-    """The reply, with a ticket for each block or extent that it names. of: the tickets of a shard; None: the session
-    needs none.
+    """The reply, with a ticket for each block or extent that it names. Of a block with copies only one is named.
 
-    near: shards to prefer where a block has copies. Only one copy of each block is named.
+    Args:
+        of: the tickets of a shard; None: the session needs none.
+        session: that gets the reply.
+        reply: without tickets.
+        near: shards to prefer where a block has copies.
     """
     match reply:
         case m.Granted():
@@ -235,7 +236,7 @@ def _blocks(
 
 
 def _nearest(at: m.BlockLocation, near: Collection[int]) -> m.BlockLocation:
-    """The block with only one of its copies: a near one, if there is any."""
+    """The block with only one of its copies, a near one if there is any."""
     for copy in at.copies if at.shard not in near else ():
         if copy.shard in near:
             return msgspec.structs.replace(at, shard=copy.shard, extent=copy.extent, offset=copy.offset, copies=[])

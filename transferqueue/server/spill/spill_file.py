@@ -1,17 +1,15 @@
 """The file of spilled blocks, and the thread that writes and reads it.
 
-The rules:
-
 1. The file has no name, so nothing of it outlives the process, however that ends. It is sparse, and takes at most as
    much of the disk as the operator allows.
-2. Space is reserved before it is written: a full disk is an error of that write. The space of blocks that were freed is
-   used again. It returns to the disk when the thread has had nothing to do for `RETURN_AFTER_S`, in long pieces: a file
-   system takes a millisecond for each. The file is longer than what it may take, so that a large block finds a place
-   though what was freed lies in small pieces: those return first.
-3. The thread alone uses the file. It writes from the arena and reads into the arena, at places that the loop chose,
-   which nobody else writes meanwhile. It answers each job once, in order.
-4. A block is written with its checksum (computed here if the client computed none), and read back only if it still has
-   that.
+2. Space is reserved before it is written: a full disk is an error of that write. The space of freed blocks is used
+   again. It returns to the disk after the thread has been idle for `RETURN_AFTER_S`, in long pieces: a file system
+   takes a millisecond for each. The file is longer than its share of the disk, so that a large block finds a place
+   although the free space lies in small pieces: those return first.
+3. Only the thread uses the file. It writes from the arena and reads into the arena, at places that the loop chose,
+   which no other thread writes meanwhile. It answers each job once, in order.
+4. A block is written with its checksum (computed here if the client computed none). It is read back only if its bytes
+   still match.
 """
 
 from __future__ import annotations
@@ -50,25 +48,25 @@ from transferqueue.transport.system.private_files import private_directory
 
 _log: Final = logging.getLogger("transferqueue.server")
 _CAUSE_CHARS: Final = 200
-"""Of the text of an error in an answer."""
+"""An answer has at most this much of an error's text."""
 LENGTHS: Final = 4
-"""The file is so many times as long as what it may take of the disk."""
+"""The file is this many times as long as its share of the disk."""
 LENGTH_MORE_MAX: Final = 1 << 40
-"""And at most so many bytes longer: no file system has files of any length."""
+"""The file is at most this much longer: file systems limit the length of files."""
 RETURN_AFTER_S: Final = 1.0
 RETURN_BYTES: Final = 64 * MIB
-"""Of freed space that returns to the disk at a time: a few milliseconds, which a job may have to wait."""
+"""Freed space returns to the disk in pieces of this size: a few milliseconds, for which a job may have to wait."""
 RETURN_BYTES_MIN: Final = 256 * KIB
-"""Shorter free pieces stay with the file until their neighbours are freed, too."""
+"""Shorter free pieces stay with the file until their neighbours are free too."""
 STOP_S: Final = 10.0
-"""How long a stop waits for the job that runs."""
+"""A stop waits this long for the running job."""
 
 
 _Answer = TypeVar("_Answer")
 
 
 class SpillPolicy(NamedTuple):
-    """Where cold blocks go when the arena fills: a directory on a disk, and the most bytes there."""
+    """The destination of cold blocks when the arena fills: a directory on a disk, and the most bytes there."""
 
     directory: Path
     nbytes: int
@@ -80,24 +78,28 @@ def spill_policy(directory: Path | None, nbytes: int | None) -> SpillPolicy | No
         return None
     if directory is None or nbytes is None:
         raise UsageError(
-            f"spill_dir {directory and str(directory)!r} and spill_bytes {nbytes} do not go together: one says where "
-            "cold blocks go, the other how many bytes of them; give both --spill-dir and --spill-bytes, or neither"
+            f"spill_dir {directory and str(directory)!r} and spill_bytes {nbytes} do not go together: one is the "
+            "directory of cold blocks, the other their most bytes; give both --spill-dir and --spill-bytes, or neither"
         )
     return SpillPolicy(directory.absolute(), nbytes)
 
 
 class _Job(NamedTuple):
-    """What the thread does, and what it does if it cannot."""
+    """A job of the thread, and its answer if it fails."""
 
     run: Callable[[], object]
     failed: Callable[[str], object]
 
 
 class SpillFile:
-    """The file of one server, of at most `nbytes`, in `directory`. arena: maps the arena for reading and writing, once.
+    """The file of one server, of at most `nbytes`, in `directory`.
 
-    `UsageError` if the directory cannot be used, or has less free space than `nbytes`. stir: called by the thread after
-    each answer.
+    Args:
+        arena: maps the arena for reading and writing, once.
+        stir: the thread calls it after each answer.
+
+    Raises:
+        UsageError: the directory cannot be used, or has less free space than `nbytes`.
     """
 
     def __init__(self, directory: Path, nbytes: int, arena: Callable[[], U8], stir: Callable[[], object]) -> None:
@@ -105,7 +107,7 @@ class SpillFile:
         _check_space(directory, nbytes)
         if kind := memory_file_system(directory):
             _log.warning(
-                "spill directory %s is in memory (%s): blocks that go there free no memory; name a directory on a disk",
+                "spill directory %s is in memory (%s): spilling there frees no memory; name a directory on a disk",
                 directory,
                 kind,
             )
@@ -116,7 +118,7 @@ class SpillFile:
         self._fd = os.open(self._space.path, os.O_RDWR | os.O_CLOEXEC)
         Path(self._space.path).unlink()
         self._can_return = True
-        """Whether the file system took freed space back, when it was asked last."""
+        """Whether the file system took back freed space at the last try."""
         self._arena: U8 | None = arena()
         self._stir: Final = stir
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -128,12 +130,12 @@ class SpillFile:
     # ------------------------------------------------------------ the loop's side
 
     def write(self, job: int, blocks: Sequence[BlockToWrite]) -> None:
-        """Have these blocks written. The answer names the job."""
+        """Have these blocks written. The answer names `job`."""
         put = partial(self._answer, self._written)
         self._jobs.put(_Job(lambda: put(self._write(job, blocks)), lambda why: put(BlocksWritten(job, [], why))))
 
     def load(self, job: int, blocks: Sequence[BlockToLoad]) -> None:
-        """Have these blocks read. The answer names the job."""
+        """Have these blocks read. The answer names `job`."""
         put, numbers = partial(self._answer, self._loaded), [block.place.block for block in blocks]
         self._jobs.put(
             _Job(
@@ -143,7 +145,7 @@ class SpillFile:
         )
 
     def free(self, places: Iterable[SpilledBlock]) -> None:
-        """Have the space of these blocks returned to the disk, after all jobs before."""
+        """Have the space of these blocks returned to the disk, after all earlier jobs."""
         kept = list(places)
         self._jobs.put(_Job(lambda: self._free(kept), lambda why: None))
 
@@ -152,11 +154,11 @@ class SpillFile:
         return SpillAnswers(_taken(self._written), _taken(self._loaded))
 
     def stop(self) -> None:
-        """Close the file, after the job that runs; the others are not carried out. The system frees its space. A disk
-        that does not answer for `STOP_S` is left to the end of the process."""
+        """Close the file after the running job; later jobs are not carried out. The system frees its space. A disk that
+        does not answer for `STOP_S` is left to the end of the process."""
         if self._arena is None:
             return
-        with suppress(queue.Empty):  # the thread takes jobs meanwhile
+        with suppress(queue.Empty):  # the thread takes jobs at the same time
             while True:
                 self._jobs.get_nowait()
         self._jobs.put(None)
@@ -169,7 +171,7 @@ class SpillFile:
         self._space.close()
 
     def read(self, place: SpilledBlock) -> U8:
-        """The bytes of a block, for another thread. OSError if the disk does not give them. The caller checks them."""
+        """The bytes of a block, for another thread, unchecked. OSError if the disk does not give them."""
         content = np.empty(place.nbytes, np.uint8)
         _read(self._fd, content, place.offset)
         return content
@@ -181,7 +183,7 @@ class SpillFile:
             try:
                 job.run()
             except Exception as error:  # noqa: BLE001  (logged with its cause, and answered)
-                _log.exception("a job of the thread of spilled blocks failed")
+                _log.exception("a job of the spill thread failed")
                 job.failed(f"defect of the server: {error!r}"[:_CAUSE_CHARS])
 
     def _next_job(self) -> _Job | None:
@@ -201,7 +203,7 @@ class SpillFile:
         try:
             self._space.punch(offset, piece)
         except OSError as error:
-            _log.warning("the disk of %s took %d bytes not back: %s", self._directory, piece, error)
+            _log.warning("the disk of %s did not take back %d freed bytes: %s", self._directory, piece, error)
         self._can_return = self._space.backed < taken
         if self._can_return:
             self._allocator.chill(offset, piece)
@@ -241,7 +243,7 @@ class SpillFile:
         return SpilledBlock(block.block, offset, block.nbytes, known)
 
     def _free_unwritten(self, offset: int, nbytes: int) -> None:
-        """Free a place of which perhaps only parts were reserved."""
+        """Free a place of which perhaps only a part was reserved."""
         self._allocator.free(offset, nbytes)
         end = offset + align(nbytes, PAGE_BYTES)
         for start, after in [*self._space.backed_runs(offset, end), (end, end)]:
@@ -250,11 +252,11 @@ class SpillFile:
             offset = after
 
     def _keep_bound(self) -> None:
-        """Return freed space to the disk, if the file would take more than it may."""
+        """Return freed space to the disk, if the file would exceed its share."""
         while self._allocator.warm and self._allocator.used + self._allocator.warm > self._nbytes:
             if not self._can_return:
                 raise OutOfMemory(
-                    f"what is free of the {self._nbytes:,} bytes that --spill-bytes allows lies in small pieces, and "
+                    f"the free space of the {self._nbytes:,} bytes that --spill-bytes allows lies in small pieces, and "
                     f"the disk of {self._directory} takes none back"
                 )
             self._return_space()
@@ -299,7 +301,7 @@ def _taken(answers: queue.SimpleQueue[_Answer]) -> list[_Answer]:
 
 
 def mapped(path: str, capacity: int) -> U8:
-    """Map an arena for reading and writing. It is unmapped when the last view of it is collected."""
+    """Map an arena for reading and writing. It is unmapped when its last view is collected."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         return np.frombuffer(mmap.mmap(fd, capacity, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE), np.uint8)
@@ -310,7 +312,7 @@ def mapped(path: str, capacity: int) -> U8:
 def _check_space(directory: Path, nbytes: int) -> None:
     if nbytes < SPILL_BYTES_MIN:
         raise UsageError(
-            f"--spill-bytes {nbytes:,} is below {SPILL_BYTES_MIN:,} bytes, which are written at a time; allow more"
+            f"--spill-bytes {nbytes:,} is below {SPILL_BYTES_MIN:,} bytes, the size of one write; allow more"
         )
     stat = os.statvfs(directory)
     free = stat.f_bavail * stat.f_frsize

@@ -1,4 +1,4 @@
-"""The jobs of a disk to which cold blocks go: what each names, and what its answer says."""
+"""The jobs of a spill disk, and their answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transferqueue.storage.elements.dtypes import U8
 
 
 class SpilledBlock(NamedTuple):
-    """A block on the disk: its number, where its bytes begin in the file, how many they are, and their checksum."""
+    """A block on the disk: its number, the place and size of its bytes in the file, and their checksum."""
 
     block: int
     offset: int
@@ -18,7 +18,7 @@ class SpilledBlock(NamedTuple):
 
 
 class BlockToWrite(NamedTuple):
-    """A block in the arena. checksum: 0 if it is not known."""
+    """A block in the arena. `checksum`: 0 if unknown."""
 
     block: int
     offset: int
@@ -27,15 +27,14 @@ class BlockToWrite(NamedTuple):
 
 
 class BlockToLoad(NamedTuple):
-    """A block on the disk, and where its bytes go in the arena."""
+    """A block on the disk, and its destination in the arena."""
 
     place: SpilledBlock
     offset: int
 
 
 class BlocksWritten(NamedTuple):
-    """The end of a write. places: where its blocks are, in order. error: why nothing of it was kept; "" if all blocks
-    were written."""
+    """The end of a write. `places`: of its blocks, in order. `error`: why no block was kept; "": all were written."""
 
     job: int
     places: list[SpilledBlock]
@@ -43,7 +42,7 @@ class BlocksWritten(NamedTuple):
 
 
 class BlocksLoaded(NamedTuple):
-    """The end of a load. failed: why a block was not read. damaged: blocks that were read and had another checksum."""
+    """The end of a load. `failed`: why a block was not read. `damaged`: blocks whose checksum did not match."""
 
     job: int
     loaded: list[int]
@@ -52,14 +51,14 @@ class BlocksLoaded(NamedTuple):
 
 
 class SpillAnswers(NamedTuple):
-    """Jobs of a disk that have ended."""
+    """The jobs of a disk that have ended."""
 
     written: list[BlocksWritten]
     loaded: list[BlocksLoaded]
 
 
 class SpillSpace(Protocol):
-    """What a spiller asks of a `SpillFile`."""
+    """The part of a `SpillFile` that a spiller uses."""
 
     def write(self, job: int, blocks: Sequence[BlockToWrite], /) -> None:
         """See `SpillFile.write`."""

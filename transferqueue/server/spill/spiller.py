@@ -1,17 +1,18 @@
 """Has cold blocks written when memory is short, and loaded when a request needs them. No I/O: a `SpillSpace` does that.
 
-The rules (docs/decisions/spill.md; which blocks are cold, and who waits for them: `ledger.rows.cold_blocks`):
+See docs/decisions/spill.md. `ledger.rows.cold_blocks` says which blocks are cold, and which requests wait for them.
 
 1. Extents are spilled when more than `SPILL_ABOVE` of the arena is in use, down to `SPILL_TO`, and when a request for
    memory, or a load, finds no room.
-2. Parts of the arena and of the disk are for loads, not for new rows (`shards.backlog`): these cannot fill both, so
-   that nothing comes back. A load does not take the share for results: a worker whose rows were loaded can write its
-   results. While a load finds no memory, and something is under way that may give it some, it is given to nobody else.
+2. Parts of the arena and of the disk are for loads (`shards.backlog`). If new rows could fill both, no block could come
+   back. A load does not take the share for results: a worker whose rows were loaded can write its results. While a load
+   finds no memory, and a job under way may free some, no request is granted it.
 3. If a block cannot be written (a full disk, a full file, an error of the disk), it stays in memory, and spilling
-   pauses: until a spilled block returns its space, or `SPILL_PAUSE_S` has passed. `paused` says why. Whoever waits for
-   memory waits on, as without spilling.
-4. A block that the disk does not give is read `LOAD_TRIES` times. Then it is lost, as one whose checksum differs is at
-   once: its rows are made again or end as lost (`ledger.data_loss`). Its bytes are never given to anybody.
+   pauses: until a spilled block returns its space, or `SPILL_PAUSE_S` has passed. `paused` says why. Requests that wait
+   for memory keep waiting, as without spilling.
+4. A block that the disk does not give is read `LOAD_TRIES` times. Then it is lost. A block whose checksum differs is
+   lost at once. The rows of a lost block are made again or end as lost (`ledger.data_loss`), and no client gets its
+   bytes.
 5. While a snapshot reads blocks on the disk, they keep their space.
 6. A disk is silent when it has work and has not answered for `SPILL_SILENT_S`, until it answers.
 """
@@ -53,7 +54,7 @@ _log: Final = logging.getLogger("transferqueue.server")
 
 
 class SpillCounters:
-    """What was spilled and loaded since the arena spills. Each counter only grows."""
+    """Blocks spilled and loaded since the arena spills. Each counter only grows."""
 
     def __init__(self) -> None:
         self.spilled_blocks = 0
@@ -62,12 +63,17 @@ class SpillCounters:
         self.loaded_bytes = 0
         self.lost_blocks = 0
         self.load_waits_s = 0.0
-        """Time between the moment that a load order was carried out first and its end, of all orders."""
+        """Time between the first try of a load order and its end, summed over all orders."""
 
 
 class Spiller:
-    """Moves blocks between the arena and its disk. cold: the blocks. space: the disk, of which `backlog` keeps the
-    books. wake_memory: makes the requests due that wait for memory. Used by the loop's thread; `read` by any."""
+    """Moves blocks between the arena and its disk. Used by the loop's thread; `read` by any.
+
+    Args:
+        cold: the cold blocks.
+        space: the disk. `backlog` keeps its books.
+        wake_memory: makes the requests due that wait for memory.
+    """
 
     def __init__(
         self,
@@ -83,45 +89,45 @@ class Spiller:
         self.cold: Final = cold.arena
         self.counters: Final = SpillCounters()
         self.paused = ""
-        """Why nothing is spilled now; "": nothing hinders it."""
+        """Why spilling pauses now; "": it does not."""
         self.load_wants = 0
-        """Bytes that the load order finds no memory for."""
+        """Bytes for which the load order finds no memory."""
         self._ledger, self._memory, self._space = ledger, memory, space
         self._wake_memory: Final = wake_memory
         self._last_job = 0
         self._places: dict[int, SpilledBlock] = {}
         self._writing: dict[int, int] = {}
-        """By job: the extent that is being written."""
+        """The extent that is being written, by job."""
         self._loads: dict[int, int] = {}
-        """By job: the extent that blocks are loaded into."""
+        """The extent that blocks are loaded into, by job."""
         self._progress_at = 0.0
-        """When the disk last answered, or got work while it had none."""
+        """When the disk last answered, or got work while idle."""
         self._tries: dict[int, int] = {}
         self._wanted = 0
-        """Bytes that somebody waits for, and may have; 0: nobody."""
+        """Bytes for which a request waits and that it may have; 0: no request waits."""
         self._paused_until = self._tried_at = 0.0
-        """When writes may be tried again after one failed, and when extents to write were looked for last."""
+        """When writes may be tried again after a failure, and when extents to write were last looked for."""
         self._is_full = False
-        """Whether `paused` says that nothing more can change places."""
+        """Whether `paused` says that no more blocks can change places."""
         self._held = False
         self._freed_while_held: list[SpilledBlock] = []
 
     # ------------------------------------------------------------ what `Spilling` calls
 
     def need(self, nbytes: int, use: m.GrantPurpose) -> None:
-        """Somebody waits for memory, and found none. Blocks leave for it if they can all come back."""
+        """A request waits for memory. Spill blocks for it, if all of them can come back."""
         backlog, used = self.backlog, self._memory.used
         if use == "weights" or backlog.may_have(nbytes, used, rows=use == "rows"):
             self._wanted = max(self._wanted, nbytes)
         elif not self.paused:
             self._is_full = True
             self.paused = (
-                f"what lies in memory ({used:,} bytes) and on the disk ({backlog.on_disk:,} of {backlog.disk_bytes:,} "
-                f"bytes, --spill-bytes) is as much as can change places, with blocks of up to {backlog.largest:,} bytes"
+                f"memory ({used:,} bytes) and disk ({backlog.on_disk:,} of {backlog.disk_bytes:,} bytes, "
+                f"--spill-bytes) hold the most that can change places, with blocks of up to {backlog.largest:,} bytes"
             )
 
     def turn(self, now: float) -> bool:
-        """Take in what the disk has done. Returns whether it is silent."""
+        """Process the answers of the disk. Returns whether it is silent."""
         answers = self._space.answers()
         if answers.written or answers.loaded:
             self._progress_at = now
@@ -132,14 +138,14 @@ class Spiller:
         return self.has_work and now >= self._progress_at + SPILL_SILENT_S
 
     def go_on(self, now: float) -> bool:
-        """Begin what is due now. Returns whether anything is left to do, or under way."""
+        """Begin the work that is due. Returns whether any is left or under way."""
         self._begin_loads(now)
         self._begin_writes(now)
         self._share_memory()
         return bool(self.has_work or self._wanted or self.load_wants or self.is_above)
 
     def _share_memory(self) -> None:
-        """Have others wait for memory, or not, as rules 3 and 4 of `shards.backlog` say."""
+        """Have other requests wait for memory, or not (rules 3 and 4 of `shards.backlog`)."""
         backlog, was_held, was_stuck = self.backlog, self.backlog.is_held, self.backlog.is_stuck
         backlog.is_held = self.load_wants > 0 and self.has_work and not self.cold.is_silent
         backlog.is_stuck = self.load_wants > 0 and not backlog.is_held
@@ -153,22 +159,22 @@ class Spiller:
 
     @property
     def is_above(self) -> bool:
-        """Whether so much memory is in use that cold blocks leave ahead of need."""
+        """Whether so much memory is in use that cold blocks are spilled ahead of need."""
         return self._memory.used > SPILL_ABOVE * self._memory.grantable
 
     def next_deadline(self) -> float | None:
-        """When `turn` or `go_on` has something to do next, though nothing happens; None: nothing is due."""
+        """When to call `turn` or `go_on` next even without an event; None: nothing is due."""
         if self.has_work:
             return None if self.cold.is_silent else self._progress_at + SPILL_SILENT_S
         tries_again = self.paused and self._wanted and self._tried_at < self._paused_until
         return self._paused_until if tries_again else None
 
     def explain_memory(self) -> str:
-        """How much memory is in use, for texts about a load order that finds none."""
+        """The memory in use, for texts about a load order that finds none."""
         return f"{self._memory.used:,} of {self._memory.grantable:,} bytes are in use"
 
     def stats(self) -> SpillStats:
-        """What reports show."""
+        """The figures for reports."""
         counters = self.counters
         return SpillStats(
             bytes_max=self.backlog.disk_bytes,
@@ -190,7 +196,7 @@ class Spiller:
     # ------------------------------------------------------------ for snapshots
 
     def hold(self) -> dict[int, SpilledBlock]:
-        """Where all blocks on the disk lie. They keep their space until `release`."""
+        """The places of all blocks on the disk. They keep their space until `release`."""
         self._held = True
         return dict(self._places)
 
@@ -249,12 +255,12 @@ class Spiller:
         self.counters.spilled_bytes += sum(place.nbytes for place in kept)
         if others := [place for place in answer.places if place.block not in spilled]:
             self._space.free(others)
-        if not kept:  # no memory was freed, and whoever waits for some may have other extents written
+        if not kept:  # no memory was freed; other extents may be written for the waiting requests
             self._wake_memory()
 
     def _pause(self, why: str, now: float) -> None:
         if not self.paused or self._is_full:
-            _log.warning("spilling pauses, and producers wait for memory: %s", why)
+            _log.warning("the server stops spilling for now, and producers wait for memory: %s", why)
         self.paused, self._is_full, self._paused_until = why, False, now + SPILL_PAUSE_S
 
     # ------------------------------------------------------------ back into memory
@@ -267,8 +273,8 @@ class Spiller:
                 return
 
     def _begins_load(self, numbers: list[int], nbytes: int, now: float) -> bool:
-        """Load a group of blocks: together or, if the free memory lies in pieces, or nothing can leave until some space
-        on the disk is free, in parts. Returns whether there was memory for all."""
+        """Load a group of blocks, together if possible. In parts, if the free memory lies in pieces, or no block can
+        leave until the disk has free space. Returns whether there was memory for all."""
         if (offset := self._take(nbytes)) is None:
             in_parts = len(numbers) > 1 and (self.paused or self._fits(nbytes))
             return bool(in_parts) and all(self._begins_load(*half, now) for half in self.cold.halves(numbers))
@@ -317,7 +323,7 @@ class Spiller:
     # ------------------------------------------------------------ space on the disk
 
     def free_forgotten(self) -> None:
-        """Return the space of blocks that nobody needs any more."""
+        """Return the space of blocks that are no longer needed."""
         forgotten = self.cold.take_forgotten()
         for number in forgotten:
             self._tries.pop(number, None)

@@ -1,12 +1,12 @@
-"""The spilling of one coordinator's arena: when it acts, and the line of load orders. No I/O.
+"""The spilling of one coordinator's arena: when it acts, and its queue of load orders. No I/O.
 
-The rules (docs/decisions/spill.md; how blocks go and come back: `spiller`):
+See docs/decisions/spill.md; `spiller` moves the blocks.
 
 1. A request that finds no memory has cold blocks written.
-2. Load orders are carried out as `ledger.rows.cold_blocks` says. One that finds no memory for `LOAD_STUCK_S`, while
-   nothing is being written or loaded, ends. Its request goes to the end of the line. An order also ends with the
-   session whose request made it, unless another request waits for it.
-3. While nothing is to be done or under way, a turn costs nothing.
+2. Load orders are carried out as `ledger.rows.cold_blocks` says. An order that finds no memory for `LOAD_STUCK_S`,
+   while no block is being written or loaded, ends. Its request goes to the end of the queue. An order also ends with
+   the session of its request, unless another request waits for it.
+3. A turn costs nothing while no work is due or under way.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from transferqueue.wire.answers.stats import SpillStats
 
 
 class Spilling:
-    """Nothing is spilled until `begin`. wake: makes the requests due that wait on a key. Used by the loop's thread;
-    `read` by any."""
+    """Spills nothing until `begin`. `wake` makes the requests due that wait on a key. Used by the loop's thread; `read`
+    by any."""
 
     def __init__(self, ledger: Ledger, wake: Callable[[WakeKey], None] = lambda _: None) -> None:
         self._ledger: Final = ledger
         self._wake: Final = wake
         self._spiller: Spiller | None = None
         self._is_active = False
-        """Whether something is to be done, or under way."""
+        """Whether work is due or under way."""
 
     def begin(self, memory: OwnShardMemory, space: SpillSpace, nbytes: int) -> Spiller:
-        """Have the arena spill to `space` from now on, at most `nbytes`."""
+        """Have the arena spill at most `nbytes` to `space` from now on."""
         cold = self._ledger.spill(lambda: for_loads(memory))
         backlog = memory.backlog = Backlog(memory.allocator.capacity, nbytes)
         backlog.growth = lambda: cold.arena.growth
@@ -61,18 +61,19 @@ class Spilling:
             self._is_active = True
 
     def need(self, nbytes: int, use: m.GrantPurpose) -> None:
-        """A request waits for memory of the arena, and found none."""
+        """A request found no memory in the arena, and waits."""
         if (spiller := self._spiller) is not None:
             spiller.need(nbytes, use)
             self._is_active = True
 
     def turn(self, now: float) -> None:
-        """Take in what the disk has done."""
+        """Process the answers of the disk."""
         if (spiller := self._spiller) is not None and self._is_active:
             spiller.loads.set_silent(silent=spiller.turn(now))
 
     def go_on(self, now: float) -> bool:
-        """Begin what is due now. Call it when no request is due. Returns whether requests may be due since."""
+        """Begin the work that is due. Call it when no request is due. Returns whether requests may be due
+        afterwards."""
         if (spiller := self._spiller) is None:
             return False
         if spiller.loads.stirred:
@@ -87,12 +88,12 @@ class Spilling:
         return _give_up_stuck_order(spiller, now)
 
     def abandon(self, keys: Collection[WakeKey], now: float) -> None:
-        """The session has ended whose requests waited on these keys, and no other waits on them."""
+        """No request waits on these keys any more: the session of those that did has ended."""
         if (spiller := self._spiller) is not None:
             _count_waits(spiller, spiller.loads.abandon(keys), now)
 
     def next_deadline(self) -> float | None:
-        """When `turn` or `go_on` has something to do next, though nothing happens; None: nothing is due."""
+        """When to call `turn` or `go_on` next even without an event; None: nothing is due."""
         if (spiller := self._spiller) is None or not self._is_active:
             return None
         due, order = spiller.next_deadline(), spiller.cold.order
@@ -106,10 +107,10 @@ class Spilling:
         if (spiller := self._spiller) is not None:
             spiller.stop()
 
-    # ------------------------------------------------------------ for people
+    # ------------------------------------------------------------ for error texts and reports
 
     def explain_loads(self) -> str:
-        """What a request waits for whose blocks are on the disk, or "" if none does."""
+        """Why a request for blocks on the disk waits; "" if none does."""
         if (spiller := self._spiller) is None or not spiller.loads.orders:
             return ""
         return (
@@ -118,20 +119,20 @@ class Spilling:
         )
 
     def explain_memory(self) -> str:
-        """Why memory that blocks could leave, or have left, is granted to no request, or ""."""
+        """Why no request is granted the memory that spilling frees; "" if that is not so."""
         if (spiller := self._spiller) is None:
             return ""
         first = ". Blocks that come back from the disk have the free memory first" if spiller.backlog.is_held else ""
         return f"{first}. Nothing is spilled to the disk now: {spiller.paused}" if spiller.paused else first
 
     def stats(self) -> SpillStats | None:
-        """What reports show; None if nothing is spilled."""
+        """The figures for reports; None if nothing is spilled."""
         return None if self._spiller is None else self._spiller.stats()
 
     # ------------------------------------------------------------ for snapshots
 
     def hold(self) -> dict[int, SpilledBlock]:
-        """Where all blocks on the disk lie. They keep their space until `release`."""
+        """The places of all blocks on the disk. They keep their space until `release`."""
         return {} if self._spiller is None else self._spiller.hold()
 
     def release(self) -> None:
@@ -142,12 +143,12 @@ class Spilling:
     def read(self, place: SpilledBlock) -> U8:
         """The bytes of a block on the disk. OSError if the disk does not give them."""
         if self._spiller is None:
-            raise InternalError(f"block {place.block} is said to be on a disk, and nothing is spilled")
+            raise InternalError(f"block {place.block} should be on a disk, but this server does not spill")
         return self._spiller.read(place)
 
 
 def _give_up_stuck_order(spiller: Spiller, now: float) -> bool:
-    """Returns whether an order ended, or finds no memory since now: then blocks that are spared for it may leave."""
+    """Returns whether an order ended, or has just run out of memory: then blocks that are spared for it may leave."""
     if (order := spiller.cold.order) is None:
         return False
     if order.since is None:
@@ -171,7 +172,7 @@ def _count_waits(spiller: Spiller, ended: Iterable[LoadOrder], now: float) -> No
 
 
 def _lacking(spiller: Spiller) -> str:
-    """What the first load order lacks, or "" if nothing."""
+    """The thing that the first load order lacks; "": nothing."""
     if spiller.cold.is_silent:
         return f"an answer of the disk, which has been silent for more than {SPILL_SILENT_S:g} s"
     lacking = sum(nbytes for _, nbytes in spiller.cold.missing())

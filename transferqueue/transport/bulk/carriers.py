@@ -1,4 +1,4 @@
-"""What carries columns between a client and a shard whose memory it cannot map: the stream of the bulk protocol, or a
+"""Carriers of columns between a client and a shard whose memory it cannot map: the stream of the bulk protocol, or a
 plug-in beside it.
 
 A package registers a carrier in its ``pyproject.toml``, under the name that users give to ``--bytes``; ``nixl`` comes
@@ -7,9 +7,9 @@ with this package::
     [project.entry-points."transferqueue.carriers"]
     mine = "transferqueue_mine:MyCarrier"
 
-A carrier moves the bytes of reads and writes whose requests and acknowledgements cross over a connection of the bulk
-protocol (`protocol.ReadRanges`, `protocol.WriteRanges`). Where it fails the stream carries the bytes. Nothing encrypts
-what it moves.
+A carrier moves the bytes of reads and writes. Their requests and acknowledgements cross over a connection of the bulk
+protocol (`protocol.ReadRanges`, `protocol.WriteRanges`). If the carrier fails, the stream carries the bytes. Bytes that
+a carrier moves are not encrypted.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ CARRIERS: Final = Plugins(
 
 
 class Carrier(Protocol):
-    """A plug-in that moves columns beside the stream. Constructed with the whole setting, such as ``nixl`` or
-    ``nixl:tcp``, of which the part before the colon names the plug-in; `UsageError` for a setting that it does not
-    know. Its `str` is the setting."""
+    """A plug-in that moves columns beside the stream. Its `str` is its setting.
+
+    The constructor takes the whole setting, such as ``nixl`` or ``nixl:tcp``; the part before the colon names the
+    plug-in. It raises `UsageError` for an unknown setting.
+    """
 
     def describe(self) -> str:
-        """What it uses on this machine, for `doctor`; may take seconds. `UsageError` if it cannot work here."""
+        """The devices that it uses here, for `doctor`; may take seconds. `UsageError` if it cannot work here."""
 
     def open_client(self) -> Any:
         """Its part in one client session, a `client.memory.carrier.SessionCarrier`."""
@@ -47,7 +49,7 @@ def chosen_carrier(setting: str | None = None) -> Carrier | None:
     """The carrier of this setting, None for the stream alone.
 
     Args:
-        setting: The name of a carrier, or ``stream``; None: what `TRANSFERQUEUE_BYTES` says, else ``stream``.
+        setting: The name of a carrier, or ``stream``; None: the value of `TRANSFERQUEUE_BYTES`, else ``stream``.
 
     Raises:
         UsageError: There is no such carrier.
@@ -62,7 +64,7 @@ def chosen_carrier(setting: str | None = None) -> Carrier | None:
     name, places = setting.partition(":")[0], CARRIERS.places
     if name not in places:
         raise UsageError(
-            f"bytes={setting!r} is no carrier of columns; there are {', '.join([STREAM, *places])} (--bytes, or "
+            f"bytes={setting!r} is no carrier of columns; choose one of {', '.join([STREAM, *places])} (--bytes, or "
             f"{BYTES_VARIABLE} in the environment)"
         )
     carrier: Carrier = CARRIERS.load(name)(setting)

@@ -1,14 +1,14 @@
 """The shard's end of the bulk protocol over plain TCP: it listens, accepts connections, and closes them.
 
 - Each round of `arrivals` receives at most one message of each connection, so they take turns.
-- A peer that has not read what was sent is `clogged`: the server does not read from it, and the shard prepares nothing
-  for it. So neither endless requests nor a stalled reader make memory grow. Clients always read before they send more.
+- A peer with unsent frames is `clogged`: the server does not read from it, and the shard prepares no frames for it. So
+  neither endless requests nor a stalled reader make memory grow. Clients always read before they send more.
 - A connection that stays in the middle of a message for `BULK_STALL_S` without progress is closed. There are at most
   `BULK_CONNECTIONS_MAX` connections; a new one closes the one that was silent longest.
 - A peer is *unauthenticated* until it has shown a valid ticket. There are at most `unauthenticated_peers_max` of them,
   each for `BULK_STALL_S`, so they use up neither descriptors nor connections. A new one closes the oldest.
-- While no descriptor is left, new connections are accepted with a spare one and closed. If that fails too, the server
-  stops accepting for `DEAF_S`: the kernel would report the same connection for ever.
+- While no descriptor is left, the server accepts new connections with a spare one and closes them. If that fails too,
+  it stops accepting for `DEAF_S`: the kernel would report the same connection for ever.
 - After a message whose checksum fails, the server reports the error and ignores the connection: the start of the next
   message is unknown.
 """
@@ -40,7 +40,7 @@ _WRITE: Final = select.EPOLLOUT
 
 
 class ReceiverFactory(Protocol):
-    """Gives the receiver of each peer's messages, and hears about the peers of a server."""
+    """Gives the receiver of each peer's messages, and gets events of the server's peers."""
 
     def desk(self, peer: bytes) -> protocol.MessageReceiver:
         """The receiver of this peer's messages."""
@@ -59,7 +59,7 @@ class ReceiverFactory(Protocol):
 
 
 class _Peer:
-    """A connection. heard_at: when bytes last moved. deaf: whether its messages are ignored."""
+    """A connection. `heard_at`: when bytes last moved. `deaf`: whether its messages are ignored."""
 
     __slots__ = ("accepted_at", "deaf", "heard_at", "stream", "wanted")
 
@@ -88,7 +88,8 @@ class TcpBulkServer:
         self._unauthenticated_max = unauthenticated_peers_max()
         self._deaf_until: float | None = None
         self.turned_away = 0
-        """How many unauthenticated peers were disconnected, and connections refused because no descriptor was left."""
+        """The number of unauthenticated peers that were disconnected, and of connections refused for want of a
+        descriptor."""
         self._numbers = itertools.count(1)
         self.clogged: Final[set[bytes]] = set()
 
@@ -124,7 +125,7 @@ class TcpBulkServer:
         return port
 
     def arrivals(self, desks: ReceiverFactory, now: float) -> Iterator[bytes]:
-        """Receive what has arrived, at most one message of each peer. Yields the peers whose message is complete."""
+        """Receive from each peer at most one message. Yields the peers whose message is complete."""
         for fd, _ in self._ready.poll(0):
             if fd in self._listeners:
                 self._accept(self._listeners[fd], desks, now)
@@ -132,7 +133,7 @@ class TcpBulkServer:
                 yield name
 
     def send(self, name: bytes, message: protocol.Message) -> bool:
-        """Queue a message. Does not block. False if the peer is gone."""
+        """Queue a message. Does not block. Returns False if the peer is gone."""
         peer = self._peers.get(name)
         if peer is None:
             return False
@@ -187,7 +188,7 @@ class TcpBulkServer:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE) and not self._refuse_one(listener):
                 self._be_deaf(now)
-            return  # it is gone already, or there is no descriptor for it
+            return  # the connection is gone, or there is no descriptor for it
         if len(self._unauthenticated) >= self._unauthenticated_max:
             self._turn_away(next(iter(self._unauthenticated)), desks)
         if len(self._peers) >= BULK_CONNECTIONS_MAX:
@@ -198,8 +199,8 @@ class TcpBulkServer:
         self._ready.register(connection.fileno(), _READ)
 
     def _refuse_one(self, listener: socket.socket) -> bool:
-        """Accept a connection with the spare descriptor and close it: without that the kernel would report the
-        connection for ever. Returns whether the spare descriptor was there, and no other thread took it."""
+        """Accept a connection with the spare descriptor and close it: otherwise the kernel would report it for ever.
+        Returns whether there was a spare descriptor, and no other thread took it."""
         if self._spare >= 0:
             os.close(self._spare)
         try:
@@ -226,7 +227,7 @@ class TcpBulkServer:
         self.turned_away += 1
         if self.turned_away == 1:
             _log.warning(
-                "the bulk endpoint closed a connection that showed no good ticket within %g s, or made room for later "
+                "the bulk endpoint closed a connection that showed no valid ticket within %g s, or made room for later "
                 "ones; another program connects here (this is logged once)",
                 BULK_STALL_S,
             )
@@ -268,7 +269,7 @@ class TcpBulkServer:
             self._note(name, peer)
 
     def _note(self, name: bytes, peer: _Peer) -> None:
-        """Record whether this connection is clogged or unsettled, and poll it for what it waits for."""
+        """Record whether this connection is clogged or unsettled, and poll it accordingly."""
         pending = peer.stream.pending
         (self.clogged.add if pending else self.clogged.discard)(name)
         if peer.settled:
@@ -294,7 +295,7 @@ class TcpBulkServer:
 
 
 def _spare() -> int:
-    """A descriptor to give up when no other is left; -1: none is left already."""
+    """A descriptor to give up when no other is left; -1 if none is left now."""
     try:
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

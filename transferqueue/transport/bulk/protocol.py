@@ -1,32 +1,31 @@
 """The bulk protocol: moves bytes of columns between a client and a shard whose memory the client cannot map. No I/O.
 
-Rules (docs/decisions/remote-bytes.md):
+See docs/decisions/remote-bytes.md.
 
 1. A *transfer* reads columns, or writes into a granted extent. A connection carries one transfer at a time; a client
    opens one connection for each concurrent transfer. The transfer's number tells its frames from late frames of an
    earlier transfer.
 2. A message is a head and its content, which is bytes. The head begins with ``TQB`` and the protocol number, then the
    xxh3-64 of the rest of the head. The rest has the length and the xxh3-64 of the content. So the receiver can trust
-   the head before the content has arrived, and receive the content where it belongs. Received content counts only after
-   its checksum matched; otherwise `Corruption`.
+   the head before the content has arrived, and receive the content at its destination. Received content counts only
+   after its checksum matched; otherwise `Corruption`.
 3. Bytes travel in frames of at most `FRAME_BYTES`, numbered from 0. A gap is `Corruption`.
 4. At most `BULK_WINDOW_FRAMES` of the longest frames, or as many bytes in shorter ones, are sent beyond those that the
    receiver has acknowledged (`FlowAck`). So a stalled reader holds only that much at the shard, and a stalled shard
    only that much at a writer.
-5. Only the client retries. If a checksum failed, a frame was missing, or nothing arrived for `BULK_SILENCE_S`, it
+5. Only the client retries. If a checksum failed, a frame was missing, or no byte arrived for `BULK_SILENCE_S`, it
    closes the connection and starts the transfer again over another one, at most `BULK_TRIES` times. That is safe:
    blocks never change, and a repeated write writes the same bytes. A later write ends an earlier one into the same
    place, so the bytes of the later one are written last.
 6. Tickets, which the coordinator issues, say which bytes a client may read or write (`server.shards.tickets`).
 7. A block of which a client reads a part is compared whole at the shard, if the client names its checksum: the last
-   frame of the read follows the comparison (docs/decisions/remote-bytes.md).
+   frame of the read follows the comparison.
 8. A client whose carrier reads memory (`transport.bulk.carriers`, docs/decisions/one-sided.md) asks with `ReadRanges`.
    The answer, `RangesFrame`, names the ranges of at least `RANGE_BYTES_MIN` with a checksum each, and those into which
-   the shard gathered rows (docs/decisions/one-sided.md); the rest comes as content. A frame counts as taken when its
-   ranges were read and match, so the shard knows how long they are needed.
+   the shard gathered rows; the rest comes as content. The client acknowledges a frame when it has read its ranges and
+   they match, so the shard knows how long they are needed.
 9. A write may name ranges of the client's registered memory instead (`WriteRanges`, docs/decisions/one-sided.md). The
-   shard reads them into memory of its own, compares, and copies them into the extent. A frame counts as taken when
-   that is done.
+   shard reads them into its own memory, compares them, copies them into the extent, and then acknowledges the frame.
 
 `transport.bulk.tcp` carries messages without encryption, `transport.bulk.zeromq` with keys and encryption.
 """
@@ -72,40 +71,40 @@ PARTS_READ_MAX: Final = 2 * FIELDS_MAX
 PARTS_BEGUN_MAX: Final = 4
 """Parts that begin in one frame: each adds a number for each of its columns to the head."""
 RANGE_BYTES_MIN: Final = 16 * KIB
-"""Shorter ranges come as content: 8,192 ranges of 4 KiB took three times as long as one range of the same bytes, 1,024
-of 32 KiB 1.2 times."""
+"""Shorter ranges come as content: 8,192 ranges of 4 KiB took three times as long as one range of the same bytes, and
+1,024 ranges of 32 KiB 1.2 times."""
 RANGED_PART_BYTES_MIN: Final = 64 * KIB
 """A smaller part comes as content: one round trip."""
 RANGES_MAX: Final = 1024
 """Ranges and pieces of content of one frame."""
 RANGES_FRAME_BYTES: Final = 8 * MIB
-"""A frame names about so many bytes: the shard hashes those that nobody has hashed in a millisecond."""
+"""A frame names about this many bytes: the shard hashes those without a kept checksum in a millisecond."""
 METADATA_BYTES_MAX: Final = 4 * MIB
-"""What an agent says about its registered memory: some hundred bytes for each of up to thousands of regions."""
+"""An agent's description of its registered memory: some hundred bytes for each of up to thousands of regions."""
 WINDOW_BYTES: Final = BULK_WINDOW_FRAMES * FRAME_BYTES
 """Bytes that may be on their way before the receiver acknowledges some."""
 COUNTED_BYTES_MIN: Final = 128 * KIB
-"""A frame of a read counts for as many bytes as its content has, and at least for so many; a frame of a write, or of
-ranges, for `FRAME_BYTES`."""
+"""A frame of a read counts as its content's bytes, and at least as this many. A frame of a write, or of ranges, counts
+as `FRAME_BYTES`."""
 WINDOW_FRAMES_MAX: Final = WINDOW_BYTES // COUNTED_BYTES_MIN
 """Most frames that may be on their way."""
 TAKEN_EVERY_BYTES: Final = WINDOW_BYTES // 2
-"""A receiver acknowledges after so many bytes: before the window closes, but not after each frame."""
+"""A receiver acknowledges after this many bytes: before the window closes, but not after each frame."""
 _LENGTHS: Final = struct.Struct("<II8s")
-"""What follows the checksum of a head: the length of the encoded head, then length and checksum of the content."""
+"""After the checksum of a head: the length of the encoded head, then length and checksum of the content."""
 _DIGEST_BYTES: Final = 8
 _OPENING: Final = b"TQB" + bytes([PROTOCOL])
 """The start of every head: the name of the bulk protocol, and the protocol number, which the control messages share."""
 _DIGEST_AT: Final = len(_OPENING)
 _LENGTHS_AT: Final = _DIGEST_AT + _DIGEST_BYTES
 PRELUDE_BYTES: Final = _LENGTHS_AT + _LENGTHS.size
-"""The part of a head that gives the length of the rest."""
+"""The part of a head up to the length of the rest."""
 
 
 @dataclass_transform(frozen_default=True)
 class BulkHead(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
-    """Base of all heads. transfer: the number of the transfer, ascending within its connection. Tags stay when a class
-    is renamed: they are on the wire."""
+    """Base of all heads. `transfer` is the number of the transfer, ascending within its connection. Tags are on the
+    wire: they stay when a class is renamed."""
 
     transfer: Count
 
@@ -114,7 +113,7 @@ class BulkHead(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_un
 
 
 class BulkBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A block as a reply gives it (`BlockLocation`). layout: index of its fields in the layouts of its part."""
+    """A block as a reply gives it (`BlockLocation`). `layout`: index of its fields in the layouts of its part."""
 
     block: Count
     extent: Count
@@ -130,10 +129,12 @@ _Part = Annotated[list[Count], Meta(max_length=3)]
 
 
 class BulkCut(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The part of each row's value that is wanted (`schema.Slice`).
+    """The wanted part of each row's value (`schema.Slice`).
 
-    first: of the first dimension: nothing (all of it), two numbers (start, stop), or three (index, of, zigzag) of a
-    share. inner: of the others the same; fewer: the rest is whole.
+    Args:
+        first: of the first dimension: nothing (all of it), two numbers (start, stop), or three (index, of, zigzag) of a
+            share.
+        inner: of the other dimensions, in the same form; fewer: the rest is whole.
     """
 
     first: _Part
@@ -141,11 +142,11 @@ class BulkCut(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
     @staticmethod
     def of(wanted: Slice) -> BulkCut:
-        """A slice as a message carries it."""
-        return BulkCut(_numbers(wanted.first), [_numbers(each) for each in wanted.inner or ()])
+        """A slice in the form of a message."""
+        return BulkCut(_numbers(wanted.first), [_numbers(cut) for cut in wanted.inner or ()])
 
     def slice(self) -> Slice:
-        """The slice. `UsageError` if it is none."""
+        """The slice. `UsageError` if it is invalid."""
         return Slice(_part(self.first), *map(_part, self.inner))
 
 
@@ -156,13 +157,19 @@ def _numbers(wanted: tuple[int, int] | Share | None) -> list[int]:
 def _part(numbers: list[int]) -> tuple[int, int] | Share | None:
     if len(numbers) == 3:
         return Share(numbers[0], numbers[1], bool(numbers[2]))
-    return tuple(numbers) if numbers else None  # type: ignore[return-value]  # `Slice` refuses what is no pair
+    return tuple(numbers) if numbers else None  # type: ignore[return-value]  # `Slice` refuses anything but a pair
 
 
 class RowSelection(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The columns `fields` of some rows. block_of_row: the index into `blocks` of each row (empty: 0). slot_of_row: its
-    slot there. slices: of each field that is not wanted whole, by name. sums: the checksum of each block (0: none),
-    which the shard compares before the read ends, since the receiver of a part of a block cannot; empty: of none."""
+    """The columns `fields` of some rows.
+
+    Args:
+        block_of_row: the index into `blocks` of each row (empty: 0).
+        slot_of_row: the slot of each row there.
+        slices: of each field that is not wanted whole, by name.
+        sums: the checksum of each block (0: none), which the shard compares before the read ends, since the receiver of
+            a part of a block cannot; empty: no block has one.
+    """
 
     fields: Names
     layouts: Annotated[list[Names], Meta(max_length=PARTS_READ_MAX)]
@@ -174,7 +181,7 @@ class RowSelection(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class ReadColumns(BulkHead, tag="Read"):
-    """Asks for these columns; the shard answers with `ReadFrame`. fields: all fields of the blocks."""
+    """Asks for these columns; the shard answers with `ReadFrame`. `fields`: all fields of the blocks."""
 
     session: Count
     shard: Count
@@ -185,7 +192,7 @@ class ReadColumns(BulkHead, tag="Read"):
 class ReadRanges(ReadColumns, tag="ReadRanges"):
     """Asks for these columns by ranges of the shard's memory; the shard answers with `RangesFrame`.
 
-    agent, generation, regions: of the metadata that the client has loaded (`RangesFrame`); "" and 0: none.
+    `agent`, `generation` and `regions` are of the metadata that the client has loaded (`RangesFrame`); "" and 0: none.
     """
 
     agent: Text
@@ -194,7 +201,7 @@ class ReadRanges(ReadColumns, tag="ReadRanges"):
 
 
 class ExtentWrite(BulkHead):
-    """What every write says: `total` bytes from byte `at` of the arena on, inside this granted extent."""
+    """The common part of writes: `total` bytes from byte `at` of the arena on, inside this granted extent."""
 
     session: Count
     shard: Count
@@ -211,8 +218,8 @@ class WriteExtent(ExtentWrite, tag="Write"):
 
 
 class ByteRange(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`nbytes` bytes from `address` of a process on, with their xxh3-64. Of a read: of the shard's process, address 0:
-    the next bytes of the content. Of a write: of the client's process; no range is longer than `FRAME_BYTES`."""
+    """`nbytes` bytes from `address` on, with their xxh3-64. Of a read: in the shard's process; address 0 means the next
+    bytes of the content. Of a write: in the client's process; no range is longer than `FRAME_BYTES`."""
 
     address: Count
     nbytes: Count
@@ -229,8 +236,11 @@ class WriteRanges(ExtentWrite, tag="WriteRanges"):
     """Starts a write whose bytes the shard reads one-sided, in order. Frame 0; without content. The ranges of all
     frames are `total` bytes.
 
-    agent, generation, regions: what the client has registered, as in `RangesFrame`. metadata: what the shard must load
-    to read it; empty: it has that, or newer.
+    Args:
+        agent: of the client, as in `RangesFrame`.
+        generation: likewise.
+        regions: likewise.
+        metadata: the shard must load it to read the ranges; empty: it has that, or newer.
     """
 
     agent: Text
@@ -250,7 +260,7 @@ class WriteRangesFrame(BulkHead, tag="DataRanges"):
 class FlowAck(BulkHead, tag="Taken"):
     """Acknowledges the first `frames` frames of the transfer. A repeated one asks whether the transfer still lives.
 
-    done: of a write, that all of it is stored.
+    `done` says that all of a write is stored.
     """
 
     frames: Count
@@ -261,7 +271,7 @@ class FlowAck(BulkHead, tag="Taken"):
 
 
 class PartHead(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Starts a part, whose bytes are a block of its columns. counts: of each column, see `schema.layout`."""
+    """Starts a part, whose bytes are a block of its columns. `counts`: of each column, see `schema.layout`."""
 
     part: Count
     counts: Counts
@@ -279,9 +289,11 @@ class RangesFrame(BulkHead, tag="RangesFrame"):
     """The next bytes of a read of ranges, in order: first of the parts that began earlier, then of those that begin
     here.
 
-    agent, generation, regions: which agent has registered them, how often it has given registered memory up, and how
-    many regions it has ever registered. metadata: what the client must load to read them; empty: it has that. It
-    replaces what was loaded of another generation.
+    Args:
+        agent: has registered the ranges.
+        generation: how often the agent has given up registered memory.
+        regions: how many regions it has ever registered.
+        metadata: the client must load it to read the ranges, in place of that of another generation; empty: it has it.
     """
 
     number: Count
@@ -295,7 +307,7 @@ class RangesFrame(BulkHead, tag="RangesFrame"):
 
 
 class TransferFailed(BulkHead, tag="Refused"):
-    """Ends the transfer (0: the current one) with an error. error: a class name of transferqueue.errors."""
+    """Ends the transfer (0: the current one) with an error. `error`: a class name of transferqueue.errors."""
 
     error: Text
     text: Annotated[str, Meta(max_length=FRAME_BYTES)]
@@ -317,19 +329,19 @@ class MessageReceiver(Protocol):
         """A head has arrived; `nbytes` bytes of content follow. `Corruption` if the head's checksum does not match."""
 
     def fill(self, read: Reader) -> int:
-        """Let `read` put the next bytes of content where they belong, and return how many."""
+        """Let `read` put the next bytes of content at their destination, and return how many."""
 
 
 def message(head: ToShard | ToClient, content: Sequence[Piece] = (), known: bytes | None = None) -> Message:
-    """A message with its checksums. The content must not change until it has been sent. known: its checksum, if it was
-    computed before."""
+    """A message with its checksums. The content must not change until it has been sent. `known`: its checksum, if it
+    was computed before."""
     return framed(_encoder.encode(head), content, known), content
 
 
 def framed(encoded: bytes, content: Sequence[Piece] = (), known: bytes | None = None) -> bytes:
-    """An encoded head with its lengths and checksums. known: as of `message`."""
+    """An encoded head with its lengths and checksums. `known` is as in `message`."""
     nbytes = 0
-    for piece in content:  # no generator: between two frames little of the interpreter is in the cache
+    for piece in content:  # not a generator, which is slower with a cold cache between two frames
         nbytes += memoryview(piece).nbytes
     rest = _LENGTHS.pack(len(encoded), nbytes, digest(content) if known is None else known) + encoded
     return _OPENING + digest((rest,)) + rest
@@ -342,7 +354,7 @@ def to_shard(head: bytes) -> ToShard:
 
 
 def to_client(head: bytes) -> ToClient:
-    """Decode the head of a shard's message. Errors as of `to_shard`."""
+    """Decode the head of a shard's message. Errors as in `to_shard`."""
     return _decode(_to_client, head)
 
 
@@ -350,14 +362,14 @@ def lengths(prelude: Piece | bytearray) -> tuple[int, int]:
     """The sizes of a head that begins with `prelude`, and of its content, in bytes. `Corruption` if no message is that
     long."""
     if len(prelude) < PRELUDE_BYTES:
-        raise Corruption(f"a bulk message of {len(prelude)} bytes does not match its checksum, since it has none")
+        raise Corruption(f"a bulk message of {len(prelude)} bytes is too short to have a checksum")
     if prelude[:_DIGEST_AT] != _OPENING:
         raise Corruption(_not_ours(bytes(prelude[:_DIGEST_AT])))
     encoded, content, _ = _LENGTHS.unpack_from(prelude, _LENGTHS_AT)
     if encoded > BULK_HEAD_BYTES_MAX or content > FRAME_BYTES:
         raise Corruption(
-            f"a bulk message says that its head has {encoded} bytes and its content {content}, and none has so many: "
-            "its bytes changed on the way"
+            f"a bulk message claims a head of {encoded} bytes and content of {content}, more than any has: its bytes "
+            "changed on the way"
         )
     return PRELUDE_BYTES + encoded, content
 
@@ -368,7 +380,7 @@ def _not_ours(opening: bytes) -> str:
             f"a bulk message speaks protocol {opening[-1]} and this end speaks protocol {PROTOCOL}: install the same "
             "package at both ends (`transferqueue docs compatibility`), unless bytes changed on the way"
         )
-    return f"a bulk message begins with {opening!r} and does not match {_OPENING!r}: its bytes changed on the way"
+    return f"a bulk message begins with {opening!r} instead of {_OPENING!r}: its bytes changed on the way"
 
 
 def check_content(head: Piece | bytearray, actual: bytes) -> None:
@@ -397,7 +409,7 @@ def deliver(head: bytes, content: Sequence[memoryview], receiver: MessageReceive
     """Pass a whole message to its receiver. `Corruption` if a checksum does not match; then nothing was passed."""
     size, nbytes = lengths(head)
     if (size, nbytes) != (len(head), sum(map(len, content))):
-        raise Corruption("a bulk message is not as long as it says, so it does not match its checksum")
+        raise Corruption("the length of a bulk message differs from its head, so it does not match its checksum")
     check_content(head, digest(content))
     receiver.expect(head, nbytes)
     for piece in content:
@@ -426,11 +438,11 @@ def _decode(decoder: msgspec.msgpack.Decoder[_Head], head: bytes) -> _Head:
     try:
         return decoder.decode(encoded)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a bulk message of {len(encoded)} bytes is not one: {error}") from error
+        raise ProtocolError(f"{len(encoded)} bytes are not a bulk message: {error}") from error
 
 
 class SendWindow:
-    """The sender's side of rule 4: whether a frame of a transfer may be sent now."""
+    """Rule 4 at the sender: whether a frame of a transfer may be sent now."""
 
     __slots__ = ("_counted", "_on_the_way", "sent", "taken")
 
@@ -454,14 +466,14 @@ class SendWindow:
     def took(self, frames: int) -> None:
         """The receiver has acknowledged `frames` frames in total. `ProtocolError` if that is more than were sent."""
         if frames > self.sent:
-            raise ProtocolError(f"{frames} bulk frames were taken of {self.sent} that were sent")
+            raise ProtocolError(f"{frames} bulk frames were acknowledged, but only {self.sent} were sent")
         while self.taken < frames:
             self._on_the_way -= self._counted.popleft()
             self.taken += 1
 
 
 class ReceiveWindow:
-    """The receiver's side of rules 3 and 4: checks the order of frames, and tells when to acknowledge them."""
+    """Rules 3 and 4 at the receiver: checks the order of frames, and tells when to acknowledge them."""
 
     __slots__ = ("_unacknowledged", "taken")
 
@@ -471,7 +483,7 @@ class ReceiveWindow:
     def take(self, number: int, nbytes: int = FRAME_BYTES) -> None:
         """Count a received frame. `Corruption` if it is not the next one."""
         if number != self.taken:
-            raise Corruption(f"bulk frame {number} came where {self.taken} was due: frames were lost on the way")
+            raise Corruption(f"bulk frame {number} came instead of frame {self.taken}: frames were lost on the way")
         self.taken += 1
         self._unacknowledged += max(nbytes, COUNTED_BYTES_MIN)
 

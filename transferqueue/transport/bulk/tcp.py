@@ -1,6 +1,6 @@
 """Carries the bulk protocol without keys: plain TCP, without a copy outside the kernel.
 
-A stream carries one message after another. Content is sent from where it lies and received where it belongs. Each end
+A stream carries one message after another. Content is sent from its place and received at its destination. Each end
 computes its checksum while the bytes are in the cache; that read is the only cost beyond a raw TCP stream
 (`bench/hosts.py`, `bench/remote.py` measure the ratio). Only `TcpBulkClient.open` and `TcpBulkClient.receive` block. Of
 a message only its head and its unsent bytes are kept.
@@ -31,14 +31,13 @@ from transferqueue.transport.system.wakeup import Wakeup
 _PIECES_AT_ONCE: Final = 512
 """Half of the pieces that one system call accepts."""
 _HEAD_STEP_BYTES: Final = 64 * KIB
-"""A head is received in steps of this size: the length that it claims takes no memory before the bytes arrive."""
+"""A head is received in steps of this size: a false length takes no memory before bytes arrive."""
 _RECEIVE_AT_ONCE: Final = 256 * KIB
-"""Content is received in steps of this size, unless less of it is left. A receiver that is woken by each packet spends
-more on wake-ups than on bytes, and so does the sender that wakes it: 20 µs each on a virtual machine whose core was
-idle."""
+"""Content is received in steps of this size, unless less is left. A receiver that each packet wakes spends more time on
+wake-ups than on bytes, and so does its sender: 20 µs each on a virtual machine with an idle core."""
 _RECEIVE_AT_ONCE_LATER: Final = MIB
-"""Steps of a connection that has moved `_GROWN_BYTES`: its window holds so much by then. Who waits for more than the
-window holds waits for timers."""
+"""The steps of a connection that has moved `_GROWN_BYTES`: its window holds that much by then. A receiver that waits
+for more than the window holds waits for timers."""
 _GROWN_BYTES: Final = 4 * MIB
 _KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 """A lost machine is noticed within half a minute, also on an idle connection."""
@@ -47,7 +46,7 @@ _KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (sock
 class BulkStream:
     """One end of a connection: messages over a non-blocking socket.
 
-    moved: bytes sent and received so far. Methods raise `Unreachable` when the connection is lost.
+    `moved` counts the bytes sent and received. Methods raise `Unreachable` when the connection is lost.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -59,7 +58,7 @@ class BulkStream:
         self.socket: Final = connection
         self.moved = 0
         self._wakes_at = 1
-        """So many bytes make the socket readable."""
+        """The socket becomes readable at this many bytes."""
         self._leaving: deque[memoryview] = deque()
         self._expect_head()
 
@@ -100,10 +99,9 @@ class BulkStream:
             raise _lost(error) from error
 
     def receive(self, receiver: protocol.MessageReceiver) -> bool:
-        """Receive what has arrived, up to the end of one message. Returns whether a whole message has arrived and
-        matches its checksums.
+        """Receive at most the rest of one message. Returns whether the message is complete and matches its checksums.
 
-        Raises the errors of `receiver`, and `Corruption`; after that nothing from this connection can be trusted.
+        Raises the errors of `receiver`, and `Corruption`: then the connection is unusable.
         """
         try:
             while len(self._head) < self._head_bytes:
@@ -113,14 +111,14 @@ class BulkStream:
         except BlockingIOError:
             self._wake_at(self._content_left)
             return False
-        self._wake_at(1)  # before the check: what comes after damaged content is heard at once, too
+        self._wake_at(1)  # before the check: bytes after damaged content also wake the receiver at once
         protocol.check_content(self._head, self._digest.digest())
         self._expect_head()
         return True
 
     def _wake_at(self, left: int) -> None:
-        """Have the socket be readable when so many bytes have arrived, at least one, or one step; what has arrived can
-        be received at any time."""
+        """Have the socket become readable at `left` bytes, but at one byte at least and one step at most. Bytes that
+        have arrived can be received at any time."""
         step = _RECEIVE_AT_ONCE if self.moved < _GROWN_BYTES else _RECEIVE_AT_ONCE_LATER
         nbytes = max(1, min(left, step))
         if nbytes != self._wakes_at:
@@ -128,8 +126,7 @@ class BulkStream:
             self._wakes_at = nbytes
 
     def settle_for_less(self) -> bool:
-        """Have any byte make the socket readable, until the next `receive`. Returns whether more had to arrive for that
-        before."""
+        """Have any byte make the socket readable, until the next `receive`. Returns whether more were needed before."""
         waited = self._wakes_at > 1
         self._wake_at(1)
         return waited
@@ -194,12 +191,11 @@ class BulkStream:
 def _lost(error: OSError | None) -> Unreachable:
     """The error to raise for an error of the socket; None: the peer closed it."""
     why = error.strerror if error is not None else "its peer closed it"
-    return Unreachable(f"the bulk connection was lost: {why}; bytes need another one")
+    return Unreachable(f"the bulk connection was lost: {why}; open another one")
 
 
 class TcpBulkClient:
-    """The client's end of one connection. epoch: the run of the server that it belongs to. Used by one thread at a
-    time."""
+    """The client's end of one connection. `epoch`: of its server's run. Used by one thread at a time."""
 
     def __init__(self, host: str, port: int, epoch: int) -> None:
         self._place = (host, port)
@@ -209,7 +205,7 @@ class TcpBulkClient:
         self._asked = 0
         self.epoch: Final = epoch
         self.transfers = 0
-        """How many transfers it has carried."""
+        """The number of transfers that it has carried."""
 
     def open(self, timeout_s: float) -> bool:
         """Connect, and retry while no server listens. False after `timeout_s`, or after `interrupt`."""
@@ -221,7 +217,7 @@ class TcpBulkClient:
         return True
 
     def _connect(self, timeout_s: float) -> bool:
-        """Advance the attempt to connect. False if the time is over, or after `interrupt`."""
+        """Advance the attempt to connect. Returns False after `timeout_s`, or after `interrupt`."""
         if self._connecting is None:
             self._connecting = _connecting(*self._place)
         if self._connecting is not None:
@@ -237,12 +233,12 @@ class TcpBulkClient:
     @property
     def _live(self) -> BulkStream:
         if self._stream is None:
-            raise Unreachable("the bulk connection is not open yet; open it before messages are sent")
+            raise Unreachable("the bulk connection is not open yet; open it before sending")
         return self._stream
 
     @property
     def moved(self) -> int:
-        """Bytes received, plus bytes that have reached the peer's machine, without those of `ask`."""
+        """Bytes received, plus bytes that have reached the peer's machine, except those of `ask`."""
         if self._stream is None:
             return 0
         on_the_way = bytearray(4)
@@ -251,7 +247,7 @@ class TcpBulkClient:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing unexpected has arrived, such as the end of the connection."""
+        """Whether nothing unexpected has arrived, including the end of the connection."""
         waiting = select.poll()
         waiting.register(self._live.socket, select.POLLIN)
         return not waiting.poll(0)
@@ -268,7 +264,7 @@ class TcpBulkClient:
             self._live.send(message)
 
     def receive(self, receiver: protocol.MessageReceiver, timeout_s: float) -> bool:
-        """Receive one message. False if none is complete within `timeout_s`, or after `interrupt`. Errors as of
+        """Receive one message. Returns False if none is complete within `timeout_s`, or after `interrupt`. Errors as in
         `BulkStream`."""
         deadline = time.monotonic() + timeout_s
         stream = self._live
@@ -278,7 +274,7 @@ class TcpBulkClient:
             if is_ready is None:
                 return False
             if not is_ready:
-                return stream.receive(receiver)  # perhaps less has arrived than makes the socket readable
+                return stream.receive(receiver)  # fewer bytes may have arrived than make the socket readable
             stream.flush()
         return True
 

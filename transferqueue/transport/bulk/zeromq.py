@@ -1,6 +1,6 @@
 """Carries the bulk protocol with keys: ZeroMQ over TCP, encrypted (CURVE).
 
-DEALER at the client, ROUTER at the shard. Messages arrive whole in ZeroMQ's memory and are copied to where they belong.
+DEALER at the client, ROUTER at the shard. Messages arrive whole in ZeroMQ's memory and are copied to their destination.
 Encryption is the main cost (docs/decisions/remote-bytes.md).
 """
 
@@ -46,8 +46,7 @@ Received = tuple[memoryview, list[memoryview]]
 
 
 class ZmqBulkClient:
-    """The client's end of one connection. epoch: the run of the server that it belongs to. Used by one thread at a
-    time."""
+    """The client's end of one connection. `epoch`: of its server's run. Used by one thread at a time."""
 
     def __init__(self, host: str, port: int, epoch: int, keys: ClientKeys | None = None) -> None:
         self._context, self._socket = _open(zmq.DEALER, FRAME_BYTES + 64 * KIB)
@@ -62,7 +61,7 @@ class ZmqBulkClient:
         self._socket.connect(f"tcp://{host}:{port}")
         self.epoch: Final = epoch
         self.transfers = 0
-        """How many transfers it has carried."""
+        """The number of transfers that it has carried."""
         self.moved = 0
         """Messages received."""
 
@@ -75,14 +74,12 @@ class ZmqBulkClient:
     def send(self, message: Message) -> None:
         """Queue a message; messages leave in order, as soon as there is a connection. Does not block.
 
-        `Unreachable` if the connection is lost for good, for example after bytes that were no frames: open another one.
+        `Unreachable` if the connection is lost for good, for example after bytes that were no frames: open another.
         """
         try:
             _send(self._socket, message)
         except zmq.Again:
-            raise Unreachable(
-                "the bulk connection was lost, or its peer takes nothing; bytes need another one"
-            ) from None
+            raise Unreachable("the bulk connection was lost, or its peer does not read; open another one") from None
 
     ask = send
 
@@ -112,8 +109,8 @@ class ZmqBulkClient:
 
 
 class ZmqBulkServer:
-    """The shard's end of all connections. Not thread-safe. clogged: always empty, because ZeroMQ queues what was not
-    sent."""
+    """The shard's end of all connections. Not thread-safe. `clogged` is always empty, since ZeroMQ queues unsent
+    messages."""
 
     clogged: Final[frozenset[bytes]] = frozenset()
 
@@ -168,7 +165,7 @@ class ZmqBulkServer:
         return int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def arrivals(self, desks: ReceiverFactory, now: float) -> Iterator[bytes]:
-        """Receive what has arrived. Yields the peer of each message whose checksums match."""
+        """Receive all messages that have arrived. Yields the peer of each whose checksums match."""
         for _ in range(FRAMES_DRAINED_MAX):
             message = _receive(self._socket)
             if message is None:
@@ -226,6 +223,6 @@ def _receive(socket: zmq.Socket[bytes]) -> Received | None:
     parts = [socket.recv(zmq.NOBLOCK, copy=False).buffer]
     while socket.getsockopt(zmq.RCVMORE):
         part = socket.recv(zmq.NOBLOCK, copy=False).buffer
-        if len(parts) < PIECES_MAX + 2:  # and a head and, at the shard, the ROUTER id
+        if len(parts) < PIECES_MAX + 2:  # plus a head and, at the shard, the ROUTER id
             parts.append(part)
     return parts[0], parts[1:]

@@ -21,32 +21,31 @@ class DrivableChannel(Protocol):
     """A channel whose socket a caller may wait on itself, instead of the thread in `sleep`."""
 
     def begin_driving(self) -> bool:
-        """Have no event wake the thread in `sleep` any more. False if there is something else to do than to wait for a
+        """Stop events from waking the thread in `sleep`. Returns False if there is work other than to wait for a
         frame."""
 
     def end_driving(self) -> None:
-        """Have events wake the thread in `sleep`, or the event loop, again. More than once is allowed."""
+        """Have events wake the thread in `sleep`, or the event loop, again. May be called twice."""
 
     def have_loop_read(self, frames: select.epoll | None) -> None:
-        """Have `frames` be readable when something has come, which an event loop watches, and let that not wake the
-        thread in `sleep`; None: the thread is to be woken. Again with the same: nothing."""
+        """Let an event loop watch `frames`: frames make it readable, and no longer wake the thread in `sleep`. None:
+        they wake the thread. Does nothing if `frames` is unchanged."""
 
     @property
     def is_behind(self) -> bool:
         """Whether frames wait to be written, or there is no connection."""
 
     def leave_to_loop(self) -> bool:
-        """Have the event loop that reads be woken for what is left in `peek`, until it calls `hear`. False: no loop
-        reads."""
+        """Have the reading event loop wake for the frames left in `peek`, until it calls `hear`. Returns False if no
+        loop reads."""
 
     def hear(self) -> None:
-        """Read what has come, for `peek`."""
+        """Read the arrived frames, for `peek`."""
 
     def wait_for_frame(self, timeout_s: float | None) -> bool:
-        """Block until a frame may have come: `peek` tells, and returns None where the descriptor became readable for
-        less than a frame.
+        """Block until a frame may have come. `peek` then returns it, or None if less than a frame arrived.
 
-        False: something else happened, or the timeout is over.
+        Returns False on any other event, or after the timeout.
         """
 
     def peek(self) -> bytes | None:
@@ -69,12 +68,11 @@ class ClientChannel(Protocol):
 
     @property
     def connections_made(self) -> int:
-        """How many connections were made, as far as this end has noticed. Frames sent over an earlier one may be
-        lost."""
+        """The number of connections made, as far as this end knows. Frames sent over an earlier one may be lost."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether the connection was lost and not made again, as far as this end has noticed."""
+        """Whether the connection was lost and not made again, as far as this end knows."""
 
     def send(self, frame: bytes) -> None:
         """Queue a frame; frames leave in order. Does not block. While no server listens, frames are queued, and the
@@ -82,7 +80,7 @@ class ClientChannel(Protocol):
         channel or its embedded server is closed. After an error the frame is not queued."""
 
     def send_some(self, frames: Sequence[bytes]) -> int:
-        """`send` some of these frames (at least one), together if that is cheaper. Returns how many."""
+        """`send` some of these frames (at least one), together if that is cheaper. Returns the number."""
 
     def recv_nowait(self) -> bytes | None:
         """The next frame; None if none has arrived. `Disconnected` if no frame can arrive any more."""
@@ -91,25 +89,29 @@ class ClientChannel(Protocol):
         """Block until a frame can be received, `wakeup` is set, or `timeout_s` is over (None: no limit). May return
         early.
 
-        Clears `wakeup` before it returns, so check afterwards what the wake-up was for.
+        Clears `wakeup` before it returns, so check the wake-up's cause afterwards.
         """
 
     def sleep(self, wakeup: Wakeup, timeout_s: float | None) -> None:
         """The part of `wait` that blocks. Another thread may use the channel meanwhile."""
 
     def look(self) -> None:
-        """The part of `wait` that does not block: find out what happened, and clear the wake-up."""
+        """The part of `wait` that does not block: process the event, and clear the wake-up."""
 
     def close(self) -> None:
         """Close the channel at once; unsent frames are lost. A second call does nothing."""
 
 
 def dial(address: str, keys: ClientKeys | None = None) -> ClientChannel:
-    """A channel to the server at `address`: ``ipc://``, ``tcp://`` or ``inproc:``.
+    """A channel to the server at `address`. Does not block: an ipc or tcp server may start later.
 
-    keys: for tcp, the server's public key and this client's pair; None: connect without encryption. Does not block: an
-    ipc or tcp server may start later. `UsageError` for an invalid address, or if this process may open too few files;
-    `Unreachable` for an embedded server that does not run in this process.
+    Args:
+        address: ``ipc://``, ``tcp://`` or ``inproc:``.
+        keys: for tcp, the server's public key and this client's pair; None: connect without encryption.
+
+    Raises:
+        UsageError: the address is invalid, or this process may open too few files.
+        Unreachable: the embedded server does not run in this process.
     """
     place = parse_address(address)
     if keys is not None and not isinstance(place, TcpAddress):
@@ -118,13 +120,13 @@ def dial(address: str, keys: ClientKeys | None = None) -> ClientChannel:
     if isinstance(place, InprocAddress):
         return inproc.connect(place)
     if isinstance(place, TcpAddress) and (place.port == 0 or place.host == "*"):
-        raise UsageError(f"address {address!r} is one to listen at; to connect, name the host and its port")
+        raise UsageError(f"address {address!r} is only for listening; to connect, name the host and its port")
     return unix_socket.UnixChannel(place) if isinstance(place, IpcAddress) else zeromq.ZmqChannel(place, keys)
 
 
 def is_served(address: str) -> bool | None:
-    """Whether a server runs at `address`, by its file lock. Does not block. None where this is unknown: for tcp, and
-    while this process may open no more files."""
+    """Whether a server runs at `address`, by its file lock. Does not block. None if unknown: for tcp, and while this
+    process may open no more files."""
     place = parse_address(address)
     if isinstance(place, InprocAddress):
         return inproc.is_open(place)

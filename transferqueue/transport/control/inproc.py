@@ -122,11 +122,11 @@ class InprocServer:
         return str(InprocAddress(self.id))
 
     def recv_nowait(self) -> tuple[int, bytes | None] | None:
-        """The peer and the next frame, or None. The frame None is the last of its peer: the peer has disconnected."""
+        """The peer and the next frame, or None. The frame None means that the peer has disconnected."""
         return self._arrived.popleft() if self._arrived else None
 
     def send(self, peer: int, frame: bytes) -> bool:
-        """Queue a frame for `peer`. False if the peer is gone, or was disconnected now because it does not read."""
+        """Queue a frame for `peer`. Returns False if the peer is gone, or was disconnected now for not reading."""
         channel = self._channels.get(peer)
         if channel is None:
             return False
@@ -153,8 +153,8 @@ class InprocServer:
     def _take(self, peer: int, frame: bytes) -> None:
         if len(self._arrived) >= FRAMES_QUEUED_MAX:
             raise Unreachable(
-                f"the embedded server {self.address} has {len(self._arrived)} frames to read; it takes no more: "
-                "it is overloaded or stuck"
+                f"the embedded server {self.address} has {len(self._arrived)} unread frames and takes no more: it is "
+                "overloaded or stuck"
             )
         self._arrived.append((peer, frame))
         self._wakeup.set()

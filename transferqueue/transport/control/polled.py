@@ -1,8 +1,8 @@
-"""What the channels over a Unix socket and over ZeroMQ share: whom a frame that comes wakes.
+"""The common part of the channels over a Unix socket and over ZeroMQ: it decides which waiter a frame wakes.
 
-That is the thread in `sleep`; or a caller that drives, which waits on the connection itself; or an event loop, which
-watches a descriptor of its own. The one who is to sleep on is not told: its epoll has the connection taken out, and put
-back afterwards. So whoever waits touches descriptors alone, and never the connection, which another thread may use
+The waiter is the thread in `sleep`, a caller that drives (it waits on the connection itself), or an event loop (it
+watches its own descriptor). To let another waiter sleep on, the channel removes the connection from that waiter's epoll
+and adds it again afterwards. So a waiter touches only descriptors, never the connection, which another thread may use
 meanwhile.
 """
 
@@ -20,11 +20,10 @@ _READABLE: Final = select.EPOLLIN
 
 
 class PolledChannel(ABC):
-    """A channel whose connection is a descriptor, which is readable when a frame may have come: `ClientChannel` and
-    `DrivableChannel` but for sending and connecting.
+    """A channel over a descriptor that becomes readable when a frame may have come: `ClientChannel` and
+    `DrivableChannel` except for sending and connecting.
 
-    A subclass has the descriptor of each connection polled (`_attach`, `_detach`), and says in `_connection` which one
-    is.
+    A subclass has the descriptor of each connection polled (`_attach`, `_detach`), and returns it in `_connection`.
     """
 
     address: str
@@ -35,17 +34,17 @@ class PolledChannel(ABC):
         self._poll: Final = select.epoll()
         """The connection and the wake-up."""
         self._sleeper: Final = select.epoll()
-        """The wake-up; and `_poll`, unless a caller drives or an event loop reads."""
+        """The wake-up, and `_poll` unless a caller drives or an event loop reads."""
         self._sleeper.register(self._poll, _READABLE)
         self._watched: Wakeup | None = None
         self._frames: select.epoll | None = None
-        """The connection alone, for an event loop that reads; None: none does."""
+        """The connection alone, for an event loop that reads; None: no loop reads."""
         self._left_to_loop = False
 
     @property
     @abstractmethod
     def _connection(self) -> int | None:
-        """The descriptor of the connection; None: there is none."""
+        """The descriptor of the connection; None without one."""
 
     @property
     @abstractmethod
@@ -54,16 +53,15 @@ class PolledChannel(ABC):
 
     @abstractmethod
     def _hear(self) -> None:
-        """Read all frames that have arrived, so that the next one makes the descriptor readable, and clear
-        `_readable`."""
+        """Read all arrived frames, so that the next one makes the descriptor readable, and clear `_readable`."""
 
     @abstractmethod
     def _due_s(self) -> float | None:
-        """Seconds until `_tend` has something to do though nothing has come; None: it has nothing."""
+        """Seconds until `_tend` has work even without an event; None: it has none."""
 
     @abstractmethod
     def _tend(self) -> None:
-        """Look after the connection, once in each `look`."""
+        """Maintain the connection, once in each `look`."""
 
     def _attach(self, connection: int) -> None:
         self._poll.register(connection, _READABLE)
@@ -123,8 +121,7 @@ class PolledChannel(ABC):
     # ------------------------------------------------------------ a caller that drives, and an event loop that reads
 
     def begin_driving(self) -> bool:
-        """Have no event wake the thread in `sleep` any more: the caller does what there is to do. False if something
-        else is to be done."""
+        """See `DrivableChannel`."""
         connection = self._connection
         if connection is None or self.is_behind or self._arrived or self._readable:
             return False
@@ -134,7 +131,7 @@ class PolledChannel(ABC):
         return True
 
     def end_driving(self) -> None:
-        """Have events wake the thread in `sleep`, or the event loop, again. More than once is allowed."""
+        """See `DrivableChannel`."""
         if self._closed:
             return
         connection = self._connection
@@ -160,7 +157,7 @@ class PolledChannel(ABC):
         connection = self._connection
         if connection is None or self._frames is None or self._closed:
             return False
-        self._frames.modify(connection, _READABLE | select.EPOLLOUT)  # it can be written to, so the loop wakes
+        self._frames.modify(connection, _READABLE | select.EPOLLOUT)  # the connection is writable, so the loop wakes
         self._left_to_loop = True
         return True
 
@@ -176,7 +173,7 @@ class PolledChannel(ABC):
 
     def wait_for_frame(self, timeout_s: float | None) -> bool:
         """See `DrivableChannel`."""
-        if self._arrived:  # `send` reads, too
+        if self._arrived:  # `send` reads too
             return True
         connection = self._connection
         events = self._poll.poll(timeout_s, 2)
@@ -192,7 +189,7 @@ class PolledChannel(ABC):
         return self._arrived[0] if self._arrived else None
 
     def close(self) -> None:
-        """Forget what came, and close what was polled. A subclass closes its connection first."""
+        """Drop unread frames, and close the poll descriptors. A subclass closes its connection first."""
         self._closed = True
         self._arrived.clear()
         self._sleeper.close()

@@ -1,5 +1,4 @@
-"""Asks the host of a tcp server that was lost whether a process listens there. ZeroMQ tries again for ever and does not
-say why it fails."""
+"""Asks the host of a lost tcp server whether a process listens there. ZeroMQ retries for ever and reports no cause."""
 
 from __future__ import annotations
 
@@ -10,13 +9,12 @@ from typing import Final
 from transferqueue.transport.address import TcpAddress
 
 ANSWER_S: Final = 0.05
-"""How long `is_refused` waits. A host of the same network answers in less."""
+"""`is_refused` waits this long. A host of the same network answers in less."""
 CONNECT_S: Final = 1.0
 
 
 class PortProbe:
-    """Connects to `place` in a thread of its own, since the name of the host may have to be looked up. Not
-    thread-safe."""
+    """Connects to `place` in its own thread, since resolving the host name may block. Not thread-safe."""
 
     def __init__(self, place: TcpAddress) -> None:
         self._place: Final = place
@@ -24,9 +22,8 @@ class PortProbe:
         self._refused: bool | None = None
 
     def is_refused(self) -> bool | None:
-        """Whether the host refuses connections, which its kernel does while no process listens; a process that is
-        paused, or too busy to answer, still listens. None: the host says nothing, or has not yet; ask again in a
-        second. Blocks for at most `ANSWER_S`."""
+        """Whether the host refuses connections. Its kernel does so while no process listens; a paused or busy process
+        still listens. None: the host has not answered; ask again in a second. Blocks for at most `ANSWER_S`."""
         if self._asking is None:
             self._refused = None
             asking = threading.Thread(target=self._ask, name=f"transferqueue probe {self._place}", daemon=True)
@@ -42,7 +39,7 @@ class PortProbe:
         return self._refused
 
     def _ask(self) -> None:
-        """Try each address that the name stands for: it is refused if all of them refuse."""
+        """Try each address of the name: it is refused if all of them refuse."""
         host = self._place.host.strip("[]")
         family = socket.AF_INET6 if self._place.host.startswith("[") else socket.AF_INET
         try:

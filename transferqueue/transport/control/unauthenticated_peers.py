@@ -1,11 +1,11 @@
 """Limits the connections to a ZeroMQ socket that have not identified themselves, in number and in time.
 
-ZeroMQ accepts every connection in a thread of its own and keeps it. It has a deadline for its own greeting, but none
-for what follows, and when no descriptor is left it retries without end. So a peer that only opens connections could use
-up the descriptors that clients need. ZeroMQ's monitor tells the server's loop the descriptor number of each connection.
-A peer is *unauthenticated* until the loop admits the sender of one of its messages. The loop shuts down connections of
-unauthenticated peers beyond `unauthenticated_peers_max`, and those older than `UNAUTHENTICATED_S`, by descriptor
-number; ZeroMQ then sees the connection's end.
+ZeroMQ accepts every connection in its own thread and keeps it. It has a deadline for its greeting, but none for later
+steps, and when no descriptor is left it retries without end. So a peer that only opens connections could use up the
+descriptors that clients need. ZeroMQ's monitor tells the server's loop the descriptor number of each connection. A peer
+is *unauthenticated* until the loop admits the sender of one of its messages. The loop shuts down unauthenticated
+connections beyond `unauthenticated_peers_max`, and those older than `UNAUTHENTICATED_S`, by descriptor number; ZeroMQ
+then sees their end.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _LEAST: Final = 8
 
 
 def unauthenticated_peers_max() -> int:
-    """How many unauthenticated peers each listening socket allows: `UNAUTHENTICATED_PEERS_MAX`, but at most an eighth
-    of this process's descriptor limit."""
+    """The number of unauthenticated peers that each listening socket allows: `UNAUTHENTICATED_PEERS_MAX`, but at most
+    an eighth of this process's descriptor limit."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY:
         return UNAUTHENTICATED_PEERS_MAX
@@ -44,8 +44,8 @@ class _UnauthenticatedPeer(NamedTuple):
 
 
 class UnauthenticatedPeers:
-    """The unauthenticated peers of one ROUTER socket. Used by the thread of the socket. source: readable when
-    connections were made or ended."""
+    """The unauthenticated peers of one ROUTER socket. Used by the thread of the socket. `source` becomes readable when
+    a connection is made or ends."""
 
     def __init__(self, watched: zmq.Socket[bytes], clock: Callable[[], float] = time.monotonic) -> None:
         self.source: Final = watched.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
@@ -69,7 +69,7 @@ class UnauthenticatedPeers:
             self._turn_away(next(iter(self._all)))
 
     def admit(self, frame: zmq.Frame) -> None:
-        """The peer that sent this frame is admitted."""
+        """Admit the peer that sent this frame."""
         if self._all:
             with suppress(zmq.ZMQError):
                 self._all.pop(int(frame.get(zmq.SRCFD)), None)
@@ -90,8 +90,8 @@ class UnauthenticatedPeers:
         self.turned_away += 1
         if self.turned_away == 1:
             _log.warning(
-                "a tcp port closed a connection that did not say who it is within %g s, or made room for later ones; "
-                "clients of this version greet at once, so another program connects there (this is logged once)",
+                "the server closed a tcp connection that did not identify itself within %g s, or made room for later "
+                "ones; clients of this version greet at once, so another program connects there (this is logged once)",
                 UNAUTHENTICATED_S,
             )
         with suppress(OSError):
@@ -104,7 +104,7 @@ class UnauthenticatedPeers:
 
 
 def _where(number: int) -> Any:
-    """The address of the peer of the connection with this descriptor; None if it is closed already."""
+    """The address of the peer of the connection with this descriptor; None if it is closed."""
     try:
         connection = socket.socket(fileno=number)
     except OSError:

@@ -1,12 +1,12 @@
 """Frames between processes of one machine, over a Unix stream socket.
 
-Over a network ZeroMQ carries frames, with encryption and a thread of its own at each end. On one machine those threads
-have nothing to do, and waking them took most of the time of a call (docs/decisions/calls.md). So here the client's
-thread and the server's thread write and read the socket themselves.
+Over a network ZeroMQ carries frames, with encryption and its own thread at each end. On one machine those threads have
+no work, and waking them took most of the time of a call (docs/decisions/calls.md). So here the client's thread and the
+server's thread write and read the socket themselves.
 
 A frame is its length (4 bytes, little-endian) and its bytes. A peer that sends an impossible length is disconnected: a
 client may send `PUBLISH_BYTES_MAX`, an unauthenticated one `SMALL_FRAME_BYTES`, and a server `MESSAGE_BYTES_MAX`. The
-socket file belongs to its user (0600); no keys are asked for.
+socket file belongs to its user (0600), and needs no keys.
 
 A peer is *unauthenticated* until the server admits it (`UnixServer.admit`). At most `unauthenticated_peers_max` of them
 stay connected, each for `UNAUTHENTICATED_S`, so they cannot use up the descriptors that clients need.
@@ -49,23 +49,23 @@ REDIAL_S: Final = 0.01
 """First pause before a lost or missing server is tried again; doubles up to `REDIAL_S_MAX`."""
 REDIAL_S_MAX: Final = 0.5
 HEARD_AFTER: Final = 64
-"""After this many written frames a client reads what has arrived: a client that sends thousands of calls at once must
-not look like one that does not read."""
+"""After this many written frames a client reads: otherwise a client that sends thousands of calls at once would look
+like one that does not read."""
 _READ_BYTES: Final = 4 * KIB
-"""What is read at first. Room for more takes longer to get than most frames to read."""
+"""The size of the first read. A larger buffer takes longer to allocate than most frames to read."""
 _READ_ON_BYTES: Final = 64 * KIB
-"""What is read next, as long as reads are full."""
+"""The size of the next reads, while reads are full."""
 _JOINED_MAX: Final = 16 * KIB
-"""Frames up to this size are copied behind their length, larger ones are written from two places."""
+"""Frames up to this size are copied behind their length; larger ones are written from two places."""
 _EVENTS_MAX: Final = 256
-"""The most peers that the server reads in one turn. The kernel brings the others at the next."""
+"""The server reads at most this many peers in one turn. The kernel reports the others at the next."""
 _LENGTH: Final = 4
 _NO_SIGNAL: Final = socket.MSG_NOSIGNAL
 _WRITABLE: Final = select.EPOLLOUT
 _BACKLOG: Final = 1024
 _NOT_NOW: Final = (errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM)
-"""The peer has to read first, or the kernel has no memory for a frame at this moment: the frame waits. Any other error:
-the peer is gone."""
+"""The peer must read first, or the kernel has no memory for a frame now: the frame waits. After any other error the
+peer is gone."""
 
 
 class Descriptor(Protocol):
@@ -80,7 +80,7 @@ class PeerClosed(Exception):
 
 
 class FrameStream:
-    """One end of a connection. Nothing blocks. bytes_max: of a frame that is read.
+    """One end of a connection. Nothing blocks. It reads frames of at most `bytes_max`.
 
     Only `read` reports that the peer is gone, after the last frames that the peer sent. `send` to a lost peer does
     nothing.
@@ -93,12 +93,12 @@ class FrameStream:
         self.socket: Final = connected
         self.bytes_max = bytes_max
         self.unsent: Final[deque[memoryview]] = deque()
-        """What waits until the peer reads."""
+        """Frames that wait until the peer reads."""
         self.unsent_bytes = 0
         self._begun = bytearray()
         self._room = _READ_BYTES
         self._wanted = 0
-        """Bytes that `_begun` must have before it can be a whole frame."""
+        """`_begun` can be a whole frame only from this many bytes on."""
 
     @property
     def is_full(self) -> bool:
@@ -111,7 +111,7 @@ class FrameStream:
         return bool(self.unsent)
 
     def send(self, frame: bytes) -> None:
-        """Write a frame, and queue what the kernel does not take."""
+        """Write a frame, and queue the rest that the kernel does not take."""
         size, sent = len(frame), 0
         head = size.to_bytes(_LENGTH, "little")
         if size > _JOINED_MAX:
@@ -134,8 +134,8 @@ class FrameStream:
         self.unsent_bytes += len(rest)
 
     def send_some(self, frames: Iterable[bytes]) -> int:
-        """Write as many frames as are small together, and queue what the kernel does not take. Returns how many. Only
-        while no frame is queued."""
+        """Write as many frames as are small together, and queue the rest that the kernel does not take. Returns the
+        number. Only while no frame is queued."""
         parts: list[bytes] = []
         size = 0
         for frame in frames:
@@ -198,7 +198,7 @@ class FrameStream:
         return more
 
     def close(self) -> None:
-        """Disconnect, also if a forked child has the socket too. The peer can still read what the kernel has taken."""
+        """Disconnect, even if a forked child shares the socket. The peer can still read the bytes in the kernel."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
@@ -270,7 +270,7 @@ class UnixChannel(PolledChannel):
             self._hear()
 
     def send_some(self, frames: Sequence[bytes]) -> int:
-        """Write frames with one system call, as far as they are small."""
+        """Write small frames with one system call."""
         if len(frames) == 1 or self._closed or self._stream is None or self._stream.is_behind:
             self.send(frames[0])
             return 1
@@ -285,7 +285,7 @@ class UnixChannel(PolledChannel):
     def _check(self, full: bool) -> None:
         if full:
             raise Unreachable(
-                f"{self.address} has taken none of the last {FRAMES_QUEUED_MAX} messages; nothing reads there"
+                f"{self.address} has taken none of the last {FRAMES_QUEUED_MAX} messages; no process reads there"
             )
 
     def _hear(self) -> None:
@@ -297,7 +297,7 @@ class UnixChannel(PolledChannel):
             except PeerClosed:
                 self._lose()
         if self._arrived:
-            self._pause_s = REDIAL_S  # the server answers: it does not just disconnect every client
+            self._pause_s = REDIAL_S  # the server answers, and does not disconnect every client
 
     @property
     def _connection(self) -> int | None:
@@ -353,8 +353,8 @@ class UnixChannel(PolledChannel):
         self._pause_s = min(2 * self._pause_s, REDIAL_S_MAX)
 
     def _lose(self) -> None:
-        """Close a lost connection. Its unsent frames are lost. After an interrupt at any step of it, `reset` goes
-        on."""
+        """Close a lost connection. Its unsent frames are lost. If it is interrupted at any step, `reset` completes
+        it."""
         self._readable, self.is_lost = False, True
         self._later()
         lost, self._stream = self._stream, None
@@ -382,7 +382,7 @@ def _connected(path: str) -> socket.socket:
 
 
 class UnixPeer:
-    """A client's connection at the server's end. Replies to its frames go to it."""
+    """A client's connection at the server's end. It takes the replies to its frames."""
 
     __slots__ = ("accepted_at", "is_gone", "stream", "waits_to_write")
 
@@ -403,10 +403,11 @@ class UnixServer:
         self._clock = clock
         self._peers: dict[int, UnixPeer] = {}
         self.unauthenticated: Final[dict[int, UnixPeer]] = {}
-        """Oldest first. Without any, `tick` has nothing to do."""
+        """Oldest first. While it is empty, `tick` has nothing to do."""
         self._unauthenticated_max = unauthenticated_peers_max()
         self.turned_away = 0
-        """How many unauthenticated peers were disconnected, and connections refused because no descriptor was left."""
+        """The number of unauthenticated peers that were disconnected, and of connections refused for want of a
+        descriptor."""
         self._arrived: deque[tuple[UnixPeer, bytes]] = deque()
         self._others: set[int] = set()
         try:
@@ -431,9 +432,8 @@ class UnixServer:
         self._epoll.register(source, select.EPOLLIN)
 
     def poll(self, timeout_s: float | None) -> list[int]:
-        """Wait for frames, new connections or a watched source; None: for ever. Reads once from each peer that has sent
-        something. Returns the watched descriptors that are readable. While frames of an earlier call are not taken yet,
-        nothing is read."""
+        """Wait for frames, new connections or a watched source; None: without limit. Reads once from each peer that has
+        sent bytes; not while frames of an earlier call are left. Returns the watched descriptors that are readable."""
         readable = []
         left = bool(self._arrived)
         for number, events in self._epoll.poll(0 if left else timeout_s, _EVENTS_MAX):
@@ -512,7 +512,7 @@ class UnixServer:
             self._take_in(connected)
 
     def _take_in(self, connected: socket.socket) -> None:
-        """Add an unauthenticated peer, and read it at once: one that has sent a frame ranks above silent ones."""
+        """Add an unauthenticated peer, and read it at once: a peer that has sent a frame ranks above silent ones."""
         if len(self.unauthenticated) >= self._unauthenticated_max:
             self._hang_up(self._least_promising())
         peer = UnixPeer(FrameStream(connected, SMALL_FRAME_BYTES), self._clock())
@@ -526,7 +526,7 @@ class UnixServer:
         return next((peer for peer in peers if id(peer) not in waiting), next(iter(peers)))
 
     def admit(self, peer: UnixPeer) -> None:
-        """The peer has a session: it is not disconnected for its age any more."""
+        """The peer has a session: it is no longer disconnected for its age."""
         if not peer.is_gone:
             peer.stream.bytes_max = PUBLISH_BYTES_MAX
             self.unauthenticated.pop(peer.stream.socket.fileno(), None)
@@ -535,8 +535,8 @@ class UnixServer:
         self.turned_away += 1
         if self.turned_away == 1:
             _log.warning(
-                "%s: a connection was closed that did not say who it is within %g s, or made room for later ones; "
-                "clients of this version greet at once, so another program connects here (this is logged once)",
+                "%s: the server closed a connection that did not identify itself within %g s, or made room for later "
+                "ones; clients of this version greet at once, so another program connects here (this is logged once)",
                 self._path,
                 UNAUTHENTICATED_S,
             )
@@ -601,7 +601,7 @@ def _listening(path: Path) -> socket.socket:
 
 
 def _flush(streams: Iterable[FrameStream], farewell_s: float) -> None:
-    """Write the queued frames as the peers read, for up to `farewell_s` seconds."""
+    """Write the queued frames while the peers read, for up to `farewell_s` seconds."""
     until, behind = time.monotonic() + farewell_s, dict[int, FrameStream]()
     polled = select.poll()  # `select.select` knows no descriptor above 1023
     for stream in streams:

@@ -1,15 +1,14 @@
 """Frames over ZeroMQ, to other machines: DEALER at the client, ROUTER at the server.
 
-Each socket has high-water marks that bound its queues, closes at once (LINGER 0), and drops a frame that is too large
-together with the connection that sent it: over `PUBLISH_BYTES_MAX` at the server, over `MESSAGE_BYTES_MAX` at a client.
-Each channel has its own ZeroMQ context, so closing the channel frees its descriptors and its thread, and affects no
-other.
+Each socket has high-water marks that bound its queues, and closes at once (LINGER 0). It drops a frame that is too
+large, with its connection: over `PUBLISH_BYTES_MAX` at the server, over `MESSAGE_BYTES_MAX` at a client. Each channel
+has its own ZeroMQ context, so closing the channel frees its descriptors and its thread, and affects no other.
 
-A client's socket tells of a frame that has come only once, by its descriptor (`ZMQ_FD`), and any use of the socket may
-take that away. So each use ends with receiving until nothing is left (docs/decisions/calls.md).
+A client's socket signals a frame only once, by its descriptor (`ZMQ_FD`), and any use of the socket may clear that
+signal. So each use ends with receiving until no frame is left (docs/decisions/calls.md).
 
 A server with keys (`keyring`) receives only from clients with known keys, and names each by its public key
-(`KeyedPeer`). A server without keys listens at loopback only.
+(`KeyedPeer`). A server without keys listens only at loopback.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ RECONNECT_MS: Final = 10
 """First pause before a lost connection is tried again; doubles up to `RECONNECT_MS_MAX`."""
 RECONNECT_MS_MAX: Final = 500
 REDIAL_S: Final = 0.05
-"""After a loss ZeroMQ reports at once that it retries. If it reports nothing for this long it has given up, as it does
-after bytes that are no frames, or a key that does not fit. Then the channel connects again."""
+"""After a loss ZeroMQ reports at once that it retries. If it reports nothing for this long it has given up, as after
+bytes that are no frames, or a wrong key. Then the channel connects again."""
 HANDSHAKE_MS: Final = 10_000
 """A ZeroMQ handshake that takes longer, for example because bytes were damaged, is started again."""
 PING_MS: Final = 5_000
@@ -59,10 +58,9 @@ class ZmqChannel(PolledChannel):
         self.connections_made, self.is_lost = 0, False
         self._clock = clock
         self._redial_at: float | None = None
-        """When to connect again, unless ZeroMQ reports until then that it does; None: it does, or there is no need."""
+        """When to connect again, unless ZeroMQ reports before that it does; None: there is no need."""
         self._was_full = self._takes_more = False
-        """Whether the queue had no room for a frame; and whether it has since, which nobody else hears of (see
-        `_hear`)."""
+        """Whether the queue had no room for a frame, and whether it has had room since. Only `_hear` sees that."""
         self._context, self._socket = _open(zmq.DEALER)
         self._socket.setsockopt(zmq.IPV6, int(place.host.startswith("[")))
         secure(self._socket, keys)
@@ -99,17 +97,17 @@ class ZmqChannel(PolledChannel):
         self._hear()
         if not count:
             raise Unreachable(
-                f"{self.address} has taken none of the last {FRAMES_QUEUED_MAX} messages; nothing reads there"
+                f"{self.address} has taken none of the last {FRAMES_QUEUED_MAX} messages; no process reads there"
             )
         return count
 
     def _hear(self) -> None:
-        """Receive all frames that have arrived. Every other use of the socket ends with this, since it may have taken
-        away what its descriptor says of a frame that has come, or of room in the queue."""
+        """Receive all arrived frames. Every other use of the socket ends with this call, since it may have cleared the
+        descriptor's signal of a frame, or of room in the queue."""
         events = 0
         while not self._closed and (events := int(self._socket.getsockopt(zmq.EVENTS))) & zmq.POLLIN:
             self._arrived.append(self._socket.recv(zmq.NOBLOCK))
-            while self._socket.getsockopt(zmq.RCVMORE):  # of a message with more parts only the first
+            while self._socket.getsockopt(zmq.RCVMORE):  # keep only the first part of a message
                 self._socket.recv(zmq.NOBLOCK)
         self._readable = False
         self._takes_more = self._was_full and bool(events & zmq.POLLOUT)
@@ -130,10 +128,10 @@ class ZmqChannel(PolledChannel):
         return None if due_at is None else max(0.0, due_at - self._clock())
 
     def _tend(self) -> None:
-        """Hear what became of the connection, and connect again where ZeroMQ has given up."""
-        if self._readable:  # perhaps for no frame: nothing else takes the signal away
+        """Process the events of the connection, and connect again if ZeroMQ has given up."""
+        if self._readable:  # perhaps without a frame: only this call clears the signal
             self._hear()
-        self._was_full = self._takes_more = False  # whoever has more to send tries again now
+        self._was_full = self._takes_more = False  # a caller with more to send tries again now
         self._hear_events()
         if self._redial_at is not None and self._clock() >= self._redial_at:
             self._dial_again()
@@ -155,7 +153,7 @@ class ZmqChannel(PolledChannel):
 
     def _dial_again(self) -> None:
         self._redial_at = None
-        with suppress(zmq.ZMQError):  # ZeroMQ may have dropped the connection already
+        with suppress(zmq.ZMQError):  # ZeroMQ may have dropped the connection before
             self._socket.disconnect(self.address)
         self._socket.connect(self.address)
         self._hear()
@@ -176,7 +174,8 @@ class KeyedPeer(NamedTuple):
 class ZmqServer:
     """The server's end of all connections at all its addresses. Not thread-safe.
 
-    keyring: the clients that it accepts; None: it accepts all, and listens at loopback addresses only.
+    Args:
+        keyring: the clients that it accepts; None: it accepts all, and listens only at loopback addresses.
     """
 
     def __init__(self, keyring: Keyring | None = None) -> None:
@@ -188,14 +187,15 @@ class ZmqServer:
         self._unauthenticated = UnauthenticatedPeers(self.socket)
         self._last: tuple[bytes | KeyedPeer, zmq.Frame] | None = None
         self.sources: Final = [self.socket, self._unauthenticated.source, *([self._gate.socket] if self._gate else [])]
-        """Sockets to poll for reading: then call `recv_nowait`, and for any but the first `decide`."""
+        """Sockets to poll for reading. If one is readable, call `recv_nowait`; for any but the first also `decide`."""
 
     def decide(self, *, has_news: bool = True) -> bool:
         """Accept or refuse new connections, and close those of old unauthenticated peers. Returns whether the keys
-        changed: then sessions may have to end.
+        changed, so that sessions may have to end.
 
-        has_news: whether any but the first of `sources` is readable, or `patience_s` is over; a look in vain costs a
-        twentieth of a request.
+        Args:
+            has_news: whether any but the first of `sources` is readable, or `patience_s` is over. A call in vain costs
+                a twentieth of a request.
         """
         if has_news:
             self._unauthenticated.hear()
@@ -209,7 +209,7 @@ class ZmqServer:
     def admit(self, peer: bytes | KeyedPeer) -> None:
         """`peer` has a session: if it sent the frame received last, its connection counts as authenticated."""
         if self._last is not None and self._last[0] == peer:
-            # Hear of a connection that was made since `decide`: it counts as authenticated from now on.
+            # Process the event of a connection that was made since `decide`: it counts as authenticated from now on.
             self._unauthenticated.hear()
             self._unauthenticated.admit(self._last[1])
 
@@ -229,8 +229,8 @@ class ZmqServer:
         return self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def recv_nowait(self) -> tuple[bytes | KeyedPeer, bytes] | None:
-        """The peer and the next frame, or None. A message of several parts, which no client of this library sends, is
-        returned as an empty frame, which is no valid message."""
+        """The peer and the next frame, or None. A message of several parts, which no client of this library sends,
+        becomes an empty frame, which is no valid message."""
         try:
             first = self.socket.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -267,9 +267,9 @@ def check_open(place: TcpAddress, *, keyed: bool) -> None:
     if keyed or is_loopback(place.host):
         return
     raise UsageError(
-        f"address {place} can be reached from other machines, and this server has no keys: whoever reaches it could "
-        "read and change everything. Make keys (transferqueue keys new NAME --role ROLE) and serve with --keys, or "
-        "listen at 127.0.0.1"
+        f"address {place} can be reached from other machines, and this server has no keys: any program that reaches "
+        "it could read and change everything. Make keys (transferqueue keys new NAME --role ROLE) and serve with "
+        "--keys, or listen at 127.0.0.1"
     )
 
 
@@ -285,10 +285,10 @@ def _doubt(place: TcpAddress, keys: ClientKeys | None) -> str:
     start = f"is a server running there? Start one: transferqueue serve --address {place}"
     if keys is None:
         return (
-            f"{start}. One that has keys does not answer those without: connect with a join token (transferqueue keys "
-            "token)"
+            f"{start}. A server with keys does not answer clients without: connect with a join token (transferqueue "
+            "keys token)"
         )
-    return f"{start} --keys. One that runs does not answer a key that it does not know, or that was revoked"
+    return f"{start} --keys. A running server does not answer a key that it does not know, or that was revoked"
 
 
 def _named(route: bytes, frame: zmq.Frame) -> bytes | KeyedPeer:

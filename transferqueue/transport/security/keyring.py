@@ -1,7 +1,5 @@
 """The key file of a server: its own key pair, and the clients that it accepts, each with a name and a role.
 
-Rules:
-
 - It is one file, 0600 in a directory 0700, replaced whole by a rename. A reader sees either the old content or the new.
 - A process that changes it holds the lock beside it.
 - A running server reads the file again when it was replaced (`refresh`). If the file is missing or cannot be read, the
@@ -37,7 +35,7 @@ _NAME: Final = "keys.json"
 
 
 class KeyOwner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A client that the server accepts. made: when the key was made, ISO 8601 in UTC."""
+    """A client that the server accepts. `made`: when the key was made, ISO 8601 in UTC."""
 
     name: str
     role: Role
@@ -78,17 +76,24 @@ def load(directory: Path) -> KeyFile:
     except FileNotFoundError:
         raise UsageError(f"key file {path} does not exist; make keys with: transferqueue keys new NAME") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise UsageError(f"key file {path} cannot be understood: {error}; restore it, or make new keys") from error
+        raise UsageError(f"key file {path} cannot be decoded: {error}; restore it, or make new keys") from error
 
 
 def add(directory: Path, name: str, role: str) -> KeyOwner:
     """Make a key for a new client, and return it. Makes the file with the server's pair if there is none.
 
-    `AlreadyExists` for a name in use, `UsageError` for an invalid name or an unknown role, `Full` beyond `KEYS_MAX`
-    clients.
+    Args:
+        directory: of the key file.
+        name: of the client.
+        role: of the client.
+
+    Raises:
+        AlreadyExists: the name is in use.
+        UsageError: the name is invalid, or the role unknown.
+        Full: there are `KEYS_MAX` clients.
     """
     check_name("key", name)
-    known: Role | None = next((each for each in ROLES if each == role), None)
+    known: Role | None = next((role_name for role_name in ROLES if role_name == role), None)
     if known is None:
         raise UsageError(f"role {role!r} of key {name!r} is unknown; give one of {listing(ROLES)}")
     with _changing(directory) as before:
@@ -96,7 +101,7 @@ def add(directory: Path, name: str, role: str) -> KeyOwner:
         if any(owner.name == name for owner in keys.clients):
             raise AlreadyExists(f"key {name!r} exists; revoke it first, or take another name")
         if len(keys.clients) >= KEYS_MAX:
-            raise Full(f"key {name!r} refused: {KEYS_MAX} keys exist, which is the most; revoke some")
+            raise Full(f"key {name!r} refused: {KEYS_MAX} keys exist, the most that a file holds; revoke some")
         made = KeyOwner(name, known, KeyPair.new(), datetime.now(UTC).isoformat(timespec="seconds"))
         _write(directory, KeyFile(keys.server, [*keys.clients, made]))
     return made
@@ -116,9 +121,7 @@ def token_of(directory: Path, name: str, address: str) -> JoinToken:
     """The join token of a client for a server at `address` (tcp). `NotFound` lists the existing names."""
     place = parse_address(address)
     if not isinstance(place, TcpAddress) or place.port == 0 or place.host == "*":
-        raise UsageError(
-            f"address {address!r} is none that clients connect to with a key; give tcp://host:port as they see it"
-        )
+        raise UsageError(f"address {address!r} does not take keys; give tcp://host:port as clients see it")
     keys = load(directory)
     owner = _owner(keys, name)
     return JoinToken(address, ClientKeys(keys.server.public, owner.pair), owner.name, owner.role)
@@ -148,11 +151,11 @@ class Keyring:
         try:
             keys = load(self.directory)
         except UsageError as error:
-            _log.error("nobody is let in any more: %s", error)
+            _log.error("the server refuses every key from now on: %s", error)
             self._owners = {}
         else:
             if keys.server.public != self.server.public:
-                _log.warning("the server's own key has changed; clients are met with the old one until a restart")
+                _log.warning("the server's own key changed in its file; the server uses the old one until a restart")
             self._owners = _by_public(keys)
         return True
 
@@ -179,7 +182,7 @@ def _owner(keys: KeyFile, name: str) -> KeyOwner:
 
 @contextmanager
 def _changing(directory: Path) -> Iterator[KeyFile | None]:
-    """Hold the lock of the file, and give its content; None if there is no file yet."""
+    """Hold the lock of the file, and yield its content; None if there is no file yet."""
     private_directory(directory, "key directory")
     lock = FileLock(directory / f"{_NAME}.lock", inherited=False)
     if not lock.take():

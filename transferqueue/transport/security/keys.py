@@ -1,6 +1,6 @@
 """CURVE keys, and the join token that carries them to a client.
 
-Rules (docs/decisions/keys-and-limits.md):
+See docs/decisions/keys-and-limits.md.
 
 - A server has one key pair. Each client has its own key pair, with a name and a role in the server's key file
   (`keyring`).
@@ -62,8 +62,8 @@ class ClientKeys(msgspec.Struct, frozen=True):
 
 
 class JoinToken(msgspec.Struct, frozen=True):
-    """What a client needs to connect: the server's address and public key, and the client's own key pair, name and
-    role."""
+    """The facts that a client needs to connect: the server's address and public key, and the client's own key pair,
+    name and role."""
 
     address: str
     keys: ClientKeys
@@ -84,7 +84,9 @@ def public_of(secret: str) -> str:
     try:
         return zmq.curve_public(secret.encode()).decode()
     except (zmq.ZMQError, ValueError) as error:
-        raise UsageError(f"a secret key of {len(secret)} characters is none; keys are 40 characters of Z85") from error
+        raise UsageError(
+            f"a secret key of {len(secret)} characters is invalid; keys are 40 characters of Z85"
+        ) from error
 
 
 def is_token(text: object) -> bool:
@@ -115,14 +117,14 @@ def write_token(token: JoinToken) -> str:
 def read_token(text: object) -> JoinToken:
     """Decode a token. `UsageError` if the text is no token, is damaged, or has no tcp address."""
     if not isinstance(text, str) or not is_token(text):
-        raise UsageError(f"join token {_shown(text)} is none: it begins with {TOKEN_PREFIX}; see transferqueue keys")
+        raise UsageError(f"join token {_shown(text)} does not begin with {TOKEN_PREFIX}; see transferqueue keys")
     if len(text) > TOKEN_CHARS_MAX:
-        raise UsageError(f"join token {_shown(text)} has {len(text)} characters; at most {TOKEN_CHARS_MAX} are read")
+        raise UsageError(f"join token {_shown(text)} has {len(text)} characters; at most {TOKEN_CHARS_MAX} are allowed")
     packed = _unpack(text.strip())
     if not isinstance(parse_address(packed.address), TcpAddress):
         raise UsageError(f"join token {_shown(text)} leads to {packed.address!r}; only tcp needs one")
     if len(packed.server) != _KEY_BYTES or len(packed.secret) != _KEY_BYTES:
-        raise UsageError(f"join token {_shown(text)} holds no keys of {_KEY_BYTES} bytes; make a new one")
+        raise UsageError(f"join token {_shown(text)} has no keys of {_KEY_BYTES} bytes; make a new one")
     secret = _z85(packed.secret)
     keys = ClientKeys(_z85(packed.server), KeyPair(public_of(secret), secret))
     return JoinToken(packed.address, keys, check_name("key", packed.name), packed.role)

@@ -1,7 +1,7 @@
 """Decides which clients may connect, with ZeroMQ's authentication protocol (ZAP, rfc.zeromq.org/spec/27).
 
-For each new connection ZeroMQ sends a question to a socket inside the process, and holds the connection until it is
-answered. The server's loop answers, so no further thread is needed. ZeroMQ attaches the public key of an accepted
+For each new connection ZeroMQ sends a question to a socket inside the process, and holds the connection until the
+answer. The server's loop answers, so no further thread is needed. ZeroMQ attaches the public key of an accepted
 connection to each of its messages (`KEY_PROPERTY`); a peer cannot set it.
 """
 
@@ -58,7 +58,7 @@ class ZapHandler:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keyring: KeySet) -> None:
         if not zmq.has("curve"):
-            raise UsageError("keys need a ZeroMQ with CURVE, and this one has none; install pyzmq from its wheel")
+            raise UsageError("keys need a ZeroMQ with CURVE, which this one lacks; install pyzmq from its wheel")
         self.keyring: Final = keyring
         self.socket: Final = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)

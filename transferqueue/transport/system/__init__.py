@@ -1,1 +1,1 @@
-"""What the operating system gives: host identity, locks, private files, wake-ups."""
+"""Operating system services: host identity, locks, private files, wake-ups."""

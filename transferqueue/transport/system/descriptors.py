@@ -1,4 +1,5 @@
-"""Whether this process may open more descriptors. Where it may not, ZeroMQ does not fail: it ends the process."""
+"""Checks whether this process may open more descriptors. Without any left, ZeroMQ ends the process instead of
+failing."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ import zmq
 from transferqueue.errors import UsageError
 
 CONNECTION_DESCRIPTORS: Final = 16
-"""What a connection takes (over tcp ten, eight of them of ZeroMQ), and some more, since other threads open files
-meanwhile."""
+"""The descriptors of a connection (over tcp ten, eight of them of ZeroMQ), and a reserve for files that other threads
+open meanwhile."""
 
 
 def check_descriptors(purpose: str, count: int = CONNECTION_DESCRIPTORS) -> None:
-    """Raise `UsageError` unless this process may open `count` more descriptors. purpose: what needs them."""
+    """Raise `UsageError` unless this process may open `count` more descriptors for `purpose`."""
     opened = list[int]()
     try:
         opened.extend(os.eventfd(0, os.EFD_CLOEXEC) for _ in range(count))

@@ -1,11 +1,9 @@
-"""File locks that tell whether a process lives. The kernel decides this, not a timer.
+"""File locks that show whether a process lives. The kernel decides this, not a timer.
 
-Rules:
-
-- A process holds an `flock` on a file of its own. The kernel releases it when the last descriptor of that opening is
-  closed: at exit, at SIGKILL, never at SIGSTOP. A forked child keeps the lock. That is right for a session (the child
-  has the parent's views too) and wrong for a server's address (`inherited=False` closes the descriptor in the child).
-- The holder may unlink the file, and so may a server that found it unlocked. So after a process has locked a file, it
+- A process holds an `flock` on its own file. The kernel releases it when the last descriptor of that opening is closed:
+  at exit, at SIGKILL, never at SIGSTOP. A forked child keeps the lock. That is right for a session (the child has the
+  parent's views too) and wrong for a server's address (`inherited=False` closes the descriptor in the child).
+- The holder may unlink the file, and so may a server that finds it unlocked. So after a process has locked a file, it
   checks that the name still leads to that file, and starts again if not. Thus two processes never hold the same name.
 """
 
@@ -22,10 +20,12 @@ from transferqueue.errors import UsageError
 
 
 class FileLock:
-    """A lock on the file `path`, which is created (0600) if it is missing. Held from `take` until `release` or the
-    process's death.
+    """A lock on the file `path`, which is created (0600) if missing. Held from `take` until `release` or the process's
+    death.
 
-    inherited: whether a forked child keeps the lock.
+    Args:
+        path: of the file.
+        inherited: whether a forked child keeps the lock.
     """
 
     def __init__(self, path: Path | str, *, inherited: bool = True) -> None:
@@ -41,8 +41,8 @@ class FileLock:
         return self._fd >= 0
 
     def take(self) -> bool:
-        """Lock the file without blocking. False if another process holds the lock. `OSError` if the file cannot be
-        opened."""
+        """Lock the file without blocking. Returns False if another process holds the lock. `OSError` if the file cannot
+        be opened."""
         while not self.held:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             if not _flock(fd, fcntl.LOCK_EX):
@@ -55,14 +55,14 @@ class FileLock:
         return True
 
     def release(self, *, unlink: bool = True) -> None:
-        """Release the lock. unlink: also remove the file. A second call does nothing.
+        """Release the lock, and with `unlink` remove the file. A second call does nothing.
 
         In a forked child this only closes the child's descriptor: the file belongs to the parent.
         """
         if not self.held:
             return
         if unlink and self._taker == os.getpid() and _leads_to(self.path, self._fd):
-            self.path.unlink(missing_ok=True)  # who clears the directory may have been quicker
+            self.path.unlink(missing_ok=True)  # another process may have cleared the directory
         self._abandon()
 
     def _abandon(self) -> None:
@@ -72,11 +72,11 @@ class FileLock:
 
 
 class LockProbe:
-    """Tells whether another process holds the lock of a file. Keeps the file open, so the answer stays true if the name
+    """Shows whether another process holds the lock of a file. Keeps the file open, so the answer stays true if the name
     is removed or reused.
 
-    `FileNotFoundError` if there is no such file. `UsageError` if it is not a regular file of this user: a peer may have
-    sent the path.
+    `FileNotFoundError` if there is no such file. `UsageError` if it is not a regular file of this user: the path may
+    come from a peer.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -102,7 +102,7 @@ class LockProbe:
 
 
 def is_locked(path: Path | str) -> bool:
-    """Whether a process holds the lock of `path` now. False if the file does not exist. Errors as of `LockProbe`."""
+    """Whether a process holds the lock of `path` now. False if the file does not exist. Errors as in `LockProbe`."""
     try:
         probe = LockProbe(path)
     except FileNotFoundError:
@@ -133,14 +133,14 @@ def _open_to_probe(path: Path) -> int:
         raise
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            raise  # it is this process that lacks something
+            raise  # this process lacks a resource
         raise UsageError(f"lock file {str(path)[:200]!r} cannot be opened: {error}") from error
     try:
         _check_kind(path, os.fstat(fd))
         _flock(fd, fcntl.LOCK_UN)
     except OSError as error:
         os.close(fd)
-        raise UsageError(f"lock file {str(path)[:200]!r} is where no locks can be asked for: {error}") from error
+        raise UsageError(f"lock file {str(path)[:200]!r} is on a file system without locks: {error}") from error
     except UsageError:
         os.close(fd)
         raise

@@ -12,14 +12,14 @@ from typing import Final
 from transferqueue.errors import UsageError
 
 TRIES_MAX: Final = 100
-"""How often a directory is made again that another process removes, empty, before its status is read."""
+"""A directory is made again this often if another process removes it, empty, before its status is read."""
 
 
 def make_directories(path: Path) -> None:
     """Make a directory and its missing parents, each 0700. Directories that exist stay as they are.
 
-    Not ``mkdir(parents=True)``: that gives the mode to the last directory only, and a user who may write to a parent
-    can replace what is in it.
+    Not ``mkdir(parents=True)``: that gives the mode only to the last directory, and a user who may write to a parent
+    can replace its entries.
     """
     missing = []
     while not path.is_dir():
@@ -31,9 +31,7 @@ def make_directories(path: Path) -> None:
 
 def private_directory(path: Path, called: str = "runtime directory") -> Path:
     """Make `path` (0700) if it is missing, and return it. `UsageError` if it is not a directory of this user alone.
-
-    called: the name of the directory in messages.
-    """
+    Messages name the directory as `called`."""
     try:
         status = _made(path)
     except OSError as error:
@@ -57,7 +55,7 @@ def _made(path: Path) -> os.stat_result:
     for _ in range(TRIES_MAX - 1):
         with suppress(
             FileNotFoundError, FileExistsError
-        ):  # the second where it was there, and is gone when `mkdir` looks
+        ):  # the second if it existed, and was removed before `mkdir` looked
             make_directories(path)
             return path.stat(follow_symlinks=False)
     make_directories(path)
@@ -81,7 +79,7 @@ def read_private(path: Path, bytes_max: int) -> bytes:
                 f"file of user {os.geteuid()} alone; chmod 600 {path}"
             )
         if status.st_size > bytes_max:
-            raise UsageError(f"file {path} has {status.st_size:,} bytes; at most {bytes_max:,} are read")
+            raise UsageError(f"file {path} has {status.st_size:,} bytes; at most {bytes_max:,} are allowed")
         return file.read(bytes_max)
 
 

@@ -8,13 +8,13 @@ import traceback
 from typing import Final
 
 STOP_S: Final = 90.0
-"""A thread that is told to end waits for others at most a minute (a snapshot that is given up), so after this something
-is wrong."""
+"""A thread that must end waits for others at most a minute (for a snapshot that is given up), so after this time there
+is a defect."""
 
 
 def still_runs(thread: threading.Thread, wait_s: float = STOP_S) -> str:
-    """Wait until a thread has ended, at most `wait_s`. Returns where it is if it has not, else "". A thread that was
-    never started has ended."""
+    """Wait at most `wait_s` until a thread has ended. Returns its stack if it has not, else "". A thread that was never
+    started has ended."""
     if thread.ident is None:
         return ""
     thread.join(wait_s)
@@ -28,6 +28,5 @@ _kept_for_good: Final[list[object]] = []
 
 
 def keep_for_good(*things: object) -> None:
-    """Never free these, though no variable holds them: memory that a transfer under way may still write, and what the
-    transfer needs."""
+    """Never free these: memory that a transfer under way may still write, and the objects that the transfer needs."""
     _kept_for_good.extend(things)
