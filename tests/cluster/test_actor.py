@@ -135,4 +135,4 @@ def test_a_later_life_that_cannot_be_ends_its_process(live, tmp_path):
         [sys.executable, "-c", program, told], capture_output=True, text=True, timeout=60, check=False
     )
     assert ended.returncode == EXIT_AGAIN, ended.stderr
-    assert "the next life of ray://tests/one cannot begin" in ended.stderr
+    assert "the actor cannot restart the server of ray://tests/one" in ended.stderr

@@ -157,7 +157,7 @@ def _began(pid):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"durability": "most"}, "durability 'most' is none; there are memory, process, disk"),
+        ({"durability": "most"}, "durability 'most' is unknown; choose one of memory, process, disk"),
         ({"durability": "memory", "state": "/x"}, "memory, which keeps nothing"),
         ({"state": "here"}, "state 'here' is relative"),
         ({"snapshots": "here"}, "snapshots 'here' is relative"),

@@ -38,6 +38,6 @@ def ray_that_looks_for_a_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 @pytest.mark.parametrize("address", ["ray", "ray://jobs/tq"])
 def test_a_cluster_that_is_gone_is_told_at_the_deadline(address: str) -> None:
     began = time.monotonic()
-    with pytest.raises(tq.Unreachable, match=r"no Ray cluster told within .* s where deployment .* is"):
+    with pytest.raises(tq.Unreachable, match=r"no Ray cluster reported within .* s where deployment .* is"):
         tq.connect(address, timeout_s=WAIT_S)
     assert time.monotonic() - began < WAIT_S + LATE_S

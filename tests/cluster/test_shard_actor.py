@@ -86,7 +86,7 @@ def test_each_node_but_the_servers_gets_one_or_so_many_are_spread():
 
 @pytest.mark.parametrize("shards", [-1, "every", 1.5, True, 1 << 20])
 def test_what_is_no_number_of_shards_is_refused(shards):
-    with pytest.raises(UsageError, match='is no number of shards; give 0 to 4095, or "per-node"'):
+    with pytest.raises(UsageError, match='is not a number of shards; give 0 to 4095, or "per-node"'):
         check_shards(shards, "process")
 
 

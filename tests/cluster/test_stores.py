@@ -130,7 +130,7 @@ def test_what_is_not_what_was_stored_is_never_given_and_ends_the_shard(files: Fi
     objects.on_lost = lambda: told.append(1)
     getattr(files, how)()
     for _ in range(2):
-        with pytest.raises(ShardLost, match=r"tq-test-1 .*what lies in it is lost; ask for the rows again"):
+        with pytest.raises(ShardLost, match=r"tq-test-1 .*its rows are lost; ask for the rows again"):
             objects.read([Range(1, 4096, 64)])
     with pytest.raises(ShardLost):
         write(objects, Range(2, 0, 64), content(64))
@@ -155,7 +155,7 @@ def test_what_was_never_written_and_what_was_freed_is_refused(files: Files) -> N
 def test_a_write_across_the_edge_of_an_earlier_one_is_refused_and_changes_nothing(files: Files) -> None:
     objects = written(files)
     for offset, nbytes in ((0, 8192), (2 * MIB, 4 * MIB), (8192, 100)):
-        with pytest.raises(UsageError, match=r"crosses the edge of bytes 4096 to .*write into a piece of its own"):
+        with pytest.raises(UsageError, match=r"crosses the edge of bytes 4096 to .*write into another piece"):
             objects.begin_write(Range(1, offset, nbytes))
     assert np.array_equal(objects.read([Range(1, 4096, 2 * MIB)])[0], content(2 * MIB))
 
@@ -283,7 +283,7 @@ def test_the_command_says_what_is_wrong_with_a_store(tmp_path: Path, monkeypatch
         timeout=60,
     )
     assert said.returncode != 0
-    assert "store 'redis://x' is none; give scheme://" in said.stderr
+    assert "store 'redis://x' is unknown; give scheme://" in said.stderr
     assert "Traceback" not in said.stderr
 
 

@@ -140,7 +140,7 @@ def test_neighbours_of_both_temperatures_are_joined_when_nothing_else_fits() -> 
     ("wrong", "message"),
     [
         (lambda a: Allocator(100), "an arena of 100 bytes is smaller than one page"),
-        (lambda a: a.allocate(0), "an extent of 0 bytes is not one"),
+        (lambda a: a.allocate(0), "an extent of 0 bytes is invalid"),
         (lambda a: a.free(4096, 4096), "is not lent: freed twice, or never lent"),
         (lambda a: a.free(0, 4096), "was lent with 8192 bytes, but 4096 are freed"),
         (lambda a: a.chill(0, 4096), "is not warm and free"),

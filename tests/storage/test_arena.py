@@ -68,8 +68,8 @@ def test_a_file_can_be_left_for_those_who_restart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("capacity", "error", "message"),
     [
-        (0, UsageError, "an arena of 0 bytes is not one"),
-        (-5, UsageError, "an arena of -5 bytes is not one"),
+        (0, UsageError, "an arena of 0 bytes is invalid"),
+        (-5, UsageError, "an arena of -5 bytes is invalid"),
         (1 << 62, OutOfMemory, "cannot be made: .*; ask for less"),
     ],
 )

@@ -65,7 +65,7 @@ def test_an_allocator_made_from_extents_is_the_one_that_lent_them() -> None:
     "lent", [[(0, 5000), (4096, 100)], [(100, 100)], [(0, 0)], [(4 * MIB - 4096, 8192)], [(-4096, 10)]]
 )
 def test_extents_that_cannot_be_are_corruption(lent: list[tuple[int, int]]) -> None:
-    with pytest.raises(Corruption, match=r"is none of an arena of 4194304: .*restore a snapshot"):
+    with pytest.raises(Corruption, match=r"is invalid in an arena of 4194304: .*restore a snapshot"):
         Allocator.holding(4 * MIB, lent)
 
 
@@ -73,7 +73,7 @@ def test_an_arena_that_is_gone_or_another_is_reported(tmp_path: Path) -> None:
     with pytest.raises(Corruption, match=r"arena .*nothing cannot be opened: No such file"):
         Arena.attach(tmp_path / "nothing", Allocator(MIB))
     file = left_behind(tmp_path)
-    with pytest.raises(Corruption, match="has 67108864 bytes, not 1048576; it is not the one it was"):
+    with pytest.raises(Corruption, match="has 67108864 bytes, not 1048576; another file replaced it"):
         Arena.attach(file, Allocator(MIB))
 
 

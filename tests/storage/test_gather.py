@@ -184,12 +184,12 @@ def test_shapes_that_do_not_match_are_corruption(shard: Shard, order: list[int],
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rows": 1 << 40}, "a block says that it has 1099511627776 to 1099511627776 rows"),
+        ({"rows": 1 << 40}, "a block claims 1099511627776 to 1099511627776 rows"),
         ({"rows": 100}, "a block with x is smaller than its layout"),
         ({"counts": [1 << 61]}, "a block with x is smaller than its layout"),
         ({"counts": [1 << 40]}, "a block with x is smaller than its layout"),
         ({"counts": [-1]}, "counts down to -1"),
-        ({"fields": ["y"]}, 'a block that should hold field "x" does not'),
+        ({"fields": ["y"]}, 'a block lacks field "x"'),
     ],
 )
 def test_a_block_that_is_not_as_told_is_corruption(shard: Shard, change: dict[str, Any], message: str) -> None:

@@ -1,14 +1,13 @@
-"""The thread of a shard process that carries out copy orders: blocks that lost a copy in another shard are copied
-again.
+"""The thread of a shard process that carries out copy orders: it copies blocks that lost a copy in another shard.
 
-The rules (docs/decisions/shards.md):
+See docs/decisions/shards.md.
 
 - It asks for an order (`TakeCopies`), copies the blocks, and reports those that are written with its next request. An
   order that was not reported comes again, and copying it again writes the same bytes. A report is sent until it is
-  answered, and after it was sent for the first time nothing more is written into the extent that it names: the
-  coordinator may have granted it to others.
-- Bytes cross by the bulk protocol, which compares the checksum of every message. A block that has a checksum of its own
-  is compared with it too, and does not count as copied if it differs.
+  answered. Once it was sent, the thread writes nothing more into its extent: the coordinator may have granted it to
+  others.
+- Bytes cross by the bulk protocol, which compares the checksum of every message. A block with its own checksum is
+  compared with it too, and does not count as copied if it differs.
 - It yields to clients. The thread has a low priority for the CPU. After each piece it pauses as long as the piece took,
   if a client's transfer is under way at this shard's endpoint. So copies take at most half of the time there.
 - It holds `COPY_ORDER_BYTES` of blocks in memory, twice where they cross a network.
@@ -52,12 +51,12 @@ from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.shard")
 POLL_S: Final = 60.0
-"""Longest wait of one request for an order."""
+"""One request for an order waits at most this long."""
 NICENESS: Final = 10
-"""Of the copying thread: it runs when processes of normal priority leave the CPU free, and gets about a tenth of it if
-they do not."""
+"""The priority of the copying thread: it runs while processes of normal priority leave the CPU free, and else gets
+about a tenth of it."""
 JOIN_S: Final = 10.0
-"""A transfer ends within a second of its connection; so the thread has ended by then."""
+"""A transfer ends within a second of its connection, so the thread has ended by then."""
 OWN: Final = 0
 """The coordinator's shard."""
 
@@ -76,7 +75,7 @@ class CopyMemory(Protocol):
 
 
 class MappedCopyMemory:
-    """Memory that this process maps. view: a writable view of the arena's bytes from an offset on."""
+    """Memory that this process maps. `view`: a writable view of the arena's bytes from an offset on."""
 
     def __init__(self, view: Callable[[int, int], memoryview]) -> None:
         self._view = view
@@ -151,8 +150,8 @@ class CopyMemories:
 
     @contextmanager
     def open(self, number: int, own_number: int) -> Iterator[CopyMemory]:
-        """The memory of shard `number`. own_number: that of this process. `Unreachable`, `ShardLost` if there is no way
-        to it."""
+        """The memory of shard `number`, reached from shard `own_number`. `Unreachable`, `ShardLost` if that is
+        impossible."""
         if number == own_number and isinstance(self._backing, ArenaBacking):
             memory = self._backing.memory
             yield MappedCopyMemory(lambda offset, nbytes: memory[offset : offset + nbytes].data)
@@ -184,19 +183,21 @@ class CopyMemories:
         for at in run_sync(self._connection, request_reply(m.ListShards(), m.ShardList)).shards:
             if at.number == number:
                 return remote_shard_memory(at, self._greeting(), self._keys, self._connection)
-        raise ShardLost(f"shard {number} is gone, and the bytes there with it; they are copied from another one")
+        raise ShardLost(f"shard {number} is gone with its bytes; they are copied from another one")
 
     def _greeting(self) -> m.Welcome:
         if self._welcome is None:
-            raise Unreachable("the coordinator has not answered yet; copies are made when it has")
+            raise Unreachable("the coordinator has not answered yet; the shard copies when it has")
         return self._welcome
 
 
 class Copier:
-    """Carries out the copy orders of one shard process in a thread of its own, from `start` to `stop`.
+    """Carries out the copy orders of one shard process in its own thread, from `start` to `stop`.
 
-    busy: how many transfers of clients are under way here. one_by_one: write each block by itself, because the backing
-    keeps each write as an object. clock: seconds.
+    Args:
+        busy: returns the number of clients' transfers under way here.
+        one_by_one: write each block by itself, because the backing keeps each write as an object.
+        clock: seconds.
     """
 
     def __init__(
@@ -243,7 +244,7 @@ class Copier:
         """Report the latest order, and carry out the next one. Returns its report."""
         try:
             order = run_sync(self._connection, request_reply(report, m.CopyOrder))
-        except DeadlineExceeded:  # the report was taken, and there was nothing to copy for a while
+        except DeadlineExceeded:  # the report was accepted, and no order came for a while
             return m.TakeCopies(wait_s=POLL_S)
         written: list[int] = []
         try:
@@ -259,7 +260,8 @@ class Copier:
     # ------------------------------------------------------------ one order
 
     def carry_out(self, order: m.CopyOrder) -> list[int]:
-        """Copy the blocks of an order. Returns those that are written. What fails is logged, and left out."""
+        """Copy the blocks of an order. Returns those that are written. Failures are logged, and their blocks left
+        out."""
         written: list[int] = []
         sources: dict[int, list[tuple[m.BlockLocation, int]]] = {}
         for at, offset in zip(order.blocks, order.offsets, strict=True):
@@ -283,7 +285,7 @@ class Copier:
     def _copied(
         self, reader: CopyMemory, writer: CopyMemory, target: m.Granted, members: Sequence[tuple[m.BlockLocation, int]]
     ) -> Iterator[int]:
-        """Copy blocks of one shard; yields the number of each that is written."""
+        """Copy blocks of one shard; yields the number of each written block."""
         for at, offset in members:
             if at.nbytes > COPY_ORDER_BYTES and self._copy_in_pieces(reader, writer, target, at, offset):
                 yield at.block
@@ -321,8 +323,8 @@ ReadBlock = tuple[m.BlockLocation, int, U8]
 
 
 def _read(reader: CopyMemory, members: Sequence[tuple[m.BlockLocation, int]]) -> list[ReadBlock]:
-    """The bytes of these blocks. Left out are blocks that nobody needs any more, because their shard refuses any read
-    that names one, and blocks whose bytes do not match the checksums that their shard keeps."""
+    """The bytes of these blocks, without unneeded blocks, for which their shard refuses any read, and without blocks
+    whose bytes do not match the checksums that their shard keeps."""
     try:
         contents = reader.read([at for at, _ in members])
     except (Disconnected, Corruption) as error:
@@ -349,7 +351,7 @@ def _matches(at: m.BlockLocation, computed: int) -> bool:
 
 
 def _runs(blocks: Sequence[ReadBlock], *, joined: bool) -> Iterator[tuple[int, U8]]:
-    """What to write at which offset: neighbours in one piece if `joined`."""
+    """The bytes to write and their offsets: neighbours in one piece if `joined`."""
     run: list[U8] = []
     start = end = -1
     for _, offset, content in blocks:

@@ -1,7 +1,7 @@
 """A shard process: it adds memory to a deployment, its own or that of another store, and executes the coordinator's
 commands.
 
-Invariants (docs/decisions/shards.md):
+See docs/decisions/shards.md.
 
 - A shard is a session whose Hello offers an arena. It knows no table and no row. It polls for commands, executes them
   in order, and reports its progress with the next poll (`PollCommands`).
@@ -44,21 +44,26 @@ from transferqueue.wire.versions import VERSION
 
 _log: Final = logging.getLogger("transferqueue.shard")
 ORDERS_S: Final = 10.0
-"""Longest wait of one poll for commands at the coordinator: what the coordinator tells of the bytes that a shard has
-sent is not older."""
+"""One poll for commands waits at most this long at the coordinator, so the coordinator's figures of the shard's
+transfers are no older."""
 
 
 class ShardProcess:
     """A shard of the deployment at `address`. It joins when it is constructed; `run` executes the coordinator's
     commands. Close it, or use ``with``.
 
-    arena_bytes: the most bytes that it offers; None: as many as a server would. store: the address of another store for
-    its bytes, see `cluster.stores.open_store`; "": shared memory. keys: of role shard or admin, if the address needs
-    keys. host: this machine's address as other machines see it; None: the address from which this machine reaches the
-    coordinator. carrier: of columns, see `transport.bulk.carriers.chosen_carrier`; None: what the environment says.
-    Bytes are encrypted on the network, except over loopback, or where a carrier moves them. timeout_s: seconds to wait
-    for the coordinator's answer, then `Unreachable`; also raises the coordinator's refusal. After an error nothing is
-    left.
+    Bytes are encrypted on the network, except over loopback, or where a carrier moves them. After an error nothing is
+    left. Also raises the coordinator's refusal.
+
+    Args:
+        address: of the deployment.
+        arena_bytes: the most bytes that it offers; None: as many as a server would.
+        store: the address of another store for its bytes, see `cluster.stores.open_store`; "": shared memory.
+        keys: of role shard or admin, if the address needs keys.
+        host: this machine's address as other machines see it; None: the address from which this machine reaches the
+            coordinator.
+        carrier: of columns, see `transport.bulk.carriers.chosen_carrier`; None: the environment decides.
+        timeout_s: seconds to wait for the coordinator's answer, then `Unreachable`.
     """
 
     def __init__(
@@ -79,8 +84,8 @@ class ShardProcess:
             chosen = chosen_carrier(carrier)
             if chosen is not None and store:
                 raise UsageError(
-                    f"bytes={str(chosen)!r} with store {store!r} refused: what lies in another store is no memory of "
-                    "this process; add the shard with --bytes stream"
+                    f"bytes={str(chosen)!r} with store {store!r} refused: bytes in another store are no memory of this "
+                    "process; add the shard with --bytes stream"
                 )
             self._backing: Final = _backed(made, store, place, arena_bytes)
             secret = secrets.token_bytes(32)
@@ -159,7 +164,7 @@ class ShardProcess:
         while True:
             try:
                 sent, received = self._bulk.sent_bytes, self._bulk.received_bytes
-                carried = [(each["stream"], each["one_sided"]) for each in (sent, received)]
+                carried = [(counts["stream"], counts["one_sided"]) for counts in (sent, received)]
                 poll = m.PollCommands(epoch, done, failed, ORDERS_S, *carried)
                 reply = self._connection.call(poll)
             except DeadlineExceeded:
@@ -192,7 +197,7 @@ def carry_out(order: m.Order, backing: Backing, tickets: TicketIssuer) -> bool:
             try:
                 backing.ensure(order.offset, order.nbytes)
             except OutOfMemory as error:
-                _log.warning("the shard cannot grow: %s", error)
+                _log.warning("the shard cannot give its arena more pages: %s", error)
                 return False
         case m.FreePages():
             backing.punch(order.offset, order.nbytes)
@@ -237,8 +242,8 @@ def _host(address: str) -> str:
     family = socket.AF_INET6 if place.host.startswith("[") else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as asked:
-            asked.connect((bare, place.port))  # sends nothing: the kernel says which address it would send from
+            asked.connect((bare, place.port))  # sends nothing: the kernel returns the address that it would send from
             host = str(asked.getsockname()[0])
     except OSError as error:
-        raise UsageError(f"this machine has no way to {address}: {error.strerror}; give --host") from error
+        raise UsageError(f"this machine has no route to {address}: {error.strerror}; give --host") from error
     return f"[{host}]" if ":" in host else host

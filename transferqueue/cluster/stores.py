@@ -4,12 +4,12 @@
 
     mooncake://host:port?segment=4GiB    the memory of a Mooncake Store, by the address of its master
     file:///var/tmp/rows                 files in a private directory, such as one on a fast disk
-    scheme://...                         what entry point ``transferqueue.stores`` has for that scheme: a callable
+    scheme://...                         any scheme with an entry point in ``transferqueue.stores``: a callable
                                          of the address and of this machine's name, which gives an `ObjectStore`
 
-Rule: the keys of a shard have a prefix of their own. A file in the user's runtime directory has the prefix in its name,
-and is locked while the shard lives. A shard that starts with a store first removes the objects of dead shards of this
-machine: their files are not locked. Objects of a lost machine must be removed by hand (`transferqueue docs shards`).
+The keys of a shard have their own prefix. A file in the user's runtime directory has the prefix in its name, and is
+locked while the shard lives. A shard that starts with a store first removes the objects of dead shards of this machine:
+their files are not locked. Objects of a lost machine must be removed by hand (`transferqueue docs shards`).
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _NAME_BYTES: Final = 8
 
 
 def open_store(address: str, host: str = "127.0.0.1") -> ObjectStore:
-    """Open the store at `address`. host: this machine's name as other machines see it. `UsageError` for an invalid
+    """Open the store at `address`. `host` is this machine's name as other machines see it. `UsageError` for an invalid
     address, `Unreachable` if the store does not answer within its own deadline."""
     scheme, separator, _ = address.partition("://")
     if not separator or scheme not in STORES.places:
         raise UsageError(
-            f"store {address!r} is none; give scheme://..., where the scheme is one of {listing(STORES.places)}"
+            f"store {address!r} is unknown; give scheme://..., where the scheme is one of {listing(STORES.places)}"
         )
     store: ObjectStore = STORES.load(scheme)(address, host)
     return store
@@ -52,7 +52,7 @@ def open_store(address: str, host: str = "127.0.0.1") -> ObjectStore:
 
 @contextmanager
 def kept_in(address: str, host: str, capacity: int) -> Iterator[ObjectBacking]:
-    """A backing of `capacity` bytes in the store at `address`. Removes its objects at the end. Errors as of
+    """A backing of `capacity` bytes in the store at `address`. Removes its objects at the end. Errors as in
     `open_store`."""
     lives = private_directory(runtime_directory(), "runtime directory")
     store = open_store(address, host)

@@ -1,7 +1,5 @@
 """The actor of a deployment: a server in a thread of a process that Ray starts and restarts.
 
-Invariants:
-
 - The server and its process end together. A server that fails ends the process, and Ray restarts it. So no actor is
   without its server, and no server is without its actor.
 - Each restart listens at the same socket and port, with the same keys, so clients reconnect by themselves.
@@ -46,15 +44,21 @@ from transferqueue.wire.roles import ROLES
 
 _log: Final = logging.getLogger("transferqueue.cluster")
 STOP_S: Final = 60.0
-"""A server that stops writes a last image of its state first."""
+"""A server that stops first writes a last image of its state."""
 
 
 class CoordinatorActorBase:
     """A server in a process that Ray starts. Methods take and return text, see `messages`."""
 
     def __init__(self, spec_text: str, host: str, cluster: str, again: bool) -> None:
-        """spec_text: a `DeploySpec`. host: this node's address as other machines see it. cluster: the name of the Ray
-        cluster. again: whether this is a restart."""
+        """Start the server.
+
+        Args:
+            spec_text: a `DeploySpec`.
+            host: this node's address as other machines see it.
+            cluster: the name of the Ray cluster.
+            again: whether this is a restart.
+        """
         self._deploy = read(spec_text, DEPLOY_SPEC)
         self._directory = Path(self._deploy.state) if self._deploy.state else own_directory(self._deploy)
         self._refused: TransferQueueError | None = None
@@ -62,7 +66,7 @@ class CoordinatorActorBase:
             self._serve(host, cluster, again)
         except TransferQueueError as error:
             if again:
-                _log.exception("the next life of %s cannot begin", self._deploy.named)
+                _log.exception("the actor cannot restart the server of %s", self._deploy.named)
                 os._exit(EXIT_AGAIN)
             self._refused = error
 
@@ -110,7 +114,7 @@ class CoordinatorActorBase:
         """Make the server and run it in this thread: the journal's SQLite connection belongs to one thread."""
         try:
             server = self._make(runtime, address)
-        except BaseException as error:  # noqa: BLE001  (raised where the server is waited for)
+        except BaseException as error:  # noqa: BLE001  (raised in the thread that waits for the server)
             started.set_exception(error)
             return
         started.set_result(server)
@@ -159,7 +163,7 @@ class CoordinatorActor(CoordinatorActorBase):
     """`CoordinatorActorBase` with what a Ray process knows about itself."""
 
     def __init__(self, spec_text: str) -> None:
-        """spec_text: a `DeploySpec`."""
+        """Start the server of `spec_text`, a `DeploySpec`."""
         import ray
 
         context = ray.get_runtime_context()
@@ -202,5 +206,5 @@ def _free_port(host: str, ports: list[int]) -> int:
                 continue
             return port
     raise AddressInUse(
-        f"no port of {len(ports)} from {ports[0]} on is free at {host}; give port= to deploy_ray, or stop what has them"
+        f"none of {len(ports)} ports from {ports[0]} on is free at {host}; give port= to deploy_ray, or free one"
     )

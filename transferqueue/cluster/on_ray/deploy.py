@@ -1,9 +1,7 @@
 """Starts and ends a deployment on a Ray cluster.
 
-Invariants:
-
-- A deployment is a named actor in a Ray namespace of its own, so any driver and any actor of the cluster finds it by
-  its name, whatever namespace that driver or actor runs in.
+- A deployment is a named actor in its own Ray namespace, so any driver and any actor of the cluster finds it by its
+  name, in any namespace.
 - The process that deploys it owns it. Closing its `Deployment` ends the service; so does the end of the driver or of
   the last handle, unless the deployment is detached. Other processes only connect: the service survives their end, also
   by SIGKILL.
@@ -273,7 +271,7 @@ def _checked_deploy(
     max_restarts: int,
 ) -> DeploySpec:
     if durability not in LEVELS:
-        raise UsageError(f"durability {durability!r} is none; there are {', '.join(LEVELS)}")
+        raise UsageError(f"durability {durability!r} is unknown; choose one of {', '.join(LEVELS)}")
     if not Level(durability).survives_crash and state is not None:
         raise UsageError(
             f"state {os.fspath(state)!r} is given with durability memory, which keeps nothing; leave it out, or ask "
@@ -299,7 +297,7 @@ def _absolute(what: str, path: str | os.PathLike[str] | None) -> str:
         return ""
     text = check_path(what, path)
     if not Path(text).is_absolute():
-        raise UsageError(f"{what} {text!r} is relative, and its node has other directories; give the whole path")
+        raise UsageError(f"{what} {text!r} is relative, but its node has other directories; give an absolute path")
     return text
 
 
@@ -308,7 +306,7 @@ def _start(
 ) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from transferqueue.cluster.on_ray.coordinator_actor import CoordinatorActor  # only who deploys loads a server
+    from transferqueue.cluster.on_ray.coordinator_actor import CoordinatorActor  # only deploying loads a server
 
     resources = dict(resources)
     options = {
@@ -335,7 +333,7 @@ def _end(named: DeploymentName, actor: Any) -> None:
     """Stop the actor, and return when Ray has registered its end, so that the name is free."""
     import ray
 
-    with suppress(ray.exceptions.RayError):  # dead already, or killed below
+    with suppress(ray.exceptions.RayError):  # the actor is dead, or is killed below
         ray.get(actor.stop.remote(), timeout=DEPLOY_S)
     ray.kill(actor, no_restart=True)
     with ray_errors_as_ours(named, DEPLOY_S), suppress(ray.exceptions.RayActorError):

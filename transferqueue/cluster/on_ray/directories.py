@@ -1,8 +1,6 @@
 """The state directory that a deployment makes on its node, and the removal of those that dead deployments left.
 
-Rules:
-
-1. A deployment that is given no state directory makes one in the user's runtime directory, and removes it when it is
+1. A deployment without a given state directory makes one in the user's runtime directory, and removes it when it is
    closed.
 2. A deployment that was not closed (its driver was killed, its node was lost) leaves its directory and the memory that
    the directory names. The next deployment on that machine removes both, once no actor can return to them: the raylet
@@ -30,8 +28,8 @@ _OWNER: Final = "owner.json"
 
 
 class DirectoryOwner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The actor that may return to a directory. raylet, began: process number and start time of the raylet that would
-    restart it."""
+    """The actor that may return to a directory. `raylet` and `began` are the process number and start time of the
+    raylet that would restart it."""
 
     host: str
     cluster: str
@@ -56,7 +54,7 @@ class DirectoryOwner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def own_directory(deploy: DeploySpec) -> Path:
-    """The directory of a deployment that was given none."""
+    """The directory of a deployment without a given one."""
     return runtime_directory() / f"{PREFIX}{deploy.named.digest(deploy.id)}"
 
 

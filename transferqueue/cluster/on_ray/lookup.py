@@ -1,6 +1,6 @@
 """Finds a deployment in a Ray cluster by its name, and asks its actors where their servers listen.
 
-Both clients (`connect`) and the actors of shards do this; only `deploy` makes anything.
+Clients (`connect`) and the actors of shards do this; only `deploy` makes anything.
 """
 
 from __future__ import annotations
@@ -29,19 +29,24 @@ def server_addresses(
     named: DeploymentName, timeout_s: float, *, near: bool
 ) -> dict[str, tuple[str, ClientKeys | None]]:
     """The address of each server of this deployment, as seen from this process, with the keys for it; by the server's
-    name.
+    name. Blocks for `timeout_s` seconds at most.
 
-    Blocks for `timeout_s` seconds at most. near: give the socket of a server on this machine, if this process can open
-    it; otherwise always tcp. `NotFound` lists the deployments of the cluster, `Unreachable` if an actor does not answer
-    in time.
+    Args:
+        named: the deployment.
+        timeout_s: seconds.
+        near: give the socket of a server on this machine, if this process can open it; otherwise always tcp.
+
+    Raises:
+        NotFound: there is no such deployment; lists those of the cluster.
+        Unreachable: an actor does not answer in time.
     """
     endpoints = _within(timeout_s, named, lambda: all_endpoints(join_ray(start=False), named, timeout_s))
-    return {str(name): address_from_here(each, near=near) for name, each in endpoints.items()}
+    return {str(name): address_from_here(ways, near=near) for name, ways in endpoints.items()}
 
 
 def _within(timeout_s: float, named: DeploymentName, ask: Callable[[], T]) -> T:
-    """What `ask` returns or raises. `Unreachable` after `timeout_s`: Ray itself looks for a cluster that is gone for 20
-    s and more. It then goes on in a thread, which ends with the process at the latest."""
+    """The result of `ask`, or its error. `Unreachable` after `timeout_s`: Ray itself looks for a lost cluster for 20 s
+    and more. `ask` then goes on in a thread, which ends with the process at the latest."""
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -57,13 +62,13 @@ def _within(timeout_s: float, named: DeploymentName, ask: Callable[[], T]) -> T:
         if answer.done():
             raise
         raise Unreachable(
-            f"no Ray cluster told within {timeout_s:g} s where deployment {named} is; look whether the cluster runs "
+            f"no Ray cluster reported within {timeout_s:g} s where deployment {named} is; check that the cluster runs "
             "(ray status), or give timeout_s= more"
         ) from None
 
 
 def endpoints_of(named: DeploymentName, role: str, timeout_s: float = DEPLOY_S) -> Endpoints:
-    """The endpoints of one server, with the keys of this role. Errors as of `server_addresses`."""
+    """The endpoints of one server, with the keys of this role. Errors as in `server_addresses`."""
     return ask_endpoints(named, find_actor(join_ray(start=False), named), timeout_s, role)
 
 
@@ -90,13 +95,13 @@ def address_from_here(endpoints: Endpoints, *, near: bool = True) -> tuple[str, 
 
 
 def join_ray(*, start: bool) -> Any:
-    """The module ``ray``, after this process has joined a Ray cluster. start: start a cluster on this machine if there
-    is none."""
+    """The module ``ray``, after this process has joined a Ray cluster. With `start`, start a cluster on this machine if
+    there is none."""
     try:
         import ray
     except ModuleNotFoundError:
         raise UsageError(
-            f"a deployment on Ray was named, and Ray is not installed here: {install_line('ray')}"
+            f"the address names a deployment on Ray, and Ray is not installed here: {install_line('ray')}"
         ) from None
     if not ray.is_initialized():
         try:
@@ -124,7 +129,7 @@ def find_actor(ray: Any, named: DeploymentName) -> Any:
 
 
 def ask_endpoints(named: DeploymentName, actor: Any, timeout_s: float, role: str = "admin") -> Endpoints:
-    """What the actor answers for this role; raises the error that it refused with."""
+    """The actor's endpoints for this role; raises its refusal."""
     with ray_errors_as_ours(named, timeout_s) as ray:
         reply = read(ray.get(actor.ways.remote(role), timeout=timeout_s), REPLY)
     if isinstance(reply, DeployRefused):
@@ -145,4 +150,4 @@ def ray_errors_as_ours(named: DeploymentName, timeout_s: float) -> Iterator[Any]
             "for a restart: ray list actors says which"
         ) from None
     except ray.exceptions.RayActorError as error:
-        raise Unreachable(f"deployment {named} is dead, and Ray starts it no more: {error}") from error
+        raise Unreachable(f"deployment {named} is dead, and Ray no longer starts it: {error}") from error

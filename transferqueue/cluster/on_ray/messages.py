@@ -1,4 +1,4 @@
-"""The name of a deployment on Ray, and the messages between its actors and those who look for it. No I/O.
+"""The name of a deployment on Ray, and the messages between its actors and the processes that look for it. No I/O.
 
 A deployment is a named actor. Its address is ``ray://NAMESPACE/NAME``; ``ray`` alone means
 ``ray://transferqueue/default``. Ray carries only text: JSON of the types here, which the receiver decodes against them.
@@ -62,10 +62,14 @@ class DeploymentName(msgspec.Struct, frozen=True):
 
 
 class DeploySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a coordinator actor is started with, and restarted with.
+    """The parameters of a coordinator actor, for each start.
 
-    id: differs between deployments of one name. state: its state directory; "": a directory that is removed with it.
-    arena_bytes: 0: the default. port: 0: it chooses one. snapshots: "": the default directory.
+    Args:
+        id: differs between deployments of one name.
+        state: its state directory; "": a directory that is removed with it.
+        arena_bytes: 0: the default.
+        port: 0: it chooses one.
+        snapshots: "": the default directory.
     """
 
     named: DeploymentName
@@ -80,9 +84,7 @@ class DeploySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Endpoints(msgspec.Struct, frozen=True, tag="Ways", forbid_unknown_fields=True):
     """How to reach a server: through its socket from processes of `host` (see `this_host`), else with the join token.
-
-    seats: the number of coordinators of its deployment.
-    """
+    `seats` is the number of coordinators of its deployment."""
 
     host: str
     ipc: str
@@ -94,7 +96,7 @@ class Endpoints(msgspec.Struct, frozen=True, tag="Ways", forbid_unknown_fields=T
 
 
 class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a shard actor is started with: the deployment that it joins, and the most bytes that it may hold (0: the
+    """The parameters of a shard actor: the deployment that it joins, and the most bytes that it may hold (0: the
     default)."""
 
     named: DeploymentName
@@ -145,12 +147,12 @@ def write(message: object) -> str:
 
 
 def read(text: object, decoder: msgspec.json.Decoder[T]) -> T:
-    """Decode what `write` made. `ProtocolError` for text that is not of the decoder's type."""
+    """Decode the text of `write`. `ProtocolError` for text that is not of the decoder's type."""
     if not isinstance(text, str):
-        raise ProtocolError(f"a deployment on Ray said {type(text).__name__}, not text; is it one of this library?")
+        raise ProtocolError(f"a deployment on Ray sent {type(text).__name__}, not text; is it one of this library?")
     try:
         return decoder.decode(text)
     except msgspec.MsgspecError as error:
         raise ProtocolError(
-            f"what a deployment on Ray said is not understood: {error}; let both sides have one version"
+            f"a message of a deployment on Ray cannot be decoded: {error}; install one version at both ends"
         ) from error

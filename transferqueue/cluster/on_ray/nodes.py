@@ -23,7 +23,7 @@ def choose(
     """The ids of the living nodes that have these labels and, in total, these resources: at least one id. `here` comes
     first if it fits. If `node` is given, only that node is considered.
 
-    nodes: as ``ray.nodes()`` gives them. `NotFound` if `node` does not exist or is dead, `Impossible` if no node fits.
+    `nodes` are from ``ray.nodes()``. `NotFound` if `node` does not exist or is dead, `Impossible` if no node fits.
     """
     alive = {str(entry["NodeID"]): entry for entry in nodes if entry["Alive"]}
     if node is not None and node not in alive:

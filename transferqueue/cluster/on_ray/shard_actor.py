@@ -1,8 +1,8 @@
 """The actor of a shard: it offers memory of its node to a deployment.
 
-Invariant: the actor runs as long as its shard. When the shard's session ends because it was cut off too long, the actor
-ends its process. Ray restarts the actor, and it joins as a new shard with new memory. An actor whose shard was drained
-stays idle until the deployment ends; if it exited, Ray would restart it.
+The actor runs as long as its shard. When the shard's session ends because it was cut off too long, the actor ends its
+process. Ray restarts the actor, and it joins as a new shard with new memory. An actor whose shard was drained stays
+idle until the deployment ends; if it exited, Ray would restart it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class ShardActorBase:
     """A shard in a process that Ray starts. Methods return text, see `messages`."""
 
     def __init__(self, spec: ShardSpec, endpoints: Endpoints, host: str) -> None:
-        """endpoints: of the coordinator, with keys of role shard. host: this node's address as other machines see
-        it."""
+        """Start the shard. `endpoints` are the coordinator's, with keys of role shard. `host` is this node's address as
+        other machines see it."""
         self._refused: TransferQueueError | None = None
         address, keys = address_from_here(endpoints)
         try:
@@ -48,8 +48,7 @@ class ShardActorBase:
         return self._shard.endpoint
 
     def stop(self) -> None:
-        """End the shard; the bytes in it are lost. Returns when its thread has ended, or stands still for so long that
-        it never will."""
+        """End the shard; the bytes in it are lost. Returns when its thread has ended, or has stood still too long."""
         if self._refused is None:
             self._closing = True
             self._shard.close()
@@ -71,8 +70,8 @@ class ShardActor(ShardActorBase):
     """`ShardActorBase` with what a Ray process knows about itself."""
 
     def __init__(self, spec_text: str) -> None:
-        """spec_text: a `ShardSpec`. Each start asks the deployment for its endpoints, so that Ray stores no keys as an
-        argument."""
+        """Start the shard of `spec_text`, a `ShardSpec`. Each start asks the deployment for its endpoints, so that Ray
+        stores no keys as an argument."""
         import ray
 
         spec = read(spec_text, SHARD_SPEC)

@@ -1,7 +1,7 @@
 """Chooses the nodes of a deployment's shards, and starts and stops their actors.
 
-Invariant: a shard is an actor named after the deployment (``NAME.shard-0``, ...) and bound to its node. It starts after
-the server listens and ends before the server does. If its node dies, the shard is lost, and the deployment goes on
+A shard is an actor named after the deployment (``NAME.shard-0``, ...) and bound to its node. It starts after the server
+listens and ends before the server does. If its node dies, the shard is lost, and the deployment goes on
 (docs/decisions/shards.md).
 """
 
@@ -23,7 +23,7 @@ END_S: Final = 30.0
 def check_shards(shards: int | Literal["per-node"], durability: str) -> None:
     """Raise `UsageError` for an invalid number of shards, and for shards with a durability that they cannot keep."""
     if shards != PER_NODE and (not isinstance(shards, int) or isinstance(shards, bool) or not 0 <= shards < SHARDS_MAX):
-        raise UsageError(f'shards {shards!r} is no number of shards; give 0 to {SHARDS_MAX - 1}, or "{PER_NODE}"')
+        raise UsageError(f'shards {shards!r} is not a number of shards; give 0 to {SHARDS_MAX - 1}, or "{PER_NODE}"')
     if shards and Level(durability).survives_reboot:
         raise UsageError(
             f"shards {shards!r} and durability disk do not go together: their memory does not survive a reboot; give "
@@ -32,7 +32,7 @@ def check_shards(shards: int | Literal["per-node"], durability: str) -> None:
 
 
 def places(nodes: Iterable[Mapping[str, Any]], server: str, shards: int | Literal["per-node"]) -> list[str]:
-    """The node id of each shard. nodes: as ``ray.nodes()`` gives them. server: the id of the server's node, which comes
+    """The node id of each shard. `nodes` are from ``ray.nodes()``. `server`, the id of the server's node, comes
     last."""
     alive = sorted(
         (str(node["NodeID"]) for node in nodes if node["Alive"]), key=lambda node_id: (node_id == server, node_id)
@@ -83,7 +83,7 @@ def start_shards(
 
 
 def _check(reply: str) -> None:
-    """Raise the error that a shard was refused with, if it was."""
+    """Raise the error of a shard's refusal, if it refused."""
     if not reply.startswith("tcp://"):
         refused = read(reply, REPLY)
         if isinstance(refused, DeployRefused):
@@ -97,7 +97,7 @@ def stop_shards(actors: Sequence[Any]) -> None:
     import ray
 
     stopping = [actor.stop.remote() for actor in actors]
-    with suppress(ray.exceptions.RayError):  # dead already, or killed below
+    with suppress(ray.exceptions.RayError):  # the actor is dead, or is killed below
         ray.wait(stopping, num_returns=len(stopping), timeout=END_S)
     for actor in actors:
         ray.kill(actor, no_restart=True)

@@ -1,1 +1,1 @@
-"""Reading columns: where they lie, and how rows are gathered."""
+"""Reading columns: their places in memory, and gathering rows."""

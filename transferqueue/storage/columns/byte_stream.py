@@ -1,16 +1,15 @@
 """Serialises columns of the same rows as a stream of bytes, which a shard sends to another machine.
 
-The stream is a block of these columns and rows (`schema.layout`), so the receiver gets what a local reader maps. No
-byte is copied that need not be:
+The stream is a block of these columns and rows (`schema.layout`), so the receiver gets the same bytes as a local reader
+maps. Bytes are copied only where necessary:
 
-- *All rows of one block, in its order*: the columns leave as they lie, with their padding; neighbours are one piece.
-  Their offsets are not read here: who receives them checks them, as a local reader does.
+- *All rows of one block, in its order*: the columns are sent as stored, with their padding; neighbours are one piece.
+  The receiver checks their offsets, as a local reader does.
 - *A run of one block*: the pieces are views of the block. Only the first and the last offset of each column are read,
   and checked; the receiver checks those between. Offsets that do not begin with 0 are copied.
 - *Other rows* are gathered a piece at a time, so that a stalled reader makes a shard gather at most one piece ahead.
-  Offsets are read and checked once for the counts, those of all columns together, and kept for the values, as far as
-  `EDGES_KEPT` allows. Where the receiver reads this memory itself, columns with rows of at least `ranges_from` bytes
-  in the mean are views where they lie.
+  Offsets are read and checked once for the counts of all columns, and kept for the values, up to `EDGES_KEPT`. If the
+  receiver itself reads this memory, columns with a mean row of at least `ranges_from` bytes stay views.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from transferqueue.storage.columns.slicing import SliceStream, slice_stream
 from transferqueue.storage.elements.dtypes import I64, U8
 
 EDGES_KEPT: Final = 1 << 18
-"""Row edges of one stream that are kept (24 bytes each, with their offsets); those beyond are read twice."""
+"""The row edges of one stream that are kept (24 bytes each, with their offsets); later ones are read twice."""
 _ZEROS: Final = np.zeros(ALIGNMENT, np.uint8)
 
 Stream = tuple[list[int], Iterator[U8]]
@@ -75,13 +74,17 @@ def column_stream(
     ranges_from: int = 0,
     room: Room | None = None,
 ) -> Stream:
-    """The block of these columns of these rows (at least one) as a stream. piece_bytes: of the largest piece, at least
-    64.
+    """The block of these columns of these rows (at least one) as a stream. Raises as `gather.load`, now or while the
+    pieces are taken.
 
-    ranges_from: columns whose rows have at least so many bytes in the mean are not gathered: each piece is a view of a
-    block. 0: all are gathered, where they do not lie together. room: gives memory for what is gathered, which may then
-    be a piece that is a quarter longer, or as long as one row; None: each gather makes its own. Raises as
-    `gather.load`, now or while the pieces are taken.
+    Args:
+        fields: of the columns.
+        placement: of the rows.
+        piece_bytes: of the largest piece, at least 64.
+        ranges_from: columns with a mean row of at least this many bytes are not gathered: each piece is a view of a
+            block. 0: all columns whose rows lie apart are gathered.
+        room: gives memory for gathered pieces. Such a piece may be a quarter longer, or as long as one row. None: each
+            gather allocates its own.
     """
     if placement.run is None:
         return _scattered(fields, placement, piece_bytes, ranges_from, room)
@@ -163,14 +166,14 @@ def _scattered(
 
 
 class _VaryingRows(NamedTuple):
-    """Rows of a column that is not dense. offsets: of the rows one after another, int64 ``[rows + 1]``, from 0."""
+    """Rows of a column that is not dense. `offsets`: of consecutive rows, int64 ``[rows + 1]``, from 0."""
 
     edges: RowEdges
     offsets: I64
 
 
 def _kept_rows(fields: Sequence[Field], placement: RowPlacement) -> dict[str, _VaryingRows]:
-    """The rows of the first columns that are not dense, of as many as are kept, by name."""
+    """The rows of the first columns that are not dense, by name, up to `EDGES_KEPT`."""
     varying = [field for field in fields if not field.dense][: EDGES_KEPT // len(placement)]
     if not varying:
         return {}
@@ -244,9 +247,8 @@ def _scattered_shapes(field: Field, placement: RowPlacement, piece_bytes: int) -
 
 
 def _groups(ends: I64, piece_bytes: int) -> Iterator[tuple[int, int]]:
-    """Runs of rows ``(start, stop)`` whose values fit a piece. A row that is longer is a run by itself; a rest of up to
-    a quarter of a piece joins the last run, since a gather costs 0.1 ms however little it copies. ends: cumulative
-    bytes, from 0."""
+    """Runs of rows ``(start, stop)`` whose values fit a piece. `ends`: cumulative bytes, from 0. A longer row is a run
+    by itself. A rest of up to a quarter of a piece joins the last run, since each gather costs at least 0.1 ms."""
     start, rows = 0, len(ends) - 1
     while start < rows:
         stop = int(np.searchsorted(ends, ends[start] + piece_bytes, side="right")) - 1

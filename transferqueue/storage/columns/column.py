@@ -113,7 +113,7 @@ class Column(ProcessBound):
         values, which have none."""
         if self.field.blob:
             raise UsageError(
-                f'field "{self.field.name}" is {self.field.describe()}, whose rows have no shape; take lengths'
+                f'field "{self.field.name}" is {self.field.describe()}, whose rows have no shape; use lengths'
             )
         if self.field.dense:
             return np.tile(np.array(self.field.fixed, np.int64), (self._rows, 1))

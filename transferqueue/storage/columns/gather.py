@@ -36,8 +36,10 @@ TAKEN_SHARE: Final = 4
 class LoadedColumn(NamedTuple):
     """Gathered rows of a column.
 
-    values: of all rows in order, one-dimensional, of the stored dtype. offsets: int64 ``[rows + 1]``, from 0, None for
-    a dense field. shapes: int64 ``[rows, dimensions]``, None unless the field is varied.
+    Args:
+        values: of all rows in order, one-dimensional, of the stored dtype.
+        offsets: int64 ``[rows + 1]``, from 0; None for a dense field.
+        shapes: int64 ``[rows, dimensions]``; None unless the field is varied.
     """
 
     rows: int
@@ -49,14 +51,14 @@ class LoadedColumn(NamedTuple):
 def offsets_of(loaded: LoadedColumn) -> I64:
     """The offsets of a column that is not dense."""
     if loaded.offsets is None:
-        raise InternalError("a column of equal rows was asked for its offsets")
+        raise InternalError("a column of equal rows has no offsets")
     return loaded.offsets
 
 
 def shapes_of(loaded: LoadedColumn) -> I64:
     """The shapes of a varied column."""
     if loaded.shapes is None:
-        raise InternalError("a column whose rows have no shapes was asked for them")
+        raise InternalError("this column's rows have no shapes")
     return loaded.shapes
 
 
@@ -74,7 +76,7 @@ def load(field: Field, placement: RowPlacement) -> LoadedColumn:
 
 
 def dense_run(field: Field, placement: RowPlacement, block: int, first: int) -> np.ndarray[Any, Any]:
-    """A view ``[rows, *shape]``, of the stored dtype, of dense rows that are a run of one block. Errors as of `load`.
+    """A view ``[rows, *shape]``, of the stored dtype, of dense rows that are a run of one block. Errors as in `load`.
 
     Made in one step, because a batch may have hundreds of columns.
     """
@@ -166,7 +168,7 @@ class RowEdges(NamedTuple):
 
 
 def row_edges(field: Field, placement: RowPlacement) -> RowEdges:
-    """The edges of the rows (at least one) of a column that is not dense. Reads no values. Errors as of `load`."""
+    """The edges of the rows (at least one) of a column that is not dense. Reads no values. Errors as in `load`."""
     placement.blocks.live_memory()
     return _edges(field, placement, placement.blocks.spans(field))
 
@@ -174,11 +176,8 @@ def row_edges(field: Field, placement: RowPlacement) -> RowEdges:
 def gather_values(
     field: Field, placement: RowPlacement, edges: RowEdges, start: int, stop: int, room: Room | None = None
 ) -> U8:
-    """The values of rows ``start`` to ``stop`` of a column that is not dense, in order, in new memory, or in that of
-    `room` where that is faster: ``uint8``. edges: of all rows.
-
-    `Corruption`, `BatchEnded` as of `load`.
-    """
+    """The values of rows ``start`` to ``stop`` of a column that is not dense, in order: ``uint8``, in new memory, or in
+    that of `room` if that is faster. `edges` are of all rows. `Corruption`, `BatchEnded` as in `load`."""
     spans, step = placement.blocks.spans(field), field.row_bytes
     first, last = edges.first[start:stop], edges.last[start:stop]
     count = int((last - first).sum())
@@ -193,7 +192,7 @@ def gather_values(
 
 
 def gather_dense(field: Field, placement: RowPlacement, room: Room | None = None) -> U8:
-    """The values of all rows (at least one) of a dense column, as `gather_values` gives those of others."""
+    """The values of all rows (at least one) of a dense column. See `gather_values`."""
     row, rows = field.row_bytes, len(placement)
     if room is None or placement.run is not None or not places_best(rows, rows * row):
         return load(field, placement).values.view(np.uint8)
@@ -209,8 +208,8 @@ def _table(rows: Sequence[I64]) -> I64:
 
 
 def value_ranges(field: Field, placement: RowPlacement, edges: RowEdges) -> list[U8]:
-    """The values of rows, in order, as views of their blocks; rows that touch are one view. edges: in steps of
-    `Field.row_bytes` (of dense rows: their slots). `BatchEnded` as of `load`."""
+    """The values of rows, in order, as views of their blocks; rows that touch are one view. `edges` are in steps of
+    `Field.row_bytes` (of dense rows: their slots). `BatchEnded` as in `load`."""
     blocks, step = placement.blocks, field.row_bytes
     blocks.live_memory()
     low, stretch = blocks.stretch()
@@ -220,7 +219,7 @@ def value_ranges(field: Field, placement: RowPlacement, edges: RowEdges) -> list
 
 
 def row_shapes(field: Field, placement: RowPlacement) -> I64:
-    """The shapes of the rows of a varied column: int64 ``[rows, dimensions]``. Errors as of `load`."""
+    """The shapes of the rows of a varied column: int64 ``[rows, dimensions]``. Errors as in `load`."""
     placement.blocks.live_memory()
     return _gather_shapes(field, placement, placement.blocks.spans(field))
 
@@ -234,14 +233,16 @@ def _edges(field: Field, placement: RowPlacement, spans: ColumnOffsets) -> RowEd
 
 
 def edges_of_all(fields: Sequence[Field], placement: RowPlacement) -> RowEdges:
-    """`row_edges` of columns (at least one) of rows that are no run, in a few steps for all: each int64
+    """`row_edges` of several columns (at least one) of rows that are no run, in a few steps for all: each int64
     ``[fields, rows]``."""
     placement.blocks.live_memory()
     spans = [placement.blocks.spans(field) for field in fields]
     low, stretch = placement.blocks.stretch()
     numbers = _numbers(stretch)
-    starts = (_table([each.offsets for each in spans]) + (placement.blocks.addresses - low)) // 8
-    counts = _table([each.counts for each in spans])
+    starts = (
+        _table([offsets_of_column.offsets for offsets_of_column in spans]) + (placement.blocks.addresses - low)
+    ) // 8
+    counts = _table([offsets_of_column.counts for offsets_of_column in spans])
     if len(placement.blocks.shapes) > 1:
         starts, counts = starts[:, placement.block_of_row], counts[:, placement.block_of_row]
     at = starts + placement.slot_of_row

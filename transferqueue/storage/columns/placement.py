@@ -1,8 +1,8 @@
-"""Where the rows of a batch lie: its blocks in memory, and the block and slot of each row.
+"""The places of a batch's rows: its blocks in memory, and the block and slot of each row.
 
-All blocks of a batch are addressed as one stretch of memory, from the lowest address to the highest. Only bytes inside
-blocks are ever touched. So a few numpy operations find the places of thousands of rows in hundreds of blocks, without a
-loop over blocks. Offsets that other processes wrote are checked against their block before they are used.
+All blocks of a batch are addressed as one range of memory, from the lowest address to the highest. Only bytes inside
+blocks are ever touched. So a few numpy operations locate thousands of rows in hundreds of blocks, without a loop over
+blocks. Offsets that other processes wrote are checked against their block before they are used.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Releasable(Protocol):
 
 
 class ColumnOffsets(NamedTuple):
-    """Where the buffers of one column begin in each block, in bytes from the block's start; -1: the block has no such
+    """The offset of each buffer of one column in each block, in bytes from the block's start; -1: the block has no such
     buffer.
 
-    Each is int64 ``[blocks]``. counts: the last offset of the column, see `schema.layout`.
+    Each is int64 ``[blocks]``. `counts` is the last offset of the column, see `schema.layout`.
     """
 
     values: I64
@@ -71,8 +71,10 @@ class ColumnOffsets(NamedTuple):
 class MappedBlocks:
     """Blocks in this process's memory. This object keeps the memory alive until `end`.
 
-    shapes: the layout of each block. memory: ``uint8 [nbytes]`` of each block, in the same order. fields: all fields of
-    the blocks, by name.
+    Args:
+        shapes: the layout of each block.
+        memory: ``uint8 [nbytes]`` of each block, in the same order.
+        fields: all fields of the blocks, by name.
     """
 
     def __init__(self, shapes: Sequence[BlockLayout], memory: Sequence[U8], fields: Mapping[str, Field]) -> None:
@@ -121,18 +123,18 @@ class MappedBlocks:
         return memory
 
     def spans(self, field: Field) -> ColumnOffsets:
-        """Where a column lies in each block. `Corruption` if a block is too small for its layout, or lacks the
+        """The offsets of a column in each block. `Corruption` if a block is too small for its layout, or lacks the
         column."""
         offsets = self._spans.get(field.name)
         if offsets is None:
             self._lay_out()
             offsets = self._spans.get(field.name)
         if offsets is None or (self._merged and (offsets.values < 0).any()):
-            raise Corruption(f'a block that should hold field "{field.name}" does not')
+            raise Corruption(f'a block lacks field "{field.name}"')
         return offsets
 
     def values(self, field: Field, block: int) -> tuple[U8, int]:
-        """The memory of one block, and the offset in it of the values of a column. Errors as of `spans` and
+        """The memory of one block, and the offset in it of the values of a column. Errors as in `spans` and
         `live_memory`."""
         memory, offsets = self.live_memory(), self._spans.get(field.name)
         if offsets is None or self._merged:
@@ -187,7 +189,7 @@ class MappedBlocks:
         counts = np.array([self.shapes[at].counts for at in members], np.int64).reshape(len(members), len(names))
         if (counts < 0).any() or (rows < 1).any() or (rows > BLOCK_ROWS_MAX).any():
             raise Corruption(
-                f"a block says that it has {rows.min()} to {rows.max()} rows and counts down to {counts.min(initial=0)}"
+                f"a block claims {rows.min()} to {rows.max()} rows and counts down to {counts.min(initial=0)}"
             )
         self._check_steps(names, fields, int(rows.max()), counts)
         spans, sizes = layouts(fields, rows, counts)
@@ -216,22 +218,19 @@ def _layout_of_dense(fields: tuple[Field, ...], rows: int) -> tuple[dict[str, Co
     spans, size = layout(fields, rows, [0] * len(fields))
     if size > np.iinfo(np.int64).max:
         raise Corruption(
-            f"a block of {rows} rows with {', '.join(field.name for field in fields)} is beyond any memory"
+            f"a block of {rows} rows with {', '.join(field.name for field in fields)} is larger than any memory"
         )
     none = np.zeros(1, np.int64)
     offsets = [
         ColumnOffsets._make([*np.array([[span.values], [span.offsets], [span.shapes]], np.int64), none])
         for span in spans
     ]
-    return {field.name: each for field, each in zip(fields, offsets, strict=True)}, size
+    return {field.name: column_offsets for field, column_offsets in zip(fields, offsets, strict=True)}, size
 
 
 def layouts(fields: Sequence[Field], rows: I64, counts: I64) -> tuple[list[ColumnOffsets], I64]:
     """`schema.layout` of many blocks at once: the offsets of each field, and the size of each block in bytes, int64
-    ``[blocks]``.
-
-    rows: int64 ``[blocks]``. counts: int64 ``[blocks, fields]``.
-    """
+    ``[blocks]``. `rows` is int64 ``[blocks]``, `counts` int64 ``[blocks, fields]``."""
     if len(rows) <= VECTORISED_BLOCKS:
         return _layouts_each(fields, rows, counts)
     at, nowhere = np.zeros(len(rows), np.int64), np.full(len(rows), -1, np.int64)
@@ -248,14 +247,14 @@ def layouts(fields: Sequence[Field], rows: I64, counts: I64) -> tuple[list[Colum
 
 
 def _layouts_each(fields: Sequence[Field], rows: I64, counts: I64) -> tuple[list[ColumnOffsets], I64]:
-    each = [layout(fields, int(n), count.tolist()) for n, count in zip(rows, counts, strict=True)]
+    block_layouts = [layout(fields, int(n), count.tolist()) for n, count in zip(rows, counts, strict=True)]
     places = np.array(
-        [[(span.values, span.offsets, span.shapes) for span in spans] for spans, _ in each], np.int64
-    ).reshape(len(each), len(fields), 3)
+        [[(span.values, span.offsets, span.shapes) for span in spans] for spans, _ in block_layouts], np.int64
+    ).reshape(len(block_layouts), len(fields), 3)
     columns = [
         ColumnOffsets(places[:, at, 0], places[:, at, 1], places[:, at, 2], counts[:, at]) for at in range(len(fields))
     ]
-    return columns, np.array([size for _, size in each], np.int64)
+    return columns, np.array([size for _, size in block_layouts], np.int64)
 
 
 def _align(size: I64) -> I64:
@@ -282,8 +281,8 @@ def aligned_copy(memory: U8) -> U8:
 class RowPlacement:
     """The block and slot of each row, for columns that share blocks. `Corruption` for a row outside its block.
 
-    block_of_row, slot_of_row: int32 ``[rows]``. run: (block, first slot) if the rows are consecutive slots of one
-    block, else None.
+    `block_of_row` and `slot_of_row` are int32 ``[rows]``. `run` is (block, first slot) if the rows are consecutive
+    slots of one block, else None.
     """
 
     __slots__ = ("_block_of_row", "_slot_of_row", "blocks", "rows", "run")

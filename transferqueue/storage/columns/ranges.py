@@ -2,8 +2,8 @@
 
 Ranges that touch are joined first. Few or long ranges are copied one by one (0.3 µs each for a slice and its share of a
 ``concatenate``). Many short ranges are copied by Arrow's ``take``, as rows of a large binary array (0.04 µs each; Arrow
-lists and index arithmetic in numpy are ten times slower). Where there is memory already, slices of a `memoryview` are
-copied into it, 0.2 µs each: what costs most of a larger copy is fresh pages.
+lists and index arithmetic in numpy are ten times slower). Given memory is filled by slices of a `memoryview`, 0.2 µs
+each: fresh pages are the main cost of a larger copy.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from transferqueue.storage.elements.dtypes import I64, U8
 from transferqueue.storage.memory.private_pages import array_at
 
 Room = Callable[[int], U8]
-"""Gives memory for so many gathered bytes, ``uint8``."""
+"""Gives memory for this many gathered bytes, ``uint8``."""
 FEW_RANGES: Final = 128
 """Up to this many ranges are copied one by one: a call into Arrow costs 40 µs, and its import 0.2 s."""
 LONG_RANGE_BYTES: Final = 16 * KIB
 """Ranges of at least this mean length are copied one by one: the copy costs more than the call."""
 PLACED_RANGES_MAX: Final = 512
-"""Up to this many ranges are copied by slices into given memory however short they are; more of them if they have
-`PLACED_RANGE_BYTES_MIN` in the mean. Of 256 ranges of 4 KiB, which lie apart and in no cache, this takes 105 µs,
-``concatenate`` 143 and Arrow 195."""
+"""Up to this many ranges of any length are copied by slices into given memory; more if their mean length is at least
+`PLACED_RANGE_BYTES_MIN`. Of 256 ranges of 4 KiB, apart and not in a cache, this takes 105 µs, ``concatenate`` 143 and
+Arrow 195."""
 PLACED_RANGE_BYTES_MIN: Final = 512
 SPARSE_BYTES_MAX: Final = 64 * MIB
 """Arrow reserves memory by the mean length of all entries, with the gaps: at most this much more than needed."""
@@ -53,8 +53,7 @@ def _pieces(memory: U8, starts: I64, ends: I64) -> list[U8]:
 
 
 def places_best(count: int, total: int) -> bool:
-    """Whether so many ranges of `total` bytes are copied fastest into memory that is there already: otherwise Arrow's
-    own is better."""
+    """Whether `count` ranges of `total` bytes are copied fastest into given memory; otherwise Arrow's own is better."""
     return total > 0 and (count <= PLACED_RANGES_MAX or total >= PLACED_RANGE_BYTES_MIN * count)
 
 

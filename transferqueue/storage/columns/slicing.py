@@ -1,12 +1,12 @@
-"""Parts of rows: a range or a share of each row's steps, and ranges of its inner dimensions, gathered from where the
-rows lie.
+"""Parts of rows: a range or a share of each row's steps, and ranges of its inner dimensions, gathered from their
+blocks.
 
 A *cut* of a field (`schema.Slice`) makes a column of another field (`schema.sliced_field`): the same name and dtype, a
-smaller shape. The first dimension costs nothing that is not wanted: the edges of each row move, and only the steps
-between them are read. Inner dimensions lie side by side in each step. Of short rows whole steps are read, a piece at a
-time, and copied once more: inner dimensions save bytes that cross, not time. Of long rows, such as tensors of weights,
-the wanted bytes alone are read, once, a piece at a time; runs of a piece are views. Who reads this memory itself gets
-long runs as views where they lie: of whole steps, or within each step.
+smaller shape. Of the first dimension only the wanted steps are read: the edges of each row move. Inner dimensions lie
+side by side in each step. Of short rows whole steps are read, a piece at a time, and copied once more: a cut of inner
+dimensions saves transferred bytes, not time. Of long rows, such as tensors of weights, only the wanted bytes are read,
+once, a piece at a time; runs of a piece are views. A receiver that itself reads this memory gets long runs as views: of
+whole steps, or within each step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transferqueue.storage.columns.ranges import Room, copy_ranges, join, places
 from transferqueue.storage.elements.dtypes import I64, U8, stored_dtype
 
 LONG_ROW_BYTES: Final = 64 * KIB
-"""Rows of at least so many wanted bytes in the mean are cut one by one, which costs some microseconds each."""
+"""Rows with a mean of at least this many wanted bytes are cut one by one, which costs some microseconds each."""
 
 SliceStream = tuple[int, Iterator[U8]]
 """The count of the cut column for `schema.layout`, and the bytes of its block in order."""
@@ -57,9 +57,9 @@ def inner_slices(field: Field, cut: Slice) -> list[slice]:
     inner = enumerate(cut.inner or (), start=1)
     return [
         slice(None)
-        if each is None
-        else slice(*(share_range(each, field.shape[axis] or 0) if isinstance(each, Share) else each))
-        for axis, each in inner
+        if bounds is None
+        else slice(*(share_range(bounds, field.shape[axis] or 0) if isinstance(bounds, Share) else bounds))
+        for axis, bounds in inner
     ]
 
 
@@ -77,7 +77,7 @@ def dense_slices(field: Field, cut: Slice) -> list[slice] | None:
 
 
 def load_slice(field: Field, cut: Slice, placement: RowPlacement) -> LoadedColumn:
-    """The cut rows of a column, gathered into new memory. `Corruption`, `BatchEnded` as of `gather.load`."""
+    """The cut rows of a column, gathered into new memory. `Corruption`, `BatchEnded` as in `gather.load`."""
     if not len(placement):
         return load(sliced_field(field, cut), placement)
     starts, ends = _wanted(field, cut, placement)
@@ -94,11 +94,11 @@ def slice_stream(
     ranges_from: int = 0,
     room: Room | None = None,
 ) -> SliceStream:
-    """A block with the cut column of these rows (at least one), as `byte_stream.column_stream` gives uncut ones.
+    """A block with the cut column of these rows (at least one); see `byte_stream.column_stream`.
 
     At most `piece_bytes` are gathered at a time, of short rows at most `piece_bytes` of wanted steps and at least one
-    row. Pieces are at most that long. ranges_from, room: as of `column_stream`; inner ranges are gathered unless their
-    runs are as long, of short rows in new memory.
+    row. Pieces are at most that long. `ranges_from` and `room` are as in `column_stream`; inner ranges are gathered
+    unless their runs are that long, of short rows in new memory.
     """
     starts, ends = _wanted(field, cut, placement)
     offsets = _summed((ends - starts).sum(axis=1))
@@ -134,8 +134,7 @@ def slice_stream(
 
 
 def slice_span(field: Field, cut: Slice, placement: RowPlacement) -> tuple[int, int]:
-    """The bytes of the only block of these rows between which the cut column lies, counted from the start of the
-    block."""
+    """The bytes of the only block of these rows that enclose the cut column, counted from the start of the block."""
     starts, ends = _wanted(field, cut, placement)
     filled = ends > starts
     if not filled.any():
@@ -213,20 +212,20 @@ def _boxes(values: np.ndarray[Any, Any], most: int) -> Iterator[np.ndarray[Any, 
     if values.nbytes <= most or values.flags.c_contiguous:
         yield values
         return
-    each = values.nbytes // len(values)
-    if each > most:
+    item_bytes = values.nbytes // len(values)
+    if item_bytes > most:
         for value in values:
             yield from _boxes(value, most)
         return
-    for at in range(0, len(values), most // each):
-        yield values[at : at + most // each]
+    for at in range(0, len(values), most // item_bytes):
+        yield values[at : at + most // item_bytes]
 
 
 def _long_views(
     field: Field, cut: Slice, placement: RowPlacement, starts: I64, ends: I64, least: int
 ) -> list[U8] | None:
-    """The wanted bytes of all rows, in order, as views of their blocks; those that touch are one view. None if they
-    have fewer than `least` bytes in the mean."""
+    """The wanted bytes of all rows, in order, as views of their blocks; views that touch are one. None if their mean
+    length is below `least`."""
     step, inside, run = _step_bytes(field), np.zeros(1, np.int64), 0
     if cut.inner is not None:
         inside, run = _runs_of_step(field, cut)
@@ -239,16 +238,16 @@ def _long_views(
     base = (placement.blocks.addresses - low + spans.values)[placement.block_of_row][:, None]
     firsts, lasts = (base + starts * step).reshape(-1), (base + ends * step).reshape(-1)
     if run:
-        each = [np.arange(first, last, step) for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)]
-        firsts = (np.concatenate(each)[:, None] + inside).reshape(-1)
+        addresses = [np.arange(first, last, step) for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)]
+        firsts = (np.concatenate(addresses)[:, None] + inside).reshape(-1)
         lasts = firsts + run
     firsts, lasts = join(firsts, lasts)
     return [stretch[first:last] for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)]
 
 
 def _runs_of_step(field: Field, cut: Slice) -> tuple[I64, int]:
-    """Where the runs of wanted bytes begin in one step, counted from its start, and how many bytes each has; 0: the
-    step has none."""
+    """The starts of the runs of wanted bytes in one step, counted from its start, and their length; 0: the step has
+    none."""
     sizes = [size or 0 for size in field.shape[1:]]
     whole = [range(size)[part] for size, part in zip(sizes, inner_slices(field, cut), strict=False)]
     bounds = [(part.start, part.stop) for part in whole] + [(0, size) for size in sizes[len(whole) :]]

@@ -1,2 +1,2 @@
-"""Columns on a device: what a device is asked for, memory that it may read, copies under way and what they keep
-pinned."""
+"""Columns on a device: the interface of a device, memory that it may read, and copies under way with the memory that
+they keep pinned."""

@@ -1,4 +1,4 @@
-"""What the queue asks of a device that computes with columns.
+"""The interface of a device that computes with columns.
 
 `HostDevice` is the host itself; `transferqueue.storage.devices.torch_device` has the devices that torch knows. Any
 object with these methods may be given as ``device=`` instead.
@@ -22,16 +22,16 @@ class CopyEvent(Protocol):
         """Whether it has passed. Does not block."""
 
     def wait(self) -> None:
-        """Block until it has passed, and let other threads run. Raises what the device reports if it fails; then no
-        copy runs any more."""
+        """Block until it has passed, and let other threads run. Raises the error of a failed device, on which no copy
+        runs any more."""
 
 
 @runtime_checkable
 class Accelerator(Protocol):
     """A device. Safe from any thread; copies are done in the order in which they are begun.
 
-    name: such as ``"cuda:0"``. registers: whether the device reads memory of this process faster, and without blocking,
-    once `register` knows it. Otherwise `register` is never called.
+    `name` is such as ``"cuda:0"``. `registers` says whether the device reads registered memory of this process faster,
+    and without blocking. Otherwise `register` is never called.
     """
 
     name: str
@@ -48,19 +48,19 @@ class Accelerator(Protocol):
         later `record` has passed."""
 
     def store(self, into: U8, source: Any) -> None:
-        """Begin to copy `source`, a tensor ``uint8``, into memory of the host, after what the calling thread's stream
-        has done to it."""
+        """Begin to copy `source`, a tensor ``uint8``, into memory of the host, after the earlier work of the calling
+        thread's stream."""
 
     def record(self) -> CopyEvent:
         """The event of all copies begun so far."""
 
     def hand_over(self, tensors: Sequence[Any], event: CopyEvent) -> None:
-        """Let what the calling thread asks of the device from now on come after `event`, and keep the memory of
-        `tensors` until that is done."""
+        """Order the later device work of the calling thread after `event`, and keep the memory of `tensors` until that
+        is done."""
 
     def register(self, address: int, nbytes: int) -> bool:
-        """Register these whole pages of the process for copies, for all devices of this class. False if that cannot
-        be."""
+        """Register these whole pages of the process for copies, for all devices of this class. Returns False on
+        failure."""
 
     def unregister(self, address: int, nbytes: int) -> None:
         """End the registration of exactly these pages. No copy may use them."""

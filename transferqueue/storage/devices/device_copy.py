@@ -1,16 +1,14 @@
-"""Columns land on a device: of each, one asynchronous copy if its rows lie together.
-
-Where a column's bytes come from:
+"""Copies columns to a device: a column whose rows lie together is one asynchronous copy.
 
 1. Rows in up to `RUNS_MAX` runs of pinned blocks: a copy of each run, straight from the registered pages of the arena.
-2. Rows in more runs, or in memory that is not registered: they are gathered once into memory that the device reads
-   without blocking, and copied from there. So it is with the runs of a part of each dense row, such as the columns of a
+2. Rows in more runs, or in memory that is not registered: the host gathers them once into memory that the device reads
+   without blocking, and the device copies from there. So it is with a part of each dense row, such as the columns of a
    matrix.
-3. A device that reads any memory equally well (`HostDevice`) gets rule 1 from the views themselves, and rule 2 gathered
-   once.
+3. A device that reads any memory equally well (`HostDevice`) copies the views of rule 1 directly, and rows of rule 2
+   gathered once.
 
-Every copy's memory is held until the device says that it has ended (`in_flight`). Values are as they were put: what a
-caller changed in a view stays there.
+The memory of each copy is held until the device reports its end (`in_flight`). Values are as they were put: changes
+that a caller made in a view are not copied.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RUNS_MAX: Final = 64
-"""Runs of rows that are copied one by one. More are gathered by the host first."""
+"""Up to this many runs are copied one by one. More are gathered by the host first."""
 
 
 def accelerator(device: Any) -> Accelerator:
@@ -78,8 +76,8 @@ def land(columns: Mapping[str, Column], device: Accelerator) -> dict[str, Column
 
 
 class LandedColumn(NamedTuple):
-    """What a column became on a device. memory: ``uint8``, of which the others are views. offsets, ends: of a ragged
-    one."""
+    """A column on a device. `memory` is ``uint8``; the other tensors are views of it. `offsets` and `ends` are of a
+    ragged column."""
 
     memory: Any
     values: Any
@@ -147,7 +145,7 @@ class _DeviceCopy:
             at += len(memory)
 
     def _strided(self, into: Any, values: np.ndarray[Any, Any]) -> None:
-        """Copy what may lie in several runs of its memory."""
+        """Copy values that may lie in several runs of memory."""
         depth = next(at for at in range(values.ndim + 1) if values[(0,) * at + (...,)].flags.c_contiguous)
         if math.prod(values.shape[:depth]) > RUNS_MAX:
             staging = self._device.staging(len(into))
@@ -175,11 +173,11 @@ class _DeviceCopy:
 
     def _registered(self, memory: U8) -> RegisteredRange | None:
         place = pinned_place(memory) if self._device.registers else None
-        found = registered_range(place, self._device, len(memory))
-        if found is not None:
+        registered = registered_range(place, self._device, len(memory))
+        if registered is not None:
             self._memory.append(memory)
-            self._used.append(found)
-        return found
+            self._used.append(registered)
+        return registered
 
     def _staged(self, into: Any, memory: U8) -> None:
         staging = self._device.staging(len(memory))
@@ -199,7 +197,7 @@ class _DeviceCopy:
 class _Runs:
     """The runs of consecutive bytes in which the rows of a column lie, in order, none across two blocks.
 
-    starts, ends: addresses in this process, int64 ``[runs]``. blocks: index of the block of each.
+    `starts` and `ends` are addresses in this process, int64 ``[runs]``. `blocks` is the index of the block of each.
     """
 
     def __init__(self, column: Column, placement: RowPlacement) -> None:
@@ -241,8 +239,8 @@ def _typed(memory: Any, column: Column, steps: int) -> Any:
 
 
 class DeviceColumn(Column):
-    """A column whose tensors are on a device. Its other values (`numpy`, `list`, `arrow`, rows by index) are those of
-    the host, as of any column, and so are all of rows that are chosen from it (``column[2:5]``)."""
+    """A column whose tensors are on a device. Its other values (`numpy`, `list`, `arrow`, rows by index) are on the
+    host, as of any column; so are all values of selected rows (``column[2:5]``)."""
 
     __slots__ = ("_device", "_event", "_landed")
 
@@ -260,8 +258,8 @@ class DeviceColumn(Column):
         return self._device.name
 
     def torch(self) -> Tensor:
-        """Dense rows: a tensor ``[rows, *shape]`` of the field's dtype on the device. What the calling thread's stream
-        does with it comes after the copy."""
+        """Dense rows: a tensor ``[rows, *shape]`` of the field's dtype on the device. Later work of the calling
+        thread's stream is ordered after the copy."""
         if not self.field.dense:
             raise self._unfit("torch")
         return cast("Tensor", self._taken().values)

@@ -1,17 +1,14 @@
-"""The fence between copies and memory: what a copy reads or writes is kept until the device has said that the copy has
-ended.
+"""The fence between copies and memory: the memory of a copy is kept until the device reports the copy's end.
 
-Rules:
-
-1. Whoever begins a copy passes its event and all memory of it to `InFlight.hold`: views of pinned blocks, staging
-   memory, uses of registered pages.
-2. One thread for each device waits for the events in their order, and then drops the memory. So pins return after the
-   event and at no other time, whoever has let go of them before: the batch, the tensors, the queue.
+1. The caller that begins a copy passes its event and all memory of it to `InFlight.hold`: views of pinned blocks,
+   staging memory, uses of registered pages.
+2. One thread for each device waits for the events in their order, and then drops the memory. So pins return only after
+   the event, even if batch, tensors and queue let go of them before.
 3. If the device reports an error instead, whatever its type, no copy of it runs any more, and the memory is dropped. An
    error of one copy is logged, and the thread goes on to the next.
 4. The thread ends `DEVICE_IDLE_S` after the last copy, and then gives up idle registrations, so that the arena's owner
-   can return their pages. A put waits for its own copy; it passes the event that has passed, so that the thread does
-   this for processes that only put, too.
+   can return their pages. A put waits for its own copy. It also passes the event, which has passed by then, so that the
+   thread does this in processes that only put.
 """
 
 from __future__ import annotations
@@ -32,12 +29,12 @@ from transferqueue.storage.devices.registered import give_up_idle
 _log: Final = logging.getLogger("transferqueue.client")
 
 EXIT_S: Final = 5.0
-"""How long the end of the interpreter waits for copies under way."""
+"""The interpreter's exit waits this long for copies under way."""
 
 
 class InFlight:
-    """The copies of one device that have begun and not ended. Safe from any thread. idle: called after `idle_s` without
-    a copy."""
+    """The copies of one device that have begun and not ended. Safe from any thread. `idle` is called after `idle_s`
+    without a copy."""
 
     def __init__(self, name: str, idle: Callable[[], object], idle_s: float = DEVICE_IDLE_S) -> None:
         self._name, self._idle, self._idle_s = name, idle, idle_s

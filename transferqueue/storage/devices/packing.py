@@ -17,7 +17,7 @@ from transferqueue.storage.memory.mapping import granted_place
 from transferqueue.storage.memory.private_pages import array_at
 
 REGISTERED_FROM: Final = MIB
-"""Bytes from which a copy is worth registered pages. A put of less goes to pages that many puts share, some of them
+"""Registered pages pay off for copies from this size on. A smaller put goes to pages that many puts share, some of them
 fresh each time."""
 
 
@@ -35,8 +35,8 @@ def pack(tensors: Sequence[Any]) -> Any:
 
 
 def fill(out: U8, tensors: Sequence[Any]) -> bool:
-    """Copy the values of the tensors into `out`, which has their size, as `store` does. False, and nothing is copied,
-    if they cannot be packed: then copy them one by one."""
+    """Copy the values of the tensors into `out`, which has their size, as `store` does. Returns False, and copies
+    nothing, if they cannot be packed: then copy them one by one."""
     packed = pack(tensors) if len(tensors) else None
     if packed is not None:
         store(accelerator(packed.device), packed, out)

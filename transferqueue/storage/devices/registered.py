@@ -1,16 +1,16 @@
 """The pages of an arena that this process has registered for copies to and from devices.
 
-Rules (docs/decisions/memory.md):
+See docs/decisions/memory.md.
 
-1. A third mapping of the arena, shared, is made when the first device reads. Views are never registered: they are
+1. When a device first reads, the process maps the arena a third time, shared. Views are never registered: they are
    private, so registering would copy every page and freeze it.
 2. Pages are registered once, in regions of at most `ARENA_STEP_BYTES`, and only pages that the file has: registering a
    sparse arena would back all of it. When the arena grows, new pages become regions of their own.
-3. Before pages are registered this process holds them (`page_holds`), so the arena's owner does not return them to the
+3. Before this process registers pages, it holds them (`page_holds`), so the arena's owner does not return them to the
    system, and a region is never stale. Where it cannot, such as while the owner returns them, nothing is registered,
    and the caller copies another way.
-4. A region that a copy uses stays. Others are given up, the longest unused first, when `DEVICE_REGISTERED_BYTES` would
-   be passed, and all of them when no copy came for `DEVICE_IDLE_S`.
+4. A region that a copy uses stays. Others are given up, the longest unused first, when registering would exceed
+   `DEVICE_REGISTERED_BYTES`, and all of them when no copy came for `DEVICE_IDLE_S`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _log: Final = logging.getLogger("transferqueue.client")
 
 
 class MappedArena(Protocol):
-    """An arena that this process maps. fd: its file."""
+    """An arena that this process maps, with the descriptor `fd` of its file."""
 
     @property
     def fd(self) -> int:
@@ -54,8 +54,8 @@ class MappedArena(Protocol):
 
 
 class _Region:
-    """Bytes [start, end) of the arena, registered with `device`. uses: copies under way. used: when the last one began
-    (monotonic)."""
+    """Bytes [start, end) of the arena, registered with `device`. `uses`: copies under way. `used`: when the last one
+    began (monotonic)."""
 
     __slots__ = ("device", "end", "start", "used", "uses")
 
@@ -65,7 +65,7 @@ class _Region:
 
 
 class RegisteredRange(msgspec.Struct, frozen=True, eq=False):
-    """Registered memory under a copy. Call `end` when the copy has ended. pieces: (address, bytes), in order."""
+    """Registered memory under a copy. Call `end` when the copy has ended. `pieces`: (address, bytes), in order."""
 
     pages: RegisteredPages
     pieces: list[tuple[int, int]]
@@ -102,8 +102,8 @@ class RegisteredPages:
         return sum(region.end - region.start for region in self._regions)
 
     def range(self, device: Accelerator, offset: int, nbytes: int) -> RegisteredRange | None:
-        """Registered memory that is exactly these bytes of the arena, which the caller has pinned or may write.
-        Registers what is not yet. None if some of it cannot be."""
+        """Registered memory for exactly these bytes of the arena, which the caller has pinned or may write. Registers
+        missing pages. None if that fails for some."""
         used: list[_Region] = []
         pieces: list[tuple[int, int]] = []
         start, end = offset, offset + nbytes
@@ -152,8 +152,8 @@ class RegisteredPages:
         return region if region is not None and start < region.end else None
 
     def _register(self, device: Accelerator, start: int, end: int) -> _Region | None:
-        """Register the pages from `start` on, with those around them that the file has, up to the next region and
-        within one slice."""
+        """Register the pages from `start` on, with neighbours that the file has, up to the next region and within one
+        slice."""
         if self._refused or self._fd < 0 or os.getpid() != self._pid:
             return None
         low, high = self._room(start)
@@ -172,9 +172,9 @@ class RegisteredPages:
 
     def _registered(self, device: Accelerator, first: int, last: int) -> bool:
         if not device.register(self._address + first, last - first):
-            self._refused = not self._regions  # such as an arena in a file on a disk: no page of it can be
+            self._refused = not self._regions  # such as an arena in a file on a disk, which has no such pages
             _log.warning(
-                "device %s cannot register %s bytes of the queue's memory; what lies there is copied twice",
+                "device %s cannot register %s bytes of the queue's memory; its columns are copied twice",
                 device.name,
                 last - first,
             )
@@ -182,7 +182,7 @@ class RegisteredPages:
         return True
 
     def _room(self, start: int) -> tuple[int, int]:
-        """The slice of `start`, as far as no region has it."""
+        """The slice of `start`, as far as no region covers it."""
         low = start - start % ARENA_STEP_BYTES
         high = min(low + ARENA_STEP_BYTES, self._capacity)
         place = bisect_right(self._regions, start, key=lambda region: region.start)
@@ -193,7 +193,7 @@ class RegisteredPages:
         return low, high
 
     def _run(self, low: int, high: int, start: int, end: int) -> tuple[int, int]:
-        """The run of pages around ``[start, end)``, which has pages, that the file has in ``[low, high)``."""
+        """The run of pages in ``[low, high)`` around ``[start, end)`` that the file has."""
         runs = Intervals()
         runs.add(start - start % PAGE_BYTES, align(end, PAGE_BYTES))
         for run in self._written(low, high):
@@ -227,8 +227,8 @@ _unused: Final[deque[RegisteredPages]] = deque()
 
 
 def registered_pages(arena: MappedArena, device: Accelerator) -> RegisteredPages:
-    """What this process has registered of the arena with this kind of device. `OutOfMemory` if the arena cannot be
-    mapped once more."""
+    """The pages of the arena that this process has registered with this kind of device. `OutOfMemory` if the arena
+    cannot be mapped once more."""
     close_unused()
     with _guard:
         of_arena = _known.setdefault(arena, {})
@@ -260,7 +260,7 @@ def give_up_idle(unused_s: float = DEVICE_IDLE_S / 2) -> None:
 
 
 def close_unused() -> None:
-    """Close what belonged to arenas that this process maps no more."""
+    """Close the registrations of arenas that this process no longer maps."""
     while _unused:
         with suppress(IndexError):  # another thread took it
             _unused.popleft().close()

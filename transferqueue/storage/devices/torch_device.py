@@ -1,7 +1,7 @@
 """The devices that torch knows: any of its accelerators through ``torch.Stream`` and ``torch.Event``, CUDA with
 registered memory.
 
-CUDA devices were written for without one: the page `transferqueue docs devices` says what was never run.
+CUDA devices were written for without one: the page `transferqueue docs devices` lists the parts that never ran.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log: Final = logging.getLogger("transferqueue.client")
 
 
 def device_of(device: Any) -> Accelerator:
-    """The device that torch names so: ``"cuda:0"``, an index, a ``torch.device``. `UsageError` if there is none, or it
+    """The device that torch calls ``"cuda:0"``, an index, or a ``torch.device``. `UsageError` if there is none, or it
     holds no values."""
     torch = require_torch("torch")
     try:
@@ -76,7 +76,7 @@ def _choices() -> str:
 
 @lru_cache(maxsize=64)
 def _opened(kind: str, index: int, pid: int) -> Accelerator:
-    """One object for each device of a process. pid: a forked child makes its own."""
+    """One object for each device of a process. With `pid`, a forked child makes its own."""
     del pid
     if kind == "cpu":
         return HostDevice()
@@ -89,7 +89,7 @@ def _opened(kind: str, index: int, pid: int) -> Accelerator:
 
 
 class TorchDevice:
-    """A device of torch, with a stream of its own for copies. Pageable memory is copied through page-locked memory of
+    """A device of torch, with its own stream for copies. Pageable memory is copied through page-locked memory of
     torch."""
 
     registers = False
@@ -129,8 +129,8 @@ class TorchDevice:
         return memory
 
     def staging(self, nbytes: int) -> U8 | None:
-        """Page-locked memory of torch, which lends none anew before the copies out of it are done. If there is no more
-        of it, other memory, from which a copy takes several times as long."""
+        """Page-locked memory of torch, which torch does not lend again before the copies out of it are done. If there
+        is none left, other memory, from which a copy takes several times as long."""
         try:
             locked: U8 = self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True).numpy()
         except RuntimeError as error:
@@ -212,8 +212,8 @@ class CudaDevice(TorchDevice):
                 self._absorb_error()
 
     def _absorb_error(self) -> None:
-        """A refused call leaves an error that the next kernel of this thread would report as its own: let a small one
-        take it."""
+        """A refused call leaves an error that the next kernel of this thread would report as its own. Let a small
+        kernel take it."""
         with suppress(RuntimeError):
             self._torch.zeros(1, device=self.place).add_(1)
 

@@ -50,7 +50,8 @@ def store_numbers(
 ) -> tuple[str, Numbers]:
     """The field dtype, and the numbers as a one-dimensional array of its stored dtype.
 
-    classes: the types of all numbers. dtype: the field's, or None to infer it. `SchemaError` if a number does not fit.
+    `classes` are the types of all numbers. `dtype` is the field's, or None to infer it. `SchemaError` if a number does
+    not fit.
     """
     kind = _ORDER[max(_ORDER.index(kind_of(cls) or "complex") for cls in classes)]
     target = dtype or _inferred(classes, kind, subject)

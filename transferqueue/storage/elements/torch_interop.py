@@ -36,7 +36,8 @@ def as_torch(array: np.ndarray[Any, Any], dtype: str) -> Any:
 
 
 def as_jagged(values: Any, offsets: I64) -> Any:
-    """A jagged nested tensor over `values`, a tensor ``[steps, ...]``. offsets: int64 ``[rows + 1]``. Copies no bytes.
+    """A jagged nested tensor over `values`, a tensor ``[steps, ...]``, with `offsets` int64 ``[rows + 1]``. Copies no
+    bytes.
 
     It knows its shortest and longest row: torch computes neither when it pads, and would pad to the length of all rows
     together.

@@ -1,1 +1,1 @@
-"""Writing columns: what callers pass, parsed into blocks."""
+"""Writing columns: the callers' inputs, parsed into blocks."""

@@ -52,16 +52,16 @@ def parse_arrow(value: Any, subject: str) -> Parsed | list[Any]:
 
 
 def _checked(array: Any, subject: str) -> Any:
-    """The array, if its offsets and indices stay within their data: Arrow does not look, and a process that follows
-    them may read other memory or die. Text and binary are checked where their lengths are taken: Arrow would decode all
-    text."""
+    """The array, if its offsets and indices stay within their data. Arrow does not check, and a process that follows
+    bad ones may read other memory or die. Text and binary are checked when their lengths are taken: Arrow would decode
+    all text."""
     import pyarrow as pa
 
     return array if _is_flat(array.type, pa) else _valid(array, subject)
 
 
 def _valid(array: Any, subject: str) -> Any:
-    """The array, after a look at all of it."""
+    """The array, checked completely."""
     import pyarrow as pa
 
     try:
@@ -134,7 +134,7 @@ def _is_table(value: Any) -> bool:
 
 
 def _is_plain(kind: Any, pa: Any) -> bool:
-    """Whether rows of this type are plain values: structures, maps, and lists of whatever is no number."""
+    """Whether rows of this type are plain values: structures, maps, and lists of anything but numbers."""
     lists = 0
     while _is_list(kind):
         kind, lists = kind.value_type, lists + 1

@@ -18,9 +18,14 @@ from transferqueue.storage.memory.parallel_copy import PARALLEL_BYTES, Job, para
 class BlockWriter:
     """The columns of one block, and its layout. Writes the block.
 
-    rows: of the request. stored_rows: of the block. fields, counts: as `WrittenBlock` gives them. slots: for each row
-    of the request its slot in the block, int32 ``[rows]``; None if they are the same. nbytes: the size of the block.
-    sum: its checksum, after `take_checksum`.
+    Args:
+        rows: of the request.
+        stored_rows: of the block.
+        fields: as in `WrittenBlock`.
+        counts: as in `WrittenBlock`.
+        slots: for each row of the request its slot in the block, int32 ``[rows]``; None if they are the same.
+        nbytes: the size of the block.
+        sum: its checksum, after `take_checksum`.
     """
 
     content: bytes = b""
@@ -52,7 +57,7 @@ class BlockWriter:
         """
         block = np.frombuffer(out, np.uint8) if isinstance(out, memoryview) else out
         if len(block) != self.nbytes:
-            raise InternalError(f"a block of {self.nbytes} bytes is written into {len(block)}; give it exactly its own")
+            raise InternalError(f"a block of {self.nbytes} bytes needs a buffer of its size, not of {len(block)}")
         if len(self.columns) == 1 and self.spans[0].offsets < 0 and 0 < self.nbytes < PARALLEL_BYTES:
             _write_values(block, self.columns[0])
         else:
@@ -67,7 +72,7 @@ class BlockWriter:
             jobs += column.jobs(block, span)
             at = _zero_padding(block, span, column, at)
         block[at:] = 0
-        if self.nbytes < PARALLEL_BYTES:  # these need no queue of jobs
+        if self.nbytes < PARALLEL_BYTES:  # small blocks need no queue of jobs
             for job in jobs:
                 job()
         else:

@@ -17,7 +17,7 @@ from transferqueue.storage.memory.parallel_copy import parallel_copy
 
 
 class ContentBlock(BlockWriter):
-    """The block of one value, which is made at once: whether the table has it already depends on its bytes.
+    """The block of one value. It is made at once: whether the table already has it depends on its bytes.
 
     Two blocks of the same content and layout count as equal. That two of a billion different blocks have the same
     content by chance has a probability of 1.5e-21 (the birthday bound for 128 bits); a producer could forge it.

@@ -1,5 +1,5 @@
-"""Looks for NaN and infinity among written values (`Field.finite`): where they lie, before the commit, in pieces that
-stay in the cache."""
+"""Checks written values for NaN and infinity (`Field.finite`): in place, before the commit, in pieces that stay in the
+cache."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from transferqueue.storage.elements.numbers import widen_to_float32
 
 _PIECE_BYTES: Final = 1 << 18
 _EXPONENTS: Final = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}
-"""Bits that are all set in a NaN or an infinity alone."""
+"""These bits are all set only in a NaN or an infinity."""
 
 Numbers = NDArray[Any]
 
 
 def first_infinite(values: U8, dtype: str) -> tuple[int, Any] | None:
-    """The index and the value of the first element that is not finite; None if all are. values: the bytes of a
+    """The index and the value of the first element that is not finite; None if all are. `values` are the bytes of a
     column."""
     stored = values.view(stored_dtype(dtype))
     for first, piece in _pieces(stored):
@@ -45,7 +45,7 @@ def _all_finite(stored: Numbers, dtype: str) -> bool:
     if dtype in TORCH_ONLY_DTYPES:
         return bool(np.isfinite(widen_to_float32(stored, dtype)).all())
     numbers = stored.view(f"<f{stored.itemsize // 2}") if stored.dtype.kind == "c" else stored
-    with np.errstate(all="ignore"):  # a value that is not finite makes the sum of squares so, which takes half as long
+    with np.errstate(all="ignore"):  # the sum of squares shows a value that is not finite, in half the time
         return bool(np.isfinite(np.dot(numbers, numbers)) or np.isfinite(numbers).all())
 
 

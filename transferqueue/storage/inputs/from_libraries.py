@@ -1,9 +1,9 @@
-"""Columns and tables that data-frame libraries and batches hold, as `put` takes them.
+"""Columns and tables of data-frame libraries and batches, converted for `put`.
 
 Other libraries offer Arrow's C data interface: a column has ``__arrow_c_array__`` or ``__arrow_c_stream__``, a data
-frame the latter. Both are imported once a call, without a copy, since a stream may be read only once and a call that is
-refused may look at its columns again. A `Column` of this package has the interface too, but Arrow lacks some of its
-dtypes, so its values are taken in forms that keep them.
+frame the latter. Both are imported once a call, without a copy, since a stream may be read only once and a refused call
+may read its columns again. A `Column` of this package has the interface too, but Arrow lacks some of its dtypes, so its
+values are taken in forms that keep them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from transferqueue.storage.inputs.arrow import chunked, is_arrow, plain_values
 from transferqueue.storage.inputs.prepare import PlainValues, Repeat
 
 _NOT_ARROW: Final = frozenset({np.ndarray, list, tuple, dict, str, bytes, int, float, bool, type(None)})
-"""Types of most columns and facts, for which nothing needs to be looked up."""
+"""Types of most columns and facts, which need no look-up."""
 _UNNAMED_INDEX: Final = re.compile(r"__index_level_\d+__")
 """The name that pyarrow gives to an index of pandas that has none."""
 
 
 def column_of(name: str, value: Any) -> Any:
-    """The column as Arrow's own if another library holds it, or in the form that keeps a `Column`; anything else as it
-    is.
+    """An Arrow column if another library holds it, a form that keeps the dtype of a `Column`, or else the value itself.
 
     `SchemaError` if its library cannot give it, or if it is a whole table.
     """
@@ -55,8 +54,7 @@ def _of_column(column: Column) -> Any:
 
 
 def fact_of(name: str, value: Any) -> Any:
-    """A fact of rows as a list, if it is an Arrow column; anything else as it is. `SchemaError` for a null, with its
-    row."""
+    """A fact of rows: an Arrow column as a list, anything else unchanged. `SchemaError` for a null, with its row."""
     return plain_values(value, name) if type(value) not in _NOT_ARROW and is_arrow(value) else value
 
 

@@ -23,7 +23,7 @@ from transferqueue.storage.inputs.sources import Arrays
 def columns_from_arrow(field: Field, array: Any) -> Prepared:
     """The rows of an Arrow array that `Column.arrow` made for `field`, ready to be written. Keeps the array's buffers.
 
-    array: validated fully, of `arrow_type(field)`. `Corruption` if it cannot be a column of this field.
+    `array` is validated fully, of `arrow_type(field)`. `Corruption` if it cannot be a column of this field.
     """
     try:
         return _prepared(field, array)
@@ -101,5 +101,5 @@ def _made(field: Field, rows: int, values: Any, offsets: I64 | None, shapes: I64
     source: U8 = values.view(stored_dtype(field.dtype))
     prepared = Prepared(field, rows, Arrays([source], field.dtype), offsets, shapes)
     if prepared.nbytes != source.nbytes:
-        raise ValueError("the values are not as many as the rows say")
+        raise ValueError("the number of values does not match the rows")
     return prepared

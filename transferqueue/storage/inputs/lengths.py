@@ -1,9 +1,9 @@
-"""Compares the lengths of columns before a byte is written: a field may have as many elements in each row as another
-one (`Field.like`).
+"""Compares the lengths of columns before a byte is written: a field may demand as many elements in each row as another
+one has (`Field.like`).
 
-Known are the lengths of the columns of one call, and those of columns that a lease or a read brought of the same rows.
-A field with the rule by its name alone keeps one of two conventions: a value for each token of the response, or for
-each of prompt and response together, perhaps without the first.
+It knows the lengths of the columns of one call, and of columns of the same rows that a lease or a read brought. A field
+that has the rule only by its name keeps one of two conventions: a value for each token of the response, or for each of
+prompt and response together, perhaps without the first.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from transferqueue.storage.elements.dtypes import I64
 from transferqueue.storage.inputs.prepare import Prepared
 
 Lengths = Callable[[str], "I64 | None"]
-"""The lengths of a field's rows, int64 ``[rows]``; None if they are not known."""
+"""The lengths of a field's rows, int64 ``[rows]``; None if unknown."""
 
 
 def unknown(name: str) -> I64 | None:
-    """The lengths of columns that rows have already, where nothing is known of them."""
+    """None: the lengths of existing columns are unknown."""
     return None
 
 
@@ -36,7 +36,7 @@ def check_lengths(columns: Sequence[Prepared], before: Lengths) -> None:
     """
     for column in columns:
         if column.field.has_lengths_of:
-            _check_lengths(column, {each.field.name: each for each in columns}, before)
+            _check_lengths(column, {other.field.name: other for other in columns}, before)
 
 
 def _check_lengths(column: Prepared, columns: Mapping[str, Prepared], before: Lengths) -> None:
@@ -50,7 +50,7 @@ def _check_lengths(column: Prepared, columns: Mapping[str, Prepared], before: Le
     if field.like is not None:
         raise _unlike(field, own, wanted, f'give as many as "{field.like}" has in each row, as the field declares')
     whole = _whole(wanted, lengths)
-    if whole is None:  # not known here: as long as the response, or longer
+    if whole is None:  # unknown here: as long as the response, or longer
         fits = bool((own >= wanted).all())
     else:
         fits = np.array_equal(own, whole) or np.array_equal(own, whole - 1)

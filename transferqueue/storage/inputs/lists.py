@@ -25,7 +25,7 @@ _LISTS: Final = (list, tuple)
 
 
 def parse_list(rows: Sequence[Any], field: Field | None, subject: str) -> Parsed:
-    """Parse a list or tuple with one element for each row. field: None to infer it."""
+    """Parse a list or tuple with one element for each row. `field` is None to infer it."""
     classes = set(map(type, rows))
     if field is not None and field.dtype == "value":
         return parse_values(rows, subject)
@@ -70,7 +70,7 @@ def _parse_bytes(rows: Sequence[Any]) -> Parsed:
 
 
 def _flat(memory: memoryview) -> bytes | memoryview:
-    """The bytes of a buffer in row-major order; a copy if they do not lie so."""
+    """The bytes of a buffer in row-major order; a copy if they are stored otherwise."""
     return memory.cast("B") if memory.nbytes and memory.c_contiguous else memory.tobytes()
 
 
@@ -145,7 +145,7 @@ def _holds_none(row: Any) -> bool:
 def _integer_rows(rows: Sequence[Any]) -> tuple[I64, np.ndarray[Any, Any]] | None:
     """The lengths and elements of lists of ints (token ids, the most common list), four times as fast as other lists.
 
-    None if an element is not an int of 64 bits; then the slower path reports what is wrong.
+    None if an element is not an int of 64 bits; then the slower path reports the error.
     """
     if set(map(type, rows)) != {list} or {type(row[0]) for row in rows if row} != {int}:
         return None

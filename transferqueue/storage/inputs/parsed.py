@@ -27,10 +27,8 @@ class DenseInput:
 
 @dataclass(frozen=True, slots=True)
 class RaggedInput:
-    """Rows given one by one, or as values and offsets. shapes: int64 ``[rows, dimensions]``, at least one dimension.
-
-    jagged: the input is ragged by its type, so it does not fit a dense field.
-    """
+    """Rows given one by one, or as values and offsets. `shapes` is int64 ``[rows, dimensions]``, with at least one
+    dimension. `jagged`: the input is ragged by its type, so it does not fit a dense field."""
 
     dtype: str
     shapes: I64
@@ -40,7 +38,7 @@ class RaggedInput:
 
 @dataclass(frozen=True, slots=True)
 class BytesInput:
-    """Byte strings: text, bytes or plain values. lengths: int64 ``[rows]``, in bytes."""
+    """Byte strings: text, bytes or plain values. `lengths` is int64 ``[rows]``, in bytes."""
 
     dtype: str
     lengths: I64
@@ -61,8 +59,8 @@ def rectangles(levels: Sequence[I64]) -> I64 | None:
     """The shapes, int64 ``[rows, dimensions]``, of rows that are lists nested ``len(levels)`` deep. None if a row is
     not a rectangle.
 
-    levels: ``levels[0]`` has the length of each row, ``levels[1]`` that of each element of the rows, and so on. A
-    dimension that no element determines is `UNKNOWN`.
+    ``levels[0]`` has the length of each row, ``levels[1]`` that of each element of the rows, and so on. A dimension
+    that no element determines is `UNKNOWN`.
     """
     rows = len(levels[0])
     shapes = np.full((rows, len(levels)), UNKNOWN, np.int64)

@@ -105,7 +105,7 @@ class Repeat:
 
         Args:
             stored_rows: number of the values.
-            subject: what an error text calls the column.
+            subject: name of the column in error texts.
 
         Raises:
             SchemaError: the counts do not fit the values.
@@ -171,11 +171,16 @@ class Prepared:
     """A column that fits its field, ready to be written. Keeps the caller's buffers, which must not change until they
     are written.
 
-    field: declared or inferred. rows: of the request. stored_rows: of the block; fewer if rows share values. slots:
-    then the stored row of each row, int32 ``[rows]``; else None. count: the field's count for `schema.layout`. nbytes:
-    of the values, without offsets and padding. by_content: its values are found by their content (`Repeat`). finite:
-    NaN and infinity are refused when the values are written; False here, since a snapshot's columns were checked when
-    they were put.
+    Args:
+        field: declared or inferred.
+        rows: of the request.
+        stored_rows: of the block; fewer if rows share values.
+        slots: the stored row of each row, int32 ``[rows]``, if rows share values; else None.
+        count: the field's count for `schema.layout`.
+        nbytes: of the values, without offsets and padding.
+        by_content: its values are compared by their content (`Repeat`).
+        finite: NaN and infinity are refused when the values are written. False here, since a snapshot's columns were
+            checked when they were put.
     """
 
     __slots__ = (
@@ -222,10 +227,10 @@ class Prepared:
         return out.tobytes() if self.slots is None else out.view(stored_dtype(self.field.dtype))[self.slots].tobytes()
 
     def check_finite(self, values: U8) -> None:
-        """Raise `SchemaError` if the column must be finite and its written `values` are not. values: their bytes."""
-        found = first_infinite(values, self.field.dtype) if self.finite else None
-        if found is not None:
-            at, value = found
+        """Raise `SchemaError` if the column must be finite and the bytes of its written `values` are not."""
+        infinite = first_infinite(values, self.field.dtype) if self.finite else None
+        if infinite is not None:
+            at, value = infinite
             raise SchemaError(
                 f'field "{self.field.name}": row {self._row_of(at)} has {value}, and values of this field are finite; '
                 "mask it or drop the row, or declare the field with finite=False"
@@ -252,8 +257,8 @@ class Prepared:
 def prepare(name: str, value: Any, field: Field | None = None, rows: int | None = None) -> Prepared:
     """Check a column against its field (None: infer one) without copying bulk bytes.
 
-    rows: of the request; a single value is then given to all of them. Raises `SchemaError` if the value is not a
-    column, does not fit `field`, or has another number of rows.
+    A single value is given to all `rows` of the request. Raises `SchemaError` if the value is not a column, does not
+    fit `field`, or has another number of rows.
     """
     if type(value) is np.ndarray and field is not None and _is_plain(value, field) and len(value) == rows:
         return Prepared(field, len(value), Arrays([value], field.dtype), None, None)
@@ -435,7 +440,7 @@ def _offsets(lengths: I64, subject: str) -> I64:
 
 
 def _check_sum(lengths: NDArray[Any], subject: str) -> None:
-    """Refuse rows whose elements no 64-bit offset counts: views may be that long without memory."""
+    """Refuse rows with more elements than a 64-bit offset counts: views may be that long without memory."""
     elements = float(lengths.sum(dtype=np.float64))
     if elements > SIZE_BYTES_MAX:
         raise SchemaError(

@@ -115,7 +115,7 @@ class TensorMemory(ValueSource):
 
 
 class ByteStrings(ValueSource):
-    """Byte strings in order. nbytes: their total size."""
+    """Byte strings in order, of `nbytes` in total."""
 
     def __init__(self, strings: Sequence[bytes | bytearray | memoryview], nbytes: int) -> None:
         self.strings, self.nbytes = strings, nbytes

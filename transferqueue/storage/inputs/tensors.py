@@ -16,8 +16,8 @@ from transferqueue.storage.inputs.parsed import DenseInput, Parsed, RaggedInput,
 from transferqueue.storage.inputs.sources import Arrays, DeviceTensors, TensorMemory, ValueSource
 
 LOW_ADDRESS: Final = 1 << 40
-"""The memory of a tensor mostly lies above. That of one whose storage was freed begins at 0, or as far above as its
-view is offset: rows with such an address are looked at one by one."""
+"""The memory of a tensor mostly lies above this address. A tensor whose storage was freed begins at 0, or at the offset
+of its view: rows with such an address are checked one by one."""
 
 
 def is_tensor(value: object) -> bool:
@@ -126,7 +126,7 @@ def _parse_nested(tensor: Any, subject: str) -> Parsed:
 
 
 def _check_offsets(offsets: I64, steps: int, subject: str) -> None:
-    """Torch does not look where the offsets of a nested tensor lead."""
+    """Refuse a nested tensor with bad offsets, which torch does not check."""
     if offsets[0] < 0 or offsets[-1] > steps or (offsets[1:] < offsets[:-1]).any():
         raise SchemaError(
             f"{subject}: a nested tensor whose offsets do not ascend from 0 to its {counted(steps, 'step')} of values; "

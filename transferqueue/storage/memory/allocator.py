@@ -1,7 +1,5 @@
 """Allocates the extents of an arena. It only keeps books: it touches no memory.
 
-Rules:
-
 1. Every extent begins and ends on a page. Free ranges never overlap. Two free neighbours of the same temperature are
    merged at once.
 2. A free range is *warm* if it was allocated before and still has its pages. It is *cold* if it was never allocated, or
@@ -110,8 +108,8 @@ class Allocator:
         for offset, nbytes in sorted(extents):
             if offset < end or offset % PAGE_BYTES or nbytes < 1 or offset + nbytes > allocator.capacity:
                 raise Corruption(
-                    f"extent at {offset} of {nbytes} bytes is none of an arena of {allocator.capacity}: extents begin "
-                    f"on a page and do not overlap, and one ends at {end}; restore a snapshot"
+                    f"extent at {offset} of {nbytes} bytes is invalid in an arena of {allocator.capacity}: extents "
+                    f"begin on a page and do not overlap, and one ends at {end}; restore a snapshot"
                 )
             if offset > end:
                 allocator._cold.add(end, offset - end, 0)
@@ -144,7 +142,7 @@ class Allocator:
         """Allocate an extent of `nbytes`, rounded up to pages, and return its offset; None if no free range is large
         enough."""
         if nbytes < 1:
-            raise UsageError(f"an extent of {nbytes} bytes is not one; ask for at least 1")
+            raise UsageError(f"an extent of {nbytes} bytes is invalid; ask for at least 1")
         size = align(nbytes, PAGE_BYTES)
         if size > self.capacity - self.used:
             return None

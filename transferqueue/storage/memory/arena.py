@@ -1,7 +1,5 @@
 """The shared memory of a shard, in the process that owns it.
 
-Rules:
-
 1. An arena is one sparse file. It has its full length from the start, so a process maps it once. The arena of a served
    queue is a file (0600) in a private directory on shared memory. That of an embedded queue is a memfd, which vanishes
    with its process and does not count against `/dev/shm`; other processes of the same user open it through `/proc`.
@@ -10,14 +8,14 @@ Rules:
    (`grow`).
 3. Free pages are kept, up to a bound: they are fast to write. `trim` returns the longest unused free pages to the
    system until at most ``KEEP_RATIO x used + KEEP_BYTES`` have pages. It acts only above
-   ``TRIM_RATIO x used + TRIM_BYTES``, so a steady flow of puts and frees never pays for fresh pages. With the weight of
-   a Python process this keeps the promise of at most 1.3 x live payload + 150 MiB.
-4. An arena may end with a *margin*: pages behind `capacity` that are never allocated. The owner stores there what must
-   lie in the same file as the bytes (see `server.durability.journal_head`). Clients do not map it.
+   ``TRIM_RATIO x used + TRIM_BYTES``, so a steady flow of puts and frees never pays for fresh pages. With a Python
+   process this keeps the promise of at most 1.3 x live payload + 150 MiB.
+4. An arena may end with a *margin*: pages behind `capacity` that are never allocated. The owner stores data there that
+   must share the file with the bytes (see `server.durability.journal_head`). Clients do not map it.
 5. Pages that a device has registered stay: after `MADV_REMOVE` and a new write it would read the old pages for ever.
-   So the owner's process sets `before_punch`, which gives the registration up or refuses. `guard` is held over that
-   call and the removal of the pages: nobody registers between the two. Other processes hold the pages that they have
-   registered (`page_holds`), and these stay too.
+   So the owner's process sets `before_punch`, which gives the registration up or refuses. The owner holds `guard` over
+   that call and the removal of the pages, so no thread registers between the two. Pages that other processes have
+   registered and hold (`page_holds`) stay too.
 """
 
 from __future__ import annotations
@@ -72,7 +70,7 @@ class Arena:
     """A file of `capacity` bytes that gets pages as it is used. One thread owns it; `backed_runs` may be called by any,
     with `guard` held.
 
-    path: where other processes open it while this process lives. margin: bytes behind `capacity`.
+    Other processes open it at `path` while this process lives. `margin` counts bytes behind `capacity`.
     """
 
     def __init__(self, fd: int, path: str, capacity: int, file: Path | None, margin: int = 0) -> None:
@@ -92,12 +90,19 @@ class Arena:
     def create(cls, directory: Path | None, capacity: int, *, margin: int = 0) -> Arena:
         """A new, empty arena of at most `capacity` bytes (rounded up to pages).
 
-        directory: an existing directory, preferably on shared memory; None: a memfd. margin: whole pages, zeros at
-        first. Takes address space, and pages for the margin only. `UsageError` for an invalid capacity or directory,
-        `OutOfMemory` if the file or its mapping cannot be made.
+        Takes address space, and pages for the margin only.
+
+        Args:
+            directory: an existing directory, preferably on shared memory; None: a memfd.
+            capacity: the most bytes.
+            margin: bytes in whole pages, zeros at first; default 0.
+
+        Raises:
+            UsageError: the capacity or directory is invalid.
+            OutOfMemory: the file or its mapping cannot be made.
         """
         if capacity < 1:
-            raise UsageError(f"an arena of {capacity} bytes is not one; give a positive size such as '8GiB'")
+            raise UsageError(f"an arena of {capacity} bytes is invalid; give a positive size such as '8GiB'")
         capacity = align(capacity, PAGE_BYTES)
         fd, path, file = _memfd() if directory is None else _file_in(directory)
         try:
@@ -127,7 +132,7 @@ class Arena:
         try:
             if (size := os.fstat(fd).st_size) != allocator.capacity + margin:
                 raise Corruption(
-                    f"arena {file} has {size} bytes, not {allocator.capacity + margin}; it is not the one it was"
+                    f"arena {file} has {size} bytes, not {allocator.capacity + margin}; another file replaced it"
                 )
             arena = cls(fd, str(file), allocator.capacity, file, margin)
         except BaseException:
@@ -223,7 +228,7 @@ class Arena:
         return False
 
     def trim(self, allocator: Allocator) -> int:
-        """Return pages of free extents to the system by rule 3. Returns how many bytes.
+        """Return pages of free extents to the system by rule 3. Returns the number of bytes.
 
         Cheap when nothing is due. Pages that a process holds stay, see `held`. Call it a moment after a free, not at
         once, so that a flow of puts finds warm pages.
@@ -240,16 +245,15 @@ class Arena:
         return returned
 
     def punch(self, offset: int, nbytes: int) -> None:
-        """Return the pages of these bytes to the system, if the file system supports that. The bytes must be unused.
-        Those that are registered and in use are returned by `punch_again`, or a later `punch`, unless `ensure` wants
-        them before."""
+        """Return the pages of these unused bytes to the system, if the file system supports that. Pages with a
+        registration in use are returned by `punch_again` or a later `punch`, unless `ensure` needs them before."""
         if self._can_punch:
             with self.guard:
                 self._unreturned.add(offset, offset + nbytes)
                 self.punch_again()
 
     def punch_again(self) -> None:
-        """Return the pages that `punch` could not, as far as no registration uses them any more. From any thread."""
+        """Return the pages that `punch` left, unless a registration uses them still. From any thread."""
         if not self._unreturned.total:
             return
         with self.guard:
@@ -259,8 +263,8 @@ class Arena:
                     self._backed.remove(start, end)
 
     def close(self, unlink: bool = True) -> None:
-        """Unmap and close the file. unlink: also remove its name, so that its pages are freed with the last process
-        that maps it.
+        """Unmap and close the file. With `unlink`, also remove its name, so that its pages are freed with the last
+        process that maps it.
 
         Mappings of other processes stay valid. A second call does nothing.
         """
@@ -304,7 +308,7 @@ class Arena:
         return returned
 
     def _return_pages(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Return the pages of these bytes that nobody holds. Returns which."""
+        """Return the pages of these bytes that no process holds. Returns their ranges."""
         return [] if self._map is None else [part for part in unheld(self._fd, start, end) if self._remove(*part)]
 
     def _remove(self, start: int, end: int) -> bool:

@@ -1,7 +1,6 @@
 """The backing of a shard: stores the bytes that its bulk endpoint receives, and reads them for the endpoint.
 
-Rules (docs/decisions/shards.md), which `testing.conformance.backings` checks:
-
+See docs/decisions/shards.md; `testing.conformance.backings` checks these rules.
 1. A backing is an address space of `capacity` bytes. The coordinator allocates it in extents: whole pages, each with an
    id that is never reused. The coordinator decides which extents exist and who may use them
    (`server.shards.remote_shard`, `server.shards.tickets`); a backing only stores bytes.
@@ -46,11 +45,11 @@ class IncomingWrite(Protocol):
     """A write in progress. Used by one thread. An abandoned write needs no call."""
 
     def fill(self, read: Reader) -> int:
-        """Let `read` put the next bytes where they belong, and return how many. Does not block."""
+        """Let `read` put the next bytes at their destination, and return how many. Does not block."""
 
     def commit(self, *, last: bool) -> None:
-        """Commit the bytes that have arrived; the caller has compared their checksums. last: the write is complete, and
-        is stored when this returns.
+        """Commit the bytes that have arrived; the caller has compared their checksums. With `last`, the write is
+        complete, and is stored when this returns.
 
         May block until the store's own deadline, then `Unreachable`; `OutOfMemory` if the store has no room.
         """
@@ -61,7 +60,7 @@ class Backing(Protocol):
     the coordinator's commands calls the rest."""
 
     path: str
-    """The file that processes of this host map instead of using the endpoint; "": there is none."""
+    """Processes of this host map this file instead of using the endpoint; "": there is none."""
     capacity: int
     """Bytes, in whole pages."""
 
@@ -70,7 +69,7 @@ class Backing(Protocol):
         there is none."""
 
     def punch(self, offset: int, nbytes: int) -> None:
-        """These bytes are unused now: their room may be freed."""
+        """These bytes are unused: their room may be freed."""
 
     def begin_write(self, place: Range) -> IncomingWrite:
         """Begin a write of exactly these bytes. `UsageError` if it overlaps an earlier write and does not repeat it."""
@@ -79,7 +78,7 @@ class Backing(Protocol):
         """Committed bytes: ``uint8 [nbytes]`` for each range. The caller must not write to them. They are valid until
         their extent is forgotten.
 
-        May block as `IncomingWrite.commit`. `ShardLost` if bytes are lost for good, `Unreachable` if they may come
+        May block as in `IncomingWrite.commit`. `ShardLost` if bytes are lost for good, `Unreachable` if they may come
         back.
         """
 
@@ -117,7 +116,7 @@ class ArenaBacking:
 
     def read(self, ranges: Sequence[Range]) -> list[U8]:
         """Views of the arena."""
-        return [self.memory[each.offset : each.end] for each in ranges]
+        return [self.memory[place.offset : place.end] for place in ranges]
 
     def forget(self, extent: int) -> None:
         """Does nothing: the pages stay until they are allocated again or `punch` frees them, because fresh pages are

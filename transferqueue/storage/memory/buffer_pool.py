@@ -22,7 +22,7 @@ SMALLEST_POOLED: Final = 64 * KIB
 _STEPS: Final = 4
 """Sizes per doubling: a new buffer is at most a quarter larger than its content."""
 _SIZES_TRIED: Final = 3
-"""A free buffer that is larger by so many sizes less one is used, too: batches of ragged rows differ in size, and fresh
+"""A free buffer up to one size less than this larger is used too: batches of ragged rows differ in size, and fresh
 pages for 8 MiB take 14 ms."""
 
 
@@ -35,8 +35,8 @@ def _sizes() -> list[int]:
 
 
 class BufferPool:
-    """Buffers on 64-byte boundaries. Safe from any thread, and from finalizers. kept_bytes: the most that free buffers
-    hold."""
+    """Buffers on 64-byte boundaries. Safe from any thread, and from finalizers. Free buffers hold at most
+    `kept_bytes`."""
 
     def __init__(self, kept_bytes: int = RECEIVED_KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes
@@ -60,7 +60,7 @@ class BufferPool:
         return sum(size * len(free) for size, free in self._free.items())
 
     def _free_for(self, nbytes: int) -> tuple[int, U8 | None]:
-        """The size of a buffer for so many bytes (0: it is not one of the pool's), and a free one, if there is any."""
+        """The pooled size for this many bytes (0: not pooled), and a free buffer, if there is any."""
         fit = bisect_left(self._sizes, nbytes)
         sizes = self._sizes[fit : fit + _SIZES_TRIED]
         for size in sizes:
@@ -75,8 +75,8 @@ class BufferPool:
             return None
 
     def _return(self, size: int, once: list[U8]) -> None:
-        """once: holds the buffer until it is returned. A finalizer that an interrupt stopped runs again and finds it
-        empty."""
+        """Return a buffer to the pool. `once` holds it until then: a finalizer that an interrupt stopped runs again and
+        finds it empty."""
         raw = once.pop() if once else None
         if raw is None:
             return
@@ -86,7 +86,7 @@ class BufferPool:
             self._drop(raw)
 
     def _fresh(self, nbytes: int, *, pooled: bool) -> U8:
-        """New memory. pooled: it will be returned."""
+        """New memory. `pooled`: it will be returned."""
         return np.empty(nbytes, np.uint8)
 
     def _drop(self, raw: U8) -> None:

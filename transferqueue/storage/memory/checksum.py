@@ -1,5 +1,5 @@
-"""Checksums of blocks (xxh3-64): computed before bytes leave a process, checked after they arrive or are read from a
-disk. Digests (xxh3-128) tell the contents of shared blocks apart."""
+"""Checksums of blocks (xxh3-64): computed before bytes leave a process, checked after they arrive or are read from
+disk. Digests (xxh3-128) distinguish the contents of shared blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transferqueue.errors import Corruption
 Bytes = bytes | bytearray | memoryview | np.ndarray
 """Contiguous bytes, in any of these types."""
 UNCHECKED: Final = 0
-"""Stands for no checksum: that of a block in memory only."""
+"""No checksum, for a block that is only in memory."""
 
 
 def checksum(block: Bytes) -> int:
@@ -22,7 +22,7 @@ def checksum(block: Bytes) -> int:
 
 
 def digest(block: Bytes) -> bytes:
-    """The xxh3-128 of the bytes, 16 bytes big-endian: it tells contents apart."""
+    """The xxh3-128 of the bytes, 16 bytes big-endian, to distinguish contents."""
     return xxhash.xxh3_128_digest(block)  # type: ignore[arg-type,unused-ignore]
 
 

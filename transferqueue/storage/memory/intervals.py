@@ -51,7 +51,7 @@ class Intervals:
             runs[0][0] if runs and start is None else start or 0,
             runs[-1][1] if runs and end is None else end or 0,
         )
-        return [(max(one, low), min(other, high)) for one, other in runs if one < high and other > low]
+        return [(max(first, low), min(other, high)) for first, other in runs if first < high and other > low]
 
     def _replace(self, first: int, last: int, new: list[tuple[int, int]]) -> None:
         old = zip(self._starts[first:last], self._ends[first:last], strict=True)

@@ -13,7 +13,7 @@ Invariants:
    of small puts share pages; therefore pages are dropped by extent.
 4. At most one mapped range at a time uses the arena-wide mapping for an extent. A second range of the same extent gets
    its own mapping, and ends by unmapping it. Otherwise a page that one batch changed in place could show the next batch
-   old bytes where a neighbour was put since.
+   old bytes of a neighbour that was put since.
 5. Finalizers run in any thread, also inside a garbage collection in this module's own code. They take no lock: claiming
    an extent is one atomic ``dict.setdefault``, ending the claim one ``dict.pop``.
 6. A forked child owns no pins: its finalizers release nothing.
@@ -66,8 +66,8 @@ class BlockPlace(Protocol):
 class Pins(list[int]):
     """Block ids whose pins are to be released. The sender empties the list, so that passing it twice does no harm.
 
-    copied: few bytes, which were copied: the release may wait until something else is sent. total: the number of ids at
-    first. counted: whether the owner of the mapping has subtracted them from its count of pins.
+    `copied`: few bytes, which were copied, so the release may wait for the next message. `total`: the number of ids at
+    first. `counted`: whether the owner of the mapping has subtracted them from its count of pins.
     """
 
     __slots__ = ("copied", "counted", "total")
@@ -114,10 +114,17 @@ class Mapping:
 
     @classmethod
     def open(cls, path: str, capacity: int, on_release: Release) -> Mapping:
-        """Map the arena at `path`, as the server's `Welcome` names it. on_release: see `Release`.
+        """Map the arena at `path`, as the server's `Welcome` names it.
 
-        `Disconnected` if the file cannot be opened, `ProtocolError` if it has fewer than `capacity` bytes,
-        `OutOfMemory` if this process may not map so much.
+        Args:
+            path: of its file.
+            capacity: its bytes.
+            on_release: see `Release`.
+
+        Raises:
+            Disconnected: the file cannot be opened.
+            ProtocolError: it has fewer than `capacity` bytes.
+            OutOfMemory: this process may not map that much.
         """
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -128,8 +135,8 @@ class Mapping:
                     "-n), or close queues that are not used"
                 ) from error
             raise Disconnected(
-                f"the arena {path} cannot be opened ({error.strerror}): its server is gone, is another user's, or is "
-                "not on this machine"
+                f"the arena {path} cannot be opened ({error.strerror}): its server is gone, belongs to another user, "
+                "or runs on another machine"
             ) from error
         try:
             _check_size(fd, path, capacity)
@@ -180,9 +187,9 @@ class Mapping:
         return {block: memory for mapped in ranges for block, memory in mapped.arrays(self._on_release).items()}
 
     def copies(self, blocks: Iterable[BlockPlace]) -> dict[int, U8]:
-        """The bytes of the blocks, by block id: each ``uint8 [nbytes]``, this process's own. Nothing is mapped and
-        `on_release` gets nothing, so the caller may return the pins now. For small blocks this is less work than `pin`.
-        Errors as of `pin`."""
+        """Copies of the blocks' bytes, by block id: each ``uint8 [nbytes]``. Nothing is mapped and `on_release` gets
+        nothing, so the caller may return the pins now. For small blocks this is less work than `pin`. Errors as in
+        `pin`."""
         self._open_pages()
         memory: dict[int, U8] = {}
         for block in blocks:
@@ -250,7 +257,7 @@ class _MappedRange:
         }
 
     def end(self) -> None:
-        """Drop the private copies, then release the pins. A repeated call does what an interrupted one left."""
+        """Drop the private copies, then release the pins. A repeated call completes an interrupted one."""
         if os.getpid() != self._pages.pid:
             return
         if self._unmap is not None:
@@ -266,15 +273,15 @@ _mappings: Final[weakref.WeakSet[Mapping]] = weakref.WeakSet()
 
 
 class ArenaPlace(NamedTuple):
-    """Where memory of this process lies in an arena. arena: its file and capacity; alive as long as any view of it."""
+    """A place in an arena. `arena`: its file and capacity; alive as long as any view of it."""
 
     arena: _Pages
     offset: int
 
 
 def pinned_place(memory: np.ndarray[Any, Any]) -> ArenaPlace | None:
-    """Where the bytes of this array lie, if it is a view of pinned blocks: as long as it lives they stay. None for
-    other memory, such as a copy."""
+    """The place of this array, if it is a view of pinned blocks: while it lives they stay. None for other memory, such
+    as a copy."""
     mapped = getattr(end_of_views(memory), "__self__", None)
     if not isinstance(mapped, _MappedRange):
         return None
@@ -282,7 +289,7 @@ def pinned_place(memory: np.ndarray[Any, Any]) -> ArenaPlace | None:
 
 
 def granted_place(memory: U8) -> ArenaPlace | None:
-    """Where the bytes lie, if they were made `Mapping.writable`. None for other memory."""
+    """The place of the bytes, if `Mapping.writable` made them. None for other memory."""
     address = memory.__array_interface__["data"][0]
     for mapping in list(_mappings):
         shared, pages = mapping._shared, mapping._pages

@@ -1,7 +1,7 @@
 """A backing that stores bytes as objects in a key-value store: the memory of many hosts, a directory, or any other
 store with keys.
 
-Rules, in addition to those of `storage.memory.backing`:
+These rules add to those of `storage.memory.backing`:
 
 1. Objects never change. A committed write is one object, or several of about `OBJECT_BYTES`. Each has a key that is
    used once: a prefix that no other shard has, and a number. Only this process knows which object holds which bytes,
@@ -80,8 +80,8 @@ class _Object(NamedTuple):
 
 
 class ObjectBacking:
-    """A backing of at most `capacity` bytes in a store, which the caller closes. prefix: of its keys; no other shard
-    may use it."""
+    """A backing of at most `capacity` bytes in a store, which the caller closes. No other shard may use the `prefix` of
+    its keys."""
 
     path: str = ""
 
@@ -95,7 +95,7 @@ class ObjectBacking:
         kept_bytes: int = OBJECTS_KEPT_BYTES,
     ) -> None:
         if capacity < 1:
-            raise UsageError(f"a shard of {capacity} bytes is none; give a positive size such as '8GiB'")
+            raise UsageError(f"a shard of {capacity} bytes is invalid; give a positive size such as '8GiB'")
         self.capacity = align(capacity, PAGE_BYTES)
         self.on_lost: Callable[[], object] = lambda: None
         """Called once when bytes are lost, by the thread that notices it."""
@@ -108,7 +108,7 @@ class ObjectBacking:
         self._extents: dict[int, list[_Object]] = {}
         self._number = 0
         self.unremoved: list[str] = []
-        """Unneeded keys that the store has not removed yet."""
+        """Keys that are no longer needed, but that the store has not removed yet."""
         self.buffers: Final = BufferPool()
         self._read: Final = _ReadCache(kept_bytes)
         self._closed = False
@@ -133,17 +133,17 @@ class ObjectBacking:
                     raise UsageError(
                         f"a write of bytes {place.offset} to {place.end} of extent {place.extent} refused: it crosses "
                         f"the edge of bytes {existing.place.offset} to {existing.place.end}, which were written "
-                        "before; write into a piece of its own"
+                        "before; write into another piece"
                     )
         return _ObjectWrite(self, place, self._object_bytes)
 
     def store(self, place: Range, content: U8) -> None:
-        """Store the content of this range as an object. Errors as of `IncomingWrite.commit`."""
+        """Store the content of this range as an object. Errors as in `IncomingWrite.commit`."""
         digest = checksum(content)
         with self._lock:
             self._check()
             replaced = self._overlapping(place)
-            if [(each.place, each.digest) for each in replaced] == [(place, digest)]:
+            if [(old.place, old.digest) for old in replaced] == [(place, digest)]:
                 return
             self._number += 1
             stored = _Object(place, f"{self._prefix}{self._number}", digest)
@@ -153,12 +153,12 @@ class ObjectBacking:
                 self.unremoved.append(stored.key)  # the store may have it
                 raise
             objects = self._extents.setdefault(place.extent, [])
-            for each in replaced:
-                objects.remove(each)
+            for old in replaced:
+                objects.remove(old)
             insort(objects, stored)
             if replaced:
                 self._read.forget(place.extent)
-                self._remove([each.key for each in replaced])
+                self._remove([old.key for old in replaced])
 
     def _overlapping(self, place: Range) -> list[_Object]:
         """The objects that have a byte in this range, ascending."""
@@ -199,10 +199,10 @@ class ObjectBacking:
                 into[:] = memory[at : at + into.nbytes]
 
     def _parts(self, wanted: Range, memory: U8) -> Iterator[tuple[_Object, int, U8]]:
-        """The objects that make up a range: each with the offset of the part inside it, and the memory where that part
-        belongs."""
+        """The objects that make up a range: each with the offset of the part inside it, and the memory for that
+        part."""
         if wanted.extent not in self._extents and wanted.nbytes:
-            raise Disconnected(f"extent {wanted.extent} has nothing, or was freed since; ask for the rows again")
+            raise Disconnected(f"extent {wanted.extent} has no bytes, or was freed since; ask for the rows again")
         reached = wanted.offset
         for stored in self._overlapping(wanted):
             if stored.place.offset > reached:
@@ -212,7 +212,7 @@ class ObjectBacking:
             reached = end
         if reached < wanted.end:
             raise Corruption(
-                f"bytes {reached} to {wanted.end} of extent {wanted.extent} were never written; nobody has them"
+                f"bytes {reached} to {wanted.end} of extent {wanted.extent} were never written; write them first"
             )
 
     # ------------------------------------------------------------ removal
@@ -239,7 +239,7 @@ class ObjectBacking:
             return
         for extent in extents:
             self._read.forget(extent)
-        self._remove([each.key for extent in extents for each in self._extents.pop(extent, [])])
+        self._remove([stored.key for extent in extents for stored in self._extents.pop(extent, [])])
 
     def _remove(self, keys: list[str]) -> None:
         self.unremoved += keys
@@ -248,7 +248,9 @@ class ObjectBacking:
         try:
             self._store.remove(self.unremoved)
         except PeerError as error:
-            _log.warning("%d objects that nobody needs are still in the store: %s", len(self.unremoved), error)
+            _log.warning(
+                "the store did not remove %d objects that are no longer needed: %s", len(self.unremoved), error
+            )
         else:
             self.unremoved = []
 
@@ -259,7 +261,7 @@ class ObjectBacking:
             raise Unreachable("the shard's store was closed; ask for the rows again")
 
     def _lose(self, what: str) -> ShardLost:
-        self.lost = ShardLost(f"{what}: the shard ends, and what lies in it is lost; ask for the rows again")
+        self.lost = ShardLost(f"{what}: the shard ends, and its rows are lost; ask for the rows again")
         self.on_lost()
         return self.lost
 

@@ -1,12 +1,12 @@
 """Holds on pages of an arena: while a process has one, the arena's owner does not return these pages to the system.
 
-A device that has registered memory keeps the pages that were there. If the owner returned them (``MADV_REMOVE``) and
-the file got new ones, the device would read the old bytes for ever, and what it writes would be lost. So a process that
+A device that has registered memory keeps the pages of that moment. If the owner returned them (``MADV_REMOVE``) and the
+file got new ones, the device would read the old bytes for ever, and its writes would be lost. So a process that
 registers pages takes a shared lock on their bytes of the arena's file, and the owner returns only pages on which it
 gets an exclusive one.
 
-The kernel keeps these locks (Linux, open file description locks). It releases them when their process dies, however
-that happens; they need no message, and a server that starts again finds them.
+The kernel keeps these locks (Linux, open file description locks). It releases them when their process dies, in any way.
+They need no message, and a restarted server sees them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _FLOCK: Final = struct.Struct("hhqqi4x")
 """``struct flock`` of 64-bit Linux: type, whence, start, length, process."""
 _TAKEN: Final = frozenset({errno.EAGAIN, errno.EACCES})
 _NO_LOCKS: Final = frozenset({errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
-"""Of a file system without these locks: nobody can hold pages there, and the owner returns them freely."""
+"""Errors of a file system without these locks: no process can hold pages there, and the owner returns them freely."""
 
 
 def open_again(fd: int) -> int:
-    """The file of `fd`, opened once more for reading and writing: holds taken with the result are its own, and end when
+    """The file of `fd`, opened once more for reading and writing. Holds taken with the result are its own, and end when
     it is closed."""
     try:
         return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -36,8 +36,8 @@ def open_again(fd: int) -> int:
 
 
 def hold(fd: int, start: int, end: int) -> bool:
-    """Hold the pages of ``[start, end)``. False, and nothing is held, if their owner returns some of them now, or the
-    file system has no locks."""
+    """Hold the pages of ``[start, end)``. Returns False, and holds nothing, if their owner returns some of them now, or
+    the file system has no locks."""
     return _locked(fd, fcntl.F_RDLCK, start, end) is True
 
 
@@ -55,12 +55,13 @@ def let_go(fd: int, start: int, end: int) -> None:
 
 
 def claim(fd: int, start: int, end: int) -> bool:
-    """The owner of the pages is about to return them: until `let_go` nobody can hold them. False if somebody does."""
+    """Keep other processes from holding these pages until `let_go`, for their owner, which is about to return them.
+    Returns False if another process holds some."""
     return _locked(fd, fcntl.F_WRLCK, start, end) is not False
 
 
 def unheld(fd: int, start: int, end: int) -> list[tuple[int, int]]:
-    """The parts of ``[start, end)`` that no other holds now, ascending. fd: of the owner."""
+    """The parts of ``[start, end)`` that no other process holds now, ascending. `fd` is the owner's."""
     parts, left = list[tuple[int, int]](), [(start, end)]
     while left:
         low, high = left.pop()
@@ -69,12 +70,12 @@ def unheld(fd: int, start: int, end: int) -> list[tuple[int, int]]:
             parts.append((low, high))
         else:
             around = (low, min(taken[0], high)), (max(taken[1], low), high)
-            left += [(one, other) for one, other in around if one < other]
+            left += [(first, other) for first, other in around if first < other]
     return sorted(parts)
 
 
 def _other(fd: int, start: int, end: int) -> tuple[int, int] | None:
-    """First and last byte (exclusive) of a hold of somebody else in ``[start, end)``; None: there is none."""
+    """First and last byte (exclusive) of another process's hold in ``[start, end)``; None if there is none."""
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, end - start, 0)
     try:
         kind, _, first, length, _ = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))
@@ -86,8 +87,8 @@ def _other(fd: int, start: int, end: int) -> tuple[int, int] | None:
 
 
 def _locked(fd: int, kind: int, start: int, end: int) -> bool | None:
-    """Whether the lock was taken; None: the file system has none. Of no bytes there is nothing to take: a length of 0
-    would mean all that follow."""
+    """Whether the lock was taken; None: the file system has no locks. An empty range needs no lock: a length of 0 would
+    mean all later bytes."""
     if start >= end:
         return True
     try:

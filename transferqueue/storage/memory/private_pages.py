@@ -45,7 +45,7 @@ _mmap, _munmap, _madvise = _library()
 
 
 def map_private(fd: int, offset: int, nbytes: int, at: int | None = None) -> int:
-    """Map these pages of a file, private and writable, and return the address. at: replace the mapping at this
+    """Map these pages of a file, private and writable, and return the address. `at`: replace the mapping at this
     address."""
     address = _mmap(at, nbytes, _READ_WRITE, _PRIVATE | (_FIXED if at is not None else 0), fd, offset)
     if address is None or address == _FAILED:
@@ -155,9 +155,9 @@ def array_at(address: int, nbytes: int, ended: Callable[[], object] | None = Non
     """A writable array ``uint8 [nbytes]`` over raw memory. `ended` is called, in any thread, when its last view is
     collected.
 
-    owner: kept alive as long as any view. `ended` may run inside a garbage collection at any point of this process's
-    code, so it must take no lock. If an interrupt stops it, it is called again, so it must be safe to repeat. It is not
-    called at interpreter exit.
+    `owner` is kept alive as long as any view. `ended` may run inside a garbage collection at any point of this
+    process's code, so it must take no lock. If an interrupt stops it, it is called again, so it must be safe to repeat.
+    It is not called at interpreter exit.
     """
     exporter = _Exporter()
     exporter.__array_interface__ = {
@@ -173,12 +173,12 @@ def array_at(address: int, nbytes: int, ended: Callable[[], object] | None = Non
 
 
 def memory_address(memory: np.ndarray[Any, Any]) -> int:
-    """Where the memory of an array begins."""
+    """The address of an array's memory."""
     return int(memory.__array_interface__["data"][0])
 
 
 def end_of_views(memory: np.ndarray[Any, Any]) -> Callable[[], object] | None:
-    """What `array_at` was told to call when the last view of this memory is collected; None for other memory."""
+    """The `ended` of `array_at` for this memory; None for other memory."""
     base: Any = memory
     while isinstance(base, np.ndarray):
         base = base.base

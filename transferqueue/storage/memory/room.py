@@ -1,4 +1,4 @@
-"""How full a file system is, in words: for the error of whoever found it full."""
+"""How full a file system is, in words, for the error of a full one."""
 
 from __future__ import annotations
 
