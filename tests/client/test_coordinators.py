@@ -162,7 +162,7 @@ def test_a_channel_is_at_one_too_and_drives_the_clock_of_a_table_beside_it(queue
 def test_a_clock_that_is_elsewhere_is_refused(queue: Any) -> None:
     rows, policy = one_each(3)[:2]
     with pytest.raises(
-        tq.Impossible, match=f'these do not speak to each other: give both the same beginning, such as "{rows}"'
+        tq.Impossible, match=f'these do not communicate: give both the same beginning, such as "{rows}"'
     ):
         queue.create_table(rows, tasks=[TASK], pacing=tq.Pacing("train", batch_rows=2, channel=policy))
     assert queue.tables() == []

@@ -78,7 +78,9 @@ def test_of_several_coordinators_a_figure_of_one_says_where_it_is() -> None:
     together = stats_together({"a": stats(tables={"t": table()}), "b": gone})
     assert list(together.tables) == ["t"]
     assert by_coordinator("a,b", together) == {"a": stats(tables={"t": table()}), "b": gone}
-    with pytest.raises(AttributeError, match=r"server is of one coordinator; read it from \.coordinators\[ADDRESS\]"):
+    with pytest.raises(
+        AttributeError, match=r"server belongs to one coordinator; read it from \.coordinators\[ADDRESS\]"
+    ):
         _ = together.server
     assert {"server", "now_s", "waiting"}.isdisjoint(together.plain())
 

@@ -152,7 +152,7 @@ def test_what_was_damaged_on_the_way_is_refused_by_who_pulls_it(hosts: tuple[tq.
 
 
 def test_a_carrier_needs_a_source() -> None:
-    with pytest.raises(UsageError, match='channel "policy" is to be carried from nowhere; name at least one source'):
+    with pytest.raises(UsageError, match='the relay of channel "policy" has no source; name at least one'):
         RelayProcess([], "ipc:///nowhere", "policy", tell=print)
 
 

@@ -186,7 +186,7 @@ def check_total(frame):
             "'Ring'; it has Acked, AckedColumns, Manual, ManualColumns:",
         ),
         (["Grant", 5, 0.0, [], "gpu"], "'gpu'; it has results, rows, weights:"),
-        (["Put", "t", 1, ["Columns"], 0, 0.0, 7], "it has more than package .* knows"),
+        (["Put", "t", 1, ["Columns"], 0, 0.0, 7], "it has more items than package .* knows"),
         (["A" * 9000], "does not know 'A{40}'"),
     ],
 )

@@ -54,7 +54,7 @@ def test_a_seat_is_written_and_read(text: str, seat: CoordinatorIndex) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "'' is no seat; write which it is and of how many: 1/2, or NAME:1/2"),
+        ("", "'' is no seat; write its number and the number of all: 1/2, or NAME:1/2"),
         ("2", "'2' is no seat; write"),
         ("-1/2", "'-1/2' is no seat; write"),
         (None, "None is no seat; write"),

@@ -1,7 +1,5 @@
-"""The source's side of a relay: the next parts or version of a channel, and their tensors, of which two parts are on
-the link at a time.
-
-One alone would leave the link idle for a round trip after each.
+"""The source's side of a relay: the next parts or version of a channel, and their tensors. Two parts are on the link at
+a time: with one, the link would be idle for a round trip after each.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ class Source:
         self._number = self._have = 0
 
     def next(self, above: int, wait_s: float) -> m.WeightsReply:
-        """Wait for the newest version above `above`, or for parts of it. `VersionGivenUp` if that of the last parts was
-        given up."""
+        """Wait for the newest version above `above`, or for parts of it. `VersionGivenUp` if the source gave up the
+        version of the last parts."""
         try:
             reply = run_sync(self._client.connection, self._next(above, wait_s))
         except VersionGivenUp:
@@ -56,12 +54,12 @@ class Source:
         return (yield from request_reply(request, m.WeightsReply))
 
     def begin_again(self) -> None:
-        """`next` gives all parts again."""
+        """Have `next` give all parts again."""
         self._number = self._have = 0
 
     def fetch(self, reply: m.WeightsReply, parts: Sequence[list[m.BlockLocation]]) -> Generator[Fetched]:
         """The tensors of each part, which is a list of blocks of the reply, in order. All other pins of the reply
-        return at once, and these as blocks are received. Close the iterator."""
+        return at once, and these when their blocks are received. Close the iterator."""
         wanted = {block.block for part in parts for block in part}
         self._client.connection.unpin([block.block for block in reply.blocks if block.block not in wanted])
         fields, _ = by_field(reply)
@@ -69,7 +67,7 @@ class Source:
         return _fetched(self._client, parts, lambda blocks: fetch_tensors(self._client, blocks, fields, subject))
 
     def applied(self, version: int) -> None:
-        """As `WeightChannel.applied`."""
+        """See `WeightChannel.applied`."""
         self._channel.applied(version)
 
 
@@ -94,6 +92,6 @@ def _fetched(client: ClientSession, parts: Sequence[list[m.BlockLocation]], fetc
 
 
 def _drop(fetched: Future[Fetched]) -> None:
-    """Release what was fetched and nobody takes."""
+    """Release fetched tensors that no caller takes."""
     if fetched.exception() is None:
         release_all(fetched.result(), "the relay that fetched it has stopped")

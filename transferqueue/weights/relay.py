@@ -1,4 +1,4 @@
-"""The relay between two queues, and the process that runs it between addresses. The package has the rules."""
+"""The relay between two queues, and the process that runs it between addresses. See the package for its guarantees."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transferqueue.weights.fetching import Source
 from transferqueue.weights.relay_publish import RelayPublisher
 
 WAIT_S: Final = 600.0
-"""A training step takes minutes. After this long without a new version, or a part of one, the relay reconnects, or
+"""A training step takes minutes. After this time without a new version, or a part of one, the relay reconnects, or
 takes the next source."""
 TRANSFER_S: Final = 60.0
 """Longest wait for memory on the host, which another process must free."""
@@ -45,7 +45,7 @@ class Crossing:
         while not is_whole:
             try:
                 is_whole = self._carry_next(wait_s, timeout_s)
-            except Corruption:  # bytes changed on the way, and may arrive whole next time
+            except Corruption:  # bytes changed on the way; the next transfer may succeed
                 tries_left -= 1
                 if not tries_left:
                     raise
@@ -55,8 +55,7 @@ class Crossing:
         return self._publisher.version
 
     def _carry_next(self, wait_s: float, timeout_s: float) -> bool:
-        """Carry the next parts, or all that is left of a published version. Returns whether it is published here
-        now."""
+        """Carry the next parts, or the rest of a published version. Returns whether it is published here now."""
         reply = self._source.next(self._publisher.version, wait_s)
         parts = self._publisher.plan(reply)
         with closing(self._source.fetch(reply, [part.blocks for part in parts])) as arriving:
@@ -72,8 +71,11 @@ class Crossing:
 class WeightRelay:
     """Carries versions of `channel` from the queue `source` into the queue `here`. The caller closes both queues.
 
-    keep: how many versions the channel keeps in `here`. part_bytes: what is forwarded at once, at least; a version of
-    fewer bytes is published in one commit. Not thread-safe. Close the relay, or use ``with``.
+    Not thread-safe. Close the relay, or use ``with``.
+
+    Args:
+        keep: the number of versions that the channel keeps in `here`.
+        part_bytes: forward at least this much at once. A smaller version is published in one commit.
     """
 
     def __init__(
@@ -91,15 +93,22 @@ class WeightRelay:
         """Carry the newest version above `version`, and return it. Its parts can be pulled here as they come.
 
         Waits up to `wait_s` seconds for a version to be published, or for the next part of one, and up to `timeout_s`
-        for memory on this host; then raises `DeadlineExceeded`. `VersionGivenUp` if the source gave up the version of
-        which parts have come. After an error the next call goes on, with what has come. `UsageError` if another process
-        publishes on this host.
+        for memory on this host. After an error the next call continues with the parts that have arrived.
+
+        Args:
+            wait_s: seconds; default 600.
+            timeout_s: seconds; default 60.
+
+        Raises:
+            DeadlineExceeded: one of the times is over.
+            VersionGivenUp: the source gave up the version of the parts that have arrived.
+            UsageError: another process publishes on this host.
         """
         return self._crossing.carry(wait_s, timeout_s)
 
     def close(self) -> None:
-        """Release the version that is held, and give up one that is on its way. The versions on this host stay. A
-        second call does nothing."""
+        """Release the held version, and give up one that is on its way. The versions on this host stay. A second call
+        does nothing."""
         self._publisher.close()
 
     def __enter__(self) -> Self:
@@ -113,13 +122,15 @@ class WeightRelay:
 
 class RelayProcess:
     """A relay between addresses. It runs until `stop`, reconnects after errors, and takes the next source when one is
-    lost.
+    lost. The parts of a version that have arrived stay when it takes the next source: only the rest crosses.
 
-    sources: addresses or join tokens, used in turn. If a source is unreachable or has no new version within `wait_s`
-    seconds, the next one is used. here: the address of this host's server. data: ``"remote"`` sends the bytes over the
-    network even if the source is on this machine (for tests). part_bytes: as for `WeightRelay`. tell: called with a
-    line of text for each version carried, and for each error that is retried. What has come of a version stays when the
-    next source is taken: only the rest crosses.
+    Args:
+        sources: addresses or join tokens, used in turn. If a source is unreachable or has no new version within
+            `wait_s` seconds, the next one is used.
+        here: the address of this host's server.
+        data: ``"remote"`` sends the bytes over the network even if the source is on this machine (for tests).
+        part_bytes: see `WeightRelay`.
+        tell: called with a line of text for each version carried, and for each error that is retried.
     """
 
     def __init__(
@@ -136,7 +147,7 @@ class RelayProcess:
         tell: Callable[[str], object],
     ) -> None:
         if not sources:
-            raise UsageError(f'channel "{channel}" is to be carried from nowhere; name at least one source')
+            raise UsageError(f'the relay of channel "{channel}" has no source; name at least one')
         self._sources, self._here, self._channel = list(sources), here, channel
         self._keep, self._data = keep, data
         self._wait_s, self._timeout_s, self._tell = wait_s, timeout_s, tell
@@ -150,8 +161,8 @@ class RelayProcess:
     def run(self) -> None:
         """Carry versions until `stop`. Errors of the network and of other processes are passed to `tell` and retried.
 
-        Raises `UsageError`, such as for an invalid address, or for a channel that another process publishes on this
-        host.
+        Raises:
+            UsageError: an address is invalid, or another process publishes the channel on this host.
         """
         try:
             for source in itertools.cycle(self._sources):

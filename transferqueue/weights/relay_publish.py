@@ -1,16 +1,13 @@
-"""The host's side of a relay: its newest version of a channel, and the one on its way, which is published there part by
-part.
+"""The host's side of a relay: its newest version of a channel, and the one on its way, which it publishes part by part.
 
-Rules:
-
-1. A version that comes in one part is published in one commit. Another one is begun, and published part by part; the
+1. A version that comes in one part is published in one commit. Another one is begun, and published part by part. The
    last one is part 0, which completes it.
-2. The version on its way is what was published of it: names, fields, sizes and checksums. A source that offers the same
-   version goes on where another one ended. One that offers other bytes under a name, or another version, ends what was
-   on its way.
-3. Whatever error a publication ends with, the version is given up: so nobody has to find out whether the part is there.
-4. What is given up frees its memory. The server gives it up too if no part comes for `LENGTH_S`, and with the session
-   of the relay.
+2. The published parts of the version on its way are known by names, fields, sizes and checksums. A source that offers
+   the same version continues where another one ended. A source that offers other bytes under a name, or another
+   version, ends it.
+3. After any error of a publication the version is given up, so no later step depends on whether the part arrived.
+4. Giving a version up frees its memory. The server gives it up too if no part comes for `LENGTH_S`, and with the
+   session of the relay.
 """
 
 from __future__ import annotations
@@ -38,19 +35,19 @@ from transferqueue.schema import Field
 from transferqueue.wire import messages as m
 
 LENGTH_S: Final = 600.0
-"""A version of which no part has come for this long is given up: as long as a relay waits for its source."""
+"""The server gives up a version without a new part for this long: as long as a relay waits for its source."""
 
 
 class PlannedPart(msgspec.Struct):
-    """What is published together: blocks to fetch, and blocks of tensors that the newest version of the host has."""
+    """A part to publish: blocks to fetch, and blocks of tensors that the newest version of the host has."""
 
     blocks: list[m.BlockLocation]
     held: list[m.BlockLocation]
 
 
 class ComingVersion:
-    """A version on its way. number: under which it was begun; 0: it was not. parts, nbytes: what was published of it,
-    in `published` by name."""
+    """A version on its way. `number`: under which it was begun; 0: it was not. `parts` and `nbytes` count its published
+    tensors, which are in `published` by name."""
 
     def __init__(self, version: int) -> None:
         self.version: Final = version
@@ -63,7 +60,7 @@ class ComingVersion:
         return mine is not None and is_unchanged(*mine, field, block.nbytes, block.checksum)
 
     def fits(self, reply: m.WeightsReply) -> bool:
-        """Whether what was published can be in the version of the reply."""
+        """Whether the published parts can belong to the version of the reply."""
         fields, _ = by_field(reply)
         offered = {block.fields[0]: block for block in reply.blocks}
         same = all(
@@ -72,7 +69,7 @@ class ComingVersion:
         return same and reply.version == self.version
 
     def add(self, tensors: Sequence[SharedTensor]) -> None:
-        """Note what was published."""
+        """Record published tensors."""
         self.nbytes += sum(tensor.block.nbytes for tensor in tensors)
         self.published |= {
             name: (tensor.blocks.fields[name], tensor.block) for tensor in tensors for name in tensor.block.fields
@@ -80,7 +77,7 @@ class ComingVersion:
 
 
 class RelayPublisher:
-    """The versions of a channel on this host. For one thread. part_bytes: what is published at once, at least."""
+    """The versions of a channel on this host. For one thread. It publishes at least `part_bytes` at once."""
 
     def __init__(self, here: WeightChannel, part_bytes: int) -> None:
         self._here, self._client, self._part_bytes = here, here._client, part_bytes
@@ -98,15 +95,15 @@ class RelayPublisher:
         return self._client.closed
 
     def look(self) -> None:
-        """Hold the newest version on this host: the next one is compared with it."""
+        """Hold the newest version on this host, to compare the next one with it."""
         before = self._held
-        with suppress(DeadlineExceeded):  # there is none, or none that is newer
+        with suppress(DeadlineExceeded):  # there is no version, or none that is newer
             self._held = self._here.pull(self.version, since=before, timeout_s=0)
             if before is not None:
                 before.release()
 
     def plan(self, reply: m.WeightsReply) -> list[PlannedPart]:
-        """What to publish of the reply, part by part. The last part of a whole version, which may be empty, completes
+        """The parts to publish of the reply, in order. The last part of a whole version, which may be empty, completes
         it."""
         if self._coming is not None and not self._coming.fits(reply):
             self.give_up()
@@ -131,7 +128,7 @@ class RelayPublisher:
         return self._held is not None and self._held._has(field, block)
 
     def _cut(self, coming: ComingVersion, blocks: Sequence[m.BlockLocation]) -> list[list[m.BlockLocation]]:
-        """Blocks in their order, in lists of `part_bytes` or more, but the last; longer ones the more has come."""
+        """Blocks in their order, in lists of `part_bytes` or more (except the last). Lists grow as parts arrive."""
         cut: list[list[m.BlockLocation]] = []
         before, size = coming.nbytes, 0
         for block in blocks:
@@ -151,7 +148,7 @@ class RelayPublisher:
         is_last: bool,
         timeout_s: float,
     ) -> None:
-        """Publish the next part of the reply. is_last: it completes the version. fetched: the tensors in
+        """Publish the next part of the reply. `is_last`: it completes the version. `fetched`: the tensors in
         ``part.blocks``."""
         coming = self._coming or ComingVersion(reply.version)
         held = self._share(part, reply)
@@ -186,7 +183,7 @@ class RelayPublisher:
         run_sync(self._client.connection, operation)
 
     def _terms(self, coming: ComingVersion, *, is_new: bool, is_last: bool) -> PartTerms:
-        """Which part comes next. Begins the version with the first of several."""
+        """The number of the next part. Begins the version with the first of several."""
         if is_last and not coming.number:
             return WHOLE
         if not coming.number:
@@ -196,13 +193,13 @@ class RelayPublisher:
         return PartTerms(coming.number, 0 if is_last else coming.parts, is_new)
 
     def give_up(self) -> None:
-        """End the version that is on its way. None: nothing."""
+        """End the version that is on its way, if there is one."""
         coming, self._coming = self._coming, None
         if coming is not None and coming.number:
             self._client.connection.post(m.GiveUpVersion(channel=self._here._name, pending=coming.number))
 
     def close(self) -> None:
-        """Release the version that is held, and give up the one on its way. A second call does nothing."""
+        """Release the held version, and give up the one on its way. A second call does nothing."""
         self.give_up()
         if self._held is not None:
             self._held.release()
@@ -210,7 +207,7 @@ class RelayPublisher:
 
 
 def _joined(parts: Iterable[PlannedPart]) -> list[PlannedPart]:
-    """One part with all that these have; it may be empty."""
+    """One part with the blocks of all these; it may be empty."""
     every = list(parts)
     blocks = [block for part in every for block in part.blocks]
     return [PlannedPart(blocks, [block for part in every for block in part.held])]

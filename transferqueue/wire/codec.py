@@ -1,23 +1,20 @@
 """Calls and answers as bytes and back: one MessagePack array each, typed.
 
-The rules:
-
-- A frame over `MESSAGE_BYTES_MAX` is refused before it is looked at, at both ends.
+- A frame over `MESSAGE_BYTES_MAX` is refused unread, at both ends.
 - Of a call over `SMALL_FRAME_BYTES` the server reads the envelope first (`head_of`): session, call, and the tag of the
   request. Each request declares how large its frame may be (`bytes_max`), so a frame is decoded only if its sender may
   send a request of this kind and size.
-- Whatever is not exactly a message raises `ProtocolError`: unknown tags, wrong types, numbers out of
-  range, missing, extra or trailing bytes, nesting deeper than the types allow. Decoding builds values of
-  the declared types and nothing else; it runs no code that a peer chose.
-- A frame begins with the number of the protocol (see `versions`), and one that has another number is no message here.
-- A frame whose envelope is whole and whose request is not still tells the call it belongs to
-  (`call_of`), so that its sender can be answered.
+- Bytes that are not exactly a message raise `ProtocolError`: unknown tags, wrong types, numbers out of range, missing,
+  extra or trailing bytes, nesting deeper than the types allow. Decoding builds values of the declared types and nothing
+  else; it runs no code that a peer chose.
+- A frame begins with the number of the protocol (see `versions`). A frame with another number is no message here.
+- If the envelope of a frame is whole but its request is not, `call_of` still returns the call that it belongs to, so
+  that the server can answer the sender.
 
-Rows of a reply carry one number each in the fewest items (`encode_constant`, `encode_ascending`): the numbers of n rows
-travel as n items, or as one, which stands for all rows where the numbers are equal, and is the first of them where each
-number is one more than the one before. The two forms of one row are the same bytes. The reader knows n; data of neither
-length is refused. Most facts of most batches are equal, and most batches are one run of one block: a reply of 1,024
-rows is 9 KB, not 70.
+The per-row numbers of a reply are encoded in the fewest items (`encode_constant`, `encode_ascending`). The numbers of n
+rows travel as n items, or as one: the common value of all rows, or the first of ascending values, each one more than
+the one before. For one row the two forms are the same bytes. The reader knows n, and refuses data of neither length.
+Most facts of most batches are equal, and most batches are one run of one block: a reply of 1,024 rows is 9 KB, not 70.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ _Decoded = TypeVar("_Decoded")
 
 
 class CallHead(NamedTuple):
-    """What the first bytes of a call say. tag: of its request."""
+    """The facts in the first bytes of a call. `tag`: of its request."""
 
     session: int
     id: int
@@ -49,7 +46,7 @@ class CallHead(NamedTuple):
 
 
 NO_HEAD: Final = CallHead(0, 0, "")
-"""Of a frame that is no call of this protocol."""
+"""The head of a frame that is no call of this protocol."""
 
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -58,22 +55,23 @@ _answers: Final = msgspec.msgpack.Decoder(m.AnswerFrame)
 _fields: Final = msgspec.msgpack.Decoder(m.Fields)
 
 DEFINITIONS_KEPT: Final = 64
-"""Sets of fields of which the last bytes are remembered: one for each task that a process takes rows of, at most."""
+"""The bytes of this many sets of fields are remembered: at most one for each task whose rows a process takes."""
 
 
 def encode_call(call: m.CallFrame) -> bytes:
-    """The frame of a call. `UsageError` if it is larger than a message may be, or holds what none can."""
+    """The frame of a call. `UsageError` if it is larger than a message may be, or has a value that no message can
+    have."""
     return _bounded(call, f"request {m.tag_of(call.request)}")
 
 
 def encode_answer(answer: m.AnswerFrame) -> bytes:
-    """The frame of an answer. `UsageError` as `encode_call`."""
+    """The frame of an answer. `UsageError` as in `encode_call`."""
     try:
         frame = _encoder.encode(answer)
     except (OverflowError, TypeError, UnicodeEncodeError):
         frame = b""
     if not frame or len(frame) > MESSAGE_BYTES_MAX:
-        return _bounded(answer, f"reply {m.tag_of(answer.reply)}")  # which says what is wrong
+        return _bounded(answer, f"reply {m.tag_of(answer.reply)}")  # which reports the error
     return frame
 
 
@@ -98,14 +96,14 @@ def decode_answer(frame: bytes) -> m.AnswerFrame:
 
 
 def call_of(frame: bytes) -> tuple[int, int]:
-    """Session and id of the call that a frame claims to be; (0, 0) if it does not get that far."""
+    """Session and id of the call in a frame; (0, 0) if they cannot be read."""
     session, call, _ = head_of(frame)
     return session, call
 
 
 def head_of(frame: bytes) -> CallHead:
-    """The envelope of a call, of which only the first bytes are read, however long the frame is; `NO_HEAD` if it is no
-    call of this protocol."""
+    """The envelope of a call. Reads only the first bytes, however long the frame is; `NO_HEAD` if it is no call of this
+    protocol."""
     if frame[:2] != _CALL_BEGINS:
         return NO_HEAD
     try:
@@ -121,7 +119,7 @@ def head_of(frame: bytes) -> CallHead:
 
 
 def _unsigned(frame: bytes, at: int) -> tuple[int, int]:
-    """The unsigned integer that begins at byte `at`, and where the next item begins."""
+    """The unsigned integer that begins at byte `at`, and the start of the next item."""
     if (first := frame[at]) < 0x80:
         return first, at + 1
     end = at + 1 + _INTEGER_BYTES[first]
@@ -134,36 +132,36 @@ _LONG_ARRAYS: Final = {0xDC: 3, 0xDD: 5}
 """Bytes of the heads of arrays of more than 15 items."""
 _SHORT_TEXT: Final = 0xA0
 _LONG_TEXT: Final = 0xC0
-"""A byte below it, from `_SHORT_TEXT` on, begins a text of up to 31 bytes: no tag of a request is longer."""
+"""From `_SHORT_TEXT` up to here a byte begins a text of at most 31 bytes: no tag of a request is longer."""
 
 
 def encode_observed(answer: object) -> m.Observed:
-    """An answer (see `transferqueue.wire.answers`) as it travels."""
+    """An answer (see `transferqueue.wire.answers`) in encoded form."""
     return m.Observed(msgspec.Raw(_encoder.encode(answer)))
 
 
 def decode_observed(reply: m.Observed, kind: type[_Decoded]) -> _Decoded:
-    """The answer that `encode_observed` was given, of this kind. `ProtocolError` if it is not one."""
+    """The answer that `encode_observed` encoded, of this kind. `ProtocolError` if it is not one."""
     try:
         return msgspec.msgpack.decode(reply.value, type=kind)
     except _UNDECODABLE as error:
         raise ProtocolError(
-            f"the server's answer cannot be read as {kind}: {error}; install the same version of TransferQueue on both "
-            "sides"
+            f"the server's answer cannot be read as {kind}: {error}; install the same version of TransferQueue at both "
+            "ends"
         ) from error
 
 
 def encode_fields(fields: Sequence[Field]) -> bytes:
-    """Definitions of fields as they travel in `Content`."""
+    """Definitions of fields in the form of `Content`."""
     return _encoder.encode(fields)
 
 
 @lru_cache(maxsize=DEFINITIONS_KEPT)
 def decode_fields(data: bytes) -> tuple[Field, ...]:
-    """What `encode_fields` was given, or `ProtocolError`. The same bytes give the same objects: to make a hundred
+    """The fields that `encode_fields` encoded, or `ProtocolError`. Equal bytes give the same objects: making a hundred
     fields takes longer than the rest of a reply that names them."""
-    found: list[Field] = _decoded(_fields, data)
-    return tuple(found)
+    fields: list[Field] = _decoded(_fields, data)
+    return tuple(fields)
 
 
 def _bounded(message: object, name: str) -> bytes:
@@ -205,7 +203,7 @@ _UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def _too_long(frame: bytes) -> ProtocolError:
-    return ProtocolError(f"a message of {len(frame):,} bytes; at most {MESSAGE_BYTES_MAX:,} are allowed: not read")
+    return ProtocolError(f"a message of {len(frame):,} bytes was not read; at most {MESSAGE_BYTES_MAX:,} are allowed")
 
 
 def _no_message(frame: bytes, error: Exception, kinds: Mapping[str, type[m.Message]] | None = None) -> ProtocolError:
@@ -221,7 +219,7 @@ Numbers = npt.NDArray[Any]
 
 
 def encode_constant(values: Numbers) -> bytes:
-    """Read by `decode_constant`. Values are compared as bytes, at a tenth of numpy's time: NaN and minus zero
+    """The bytes for `decode_constant`. Values are compared as bytes, in a tenth of numpy's time: NaN and minus zero
     survive."""
     data = values.tobytes()
     first = data[: values.itemsize]
@@ -229,7 +227,7 @@ def encode_constant(values: Numbers) -> bytes:
 
 
 def encode_ascending(values: Numbers) -> bytes:
-    """Read by `decode_ascending`."""
+    """The bytes for `decode_ascending`."""
     data = values.tobytes()
     if values.size > 1 and int(values[-1]) - int(values[0]) == values.size - 1:
         run = np.arange(values[0], int(values[0]) + values.size, dtype=values.dtype)
@@ -245,7 +243,7 @@ def decode_constant(data: bytes, dtype: str, rows: int) -> Numbers:
 
 
 def decode_ascending(data: bytes, dtype: str, rows: int) -> Numbers:
-    """The same for data that `encode_ascending` made."""
+    """The numbers of `rows` rows from data that `encode_ascending` made."""
     values = _items(data, dtype, rows)
     return values.copy() if values.size == rows else np.arange(values[0], values[0] + rows, dtype=values.dtype)
 

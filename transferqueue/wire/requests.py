@@ -7,7 +7,7 @@ from transferqueue.wire.messages.declarations import DECLARED, Declaration
 
 
 def declaration(request: m.Request) -> Declaration:
-    """What the class of a request declares."""
+    """The declaration of a request's class."""
     return DECLARED[type(request)]
 
 
@@ -17,8 +17,8 @@ def is_notice(request: m.Request) -> bool:
 
 
 def undo(request: m.Request, reply: m.Reply, reason: str) -> list[m.Request]:
-    """Requests that return what `reply` to `request` gave; none if it gave nothing. reason: for the history of the
-    rows."""
+    """Requests that return the grants of `reply` to `request`; none if it has none. `reason` is for the rows'
+    history."""
     declared = DECLARED[type(request)]
     if declared.undo is None or type(reply) is not declared.reply:
         return []

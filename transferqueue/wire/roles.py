@@ -1,8 +1,8 @@
 """Roles of keys, and the sets of roles that requests declare (see `transferqueue.wire.requests`).
 
-In a job: rollout workers are producers; reward and reference workers and the trainer are consumers, which bring results
-back with their acks and, as trainers, publish weights and move the clock; a dashboard is an observer; a process that
-brings memory is a shard, and sees nothing but its commands; whoever makes tables is admin.
+In a job, rollout workers are producers. Reward and reference workers and the trainer are consumers: they bring results
+back with their acks and, as trainers, publish weights and move the clock. A dashboard is an observer. A process that
+joins with memory is a shard, and gets only its commands. A process that makes tables is admin.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Final, Literal, get_args
 
 Role = Literal["admin", "producer", "consumer", "observer", "shard"]
-"""What a key may do."""
+"""The rights of a key."""
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
 EVERYONE: Final = frozenset(ROLES)

@@ -1,8 +1,8 @@
-"""Says what is wrong with a message of a newer package: which request, policy or option this package does not know, and
-which it has. Pure.
+"""Explains the decoder's error for a message of a newer package: which request, policy or option this package does not
+know, and which it has. Pure.
 
 Policies and options are open: a newer package may have more of them under the same protocol. The decoder's own error
-has only the place.
+gives only the place.
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ _DEPTH_MAX: Final = 64
 
 
 def explain(frame: bytes, kinds: Mapping[str, type[msgspec.Struct]], error: str) -> str:
-    """What the decoder's `error` means for people; "" if it is not about what a newer package has.
+    """The meaning of the decoder's `error` for people; "" if a newer package is not its cause.
 
-    frame: should end with a message of one of `kinds`, by tag.
+    Args:
+        frame: should end with a message of one of `kinds`.
+        kinds: messages, by tag.
+        error: of the decoder.
     """
     if _LONGER in error:
         return (
-            f"it has more than package {VERSION} knows, which runs here: upgrade it, or install its version at the "
-            "other end"
+            f"it has more items than package {VERSION}, which runs here, knows: upgrade it, or install its version at "
+            "the other end"
         )
-    found = _UNKNOWN.search(error)
-    if found is None:
+    match = _UNKNOWN.search(error)
+    if match is None:
         return ""
-    places = [int(place) for place in re.findall(r"\d+", found[2])[:_DEPTH_MAX]]
+    places = [int(place) for place in re.findall(r"\d+", match[2])[:_DEPTH_MAX]]
     try:
         message = msgspec.msgpack.decode(frame)[places[0]]
         names = list(kinds) if places[1:] == [0] else _names(_types(kinds[message[0]]), message, places[1:])
@@ -47,9 +50,9 @@ def explain(frame: bytes, kinds: Mapping[str, type[msgspec.Struct]], error: str)
         TypeError,
         ValueError,
         RecursionError,
-    ):  # what is not read by the decoder may be anything
+    ):  # the decoder does not check the parts that it skips
         return ""
-    name = visible(found[1][:40])
+    name = visible(match[1][:40])
     return (
         f"package {VERSION}, which runs here, does not know {name!r}; it has {listing(names)}: use one of these, or "
         "upgrade it"
@@ -57,7 +60,7 @@ def explain(frame: bytes, kinds: Mapping[str, type[msgspec.Struct]], error: str)
 
 
 _types: Final = lru_cache(inspect.type_info)
-"""Of one message at a time: all of them take longer than a request may (`TURN_S_MAX`)."""
+"""Of one message at a time: those of all take longer than a request may (`TURN_S_MAX`)."""
 
 
 def _names(kind: inspect.Type, tree: Any, places: list[int]) -> list[str]:
@@ -65,15 +68,15 @@ def _names(kind: inspect.Type, tree: Any, places: list[int]) -> list[str]:
     if not places or isinstance(kind, inspect.LiteralType):
         return [str(value) for value in kind.values] if isinstance(kind, inspect.LiteralType) else []
     at, *inner = places
-    structs = [each for each in _members(kind) if isinstance(each, inspect.StructType) and each.tag is not None]
+    structs = [member for member in _members(kind) if isinstance(member, inspect.StructType) and member.tag is not None]
     if not inner and not at and structs:
-        return [str(each.tag) for each in structs]
-    for each in _members(kind):
-        match each:
-            case inspect.StructType() if isinstance(tree, list) and each.tag in (None, tree[0]):
-                return _names(each.fields[at - int(each.tag is not None)].type, tree[at], inner or [0])
+        return [str(member.tag) for member in structs]
+    for member in _members(kind):
+        match member:
+            case inspect.StructType() if isinstance(tree, list) and member.tag in (None, tree[0]):
+                return _names(member.fields[at - int(member.tag is not None)].type, tree[at], inner or [0])
             case inspect.ListType() | inspect.VarTupleType() if isinstance(tree, list):
-                return _names(each.item_type, tree[at], inner)
+                return _names(member.item_type, tree[at], inner)
     return []
 
 

@@ -1,4 +1,4 @@
-"""The number of the protocol that a frame speaks, and what the two ends say when their numbers differ. Pure.
+"""The protocol number of a frame, and the errors of both ends when their numbers differ. Pure.
 
 Invariants (`transferqueue docs compatibility`):
 
@@ -7,8 +7,8 @@ Invariants (`transferqueue docs compatibility`):
 2. Some parts never change, in any protocol: a call is ``[n, session, id, seen, request]``, an answer is
    ``[n, epoch, id, reply]``, ``Hello`` has the version of the client's package as its sixth item, and a refusal is
    ``["Failed", error, text]``. So each end can read who the other one is, whatever number it speaks.
-3. Protocol 0 is what packages spoke before frames had a number: calls ``[session, id, seen, request]`` and answers
-   ``[epoch, id, reply]``. Nobody speaks it any more, and a client of it is refused in it.
+3. Protocol 0 is that of packages before frames had a number: calls ``[session, id, seen, request]`` and answers
+   ``[epoch, id, reply]``. No supported package speaks it; a client of it is refused in its own form.
 4. A server answers a frame of another protocol with one refusal and carries nothing out. A client ends its connection
    at the first answer of another protocol.
 """
@@ -23,17 +23,17 @@ from transferqueue.errors import VersionMismatch
 from transferqueue.errors.text import visible_lines
 
 PROTOCOL: Final = 1
-"""What this package speaks. It grows with each change that the golden frames (tests/wire/golden) notice."""
+"""The protocol of this package. It grows with each change that the golden frames (tests/wire/golden) notice."""
 
 PACKAGE: Final = "asyncflow-transferqueue"
 """The name under which the package is installed."""
 
 VERSION: Final = "0.1.0"
-"""The version of the package; the build reads it here. To ask `importlib.metadata` for it took each process 25 ms of
-processor time."""
+"""The version of the package; the build reads it here. Asking `importlib.metadata` took each process 25 ms of processor
+time."""
 
 _PACKAGE_ITEM: Final = 5
-"""Where `Hello` names the version of the client's package, counted from its tag."""
+"""The item of `Hello` with the version of the client's package, counted from its tag."""
 _BY_OLD_PACKAGES: Final = 0
 _TEXT_CHARS_MAX: Final = 500
 _PAGE: Final = "`transferqueue docs compatibility` says which versions talk to each other"
@@ -50,9 +50,7 @@ _encoder: Final = msgspec.msgpack.Encoder()
 
 def refusal_of(frame: bytes, *, epoch: int, package: str) -> bytes | None:
     """The answer to a call of another protocol, in a form that its sender can read; None if `frame` is no such call.
-
-    package: the version of the server's package.
-    """
+    `package` is the version of the server's package."""
     try:
         number, call, request = _read_call(frame)
         name, client = _read_request(request)
@@ -71,21 +69,19 @@ def refusal_of(frame: bytes, *, epoch: int, package: str) -> bytes | None:
 
 
 def mismatch_of(frame: bytes, *, address: str, package: str) -> VersionMismatch | None:
-    """What a client raises for an answer of another protocol; None if `frame` is no such answer.
-
-    package: the version of the client's package.
-    """
+    """The client's error for an answer of another protocol; None if `frame` is no such answer. `package` is the version
+    of the client's package."""
     try:
         number, reply = _read_answer(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     if number == PROTOCOL:
         return None
-    told = f". The server said: {said}" if number and (said := _said(reply)) else ""
+    server_text = f". The server said: {said}" if number and (said := _said(reply)) else ""
     return VersionMismatch(
         f"the server at {address} speaks protocol {number} and this client speaks protocol {PROTOCOL}"
         f"{_of_package(package)}: upgrade the {'client' if number > PROTOCOL else 'server'}, or install the server's "
-        f"version of {PACKAGE} for the client; {_PAGE}{told}"
+        f"version of {PACKAGE} for the client; {_PAGE}{server_text}"
     )
 
 

@@ -1,1 +1,1 @@
-"""What a queue answers about itself, as typed values; each figure is declared here once (`answer`)."""
+"""The reports of a queue about itself, as typed values; each figure is declared here once (`answer`)."""

@@ -1,14 +1,14 @@
 """The base of all answers of a queue about itself, and how a figure is declared.
 
 A figure is a field of an `Answer`. Its name ends with its unit (``_s``: seconds, ``bytes``), its type says whether it
-can be unknown (None), and the text beside the type says what it means: ``rows_put: Annotated[Total, "Rows put."]``.
+may be None (unknown), and the text beside the type gives its meaning: ``rows_put: Annotated[Total, "Rows put."]``.
 `Total` marks a figure that only grows in one life of the server, so that a rate is a difference.
 
 The declaration is the only one. From it come:
 
-- the message: a MessagePack map, whose keys are the names. Unknown keys are passed over, and a missing one has its
+- the message: a MessagePack map, whose keys are the names. Unknown keys are ignored, and a missing one has its
   default, so tools read servers that are a little newer or older;
-- what `Queue.stats`, `audit`, `doctor`, `sessions`, `inspect` and `events` return, and what ``--json`` prints;
+- the values that `Queue.stats`, `audit`, `doctor`, `sessions`, `inspect` and `events` return and ``--json`` prints;
 - the tables of `transferqueue docs figures` (`python -m tests.figures` writes them, a test compares);
 - the names, types and help texts of the Prometheus metrics.
 
@@ -37,7 +37,7 @@ _SHOWN_MAX: Final = 8
 
 
 class Figure(NamedTuple):
-    """The declaration of one figure. meaning: sentences. grows: it only grows in one life of the server."""
+    """The declaration of one figure. `meaning`: sentences. `grows`: it only grows in one life of the server."""
 
     name: str
     type: Any
@@ -60,7 +60,7 @@ class Answer(msgspec.Struct, frozen=True):
     def __repr__(self) -> str:
         return readable(self)
 
-    if not TYPE_CHECKING:  # programs go on, and type checkers name what is to be changed in them
+    if not TYPE_CHECKING:  # old programs still run, while type checkers report each access to change
 
         def __getitem__(self, name: str) -> Any:
             _warn(self, f"[{name!r}]", f".{name}")
@@ -123,7 +123,7 @@ def _warn(answer: Answer, used: str, instead: str) -> None:
         DeprecationWarning,
         stacklevel=3,
     )
-    _WARNED.add(f"{kind}{used}")  # a filter that makes errors of warnings gets each
+    _WARNED.add(f"{kind}{used}")  # a filter that turns warnings into errors gets each
 
 
 # ---------------------------------------------------------------- repr

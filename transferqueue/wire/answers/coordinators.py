@@ -1,7 +1,7 @@
 """The answers of several coordinators together. Most deployments have one (`transferqueue docs coordinators`).
 
-Tables and channels are merged. What else there is, such as `server`, is of one coordinator: reading it from the whole
-is an `AttributeError` that names `coordinators`.
+Tables and channels are merged. Any other figure, such as `server`, belongs to one coordinator: reading it from the
+whole is an `AttributeError` that names `coordinators`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _OfSeveral:
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
         if value is UNSET:
-            raise AttributeError(f"{name} is of one coordinator; read it from .coordinators[ADDRESS]")
+            raise AttributeError(f"{name} belongs to one coordinator; read it from .coordinators[ADDRESS]")
         return value
 
 
@@ -47,12 +47,12 @@ class DoctorAnswerOfSeveral(_OfSeveral, DoctorAnswer, frozen=True, kw_only=True)
 
 
 def by_coordinator(address: str, answer: _T) -> dict[str, _T | UnreachableCoordinator]:
-    """What each coordinator said, by its address. answer: of the queue at `address`."""
+    """The answer of each coordinator, by its address. `answer` is of the queue at `address`."""
     return answer.coordinators or {address: answer}
 
 
 def stats_together(answers: Mapping[str, Stats | UnreachableCoordinator]) -> Stats:
-    """The statistics of all coordinators; of the only one as they are."""
+    """The statistics of all coordinators; those of an only one unchanged."""
     if (only := _only(answers)) is not None:
         return only
     known = [answer for answer in answers.values() if isinstance(answer, Stats)]
@@ -77,7 +77,7 @@ def audit_together(answers: Sequence[AuditAnswer]) -> AuditAnswer:
 
 
 def doctor_together(answers: Mapping[str, DoctorAnswer | UnreachableCoordinator]) -> DoctorAnswer:
-    """What all coordinators say of waits; the only one's answer as it is."""
+    """The answers of all coordinators about waits; that of an only one unchanged."""
     if (only := _only(answers)) is not None:
         return only
     known = [answer for answer in answers.values() if isinstance(answer, DoctorAnswer)]
@@ -91,16 +91,18 @@ def doctor_together(answers: Mapping[str, DoctorAnswer | UnreachableCoordinator]
 
 
 def sessions_together(answers: Mapping[str, Sessions | UnreachableCoordinator]) -> Sessions:
-    """The sessions of all coordinators; of the only one as they are."""
+    """The sessions of all coordinators; those of an only one unchanged."""
     if (only := _only(answers)) is not None:
         return only
     known = {address: answer for address, answer in answers.items() if isinstance(answer, Sessions)}
-    together = {f"{address} {number}": one for address, answer in known.items() for number, one in answer.items()}
+    together = {
+        f"{address} {number}": session for address, answer in known.items() for number, session in answer.items()
+    }
     return Sessions(together, answers)
 
 
 def _only(answers: Mapping[str, _T | UnreachableCoordinator]) -> _T | None:
-    """The answer of the only coordinator, which is asked without substitutes."""
+    """The answer of the only coordinator, which has no substitute."""
     answer, *others = answers.values()
     return None if others or isinstance(answer, UnreachableCoordinator) else answer
 

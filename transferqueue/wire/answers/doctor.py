@@ -1,4 +1,4 @@
-"""What the server says of a queue's waits: sentences about tasks, and the pipeline that a verdict is found from."""
+"""The server's report about a queue's waits: sentences about tasks, and the pipeline on which a verdict is based."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PipelineStage(Answer, frozen=True, kw_only=True):
 
 
 class TablePipeline(Answer, frozen=True, kw_only=True):
-    """What a verdict on a table is found from."""
+    """The facts on which a verdict about a table is based."""
 
     stages: Annotated[list[PipelineStage], "The producers, then the tasks as declared."] = []
     ends: Annotated[
@@ -53,7 +53,7 @@ class TablePipeline(Answer, frozen=True, kw_only=True):
 
 
 class DoctorAnswer(Answer, frozen=True, kw_only=True):
-    """Who waits for what, what is missing and who holds it."""
+    """Who waits for what, and who holds it."""
 
     now_s: Annotated[float, "The server's clock."]
     tables: Annotated[dict[str, list[TaskDiagnosis]], "By table, a sentence for each task, and for what holds it up."]

@@ -23,7 +23,7 @@ class RowField(Answer, frozen=True, kw_only=True):
 
 
 class RowTask(Answer, frozen=True, kw_only=True):
-    """Where the row stands for one task. The last four are of a leased row, else None."""
+    """The row's state in one task. The last four are of a leased row, else None."""
 
     state: Annotated[str, "As `stats` counts rows; or `absent`: not for this task; or `gone`."]
     lacks: Annotated[list[str], "Fields it needs that are not set."] = []
@@ -45,7 +45,7 @@ class RowEvent(Answer, frozen=True, kw_only=True):
 
 
 class RowLife(Answer, frozen=True, kw_only=True):
-    """Everything that the server knows of a row: of one that was freed, what a bounded history still tells."""
+    """All facts that the server knows about a row. Of a freed row: those in a bounded history."""
 
     table: Annotated[str, "Its table."]
     row: Annotated[int, "Its id."]
@@ -72,5 +72,5 @@ class RowLife(Answer, frozen=True, kw_only=True):
     ] = {}
 
     def name_of(self, session: int | None) -> str:
-        """The name of a session in it; "" where there is none."""
+        """The name of a session in it; "" for session 0 or None."""
         return self.labels.get(str(session), f"session {session}") if session else ""

@@ -78,5 +78,5 @@ class Sessions(dict[str, SessionStats]):
 
 
 def labels(sessions: Mapping[str, SessionStats]) -> dict[int, str]:
-    """What to call each session, by number. Sessions long gone are not in it."""
+    """The name of each session, by number. Sessions long gone are missing."""
     return {session.session: session.name for session in sessions.values()}

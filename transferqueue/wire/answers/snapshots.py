@@ -1,4 +1,4 @@
-"""What `Queue.snapshot` and `Queue.restore` return."""
+"""The results of `Queue.snapshot` and `Queue.restore`."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
 """Every message between a client and the control plane, as typed values. Pure data: no I/O, no code.
 
-A request is answered by exactly one reply, an error (`Failed`), or, if the request may wait, by one of
-these later. Requests carry an id that the client chose, ascending within its session; a request sent
-again with the same id gets the same answer and changes nothing twice.
+A request is answered by exactly one reply, an error (`Failed`), or, if the request may wait, by one of these later.
+Requests carry an id that the client chose, ascending within its session. A request sent again with the same id gets the
+same answer and changes nothing twice.
 
-Arrays travel as little-endian bytes: `Rows` are int64 row ids, `I64`/`I32`/`F64` what they say.
-Everything here is validated for type by the decoder and for meaning by the ledger. Each list, text and map has a bound
-that the decoder compares with its count before it makes anything; the ledger's own bounds, which say what to do, are
-lower.
+Arrays travel as little-endian bytes: `Rows` are int64 row ids; `I64`, `I32` and `F64` are of their names' types. The
+decoder validates types, the ledger meanings. Each list, text and map has a bound that the decoder compares with its
+count before it allocates anything. The ledger's own bounds, whose errors name the remedy, are lower.
 """
 
 from __future__ import annotations

@@ -36,25 +36,25 @@ WireTags = Annotated[
     dict[str, Annotated[str, Meta(max_length=TAG_CHARS_MAX)] | int | float | bool],
     Meta(max_length=TAGS_MAX + 1),
 ]
-"""Tags of a row. The ledger's own bound is lower by one, and says so, and it checks the names: bounds here would double
-the time of decoding."""
+"""Tags of a row. The ledger's own bound is lower by one, and its error says so. The ledger also checks the names:
+bounds here would double the time of decoding."""
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Checksum = Annotated[int, Meta(ge=0)]
 """xxh3-64: any unsigned integer that a message can hold."""
 Content = Annotated[bytes, Meta(max_length=16)]
-"""xxh3-128 of the bytes of a block, big-endian; empty: not told."""
+"""xxh3-128 of the bytes of a block, big-endian; empty: not given."""
 Path = Annotated[str, Meta(max_length=4096)]
 FullPath = Annotated[str, Meta(max_length=2 * 4096)]
 """A `Path` that a client gave, under a directory of the server."""
 Pid = Annotated[int, Meta(ge=0, le=PID_MAX)]
-"""The number of a process; 0: not told."""
+"""The number of a process; 0: not given."""
 Secret = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Step = Annotated[int, Meta(ge=0, le=1 << 53)]
 StepOrNone = Annotated[int, Meta(ge=-1, le=1 << 53)]
 Fields = Annotated[list[Field], Meta(max_length=ITEMS_MAX)]
 TableFields = Annotated[list[Field], Meta(max_length=2 * FIELDS_MAX)]
-"""Fields of a table. The ledger's own bound is lower, and says so."""
+"""Fields of a table. The ledger's own bound is lower, and its error says so."""
 TableNames = Annotated[list[Name], Meta(max_length=2 * FIELDS_MAX)]
 Names = Annotated[list[Name], Meta(max_length=ITEMS_MAX)]
 Counts = Annotated[list[Count], Meta(max_length=ITEMS_MAX)]
@@ -62,7 +62,7 @@ Tasks = Annotated[list[Task], Meta(max_length=2 * TASKS_MAX)]
 Where = Annotated[list[Predicate], Meta(max_length=2 * PREDICATES_MAX)]
 Keys = Annotated[list[Key], Meta(max_length=ROWS_DESCRIBED_MAX + 1)]
 RowTags = Annotated[list[WireTags], Meta(max_length=ROWS_DESCRIBED_MAX + 1)]
-"""Of the rows of a request. The ledger's own bound is lower by one, and says so."""
+"""Tags of the rows of a request. The ledger's own bound is lower by one, and its error says so."""
 ReplyTags = Annotated[list[WireTags], Meta(max_length=BLOCK_ROWS_MAX)]
 
 
@@ -78,13 +78,13 @@ def tag_of(message: Message | type[Message]) -> str:
 
 
 class DoneReply(Message, tag="Done"):
-    """Accepted, nothing to say. rows: how many rows it concerned."""
+    """The request was accepted and has no other result. `rows`: the number of rows concerned."""
 
     rows: int = 0
 
 
 class Failed(Message):
-    """Refused: nothing was changed. error: a class name of transferqueue.errors."""
+    """The request was refused, and nothing changed. `error`: a class name of transferqueue.errors."""
 
     error: Text
     text: Annotated[str, Meta(max_length=MESSAGE_BYTES_MAX)]

@@ -1,7 +1,7 @@
-"""What client and server must know of each request. The decorator `request` declares it on the request's class.
+"""The facts of each request for client and server. The decorator `request` declares them on the request's class.
 
-The server looks up who may send a request, which coordinator carries it out and what a repeated one does. The client
-looks up what an abandoned request leaves behind (see `transferqueue.wire.requests`).
+The server looks up who may send a request, which coordinator carries it out and how a repeated one is answered. The
+client looks up which grants an abandoned request leaves behind (see `transferqueue.wire.requests`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ Kind = TypeVar("Kind", bound=type[Message])
 Repeat = Literal["kept", "again", "by_row"]
 """How the server answers a call that comes again after it was carried out.
 
-kept: with the reply of the first time, which it keeps until the client has seen it. again: by carrying it out again,
-which changes nothing. by_row: as "kept", and later still from the rows themselves, for as long as they live.
+- kept: with the first reply, which it keeps until the client has seen it.
+- again: by carrying it out again, which changes nothing.
+- by_row: as "kept", and later from the rows themselves, for as long as they live.
 """
 
 Undo = Callable[[Any, Any, str], list[Any]]
-"""(request, reply, reason) -> requests that return what the reply gave. reason: for the history of the rows."""
+"""(request, reply, reason) -> requests that return the grants of the reply. The reason is for the rows' history."""
 
 ASK_FIRST: Final = "ask for the state before it is done again"
 
@@ -42,12 +43,18 @@ CHANNEL: Final = Home("weight channel", "channel")
 class Declaration(NamedTuple):
     """Facts of one request.
 
-    reply: class of the reply if the request is not refused; None for a notice, which is answered only if it is refused.
-    roles: who may send it. home: requests for tables and channels of another coordinator are refused; None: carried out
-    by whichever coordinator gets it, which finds the table or does not. repeat: see `Repeat`. undo: for a reply that
-    gives rows, memory or pins. bytes_max: of its frame; a larger one is refused before it is decoded. tag: its name.
-    reads: it changes nothing. unanswered: advice to a caller who does not know whether it was carried out. verb: public
-    method that sends it, as the synchronous API calls it; "": sent by the client itself.
+    Args:
+        tag: its name.
+        reply: class of the reply if the request is not refused; None for a notice, which is answered only if refused.
+        roles: who may send it.
+        verb: public method that sends it, as the synchronous API calls it; "": sent by the client itself.
+        home: tables and channels of another coordinator are refused; None: any coordinator carries it out, and finds
+            the table or does not.
+        repeat: see `Repeat`.
+        undo: for a reply that gives rows, memory or pins.
+        reads: it changes nothing.
+        unanswered: advice to a caller that does not know whether it was carried out.
+        bytes_max: of its frame; a larger one is refused before it is decoded.
     """
 
     tag: str
@@ -63,14 +70,14 @@ class Declaration(NamedTuple):
 
     @property
     def leaves_nothing(self) -> bool:
-        """Whether nothing has changed once a late reply to the request was undone."""
+        """Whether no change remains once a late reply to the request was undone."""
         return self.reads or self.undo is not None
 
 
 DECLARED: Final[dict[type[Message], Declaration]] = {}
-"""All requests."""
+"""All requests, by class."""
 BY_TAG: Final[dict[str, Declaration]] = {}
-"""The same by tag."""
+"""All requests, by tag."""
 
 
 def request(

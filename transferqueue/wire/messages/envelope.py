@@ -1,4 +1,4 @@
-"""What travels: any request or any reply, in its frame."""
+"""Frames: any request or any reply, with its envelope."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ Reply = (
 
 
 class CallFrame(msgspec.Struct, frozen=True, tag=PROTOCOL, array_like=True, forbid_unknown_fields=True):
-    """Client to server, behind the number of the protocol. session: 0 in Hello. id: ascending. seen: all replies up to
-    this id arrived."""
+    """Client to server, behind the number of the protocol. `session`: 0 in Hello. `id`: ascending. `seen`: the client
+    has all replies up to this id."""
 
     session: int
     id: int

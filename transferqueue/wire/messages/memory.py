@@ -1,4 +1,4 @@
-"""Messages about bytes in arenas: where a block lies, grants to write, pins to return."""
+"""Messages about bytes in arenas: locations of blocks, grants to write, pins to return."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from transferqueue.wire.roles import CLIENTS, WORKERS
 
 
 class WrittenCopy(Message, tag="CopyAt"):
-    """Where else a block was written, in a grant of the sender's: the same bytes, in another shard."""
+    """A further copy of a written block, in a grant of the sender: the same bytes, in another shard."""
 
     extent: Count
     offset: Count
@@ -36,16 +36,22 @@ class WrittenCopy(Message, tag="CopyAt"):
 class WrittenBlock(Message, tag="Placed"):
     """A block that the sender has written into an extent granted to it.
 
-    offset: Bytes from the start of the arena, inside the extent. rows: rows of the block. fields: the
-    columns in it. counts: one per field (`schema.layout`). slots: for each row of the request the row
-    of the block that holds it (int32; None: the same order, one to one); several rows may share one.
-    checksum: xxh3-64 of the bytes, by whoever wrote them; 0 where `Welcome` asks for none. copies: as many more as the
-    table has replicas. content: of a block of one value that later commits into the table may refer to, xxh3-128 of its
-    bytes; else empty. A block with a content and extent 0 is such a reference: nothing was written, and the request is
-    refused unless the table has a block of this content and layout. Of rows that exist already none may have the field
-    in a newer block beside other fields. members: None: the block has a value
-    for each row of the request. Else the column lies in up to `CONTENTS_MAX` blocks of one value, each with its
-    content: the rows of the request that have this one, counted from 0 (int32). Each row is in one of them.
+    Args:
+        offset: bytes from the start of the arena, inside the extent.
+        rows: rows of the block.
+        fields: the columns in it.
+        counts: one per field (`schema.layout`).
+        slots: for each row of the request the row of the block that holds it (int32); several rows may share one. None:
+            the same order, one to one.
+        checksum: xxh3-64 of the bytes, from their writer; 0 where `Welcome` asks for none.
+        copies: the further copies, as many as the table needs for its replicas.
+        content: xxh3-128 of the bytes of a block of one value, to which later commits into the table may refer; else
+            empty. With extent 0 the block is such a reference: no bytes were written. The request is then refused
+            unless the table has a block of this content and layout. None of its existing rows may have the field in a
+            newer block beside other fields.
+        members: None: the block has a value for each row of the request. Else the column lies in up to `CONTENTS_MAX`
+            blocks of one value, each with its content, and these rows of the request, counted from 0 (int32), have this
+            value. Each row is in one of the blocks.
     """
 
     extent: Count
@@ -70,11 +76,12 @@ class CopyLocation(Message, tag="Copy"):
 
 
 class BlockLocation(Message, tag="BlockAt"):
-    """Where a committed block lies: shard, extent, bytes [offset, offset + nbytes) of the arena, layout.
+    """The location of a committed block: shard, extent, bytes [offset, offset + nbytes) of the arena, layout.
 
-    ticket: for a session that reads over the bulk endpoint, what it shows there; else empty. copies: where the same
-    bytes lie too; who needs tickets is told only the one to read. content: as of `WrittenBlock`; a reader that received
-    the bytes once may keep them.
+    Args:
+        ticket: a session that reads over the bulk endpoint presents it there; else empty.
+        copies: further places of the same bytes. A session that needs tickets gets only the one to read.
+        content: as in `WrittenBlock`; a reader that received the bytes once may keep them.
     """
 
     block: int
@@ -93,14 +100,14 @@ class BlockLocation(Message, tag="BlockAt"):
 
 @request(reply=None, roles=CLIENTS, verb="")
 class Unpin(Message):
-    """Notice: blocks no longer viewed; block ids and how many pins of each. No answer."""
+    """Notice: blocks that are no longer viewed; block ids and the number of pins of each. No answer."""
 
     blocks: I64
     counts: I64
 
 
 def unpin(blocks: Iterable[int]) -> list[Unpin]:
-    """The notices that one pin of each of `blocks` is returned; nothing for no blocks."""
+    """The notices that return one pin of each of `blocks`; none for no blocks."""
     counts: dict[int, int] = {}
     for block in blocks:
         counts[block] = counts.get(block, 0) + 1
@@ -116,12 +123,11 @@ def _int64s(numbers: list[int]) -> bytes:
 
 
 GrantPurpose = Literal["rows", "results", "weights"]
-"""What bytes are for."""
+"""The purpose of granted bytes."""
 
 
 class Granted(Message):
-    """Bytes [offset, offset + nbytes) of the shard's arena are this session's to write. ticket: as of
-    `BlockLocation`."""
+    """The session may write bytes [offset, offset + nbytes) of the shard's arena. `ticket` is as in `BlockLocation`."""
 
     extent: int
     shard: int
@@ -138,9 +144,10 @@ def _return_grant(request: Grant, reply: Granted, reason: str) -> list[ReturnGra
 class Grant(Message):
     """An extent of at least `nbytes` in the arena of a near shard, else of another, for this session to write.
 
-    apart: shards that it must not be in, since they have the other copies. `Impossible` if there is no further one.
-    use: new rows leave room for what is made of those that are there (`RESULTS_SHARE`); weights, without which nothing
-    goes on, lie with the coordinator while it has room.
+    Args:
+        apart: shards that it must not be in, since they have the other copies. `Impossible` if there is no further one.
+        use: new rows leave room for the results of existing ones (`RESULTS_SHARE`). Weights, without which no worker
+            goes on, lie with the coordinator while it has room.
     """
 
     nbytes: Annotated[int, Meta(ge=1)]
@@ -151,7 +158,7 @@ class Grant(Message):
 
 @request(reply=DoneReply, roles=WORKERS, verb="")
 class ReturnGrant(Message):
-    """The session writes no more into this extent; what it committed there stays."""
+    """The session writes no more into this extent; its committed blocks stay."""
 
     extent: int
 

@@ -10,14 +10,14 @@ from transferqueue.wire.roles import CLIENTS
 
 
 class Observed(Message):
-    """One of `transferqueue.wire.answers`, MessagePack-encoded."""
+    """An answer of `transferqueue.wire.answers`, MessagePack-encoded."""
 
     value: msgspec.Raw
 
 
 @request(reply=Observed, roles=CLIENTS, repeat="again", reads=True, verb="Queue.stats")
 class Observe(Message):
-    """A snapshot for people and metrics. what: "stats", "audit", "row", "doctor", "sessions"."""
+    """Asks for a report: `what` is "stats", "audit", "row", "doctor" or "sessions"."""
 
     what: Name
     table: Text = ""
@@ -26,10 +26,11 @@ class Observe(Message):
 
 @request(reply=Observed, roles=CLIENTS, repeat="again", reads=True, verb="Queue.events")
 class ListEvents(Message):
-    """What happened to rows of a table since an earlier answer.
+    """Asks for the events of a table's rows since an earlier answer.
 
-    after: the position that ended that answer; -1: only the present end of the history, without events. every: one row
-    in so many.
+    Args:
+        after: the position that ended that answer; -1: only the present end of the history, without events.
+        every: report one row in this many.
     """
 
     table: Name
@@ -38,7 +39,7 @@ class ListEvents(Message):
 
 
 class WaitExplained(Message):
-    """What the call waits for, and who holds it. text: "" if it does not wait."""
+    """Why the call waits, and who holds the thing it needs. `text`: "" if it does not wait."""
 
     text: Text
 

@@ -63,25 +63,24 @@ class RowFacts(Message):
 
 
 class Columns(Message):
-    """Columns and facts for some rows: what put, update and ack carry."""
+    """Columns and facts for some rows, in put, update and ack."""
 
     fields: TableFields = []
-    """Definitions of the fields used, for the ledger to add or to compare."""
+    """Definitions of the fields used, which the ledger adds or compares."""
     blocks: Annotated[list[WrittenBlock], Meta(max_length=2 * FIELDS_MAX)] = []
     inline: Annotated[list[Inline], Meta(max_length=2 * FIELDS_MAX)] = []
     facts: RowFacts = RowFacts()
 
 
 class BlocksRead(Message):
-    """In which block each row had these fields when it was read (`codec.encode_constant`). A block number is used
-    once."""
+    """The block of these fields in each row when it was read (`codec.encode_constant`). A block number is used once."""
 
     fields: TableNames
     blocks: I64
 
 
 class RowsRead(Message):
-    """What rows had of some fields when they were read, in the order of the request's rows. tags: None if they do not
+    """Facts and fields of rows when they were read, in the order of the request's rows. `tags`: None if they do not
     matter."""
 
     inline: Annotated[list[Inline], Meta(max_length=2 * FIELDS_MAX)] = []
@@ -90,8 +89,8 @@ class RowsRead(Message):
 
 
 class ReplyColumns(Message, tag="Part"):
-    """Fields that lie together, and where each row of the reply is: index into `blocks` (`short.alike`), row in block
-    (`short.ascending`)."""
+    """Fields that lie together, and the place of each row of the reply: index into `blocks` (`short.alike`), row in
+    block (`short.ascending`)."""
 
     fields: Names
     blocks: Annotated[list[BlockLocation], Meta(max_length=BLOCK_ROWS_MAX)]
@@ -102,10 +101,10 @@ class ReplyColumns(Message, tag="Part"):
 class ReplyRows(Message, tag="Content"):
     """Rows with their facts (as `short.alike`), inline values and the places of their columns.
 
-    definitions: of all fields in `inline` and `parts`, as `codec.encode_fields`: step after step the same bytes, so
-    that who has read them once need not again.
+    `definitions` describes all fields in `inline` and `parts`, by `codec.encode_fields`. They are the same bytes step
+    after step, so a reader decodes them once.
 
-    Naming a block in a reply pins it for the session, once per reply, until `Unpin`.
+    A reply that names a block pins it for the session, once per reply, until `Unpin`.
     """
 
     rows: Rows
@@ -124,13 +123,13 @@ class ReplyRows(Message, tag="Content"):
 
 
 def _unpin(rows: ReplyRows) -> list[Unpin]:
-    """A reply takes one pin of each block that it names."""
+    """The notices that return the pins of a reply: one for each block that it names."""
     return unpin(dict.fromkeys(block.block for part in rows.parts for block in part.blocks))
 
 
 class PutRows(Message):
-    """The rows of a put: ids ascend from `first`. stale: how many are over the staleness bound already, being older
-    than `fresh_from`."""
+    """The rows of a put: ids ascend from `first`. `stale`: the number of rows over the staleness bound already, which
+    are older than `fresh_from`."""
 
     first: int
     rows: int
@@ -150,7 +149,7 @@ class PutRows(Message):
     bytes_max=REQUEST_BYTES_MAX,
 )
 class PutRequest(Message, tag="Put"):
-    """New rows, columns and facts, in one commit. reservation: 0, or what `Reserve` gave."""
+    """New rows, columns and facts, in one commit. `reservation`: of `Reserve`; 0: none."""
 
     table: Name
     rows: Annotated[int, Meta(ge=1)]
@@ -163,7 +162,7 @@ class PutRequest(Message, tag="Put"):
 class Update(Message):
     """More columns or facts for existing rows, in one commit.
 
-    if_unchanged: the answer is the error RowsChanged, and nothing is changed, unless all rows still have what they had
+    With `if_unchanged`, the answer is the error RowsChanged, and nothing is changed, unless all rows are as they were
     then.
     """
 
@@ -175,7 +174,7 @@ class Update(Message):
 
 
 class Leased(Message):
-    """Rows lent until `lease_s` from now. token: fences acks of an earlier holder. version: the clock."""
+    """Rows lent until `lease_s` from now. `token` fences acks of an earlier holder. `version`: the clock."""
 
     lease: int
     token: int
@@ -193,14 +192,17 @@ def _release_lease(request: LeaseRequest, reply: Leased, reason: str) -> list[Me
 class LeaseRequest(Message, tag="Lease"):
     """Ready rows of a task. Exactly one of rows, tokens, groups is set (the others 0).
 
-    at_least: fewer may be given once this many (rows, tokens or groups) are ready; 0: the full number.
-    When the table is sealed, or the request names a `world` and it is sealed, what is left is given.
-    rank, world: this rank's share of one agreed batch of `rows` rows (tokens, groups). replica,
-    replicas: this is peer `replica` of `replicas` that get the identical batch of the rank; the lease is
-    done when all have acked. fields: None for the task's needs, or the fields wanted.
-    awaited: first and last ordinal of each span that the caller expects, ascending. If no row can be given and all
-    rows of a span have ended, the answer is OrdinalsEnded. but_held: rows that this session has on lease do not come
-    again, so the table has ended if only they are left.
+    Args:
+        at_least: fewer may be given once this many (rows, tokens or groups) are ready; 0: the full number. When the
+            table is sealed, the rest is given, also to a request with a `world`.
+        rank: of the caller; with `world`, it gets its share of one agreed batch of `rows` rows (tokens, groups).
+        world: the number of ranks.
+        replica: of the caller among `replicas` peers that get the identical batch of the rank.
+        replicas: their number; the lease is done when all have acked.
+        fields: the wanted fields; None: the task's needs.
+        awaited: first and last ordinal of each span that the caller expects, ascending. If no row can be given and all
+            rows of a span have ended, the answer is OrdinalsEnded.
+        but_held: rows that this session has on lease do not come again, so the table has ended if only they are left.
     """
 
     table: Name
@@ -231,9 +233,10 @@ class OrdinalsEnded(Message):
 class Ack(Message):
     """The rows of a lease are done (rows None: all; else these, the rest stay leased).
 
-    columns: results for the acked rows, in the order of `rows` (or of the lease), committed with the ack.
-    drop: instead of done, the rows end as dropped with this reason.
-    step: the trainer's; the rows are done for good when `CommitCheckpoint` covers it. -1: they are at once.
+    Args:
+        columns: results for the acked rows, in the order of `rows` (or of the lease), committed with the ack.
+        drop: instead of done, the rows end as dropped with this reason.
+        step: the trainer's; the rows are done for good when `CommitCheckpoint` covers it. -1: they are at once.
     """
 
     table: Name
@@ -249,7 +252,7 @@ class Ack(Message):
 class AckLeases(Message):
     """All rows that these leases of one task still hold are done, in one commit: all of the leases, or none.
 
-    leases, tokens: one of each for every lease. step: as of `Ack`.
+    `leases` and `tokens` have one item for every lease. `step` is as in `Ack`.
     """
 
     table: Name
@@ -260,9 +263,9 @@ class AckLeases(Message):
 
 @request(reply=DoneReply, roles=CONSUMERS, verb="Table.checkpointed")
 class CommitCheckpoint(Message, tag="Checkpointed"):
-    """The model is safe up to `step`: rows acked with it, or one before, are done. Answer: Done, with how many.
+    """The model is safe up to `step`: rows acked with it, or an earlier one, are done. Answer: Done, with their number.
 
-    task: "" for the one that sets the pace, or the only one.
+    `task`: "" for the one that sets the pace, or the only one.
     """
 
     table: Name
@@ -272,10 +275,9 @@ class CommitCheckpoint(Message, tag="Checkpointed"):
 
 @request(reply=DoneReply, roles=CONSUMERS, verb="Table.rollback")
 class Rollback(Message):
-    """The model is again as it was at `step` (-1: at the start): rows acked with a later one are ready again. Answer:
-    Done.
+    """The model is back at `step` (-1: at the start): rows acked with a later step are ready again. Answer: Done.
 
-    Leases of the task end. task: as of `CommitCheckpoint`. version: the clock goes back to it; -1: it stays.
+    Leases of the task end. `task` is as in `CommitCheckpoint`. `version`: the clock goes back to it; -1: it stays.
     """
 
     table: Name
@@ -300,10 +302,10 @@ class Cursor(Message):
 
 @request(reply=DoneReply, roles=CONSUMERS, verb="Batch.release", bytes_max=REQUEST_BYTES_MAX)
 class ReleaseRequest(Message, tag="Release"):
-    """Rows of a lease go back to ready. failed: counts as an attempt (an exception), with its text.
+    """Rows of a lease go back to ready. `failed`: counts as an attempt (an exception), with its text.
 
-    columns: what was made of the rows so far, in the order of `rows` (or of the lease); it replaces what they had, and
-    commits with the release.
+    `columns` are partial results, in the order of `rows` (or of the lease). They replace earlier values and commit with
+    the release.
     """
 
     table: Name
@@ -332,7 +334,7 @@ class Renew(Message):
 
 
 class Reserved(Message):
-    """reservation: names it in `PutRequest`. refills: (group_id, missing members) asked for again; part of rows."""
+    """`reservation` names it in `PutRequest`. `refills`: (group_id, missing members) asked for again; part of rows."""
 
     reservation: int
     rows: int
@@ -373,8 +375,8 @@ class Drop(Message):
 
 
 class DroppedRow(Message):
-    """A row that was dropped for failing too often, and can be taken again. error: of its last failure, in `task`, by
-    `worker`. age_s: since it was dropped."""
+    """A row that was dropped for failing too often, and can be taken again. `error` is its last failure, in `task`, by
+    `worker`. `age_s`: since it was dropped."""
 
     row: int
     key: Text
@@ -452,8 +454,8 @@ class ReadRequest(Message, tag="Read"):
 
 @request(reply=DoneReply, roles=CONSUMERS, verb="Table.free_columns", bytes_max=REQUEST_BYTES_MAX)
 class FreeColumns(Message):
-    """Frees these columns of rows, which live on. again: tasks that need one of them wait until it is written again;
-    else the request is refused while such a task has work with a row. Answer: how many values were freed."""
+    """Frees these columns of rows, which live on. With `again`, tasks that need one of them wait until it is written
+    again; else the request is refused while such a task has work with a row. Answer: the number of freed values."""
 
     table: Name
     rows: Rows

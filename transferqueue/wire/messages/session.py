@@ -14,10 +14,15 @@ from transferqueue.wire.roles import EVERYONE
 
 
 class ShardOffer(Message, tag="Offer"):
-    """The memory that a session brings: it is a shard. path: of its arena, for processes of its host. capacity: bytes.
+    """The memory of a session, which so is a shard.
 
-    endpoint: tcp address of its bulk endpoint, as others reach it. key: public key of CURVE to expect there; "": none.
-    secret: 32 bytes that tickets for it are made with. number: of the shard; the coordinator gives it.
+    Args:
+        path: of its arena, for processes of its host.
+        capacity: bytes.
+        endpoint: tcp address of its bulk endpoint, as others reach it.
+        key: public key of CURVE to expect there; "": none.
+        secret: 32 bytes, the key of its tickets.
+        number: of the shard; the coordinator gives it.
     """
 
     path: Path
@@ -29,13 +34,17 @@ class ShardOffer(Message, tag="Offer"):
 
 
 class Welcome(Message):
-    """A session is open. epoch: this life of the coordinator. arenas: shard -> path of its memory.
+    """A session is open.
 
-    bulk_port: of the bulk endpoint, on the host that the client dialled; 0: the server has none. bulk_plain: it asks
-    for no keys and encrypts nothing, whatever the control port does. durable: the session outlives the server: when it
-    is gone, wait for the next one at the same address. checksums: each block is committed with the checksum of its
-    bytes, since after a reboot that tells whether the disk has them. seat: which of the coordinators of its
-    deployment this is.
+    Args:
+        epoch: this life of the coordinator.
+        arenas: shard -> path of its memory.
+        bulk_port: of the bulk endpoint, on the host that the client dialled; 0: the server has none.
+        bulk_plain: the bulk endpoint asks for no keys and encrypts nothing, even if the control port does.
+        durable: the session outlives the server: when it is gone, wait for the next one at the same address.
+        checksums: each block is committed with the checksum of its bytes, which shows after a reboot whether the disk
+            has them.
+        seat: of this coordinator in its deployment.
     """
 
     session: int
@@ -53,10 +62,13 @@ class Welcome(Message):
 
 @request(reply=Welcome, roles=EVERYONE, repeat="again", verb="connect", unanswered="connect again")
 class Hello(Message):
-    """Opens a session. client: 16 random bytes. lock: path of a file the client holds an flock on, or "".
+    """Opens a session.
 
-    remote: the client cannot map the arena, or was told not to: its bytes go over the bulk endpoint.
-    shard: of a process that joins with memory of its own.
+    Args:
+        client: 16 random bytes.
+        lock: path of a file on which the client holds an flock, or "".
+        remote: the client does not map the arena: its bytes go over the bulk endpoint.
+        shard: of a process that joins with its own memory.
     """
 
     client: Bytes

@@ -14,20 +14,22 @@ from transferqueue.wire.roles import ADMINS, SHARDS, WORKERS
 
 
 class ShardList(Message, tag="Shards"):
-    """Answer to ListShards, by number. Not among them: the coordinator's own, which `Welcome` names."""
+    """Answer to ListShards, by number, without the coordinator's own, which `Welcome` names."""
 
     shards: Annotated[list[ShardEndpoint], Meta(max_length=SHARDS_MAX)]
 
 
 @request(reply=ShardList, roles=WORKERS | SHARDS, repeat="again", reads=True, verb="")
 class ListShards(Message):
-    """Which remote shards there are. Answer: Shards."""
+    """Asks for the remote shards. Answer: Shards."""
 
 
 class ShardEndpoint(Message, tag="ShardAt"):
-    """A remote shard. path: of its arena, where this session maps it; else "": its bytes cross from `endpoint`.
+    """A remote shard.
 
-    key: public key of CURVE to expect there; "": none.
+    Args:
+        path: of its arena, if this session maps it; else "", and its bytes cross from `endpoint`.
+        key: public key of CURVE to expect there; "": none.
     """
 
     number: Count
@@ -39,13 +41,13 @@ class ShardEndpoint(Message, tag="ShardAt"):
 
 @request(reply=DoneReply, roles=ADMINS, repeat="again", verb="Queue.drain_shard")
 class Drain(Message):
-    """Nothing more is granted in this shard, and when nothing is left in it, it ends. Answer: Done, at once."""
+    """The shard grants nothing more, and ends when it is empty. Answer: Done, at once."""
 
     shard: Count
 
 
 class ShardCommands(Message, tag="Orders"):
-    """What a shard is to do next, in order, numbered from `first` in this `epoch`."""
+    """The next commands of a shard, in order, numbered from `first` in this `epoch`."""
 
     epoch: int
     first: int
@@ -54,11 +56,11 @@ class ShardCommands(Message, tag="Orders"):
 
 @request(reply=ShardCommands, roles=SHARDS, repeat="again", verb="", bytes_max=REQUEST_BYTES_MAX)
 class PollCommands(Message, tag="TakeOrders"):
-    """A shard has carried out its orders up to `done` of this `epoch`, but for `failed`; it waits for the next. Answer:
-    Orders.
+    """A shard has carried out its orders up to `done` of this `epoch`, but for `failed`, and waits for the next.
+    Answer: Orders.
 
-    sent: bytes that clients have read from it since it started: over its stream, and one-sided. received: that they
-    have written, alike.
+    `sent` and `received` are the bytes that clients have read from it and written to it since it started: over its
+    stream, and one-sided.
     """
 
     epoch: Count
@@ -77,14 +79,14 @@ class AllocatePages(Message, tag="Grow"):
 
 
 class FreePages(Message, tag="Punch"):
-    """Nobody needs these bytes of the arena: give their pages back."""
+    """These bytes of the arena are unused: give their pages back."""
 
     offset: Count
     nbytes: Annotated[int, Meta(ge=1, lt=1 << 62)]
 
 
 class Revoke(Message):
-    """Nothing of this extent is read or written from now on."""
+    """No byte of this extent is read or written from now on."""
 
     extent: Count
 
@@ -96,8 +98,7 @@ class CloseTransfers(Message):
 
 
 class LiveSet(Message, tag="Stand"):
-    """Of all extents numbered below `extents_to` only `extents` stand, of all sessions below `sessions_to` only
-    `sessions`."""
+    """Below `extents_to` only these `extents` are live, and below `sessions_to` only these `sessions`."""
 
     extents_to: Count
     extents: I64
@@ -106,18 +107,18 @@ class LiveSet(Message, tag="Stand"):
 
 
 class ShutDownShard(Message, tag="Leave"):
-    """Nothing is left in the shard: it ends."""
+    """The shard is empty: it ends."""
 
 
 Order = AllocatePages | FreePages | Revoke | CloseTransfers | LiveSet | ShutDownShard
 
 
 class CopyOrder(Message):
-    """Blocks that this shard, number `shard`, is to copy into the extent `target`, each to the byte of the arena in
+    """Blocks that this shard, number `shard`, copies into the extent `target`, each to the byte of the arena in
     `offsets`.
 
-    Each block is named without fields where it is to be read; one that is read or written in another shard, or here,
-    has a ticket.
+    Each block names its source, without fields. A block that is read or written in another shard, or here, has a
+    ticket.
     """
 
     shard: Count

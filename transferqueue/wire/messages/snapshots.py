@@ -13,10 +13,12 @@ from transferqueue.wire.roles import ADMINS
 
 
 class JobProgress(Message, tag="Working"):
-    """A snapshot or restore that was begun. done of total: bytes, about. path: where, under the server's root; ended:
-    all of it is there.
+    """The progress of a snapshot or restore: about `done` of `total` bytes.
 
-    made_at: when the snapshot was made, in seconds since 1970; 0: it is not known yet.
+    Args:
+        path: under the server's root.
+        ended: it is complete.
+        made_at: when the snapshot was made, in seconds since 1970; 0: unknown so far.
     """
 
     work: int
@@ -34,8 +36,8 @@ class JobProgress(Message, tag="Working"):
     unanswered="if it was begun, it goes on at the server, and another one is Full until it has ended",
 )
 class SnapshotRequest(Message, tag="Snapshot"):
-    """Write all there is now to `path` under the server's root, and keep the newest `keep` there. Answer: Working, at
-    once."""
+    """Write the state to `path` under the server's root, and keep the newest `keep` snapshots there. Answer: Working,
+    at once."""
 
     path: Path
     keep: Annotated[int, Meta(ge=1, le=SNAPSHOTS_KEPT_MAX)] = 2
@@ -43,14 +45,14 @@ class SnapshotRequest(Message, tag="Snapshot"):
 
 @request(reply=JobProgress, roles=ADMINS, verb="Queue.restore", unanswered="if it was begun, it goes on at the server")
 class Restore(Message):
-    """An empty deployment becomes what the snapshot at `path` (the newest under it) is of. Answer: Working, at once."""
+    """Fill an empty deployment from the snapshot at `path` (the newest under it). Answer: Working, at once."""
 
     path: Path
 
 
 @request(reply=JobProgress, roles=ADMINS, repeat="again", reads=True, verb="Queue.snapshot")
 class WatchJob(Message, tag="Follow"):
-    """How far a work is, once it is past `done` bytes or has ended. Answer: Working; `Failed` with what ended it."""
+    """Waits until a job is past `done` bytes or has ended. Answer: Working; `Failed` with the error that ended it."""
 
     work: Count
     done: Count = 0

@@ -14,9 +14,9 @@ from transferqueue.wire.roles import ADMINS, CLIENTS, CONSUMERS, WORKERS
 
 
 class TableTerms(Message):
-    """A table as it is: answer to CreateTable, OpenTable, AddTask, AddFields.
+    """The present terms of a table: answer to CreateTable, OpenTable, AddTask, AddFields.
 
-    extra_fields: whether rows may add fields that the terms do not name; None: yes, but clients refuse near misses.
+    `extra_fields`: whether rows may add fields that the terms do not name; None: yes, but clients refuse near misses.
     """
 
     name: Text
@@ -33,10 +33,12 @@ class TableTerms(Message):
 
 @request(reply=TableTerms, roles=ADMINS, home=TABLE, verb="Queue.create_table", bytes_max=TERMS_BYTES_MAX)
 class CreateTable(Message):
-    """A table and its terms. exist_ok: an existing table with the same terms is no error. replicas: shards that have
-    each block.
+    """A table and its terms.
 
-    extra_fields: whether rows may add fields that the terms do not name; None: if the terms declare no fields.
+    Args:
+        exist_ok: an existing table with the same terms is no error.
+        replicas: shards that have each block.
+        extra_fields: whether rows may add fields that the terms do not name; None: if the terms declare no fields.
     """
 
     name: Name
@@ -76,8 +78,8 @@ class AddFields(Message):
 
 @request(reply=DoneReply, roles=ADMINS, verb="Queue.drop_table")
 class DropTable(Message):
-    """Removes a table: its rows are dropped (reason ``table_dropped``), its waiters told. empty: refused while it has
-    rows."""
+    """Removes a table: its rows are dropped (reason ``table_dropped``), and its waiters get an error. With `empty`, the
+    request is refused while it has rows."""
 
     name: Name
     empty: bool = False
@@ -91,7 +93,7 @@ class Tables(Message):
 
 @request(reply=Tables, roles=CLIENTS, repeat="again", reads=True, verb="Queue.tables")
 class ListTables(Message):
-    """Which tables there are."""
+    """Asks for the names of the tables."""
 
 
 @request(reply=DoneReply, roles=WORKERS, verb="Table.seal")

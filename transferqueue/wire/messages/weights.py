@@ -14,8 +14,8 @@ from transferqueue.wire.roles import CONSUMERS, WORKERS
 
 
 class TensorSlice(Message, tag="Slice"):
-    """Field `field` holds rows [first, first + n) along dimension 0 of tensor `tensor`, which has `rows`. n: the first
-    size of the field's shape."""
+    """Field `field` holds rows [first, first + n) along dimension 0 of tensor `tensor`, which has `rows`. n is the
+    first size of the field's shape."""
 
     field: Name
     tensor: Name
@@ -37,13 +37,16 @@ TensorSlices = Annotated[list[TensorSlice], Meta(max_length=ITEMS_MAX)]
 class Publish(Message):
     """Version `version` of a channel: blocks of one row, a field per tensor, in one commit.
 
-    keep: versions kept. base, kept: the version is these new blocks and `kept`, blocks of version `base` (-1: of none),
-    whose fields are known. Tables whose pacing names the channel advance their clock to `version`. slices: new fields
-    that are not tensors but parts of one.
+    Tables whose pacing names the channel advance their clock to `version`.
 
-    pending: of a version in several parts, the number that `BeginVersion` gave (0: the version has one part). Parts 1
-    and above are only kept. Part 0, from the session that began the version, waits for them, and publishes all parts in
-    one commit.
+    Args:
+        keep: the number of versions kept.
+        base: the version is these new blocks and `kept`, blocks of version `base` (-1: none), whose fields are known.
+        kept: see `base`.
+        slices: new fields that are parts of a tensor.
+        pending: of a version in several parts, the number that `BeginVersion` gave (0: the version has one part). Parts
+            1 and above are only kept. Part 0, from the session that began the version, waits for them, and publishes
+            all parts in one commit.
     """
 
     channel: Name
@@ -60,7 +63,7 @@ class Publish(Message):
 
 
 class VersionBegun(Message, tag="Begun"):
-    """A version in several parts was begun. pending: its number, which each part names."""
+    """A version in several parts was begun. `pending` is its number, which each part names."""
 
     pending: int
 
@@ -74,8 +77,7 @@ class BeginVersion(Message, tag="Begin"):
     """Begin version `version`, which `parts` sessions publish together. It is given up after `length_s`, with this
     session, or when another is begun.
 
-    parts 0: this session publishes all parts, as many as there are when part 0 comes, and each part starts `length_s`
-    anew.
+    With `parts` 0, this session publishes all parts, any number until part 0 comes, and each part restarts `length_s`.
     """
 
     channel: Name
@@ -86,8 +88,7 @@ class BeginVersion(Message, tag="Begin"):
 
 @request(reply=DoneReply, roles=CONSUMERS, home=CHANNEL, verb="WeightChannel.publish")
 class GiveUpVersion(Message, tag="GiveUp"):
-    """Give up a version that this session began: its parts are forgotten. One that is published or given up: no
-    error."""
+    """Give up a version that this session began: its parts are forgotten. No error if it was published or given up."""
 
     channel: Name
     pending: Count
@@ -96,8 +97,10 @@ class GiveUpVersion(Message, tag="GiveUp"):
 class LatestVersion(Message, tag="BasisAt"):
     """The newest version (-1: none yet) with its blocks, which are not pinned.
 
-    extents: size in bytes of each extent they lie in, 0 while more may be written there. lost: how the newest version
-    was lost, if it was: then it has no blocks, and the next is published with all its tensors.
+    Args:
+        extents: size in bytes of each extent they lie in, 0 while more may be written there.
+        lost: how the newest version was lost, if it was: then it has no blocks, and the next is published with all its
+            tensors.
     """
 
     version: int
@@ -109,7 +112,7 @@ class LatestVersion(Message, tag="BasisAt"):
 
 @request(reply=LatestVersion, roles=CONSUMERS, home=CHANNEL, reads=True, verb="WeightChannel.publish")
 class GetLatestVersion(Message, tag="Basis"):
-    """What the next version of a channel may be made of: the blocks of its newest. Answer: BasisAt."""
+    """Asks for the blocks of a channel's newest version, which the next one may reuse. Answer: BasisAt."""
 
     channel: Name
 
@@ -117,7 +120,7 @@ class GetLatestVersion(Message, tag="Basis"):
 class WeightsReply(Message, tag="Weights"):
     """A published version; pins its blocks like `ReplyRows`.
 
-    pending: if it is not 0, these are parts of the pending version of this number, and `have` counts its parts up to
+    If `pending` is not 0, these are parts of the pending version of this number, and `have` counts its parts up to
     these.
     """
 
@@ -137,9 +140,11 @@ def _unpin_weights(request: Pull, reply: WeightsReply, reason: str) -> list[Unpi
 class Pull(Message):
     """The newest version above `above` (or exactly `version` if >= 0), waiting for it.
 
-    parts: where it is not published yet, the reply may also have parts of it that have come. pending, have: the number
-    of the pending version of which the first `have` parts were received; if that version was given up, the request is
-    refused with the reason.
+    Args:
+        parts: while it is not published, the reply may have parts of it that have arrived.
+        pending: the pending version of which the first `have` parts were received. If it was given up, the request is
+            refused with the reason.
+        have: see `pending`.
     """
 
     channel: Name
@@ -177,7 +182,7 @@ class AcquireUpdateSlot(Message, tag="Turn"):
 
 @request(reply=DoneReply, roles=WORKERS, home=CHANNEL, verb="WeightChannel.turn")
 class ReleaseUpdateSlot(Message, tag="EndTurn"):
-    """The turn of this session is over; none, or one that expired: no error."""
+    """Ends the update slot of this session. No error without one, or if it has expired."""
 
     channel: Name
 
