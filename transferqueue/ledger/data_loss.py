@@ -27,7 +27,7 @@ from transferqueue.ledger.tasks.task_state import LEASED, READY, TaskState
 
 
 def lose_blocks(state: LedgerState, blocks: Collection[int], why: str) -> dict[str, list[int]]:
-    """Handle the loss of these blocks. why: for reports. Returns the rows that ended as lost, by table."""
+    """Handle the loss of these blocks. `why` is for reports. Returns the rows that ended as lost, by table."""
     gone = frozenset(blocks)
     if not gone:
         return {}

@@ -1,12 +1,12 @@
-"""What the ledger asks of its caller: wake waiting requests, reuse memory, notify holders of leases, and when to call
-it again.
+"""The ledger's orders to its caller: wake waiting requests, reuse memory, notify holders of leases, and when to call it
+again.
 
 The ledger does no I/O. It collects effects while it changes state, and `Ledger.take_effects` returns each of them once.
 The ledger stays correct if an effect is never applied.
 
-`Deadlines` says when the ledger has to be called again: all deadlines of leases, groups and update slots lie in one
-heap. To end or move one, set `subject.deadline`. Old heap entries become void, and are skipped when they reach the top.
-So renewing a lease costs one push, and ending one costs nothing.
+`Deadlines` gives the time of the ledger's next call: all deadlines of leases, groups and update slots lie in one heap.
+To end or move one, set `subject.deadline`. Old heap entries become void, and are skipped when they reach the top. So
+renewing a lease costs one push, and ending one costs nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Effect = WakeWaiters | FreeExtent | LeaseEnded
 
 
 class Writes(Protocol):
-    """Says when an operation writes: see `table.SharedState`, which is above what needs this."""
+    """Marks the writes of an operation. `table.SharedState`, in a higher module, implements it."""
 
     writing: bool
 

@@ -1,12 +1,12 @@
 """The ledger of one coordinator: a pure state machine. A request goes in; a reply and effects come out.
 
-It opens no socket, reads no clock, draws no random number and starts no thread. Invariants:
+It opens no socket, reads no clock, draws no random number and starts no thread.
 
-- `apply` first applies everything that was due by `now` (`tick`), then the request. A request that raises, or that must
+- `apply` first applies all events that are due by `now` (`tick`), then the request. A request that raises, or that must
   wait, changes nothing: all checks come before the first write.
-- Each operation says when its checks have ended and its writes begin (`SharedState.begin`). Before that, any exception
-  leaves the ledger as it was; one of memory is refused as `Full`. After it, an exception tears the ledger: it raises
-  `LedgerTorn` from then on, and the server ends.
+- Each operation marks the end of its checks and the begin of its writes (`SharedState.begin`). Before that, any
+  exception leaves the ledger unchanged; for want of memory, the operation is refused as `Full`. After it, an exception
+  tears the ledger: it raises `LedgerTorn` from then on, and the server ends.
 - Each change is noted (`_note`) before it counts as made, so that a journal has it or the ledger is torn.
 - The same sequence of calls with the same arguments gives the same replies, effects and state.
 - No call is executed twice. The ledger keeps each reply until the client has seen it, and recognises a put by (client,
@@ -61,8 +61,9 @@ from transferqueue.wire.messages.declarations import DECLARED
 class Ledger:
     """The control plane of one coordinator.
 
-    epoch: number of this run of the coordinator. selectors: factories of `policies.Plugin` selectors by name, which the
-    caller has loaded from entry points.
+    Args:
+        epoch: number of this run of the coordinator.
+        selectors: factories of `policies.Plugin` selectors by name, which the caller has loaded from entry points.
     """
 
     _cold: ColdBlocks | None = None
@@ -84,7 +85,7 @@ class Ledger:
         return self.state.core.writing
 
     def _raise_torn(self, what: str, error: BaseException | None = None) -> NoReturn:
-        """Raise `LedgerTorn`. what: the operation. error: the interruption; None: an earlier one."""
+        """Raise `LedgerTorn` for the operation `what`. `error` interrupted it; None: an earlier one was interrupted."""
         why = "followed one that was interrupted" if error is None else f"met {type(error).__name__} ({error})"
         raise LedgerTorn(
             f"{what} {why} after its first write, so the state of the ledger is not known and the server ends. With "
@@ -108,10 +109,10 @@ class Ledger:
         core.writing = False
 
     def _note(self, change: str, *terms: Any) -> None:
-        """A change is made, but for this call: `RecordedLedger` writes it down."""
+        """Record a change before this call makes it. `RecordedLedger` implements it."""
 
     def _note_applied(self, request: m.Request, session: int, call: int, reply: m.Reply) -> None:
-        """As `_note`, of a request that was carried out."""
+        """Record a request that was carried out, as `_note` does."""
 
     # ------------------------------------------------------------ images
 
@@ -125,10 +126,16 @@ class Ledger:
 
     @classmethod
     def from_image(cls, data: bytes, *, selectors: Mapping[str, PluginFactory] | None = None) -> Ledger:
-        """Make a ledger that continues exactly as the one that wrote the `image`. selectors: the same as for that one.
+        """Make a ledger that continues exactly as the one that wrote the `image`.
 
-        `Corruption` if `data` is no image, `UsageError` if a version of the package with another state wrote it,
-        `NotFound` if a table uses a selector that is not among `selectors`.
+        Args:
+            data: the image.
+            selectors: the same as for that ledger.
+
+        Raises:
+            Corruption: `data` is no image.
+            UsageError: a version of the package with another state wrote it.
+            NotFound: a table uses a selector that is not among `selectors`.
         """
         made = cls(selectors=selectors)
         made.state, made.epoch = image.read(data, made.state.core.plugins)
@@ -137,7 +144,7 @@ class Ledger:
     # ------------------------------------------------------------ snapshots
 
     def take_snapshot(self, now: float) -> LedgerSnapshot:
-        """Copy, at one moment, everything that a snapshot keeps (see `persistence.snapshot`)."""
+        """Copy, at one moment, the state that a snapshot keeps (see `persistence.snapshot`)."""
         self.tick(now)
         return take_snapshot(self.state)
 
@@ -155,7 +162,7 @@ class Ledger:
 
     def spill(self, room: Callable[[], int]) -> ColdBlocks:
         """From now on, blocks may leave memory for a disk; the caller carries that out. No image may be taken: it would
-        lack them. room: the most bytes that the blocks of one request may take in memory now."""
+        lack them. `room` returns the most bytes that the blocks of one request may take in memory now."""
         self._cold = ColdBlocks(self.state.core.blocks, self._usages, room)
         return self._cold
 
@@ -166,10 +173,14 @@ class Ledger:
     # ------------------------------------------------------------ sessions
 
     def open_session(self, session: int, client: bytes, now: float, *, label: str = "", origin: bytes = b"") -> None:
-        """Open the session of a client. client: its id (16 bytes), the same after it reconnects. label: its name in
-        texts.
+        """Open the session of a client.
 
-        origin: stored as `SessionState.origin`.
+        Args:
+            session: its number.
+            client: the id of the client (16 bytes), the same after it reconnects.
+            now: the time.
+            label: its name in texts.
+            origin: stored as `SessionState.origin`.
         """
         self.tick(now)
         sessions = self.state.sessions
@@ -184,7 +195,7 @@ class Ledger:
             self._note("opened", session, client, self.state.now, label, origin)
 
     def message_received(self, session: int, now: float) -> None:
-        """Record that a session sent something that is no request (a heartbeat). Only texts for people use it ("silent
+        """Record that a session sent a message that is no request (a heartbeat). Only texts for people use it ("silent
         for 9 s").
         """
         if session in self.state.sessions:
@@ -213,7 +224,7 @@ class Ledger:
             self._note("pins_ended", session)
 
     def grant(self, session: int, shard: int, offset: int, nbytes: int, now: float, *, call: int = 0) -> m.Granted:
-        """Grant an extent, which the caller has allocated, to `session`. call: as in `apply`, to answer a retry.
+        """Grant an extent, which the caller has allocated, to `session`. `call` answers a retry, as in `apply`.
 
         The extent closes by `ReturnGrant`, with its session, or by a commit that begins at its start and ends in its
         last page. The effect `FreeExtent` then frees it, once.
@@ -244,8 +255,8 @@ class Ledger:
     # ------------------------------------------------------------ time
 
     def tick(self, now: float) -> int:
-        """Apply everything due by `now`: leases expire, deadlines of groups pass, unclaimed shares are returned.
-        Returns how much was due."""
+        """Apply all events due by `now`: leases expire, deadlines of groups pass, unclaimed shares are returned.
+        Returns their number."""
         state = self.state
         if now > state.now:
             state.now = now
@@ -253,7 +264,7 @@ class Ledger:
         if (at := state.core.deadlines.next()) is None or at > now:
             return 0
         due = 0
-        with self._changes("what was due"):
+        with self._changes("an event that was due"):
             for subject in state.core.deadlines.due(now):
                 self._apply_due(subject, now)
                 due += 1
@@ -431,9 +442,9 @@ class Ledger:
         return table in self.state.tables and task in self.state.tables[table].tasks
 
     def times_ready(self, table: str, task: str) -> tuple[object, int] | None:
-        """How often rows became ready to a task, returned to it or were ranked again, beside what stands for the life
-        of the table; None if table or task do not exist. The number only grows. Another thread may call this while a
-        request is applied.
+        """How often rows became ready to a task, returned to it or were ranked again; None if table or task do not
+        exist. Returns an object that stands for the life of the table, and the number, which only grows. Another thread
+        may call this while a request is applied.
         """
         state = self.state.tables.get(table)
         known = None if state is None else state.tasks.get(task)
@@ -490,7 +501,7 @@ class Ledger:
         check_empty(self.state)
 
     def explain_absence_with(self, absence: Callable[[str, str, float], Absence | None]) -> None:
-        """Set `absence(table, task, now)`, which says since when no session works on a task, for texts. Not part of the
+        """Set `absence(table, task, now)`, the time since when no session works on a task, for texts. Not part of the
         state."""
         self.state.core.absence = absence
 
@@ -499,9 +510,9 @@ class Ledger:
     def apply(self, request: m.Request, *, session: int, call: int, now: float) -> m.Reply | Blocked:
         """Execute a request of a session. Raises `TransferQueueError` if it is refused.
 
-        call: the client's number of this request, ascending. A retry with the same number gets the same reply (0: the
-        request is not recognised). `Blocked`: apply the request again, with the same call, after a `WakeWaiters` for
-        one of its keys.
+        `call` is the client's number of this request, ascending. A retry with the same number gets the same reply (0:
+        the request is not recognised). On `Blocked`, apply the request again, with the same call, after a `WakeWaiters`
+        for one of its keys.
         """
         state, core = self.state, self.state.core
         if core.writing:
@@ -572,7 +583,7 @@ class Ledger:
         return sessions(self.state)
 
     def events(self, request: m.ListEvents, now: float) -> EventsAnswer:
-        """What happened to rows of a table since an earlier answer: the content of `m.Observed`."""
+        """The events of a table's rows since an earlier answer: the content of `m.Observed`."""
         self.tick(now)
         return listed_events(self.state.table(request.table), request, self.state.now)
 

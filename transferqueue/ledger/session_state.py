@@ -114,7 +114,7 @@ class SessionState:
         self.label = label
         self.opened = now
         self.origin = origin
-        """Opaque bytes from the caller, by which it finds the client again after a restart."""
+        """Opaque bytes from the caller, which identify the client after a restart."""
         self.replies = ReplyCache()
         self.open = True
         """False: the session ended, but a view or a writer may still exist, so its pins and grants stay."""

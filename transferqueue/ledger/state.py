@@ -16,7 +16,7 @@ from transferqueue.ledger.tasks.task_state import TaskState
 
 @dataclass(slots=True)
 class LedgerState:
-    """The state of a ledger. now: the latest time that a caller passed."""
+    """The state of a ledger. `now`: the latest time that a caller passed."""
 
     core: SharedState
     sessions: dict[int, SessionState] = field(default_factory=dict)

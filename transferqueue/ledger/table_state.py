@@ -43,7 +43,7 @@ from transferqueue.wire.messages import TableTerms
 
 
 class Absence(NamedTuple):
-    """No session works on a task. text: about the last one. died: it left without a goodbye."""
+    """No session works on a task. `text`: about the last one. `died`: it left without a goodbye."""
 
     text: str
     since_s: float
@@ -58,7 +58,7 @@ def unknown(table: str, task: str, now: float) -> Absence | None:
 
 
 def no_memory(nbytes: int = 0) -> Full:
-    """The refusal of an operation for which the process has no memory. nbytes: requested; 0: unknown."""
+    """The refusal of an operation for which the process has no memory. `nbytes`: requested; 0: unknown."""
     asked = f"this request ({(nbytes + MEMORY_MARGIN_BYTES) / MIB:.1f} MiB)" if nbytes else "this request"
     return Full(
         f"the memory of the server process is exhausted: the system has none left for {asked}, and nothing was "
@@ -82,7 +82,7 @@ class SharedState:
     """When each session last sent something."""
     last_reservation: int = 0
     absence: Callable[[str, str, float], Absence | None] = unknown
-    """Says whether anybody works on a task, for texts. The caller sets it; no image contains it, and no decision
+    """Says whether a session works on a task, for texts. The caller sets it; no image contains it, and no decision
     depends on it.
     """
     writing: bool = False
@@ -92,7 +92,7 @@ class SharedState:
         """The checks of an operation have ended, and its writes begin: from here on it is carried out whole, or the
         ledger is torn.
 
-        `Full`, and no change, if the process has no memory for the operation. nbytes: required, beside a margin.
+        `Full`, and no change, if the process has no memory for the operation: `nbytes`, beside a margin.
         """
         if self.writing:
             return
@@ -244,8 +244,7 @@ class TableState:
     # ------------------------------------------------------------ writes
 
     def begin(self, rows: int = 0, new: int = 0, fields: int = 0) -> None:
-        """See `SharedState.begin`. rows: how many rows the operation touches; new: of them, how many it adds; fields:
-        how many columns."""
+        """See `SharedState.begin`. The operation touches `rows` rows, adds `new` of them, and has `fields` columns."""
         nbytes = rows * ROW_MEMORY_BYTES + self.rows.pages.growth(new, fields)
         if new:
             nbytes += new * NEW_ROW_MEMORY_BYTES + len(self.rows.keys) * KEY_MEMORY_BYTES

@@ -1,11 +1,11 @@
 """Writes any graph of registered objects as plain values, column by column, and reads it back.
 
-All objects of one class are written together, one column per attribute. A column of numbers or text is written as it
-is, a column of lists as their lengths and one column of all items, a column of objects as their numbers. So a hundred
-thousand objects of one class cost a few long columns. The rules:
+All objects of one class are written together, one column per attribute. A column of numbers or text is written
+unchanged, a column of lists as their lengths and one column of all items, a column of objects as their numbers. So a
+hundred thousand objects of one class cost a few long columns.
 
 - Only registered classes (`ClassLayout`, and message structs) are written and restored, and attributes are set
-  directly. No constructor runs, and nothing that the data names is called.
+  directly. No constructor runs, and no name in the data is called.
 - An object that is referred to twice is one object again. Containers and arrays are values: each reference gets its
   own.
 - The same graph gives the same bytes.
@@ -63,7 +63,7 @@ class ClassLayout:
 
 
 class ClassRegistry:
-    """The classes of a graph. tuples: named tuples. methods: names of bound methods that attributes may be."""
+    """The classes of a graph: also named tuples (`tuples`), and names of bound methods as attributes (`methods`)."""
 
     def __init__(
         self, forms: Sequence[ClassLayout], structs: Sequence[type], tuples: Sequence[type], methods: Sequence[str]

@@ -1,12 +1,12 @@
 """A consistent snapshot of a ledger as plain columns, which any later version of this package can read.
 
 `take_snapshot` copies the state in one step of the ledger, so all of it is of one moment. `restore.restored` rebuilds a
-ledger from it. The rules:
+ledger from it.
 
-- Kept: terms; rows with ids, facts, fates and fields, their states and attempts in each task, steps; groups; refills;
-  the clock; the cursor; counters; versions of weights; and where bytes lie.
-- Not kept: rows that were dropped and could be taken again, sessions, leases, reservations, shared batches, pending
-  versions of weights, events. In the restored ledger every lease has ended as no failure, and every wait after a
+- A snapshot has: terms; rows with ids, facts, fates and fields, their states and attempts in each task, steps; groups;
+  refills; the clock; the cursor; counters; versions of weights; and the places of bytes.
+- It lacks: rows that were dropped and could be taken again, sessions, leases, reservations, shared batches, pending
+  versions of weights, events. In the restored ledger every lease has ended as no failure, and so has every wait after a
   failure: their rows are ready again, and the rules for returned rows apply to them. Refills that reservations had
   promised are asked for again.
 - Times are stored as ages, since another server has another clock.
@@ -46,7 +46,7 @@ class TaskCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TableCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Counters of a table. refills: group -> members that are asked for again."""
+    """Counters of a table. `refills`: group -> members that are asked for again."""
 
     next_row: int
     rows_put: int
@@ -66,10 +66,14 @@ class TableCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 class TableSnapshot:
     """One table. Columns of `rows`, `inline`, `has`, `places` and `tasks` cover all resident rows, ascending.
 
-    rows: row_id, fate, age_s, stamped and the facts. has: which rows have a field. inline: values, where rows have the
-    field. places: block number (0: none) and slot of fields in blocks. tasks: state, attempts, order, step (-1: none).
-    groups: group_id, group_size, present. forming: for tasks that take groups; left_s: seconds until the deadline, NaN:
-    none.
+    Args:
+        rows: row_id, fate, age_s, stamped and the facts.
+        has: which rows have a field.
+        inline: values, where rows have the field.
+        places: block number (0: none) and slot of fields in blocks.
+        tasks: state, attempts, order, step (-1: none).
+        groups: group_id, group_size, present.
+        forming: for tasks that take groups; left_s: seconds until the deadline, NaN: none.
     """
 
     terms: TableTerms
@@ -91,7 +95,7 @@ class TableSnapshot:
 
 @dataclass(slots=True)
 class VersionSnapshot:
-    """One version of weights. blocks: the numbers of its blocks. slices: fields that are slices of a tensor."""
+    """One version of weights. `blocks`: their numbers. `slices`: fields that are slices of a tensor."""
 
     version: int
     fields: list[Field]
@@ -112,7 +116,7 @@ class ChannelSnapshot:
 
 @dataclass(slots=True)
 class LedgerSnapshot:
-    """Everything. blocks: the location of each block that is named."""
+    """The state of a whole ledger. `blocks`: the location of each named block."""
 
     tables: list[TableSnapshot] = field(default_factory=list)
     channels: list[ChannelSnapshot] = field(default_factory=list)

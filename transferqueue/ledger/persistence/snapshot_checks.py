@@ -1,8 +1,8 @@
 """Checks that a ledger could have written a snapshot: ids, bounds, states, groups and counts that fit each other.
 
-Snapshot files are foreign input. Their checksums say that nothing changed since they were written, not that a ledger
-wrote them. `check` examines every value before `restored` builds anything, and raises `Corruption` with table, value
-and rule. The code that reads the files checks values of columns and where they lie
+Snapshot files are foreign input. Their checksums prove that they are unchanged since they were written, not that a
+ledger wrote them. `check` examines every value before `restored` builds anything, and raises `Corruption` with table,
+value and rule. The code that reads the files checks values of columns and their places
 (`server.durability.snapshot_files`); `restored` checks terms, as of any new table.
 """
 

@@ -1,1 +1,1 @@
-"""What people ask of the ledger: statistics and answers to `Observe`."""
+"""The ledger's reports for people: statistics and answers to `Observe`."""

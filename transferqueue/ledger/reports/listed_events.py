@@ -1,9 +1,8 @@
-"""What happened to rows of a table lately: the answer to `ListEvents`.
+"""The latest events of a table's rows: the answer to `ListEvents`.
 
-A reader asks again from the position that the last answer ended at. It may ask for one row in `every`. Which rows these
-are depends on their ids alone, so every answer is about the same ones: the id, multiplied by 2^64 divided by the golden
-ratio (Knuth, The Art of Computer Programming, volume 3, section 6.4), gives 31 bits that follow no pattern of puts or
-groups.
+A reader asks again from the position at which the last answer ended. It may ask for one row in `every`. The choice
+depends only on row ids, so every answer is about the same rows: the id, multiplied by 2^64 divided by the golden ratio
+(Knuth, The Art of Computer Programming, volume 3, section 6.4), gives 31 bits that follow no pattern of puts or groups.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ _SHIFT: Final = np.uint64(33)
 def listed_events(table: TableState, request: ListEvents, now: float) -> EventsAnswer:
     """Events from ``request.after`` on, with those of their rows that are chosen, and where the next answer begins.
 
-    missed: events between, which the bounded history had removed. omitted: chosen rows of an event beyond those that it
-    tells.
+    `missed` counts events between, which the bounded history had removed. `omitted` counts chosen rows of an event that
+    it does not list.
     """
     if request.after < -1 or request.every < 1:
         raise UsageError(

@@ -352,8 +352,8 @@ def _task_view(table: TableState, task: TaskState, at: IntArray, now: float) -> 
 
 
 def doctor(tables: Mapping[str, TableState], channels: dict[str, list[str]], now: float) -> DoctorAnswer:
-    """For each table, in words: why each task waits and for whom, and why producers wait; and its pipeline.
-    channels: sentences about each."""
+    """For each table, in words: why each task waits and for whom, and why producers wait; and its pipeline. `channels`
+    has sentences about each channel."""
     return DoctorAnswer(
         now_s=now,
         tables={name: _diagnose(table, now) for name, table in tables.items()},

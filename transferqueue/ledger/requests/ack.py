@@ -137,7 +137,7 @@ def _reserve(table: TableState, staged: StagedCommit) -> None:
 
 
 def _commit(table: TableState, staged: StagedCommit, rows: IntArray, chosen: IntArray, now: float) -> None:
-    """Make results visible to all tasks. rows: the rows `chosen` of those that the ack names."""
+    """Make results visible to all tasks. `rows` are the rows `chosen` of those that the ack names."""
     at = table.rows.pages.index(rows)
     whole = chosen.size == staged.rows
     retire(table, write_columns(staged, table.rows, table.parts, rows, at, None if whole else chosen))
@@ -430,7 +430,7 @@ def renew(table: TableState, request: Renew, session: int, now: float) -> Renewe
 
 
 def expire_lease(table: TableState, lease: LeaseState, why: str, now: float, *, died: bool = True) -> None:
-    """End a lease that expired or lost its holder. died: its worker did; an unclaimed share had no worker."""
+    """End a lease that expired or lost its holder. `died`: its worker did; an unclaimed share had no worker."""
     task = table.tasks[lease.task]
     claimed = bool(lease.holders)
     rows = lease.rows[lease.held]

@@ -173,7 +173,8 @@ def _rows_held(table: TableState, task: TaskState, session: int) -> int:
 
 def _raise_if_ended(table: TableState, task: TaskState, request: LeaseRequest, held: int, now: float) -> None:
     """Raise if the sealed table can give this request no further row: `EndOfTable`, or `Impossible` if pending rows
-    remain. held: leased rows that do not come again; the caller ends them before it gets the error of pending ones.
+    remain. `held` are leased rows that do not come again; the caller ends them before it gets the error of pending
+    ones.
     """
     if task.counts[LEASED] > held or task.counts[RETRYING] or can_be_requeued(table, task):
         return
@@ -234,7 +235,7 @@ def _lease_reply(
 
 
 def _reply_fields(table: TableState, needs: Sequence[str], at: Index, request: LeaseRequest) -> Sequence[str]:
-    """The fields that a reply to the request has. needs: those of the task."""
+    """The fields of a reply to the request. `needs`: those of the task."""
     return needs if request.fields is None else complete_fields(table, at, request.fields)
 
 

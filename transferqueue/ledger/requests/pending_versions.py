@@ -41,8 +41,8 @@ class VersionPart:
 
 @dataclass(slots=True, eq=False)
 class PendingVersion:
-    """Version `version`, begun by `session` as number `number`, of `parts` parts (0: open). kept: parts that came, in
-    that order, but part 0.
+    """Version `version`, begun by `session` as number `number`, of `parts` parts (0: open). `kept` has the parts that
+    came, in that order, except part 0.
     """
 
     channel: str
@@ -56,7 +56,7 @@ class PendingVersion:
 
     @property
     def missing(self) -> list[int]:
-        """Parts that did not come, but part 0."""
+        """Parts that did not come, except part 0."""
         return [part for part in range(1, self.parts) if part not in self.kept]
 
     @property
@@ -84,7 +84,7 @@ class PendingVersion:
 
     def slices(self) -> list[TensorSlice]:
         """Slices of the parts that came."""
-        return [one for part in self.kept.values() for one in part.slices]
+        return [tensor_slice for part in self.kept.values() for tensor_slice in part.slices]
 
     def in_order(self, part_0: VersionPart) -> list[VersionPart]:
         """All parts, as their tensors follow each other in the version: by number, or, of an open version, as they
@@ -99,7 +99,7 @@ class PendingVersion:
         return VersionPart(
             [new for part in parts for new in part.fields],
             [number for part in parts for number in part.blocks],
-            [one for part in parts for one in part.slices],
+            [tensor_slice for part in parts for tensor_slice in part.slices],
         )
 
 
@@ -165,10 +165,10 @@ def check_fields(subject: str, fields: Sequence[Field], slices: Sequence[TensorS
         raise UsageError(
             f"{subject} has {len(fields):,} tensors and slices; at most {ITEMS_MAX:,} are allowed: give larger slices"
         )
-    named = {one.field for one in slices}
+    named = {part.field for part in slices}
     if len(named) != len(slices) or not named <= by_name.keys():
         raise SchemaError(
-            f"{subject} has slices in the fields {listing(one.field for one in slices)}, of {listing(by_name)}; each "
+            f"{subject} has slices in the fields {listing(part.field for part in slices)}, of {listing(by_name)}; each "
             "slice is one field"
         )
     for tensor, parts in _by_tensor(slices).items():
@@ -215,10 +215,10 @@ def check_whole(subject: str, fields: Mapping[str, Field], slices: Iterable[Tens
 
 def _by_tensor(slices: Iterable[TensorSlice]) -> dict[str, list[TensorSlice]]:
     """Slices of each tensor, in the order of their rows."""
-    found: dict[str, list[TensorSlice]] = {}
-    for one in sorted(slices, key=lambda one: one.first):
-        found.setdefault(one.tensor, []).append(one)
-    return found
+    slices_of_tensor: dict[str, list[TensorSlice]] = {}
+    for tensor_slice in sorted(slices, key=lambda tensor_slice: tensor_slice.first):
+        slices_of_tensor.setdefault(tensor_slice.tensor, []).append(tensor_slice)
+    return slices_of_tensor
 
 
 def _rows(slice_field: Field) -> int:

@@ -81,8 +81,8 @@ def _scan(table: TableState, where: Sequence[Predicate], limit: int) -> IntArray
         count += chosen[-1].size
         if limit and count >= limit:
             break
-    found = np.concatenate(chosen) if chosen else np.empty(0, np.int64)
-    return found[:limit] if limit else found
+    matching = np.concatenate(chosen) if chosen else np.empty(0, np.int64)
+    return matching[:limit] if limit else matching
 
 
 def _check_complete(table: TableState, rows: IntArray, at: IntArray, fields: Sequence[str], now: float) -> None:

@@ -19,7 +19,7 @@ AnyOperation = TypeVar("AnyOperation", bound=Operation)
 
 
 class HasTables(Protocol):
-    """What operations on rows need of the state of a ledger. now: the latest time that a caller passed."""
+    """The part of a ledger's state that operations on rows need. `now`: the latest time that a caller passed."""
 
     now: float
 

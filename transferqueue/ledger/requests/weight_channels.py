@@ -75,7 +75,7 @@ class PublishedVersion:
 
 @dataclass(slots=True)
 class AppliedVersion:
-    """A session generates with `version` since `at`. lag_s: how long after its publication; None if that time was
+    """A session generates with `version` since `at`. `lag_s`: the time from its publication to then; None if that was
     evicted.
     """
 
@@ -219,7 +219,7 @@ def publish(channel: WeightChannelState, blocks: BlockRegistry, request: Publish
         fields=[new for part in parts for new in part.fields],
         blocks=[number for part in parts for number in part.blocks],
         at=now,
-        slices=[one for part in parts for one in part.slices],
+        slices=[tensor_slice for part in parts for tensor_slice in part.slices],
     )
     channel.latest, channel.keep = request.version, request.keep
     for version in list(channel.versions)[: -channel.keep]:
@@ -299,7 +299,7 @@ def _lose_pending(channel: WeightChannelState, blocks: BlockRegistry, gone: froz
 
 
 def lose_blocks(channel: WeightChannelState, blocks: BlockRegistry, gone: frozenset[int], why: str) -> None:
-    """Remove each version that has one of the lost blocks. why: as `WeightChannelState.lost`."""
+    """Remove each version that has one of the lost blocks. `why` is as in `WeightChannelState.lost`."""
     _lose_pending(channel, blocks, gone, why)
     for version in [number for number, published in channel.versions.items() if not gone.isdisjoint(published.blocks)]:
         _forget(channel, blocks, version)
@@ -394,7 +394,7 @@ def end_turn(channel: WeightChannelState, session: int, effects: Effects) -> boo
 def explain_turn(
     channel: WeightChannelState, request: AcquireUpdateSlot, labels: Mapping[int, str] = MappingProxyType({})
 ) -> str:
-    """Which sessions hold the update slots. labels: their names."""
+    """Which sessions hold the update slots. `labels`: their names."""
     holders = listing(labels.get(number) or f"session {number}" for number in channel.update_slots)
     return (
         f'channel "{channel.name}" lets {request.at_once} update at once, and {holders} do; an '

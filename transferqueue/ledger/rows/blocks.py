@@ -49,8 +49,8 @@ Written = dict[int, tuple[int, int]]
 
 
 class OwnerBytes:
-    """Bytes of the live blocks of one owner. contents: the newest live block of each field and content (`_content_key`)
-    that commits may refer to."""
+    """Bytes of the live blocks of one owner. `contents`: the newest live block of each field and content
+    (`_content_key`) to which commits may refer."""
 
     __slots__ = ("bytes", "contents")
 
@@ -60,7 +60,7 @@ class OwnerBytes:
 
 
 class ExtentState:
-    """A piece of an arena. session: which one may commit into it (0: none)."""
+    """A piece of an arena. Only `session` may commit into it (0: none)."""
 
     __slots__ = ("blocks", "id", "lost", "nbytes", "offset", "open", "session", "shard", "spans")
 
@@ -93,8 +93,13 @@ class ExtentState:
 
 
 class CommittedBlock:
-    """Committed columns. extents: where they are, `at` first, then its copies. replicas: how many shards are to have
-    them. refs: how many rows need them (counted once per part). pins: how many views may exist.
+    """Committed columns.
+
+    Args:
+        extents: the places of the bytes, `at` first, then its copies.
+        replicas: the number of shards that must have them.
+        refs: the number of rows that need them (counted once per part).
+        pins: the number of views that may exist.
     """
 
     __slots__ = ("at", "extents", "pins", "refs", "replicas", "usage")
@@ -150,7 +155,7 @@ class Spill(Protocol):
 
 
 class BlockRegistry:
-    """All extents, blocks and pins. cold: None: no block is ever spilled."""
+    """All extents, blocks and pins. `cold`: None: no block is ever spilled."""
 
     cold: Spill | None = None
 
@@ -280,8 +285,8 @@ class BlockRegistry:
         return next((order for order in orders if self.extents[order.extent].session == session), None)
 
     def expire_order(self, order: CopyOrderState) -> None:
-        """The order is overdue: another shard may copy its blocks, and from another place, since this one may be what
-        does not answer."""
+        """The order is overdue: another shard may copy its blocks, and from another place, since this place may not
+        answer."""
         self.missing.expire(order)
         for number in order.offsets:
             if number in self.blocks and len(self.blocks[number].extents) > 1:
@@ -346,8 +351,8 @@ class BlockRegistry:
     def check(
         self, session: int, placed: Sequence[WrittenBlock], replicas: int = 1, usage: OwnerBytes | None = None
     ) -> None:
-        """Raise unless `session` may commit all of `placed` together, each in `replicas` shards. usage: of the owner;
-        None: it has no contents."""
+        """Raise unless `session` may commit all of `placed` together, each in `replicas` shards. `usage` is of the
+        owner; None: it has no contents."""
         written: dict[int, ExtentState] | None = {} if len(placed) > 1 else None
         for block in placed:
             if block.content and _is_reference(block, usage):
@@ -364,7 +369,7 @@ class BlockRegistry:
     def _check_place(
         self, session: int, written: dict[int, ExtentState] | None, block: WrittenBlock, number: int, start: int
     ) -> int:
-        """Raise unless the bytes of the block may be at `start` in this extent. Returns its shard. written: bytes of
+        """Raise unless the bytes of the block may be at `start` in this extent. Returns its shard. `written`: bytes of
         the blocks before it; None: it is the only one (its copies lie in other shards).
         """
         extent, end = self.extents.get(number), start + block.nbytes
@@ -398,9 +403,14 @@ class BlockRegistry:
         replicas: int = 1,
         anew: Collection[int] = (),
     ) -> list[int]:
-        """Add the blocks that `check` accepted. Returns their numbers, in order. refs: references of rows to each.
-        replicas: how many shards are to have each, if that is more than have it now. anew: which of `placed` are
-        needed, also if another block has the same content.
+        """Add the blocks that `check` accepted. Returns their numbers, in order.
+
+        Args:
+            placed: the blocks.
+            usage: of their owner.
+            refs: references of rows to each.
+            replicas: the number of shards that must have each, if that is more than have it now.
+            anew: those of `placed` that are needed even if another block has the same content.
         """
         written: Written = {}
         numbers: list[int] = []
@@ -423,7 +433,7 @@ class BlockRegistry:
         replicas: int,
         known: CommittedBlock | None,
     ) -> int:
-        """known: the block of the same content that is referred to instead."""
+        """Add one block. `known` is the block of the same content to which the commit refers instead."""
         if known is not None and not placed.extent:
             known.refs += refs
             return known.at.block
@@ -580,8 +590,8 @@ def _is_reference(placed: WrittenBlock, usage: OwnerBytes | None) -> bool:
 
 
 def may_refer(placed: WrittenBlock, usage: OwnerBytes, newest: int) -> bool:
-    """Whether rows that exist already may refer to the live block of this content. newest: of the blocks that keep the
-    field of such a row."""
+    """Whether existing rows may refer to the live block of this content. `newest`: of the blocks that keep the field of
+    such a row."""
     block = _same_content(placed, usage)
     return block is not None and block.at.block > newest
 

@@ -1,17 +1,15 @@
 """The blocks of the coordinator's arena that may leave memory for a disk: the choice of extents to spill, those being
-written, and those to load.
+written, and those to load. See docs/decisions/spill.md.
 
-The rules (docs/decisions/spill.md):
-
-1. An extent is spilled as a whole, when it is closed and all its blocks are cold: nothing else makes room. The latest
+1. An extent is spilled as a whole, when it is closed and all its blocks are cold: less would free no memory. The latest
    blocks leave first, since tasks lease the oldest ones first.
 2. A block stays readable until its bytes are written. If it was pinned meanwhile, its extent stays in memory.
-3. The blocks of the load order that is carried out are spared. They may lie scattered, each in an extent with blocks
-   that are not needed now. If the order finds no memory, and nothing else is cold, these extents leave, too, and the
-   blocks come back side by side. At most twice for each order: first where that makes room, then all, which ends
-   fragmentation. Neither if the extents that must stay take too much memory anyway.
-4. Nothing scans the arena. An extent is listed when it may have become cold, and looked at when memory is short; if it
-   is not cold then, it is listed again by what makes it cold.
+3. The blocks of the running load order are spared. They may lie scattered, each in an extent with blocks that are not
+   needed now. If the order finds no memory, and no other extent is cold, these extents are spilled too, and the blocks
+   come back side by side. This happens at most twice for each order: first where it makes room, then for all extents,
+   which ends fragmentation. It does not happen if the extents that must stay take too much memory anyway.
+4. Nothing scans the arena. An extent is listed when it may have become cold, and checked when memory is short. If it is
+   not cold then, the event that makes it cold lists it again.
 """
 
 from __future__ import annotations
@@ -32,23 +30,22 @@ from transferqueue.wire.messages import BlockLocation
 ON_DISK: Final = -1
 """The shard that the location of a block names while its bytes are on the disk."""
 _LOADED_TOGETHER_BYTES: Final = SMALL_EXTENTS_BYTES
-"""Small blocks are loaded into extents of this size, which small puts have, too."""
+"""Small blocks are loaded into extents of this size, the size of small puts' extents."""
 NO_BLOCKS: Final[frozenset[int]] = frozenset()
 
 
 @dataclass(slots=True, eq=False)
 class LoadOrder:
-    """The blocks that one request waits for. number: of the order; a later one has a higher one. blocks: those that it
-    needs."""
+    """The blocks for which one request waits. `number`: of the order, ascending. `blocks`: those that it needs."""
 
     number: int
     blocks: frozenset[int]
     gathered: int = 0
-    """How often extents left for it (rule 3)."""
+    """The number of times that extents were spilled for it (rule 3)."""
     since: float | None = None
-    """Since when it is carried out. The caller sets this time, and the next one."""
+    """Since when it runs. The caller sets this time, and the next one."""
     stuck_since: float | None = None
-    """Since when it finds no memory, and nothing is under way that may give it some."""
+    """Since when it finds no memory, and no job is under way that may free some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +60,10 @@ class ColdExtent:
 class ColdArena:
     """The blocks of the arena that may be spilled, or are.
 
-    tables: the accounts of blocks by table. room: the most bytes that the blocks of one request may take in memory now.
-    departed: called when blocks have left the disk.
+    Args:
+        tables: the accounts of blocks by table.
+        room: returns the most bytes that the blocks of one request may take in memory now.
+        departed: called when blocks have left the disk.
     """
 
     def __init__(
@@ -78,36 +77,36 @@ class ColdArena:
         self.on_disk: Final[dict[int, CommittedBlock]] = {}
         self.bytes_on_disk = 0
         self.is_silent = False
-        """Whether the disk has not answered for long."""
+        """Whether the disk has been silent for long."""
         self.order: LoadOrder | None = None
-        """The load order that is carried out. `carry_out` changes it."""
+        """The running load order. `carry_out` changes it."""
         self._blocks = blocks
         self._tables: Final = tables
         self._departed: Final = departed
         self._resident: dict[int, dict[int, CommittedBlock]] = {}
-        """By extent: its blocks that may be spilled."""
+        """The blocks that may be spilled, by extent."""
         self.growth = 0
-        """How many bytes more the blocks in memory that may be spilled would take on the disk, where each takes whole
+        """How many more bytes the blocks in memory that may be spilled would take on the disk, where each takes whole
         pages."""
         self._pages: dict[int, int] = {}
-        """By extent: the bytes that its blocks would take there."""
+        """The bytes that the blocks of an extent would take there, by extent."""
         self._writing: dict[int, list[int]] = {}
-        """By extent: the blocks that are being written."""
+        """The blocks that are being written, by extent."""
         self._listed: list[int] = []
         """Numbers of extents, as a heap of their negatives, that may be cold."""
         self._is_listed: set[int] = set()
         self._spared: set[int] = set()
         """Cold extents that are not listed, because the order needs blocks in them."""
         self._events = 0
-        """How often an extent was listed."""
+        """The number of times that an extent was listed."""
         self._scattered_tried = (0, 0)
-        """The events, and the bytes in use, at the latest look at scattered extents."""
+        """The events, and the bytes in use, at the latest check of scattered extents."""
         self._missing: list[tuple[list[int], int]] | None = None
-        """What `missing` returns; None: it is to be found out."""
+        """The result of `missing`; None: not computed yet."""
         self._gathered: set[int] = set()
         """Extents that are being written though the order needs blocks in them."""
         self._loading: dict[int, dict[int, int]] = {}
-        """By extent: the blocks that are being loaded into it, with their offsets."""
+        """The blocks that are being loaded into an extent, with their offsets, by extent."""
         self._forgotten: list[int] = []
 
     # ------------------------------------------------------------ calls of the registry
@@ -175,8 +174,8 @@ class ColdArena:
             self.may_be_cold(extent)
 
     def missing(self) -> list[tuple[list[int], int]]:
-        """The blocks of the order that are on the disk and not being loaded, in groups for one extent of so many bytes
-        each; the largest first."""
+        """The blocks of the order that are on the disk and not being loaded, in groups, each with the size of its
+        extent; the largest first."""
         if self._missing is None:
             loading = {number for offsets in self._loading.values() for number in offsets}
             self._missing = self._grouped((self._needed - loading) & self.on_disk.keys())
@@ -188,7 +187,7 @@ class ColdArena:
         return (nbytes, room) if nbytes > room else None
 
     def _grouped(self, numbers: Iterable[int]) -> list[tuple[list[int], int]]:
-        """These blocks in groups, each for one extent of so many bytes: larger blocks alone, small ones together; the
+        """These blocks in groups, each with the size of its extent: larger blocks alone, small ones together; the
         largest first."""
         groups: list[tuple[list[int], int]] = []
         group, nbytes = list[int](), 0
@@ -204,7 +203,7 @@ class ColdArena:
         return sorted(groups, key=lambda entry: -entry[1])
 
     def halves(self, numbers: list[int]) -> list[tuple[list[int], int]]:
-        """A group of `missing` as two, each for an extent of its own."""
+        """A group of `missing` in two halves, each with its own extent."""
         half = len(numbers) // 2
         return [*self._grouped(numbers[:half]), *self._grouped(numbers[half:])]
 
@@ -238,8 +237,8 @@ class ColdArena:
         return self._begin_writing(chosen)
 
     def choose_scattered(self, used: int) -> list[ColdExtent]:
-        """As `choose`, of the extents that the order needs blocks of, if it has room once they were written (rule 3).
-        Nothing else is cold. used: bytes of memory that are in use."""
+        """As `choose`, for the extents of the order's blocks, if the order has room once they were written (rule 3). No
+        other extent is cold. `used`: bytes of memory in use."""
         order, now = self.order, (self._events, used)
         if order is None or order.gathered > 1 or now == self._scattered_tried:
             return []
@@ -262,8 +261,8 @@ class ColdArena:
         return []
 
     def choose_spared(self, nbytes: int) -> list[ColdExtent]:
-        """As `choose`, of the extents that are spared for the order, if that finds no memory: others wait for memory,
-        and may use this."""
+        """As `choose`, for the extents that are spared for the order, if that finds no memory: other requests wait for
+        memory, and may use these."""
         if self.order is None or self.order.stuck_since is None:
             return []
         tables = {id(usage) for usage in self._tables()}
@@ -285,7 +284,7 @@ class ColdArena:
         return self._pages_of(at.block for at in extent.blocks if at.block in needed) < extent.nbytes
 
     def _if_cold(self, number: int, tables: Collection[int]) -> ColdExtent | None:
-        """This extent, if it is cold and not being written to the disk. tables: of which tables blocks may leave."""
+        """This extent, if it is cold and not being written to the disk. Only blocks of `tables` may leave."""
         members, extent = self._resident.get(number), self._blocks.extents.get(number)
         if (
             members is None

@@ -1,18 +1,18 @@
 """Blocks whose bytes leave memory for a disk and come back: which blocks may, and the requests that wait for blocks
 there.
 
-The rules (docs/decisions/spill.md; what leaves and comes back: `cold_arena`):
+See docs/decisions/spill.md. `cold_arena` chooses the blocks that leave and come back.
 
 1. Only blocks of tables that lie in the coordinator's own arena alone are spilled. Versions of weights and blocks with
    copies stay.
 2. A block is *cold* while it is not pinned.
 3. A block on the disk has no extent, and its location names the shard `cold_arena.ON_DISK`. No reply contains such a
    location: a request that would name the block waits, and asks for its bytes with a *load order*.
-4. A load order names all blocks that its request needs. All orders wait in one line. The first one is carried out, and
-   its blocks are not spilled. So they are all in memory when it ends; then its request is tried again, before anything
-   else is spilled, and pins them. An order that finds no memory goes to the end of the line, so that no request keeps
-   others from their blocks. An order ends when the sessions of all requests that wait for it have ended. If the wait of
-   its request is over, it is carried out all the same, for the next such request.
+4. A load order names all blocks that its request needs. All orders wait in one queue. The first one is carried out, and
+   its blocks are not spilled, so all are in memory when it ends. Then its request is tried again, before any further
+   spill, and pins them. An order that finds no memory goes to the end of the queue, so that no request keeps others
+   from their blocks. An order ends when the sessions of all requests that wait for it have ended. If the wait of its
+   request is over, it is carried out all the same, for the next such request.
 5. While the disk is silent, an order that lacks blocks is not carried out, and spares none.
 6. A request whose blocks could never be in memory together is refused.
 7. An unreferenced block is removed, with its bytes on the disk.
@@ -32,7 +32,7 @@ from transferqueue.limits import LOAD_ORDERS_MAX
 
 
 class ColdBlocks:
-    """The blocks of a registry that may be spilled, or are. tables, room: see `ColdArena`."""
+    """The blocks of a registry that may be spilled, or are. `tables` and `room`: see `ColdArena`."""
 
     def __init__(
         self, blocks: BlockRegistry, tables: Callable[[], Iterable[OwnerBytes]], room: Callable[[], int]
@@ -40,13 +40,12 @@ class ColdBlocks:
         self.arena: Final = ColdArena(blocks, tables, room, self._departed)
         self.on_disk = self.arena.on_disk
         self.orders: dict[frozenset[int], LoadOrder] = {}
-        """The load orders that have not ended, by the blocks that they need: the line."""
+        """The load orders that have not ended, by the blocks that they need: the queue."""
         self._last_order = 0
         self._may_end = False
-        """Whether a block has left the disk, or another order is carried out, since `end_orders` looked."""
+        """Whether a block has left the disk, or another order runs, since the last `end_orders`."""
         self.stirred = False
-        """Whether something is to be done since: a block was forgotten, or a load order is carried out. The caller sets
-        it to False."""
+        """Whether there is new work: a block was forgotten, or a load order runs. The caller sets it to False."""
         self.attach(blocks)
 
     def attach(self, blocks: BlockRegistry) -> None:

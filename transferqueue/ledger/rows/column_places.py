@@ -90,8 +90,8 @@ class ColumnGroups:
         return [reference for part in parts if part.entries for reference in self._take_out(part, part.block.a[at])]
 
     def write(self, at: Index, count: int, parts: Sequence[ColumnGroup], block: int, slots: Slots | None) -> None:
-        """Record that `count` rows, which have no entry there, have the fields of `parts` in `block`. slots: of each
-        row; None: they are the first ones.
+        """Record that `count` rows, which have no entry there, have the fields of `parts` in `block`. `slots`: of each
+        row; None: the first ones.
         """
         if slots is None:
             values = _SLOTS[:count] if count <= PAGE_ROWS else np.arange(count, dtype=np.int32)

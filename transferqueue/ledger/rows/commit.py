@@ -32,8 +32,8 @@ from transferqueue.wire.messages import Columns, WrittenBlock
 
 @dataclass(slots=True)
 class MemberRows:
-    """The rows of a request, counted from 0, that have the one value of a block. written: how many of their references
-    are in use."""
+    """The rows of a request, counted from 0, that have the one value of a block. `written`: the number of their
+    references in use."""
 
     rows: IntArray
     written: int = 0
@@ -41,7 +41,7 @@ class MemberRows:
 
 @dataclass(slots=True)
 class StagedCommit:
-    """Checked columns of `rows` rows. slots: None where row i of the request is row i of the block."""
+    """Checked columns of `rows` rows. `slots`: None where row i of the request is row i of the block."""
 
     rows: int
     new_fields: list[Field]
@@ -78,8 +78,8 @@ def check_columns(
     replicas: int,
     usage: OwnerBytes,
 ) -> StagedCommit:
-    """Check `columns` for `count` rows, each block in `replicas` shards: everything that does not depend on the rows
-    themselves. usage: of the table.
+    """Check `columns` for `count` rows, each block in `replicas` shards: all facts that do not depend on the rows
+    themselves. `usage` is of the table.
     """
     fields = _check_fields(rows, columns)
     inline: list[tuple[str, AnyArray]] = []
@@ -186,9 +186,9 @@ def check_no_group_facts(staged: StagedCommit) -> None:
 def check_size(staged: StagedCommit, table: str, bytes_max: int | None, rows: int) -> None:
     """Raise if `rows` rows of this size can never fit the table."""
     if bytes_max is not None and staged.nbytes > bytes_max * rows:
-        what = f"{rows} rows of {staged.nbytes // rows} bytes each" if rows > 1 else f"{staged.nbytes} bytes"
+        size = f"{rows} rows of {staged.nbytes // rows} bytes each" if rows > 1 else f"{staged.nbytes} bytes"
         raise Impossible(
-            f'{what} do not fit table "{table}", which holds at most {bytes_max} bytes: {staged.nbytes} > {bytes_max}'
+            f'{size} do not fit table "{table}", which holds at most {bytes_max} bytes: {staged.nbytes} > {bytes_max}'
         )
 
 
@@ -224,7 +224,7 @@ def write_columns(
 ) -> Retired:
     """Write columns and facts of the rows `ids`, which are the rows `chosen` of the request (None: all).
 
-    Returns references that this replaces. Call it once for each chosen row. are_new: the rows have no column yet.
+    Returns references that this replaces. Call it once for each chosen row. `are_new`: the rows have no column yet.
     """
     retired: Retired = []
     for place, (number, slots, into) in enumerate(zip(staged.blocks, staged.slots, staged.parts, strict=True)):
@@ -278,9 +278,15 @@ def unused(staged: StagedCommit) -> Retired:
 
 
 class CommitFields(NamedTuple):
-    """The checked fields of a request. names: of all columns, each once. new: those that the table does not have yet.
-    inline, blocks: in the order of the request. in_several: whether a column lies in several blocks, which share out
-    the rows."""
+    """The checked fields of a request.
+
+    Args:
+        names: of all columns, each once.
+        new: fields that the table does not have yet.
+        inline: in the order of the request.
+        blocks: in the order of the request.
+        in_several: whether a column lies in several blocks, which share out the rows.
+    """
 
     names: list[str]
     new: list[Field]

@@ -15,7 +15,7 @@ from transferqueue.limits import DROPPED_BYTES_MAX, DROPPED_PAGES_MAX, DROPPED_R
 
 
 class LastFailure(NamedTuple):
-    """Why a row was dropped. at: when."""
+    """Why and when (`at`) a row was dropped."""
 
     task: str
     error: str
@@ -24,8 +24,8 @@ class LastFailure(NamedTuple):
 
 
 class SpentRow(NamedTuple):
-    """One kept row. states: its state in each task when it was dropped. extents: where its values lie, with their
-    bytes."""
+    """One kept row. `states`: its state in each task when it was dropped. `extents`: the places of its values, with
+    their bytes."""
 
     failure: LastFailure
     states: dict[str, int]
@@ -51,7 +51,7 @@ class SpentRows:
         self.expected.update(dict.fromkeys(rows.tolist(), failure))
 
     def keep(self, row: int, dropped: SpentRow) -> None:
-        """Add a row. The caller frees what is `beyond` the bounds afterwards."""
+        """Add a row. The caller then frees the rows `beyond` the bounds."""
         self.by_row[row] = dropped
         self._pages[row >> SHIFT] = self._pages.get(row >> SHIFT, 0) + 1
         for extent, nbytes in dropped.extents.items():
@@ -68,7 +68,7 @@ class SpentRows:
                 self._bytes -= nbytes if extent not in self._extents else 0
 
     def beyond(self, bytes_max: int | None) -> int | None:
-        """The oldest row, if the bounds are exceeded. bytes_max: of the table."""
+        """The oldest row, if the bounds are exceeded. `bytes_max` is the table's."""
         most = DROPPED_BYTES_MAX if bytes_max is None else min(DROPPED_BYTES_MAX, bytes_max // 8)
         over = len(self.by_row) > DROPPED_ROWS_MAX or len(self._pages) > DROPPED_PAGES_MAX or self._bytes > most
         return next(iter(self.by_row)) if over and self.by_row else None

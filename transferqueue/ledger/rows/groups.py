@@ -22,7 +22,7 @@ from transferqueue.ledger.rows.row_state import RowStore
 
 
 class GroupState:
-    """One known group. present: members that were put and not dropped."""
+    """One known group. `present`: members that were put and not dropped."""
 
     __slots__ = ("id", "present", "rows", "size")
 
@@ -88,7 +88,8 @@ class GroupIndex:
         return [(group.id, group.size, group.present) for group in self._by_id.values()]
 
     def restore(self, known: dict[str, AnyArray], rows: IntArray, ids: AnyArray) -> None:
-        """Restore the groups of a snapshot (columns `known`). rows: live rows, ascending; ids: the group of each."""
+        """Restore the groups of a snapshot (columns `known`). `rows`: live rows, ascending. `ids`: the group of
+        each."""
         sizes = dict(zip(known["group_id"].tolist(), known["group_size"].tolist(), strict=True))
         self.add(rows, ids, np.array([sizes.get(number, 1) for number in ids.tolist()], np.int64))
         for number, present in zip(known["group_id"].tolist(), known["present"].tolist(), strict=True):

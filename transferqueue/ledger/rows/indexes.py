@@ -171,9 +171,9 @@ def _joined(spans: IntArray) -> IntArray:
 class StepIndex:
     """Rows of one task by the checkpoint step of their ack, until a checkpoint covers the step or a rollback undoes it.
 
-    state, hold: columns of the task. A filed row may meanwhile have ended, been requeued, or been acked again. So its
-    entry is valid only while its `state` is `stepped` and its `hold` is this step. Void entries are removed when they
-    outnumber the rows.
+    `state` and `hold` are columns of the task. A filed row may meanwhile have ended, been requeued, or been acked
+    again. So its entry is valid only while its `state` is `stepped` and its `hold` is this step. Void entries are
+    removed when they outnumber the rows.
     """
 
     def __init__(self, rows: RowStore, state: StateColumn, hold: StateColumn, stepped: int) -> None:

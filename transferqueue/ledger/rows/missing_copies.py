@@ -1,6 +1,6 @@
 """Blocks that have lost copies, and the orders to copy them again.
 
-The rules (docs/decisions/shards.md):
+See docs/decisions/shards.md.
 
 1. A block *lacks copies* while a row needs it and it lies in fewer shards than its table keeps
    (`CommittedBlock.replicas`).
@@ -10,8 +10,8 @@ The rules (docs/decisions/shards.md):
 4. An order ends when the shard reports it, or when its session ends. Then its extent is closed, and the blocks that
    still lack a copy wait again, behind all others. After `COPY_ORDER_S` it is *overdue*: its blocks wait again, so that
    another shard may copy them, but its extent stays with the session, which may still write there, and a late report
-   still counts for what is still lacking. Only these three close the extent: there are no commits into it, and the
-   session does not return it.
+   still counts for copies that are still lacking. Only a report, a late report or the end of the session closes the
+   extent: there are no commits into it, and the session does not return it.
 5. Blocks with the fewest copies are copied first; of these the newest, because rows need them for longest.
 6. A copy that failed is read from the next place of the block when it is ordered again, if there are several. After a
    failure from each of them the block is *postponed* for the shard to which it was copied, by `COPY_RETRY_S` and then
@@ -50,8 +50,8 @@ class CopyChoice(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class CopyOrderState:
-    """A copy order. offsets: its blocks, and where in the arena each is written. deadline: after it the order is
-    overdue."""
+    """A copy order. `offsets`: its blocks, and the place of each in the arena. The order is overdue after
+    `deadline`."""
 
     extent: int
     nbytes: int
@@ -62,8 +62,8 @@ class CopyOrderState:
 
 @dataclass(slots=True, eq=False)
 class PostponedCopy:
-    """A block that is not copied to this shard before the deadline, since copies from all its places failed. delay_s:
-    how long that is."""
+    """A block that is not copied to this shard before the deadline, `delay_s` away, since copies from all its places
+    failed."""
 
     block: int
     target: int
@@ -76,17 +76,16 @@ class MissingCopies:
 
     def __init__(self) -> None:
         self.waiting: dict[Shards, dict[int, int]] = {}
-        """Where blocks lie -> these blocks, in the order in which they are copied, with their bytes."""
+        """Shards -> the waiting blocks in them, in the order in which they are copied, with their bytes."""
         self.orders: dict[int, CopyOrderState] = {}
-        """By extent."""
+        """The running orders, by extent."""
         self.bytes_ordered = 0
         """Bytes of the extents of all orders that are not overdue."""
         self.late: dict[int, int] = {}
-        """By block: how many orders were overdue since the latest change of its places, so that the next one reads
+        """The number of overdue orders since the latest change of a block's places, by block. The next order reads
         another place."""
         self.failures: dict[int, dict[int, int]] = {}
-        """By block and by the shard to which it was copied: how many copies failed since the latest change of its
-        places."""
+        """The number of failed copies since the latest change of a block's places, by block and target shard."""
         self.postponed: dict[int, dict[int, PostponedCopy]] = {}
         """By block and shard, as `failures`. These blocks wait, too."""
 
@@ -122,8 +121,8 @@ class MissingCopies:
             postponed.deadline = None
 
     def fail(self, block: int, target: int, places: int) -> PostponedCopy | None:
-        """A copy of this block to `target` failed, which lies in so many places. Returns it with the time that it
-        waits, if all of them have failed."""
+        """A copy of this block, which lies in `places` shards, to `target` failed. Returns it with its wait, if copies
+        from all of them have failed."""
         failures = self.failures.setdefault(block, {})
         failures[target] = failures.get(target, 0) + 1
         rounds, untried = divmod(failures[target], places)
@@ -142,7 +141,7 @@ class MissingCopies:
                 del self.postponed[postponed.block]
 
     def tries(self, block: int, target: int) -> int:
-        """How many places of a block were tried in vain to copy it there."""
+        """The number of failed copies of a block to this shard."""
         return self.late.get(block, 0) + self.failures.get(block, {}).get(target, 0)
 
     def move_back(self, shards: Shards) -> None:
@@ -173,7 +172,7 @@ class MissingCopies:
     def choose(self, shard: int, rooms: Mapping[int, int]) -> CopyChoice | None:
         """The next blocks that the process of `shard` copies; None: nothing now.
 
-        rooms: the bytes that each shard with room can still grant to copies, `OWN_SHARD` among them.
+        `rooms` are the bytes that each shard with room can still grant to copies, `OWN_SHARD` among them.
         """
         for shards in sorted(self.waiting, key=lambda shards: (len(shards), shard in shards)):
             target = self._target(shard, shards, rooms)

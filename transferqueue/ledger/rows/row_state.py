@@ -239,7 +239,7 @@ class RowStore:
     # ------------------------------------------------------------ facts
 
     def check_keys(self, keys: Sequence[str], rows: IntArray | None) -> None:
-        """Raise if a key names another row of the table. rows: the rows that get the keys; None for new rows."""
+        """Raise if a key names another row of the table. `rows` get the keys; None for new rows."""
         if self.row_of_key.keys().isdisjoint(keys):
             return
         for position, key in enumerate(keys):

@@ -1,15 +1,15 @@
 """When a column of a row ends though the row lives on: its value is freed, and its bytes with it.
 
 1. In a table with `AckedColumns` a value is freed when the last task that holds its field is done with the row, or will
-   never get it. Tasks hold the fields that they need; while stale rows may be requeued, the pacing task holds what is
-   needed for that (`tasks.task_order.tasks_that_hold`). A row that was acked with a step is not done before a
+   never get it. Tasks hold the fields that they need; while stale rows may be requeued, the pacing task holds the
+   fields for that (`tasks.task_order.tasks_that_hold`). A row that was acked with a step is not done before a
    checkpoint covers the step.
 2. A field that no task needs has no last task: its values end with their rows. Inline values stay, since they take no
    block.
 3. In any table `free_columns` frees values that a caller names, unless a task that holds the field still has work with
    the row.
-4. A freed value is not set. The row remembers that it was freed until the field is written again, so that a reader
-   hears why it is not there (`ColumnFreed`), and so that no task has to give it a second time.
+4. A freed value is not set. The row remembers that it was freed until the field is written again, so that a
+   reader's error says so (`ColumnFreed`), and no task has to give it a second time.
 5. The bytes of a block are freed when none of its values is needed or viewed, as for rows (`rows.blocks`). Clients
    write columns that end with different tasks into different blocks.
 """
@@ -60,7 +60,8 @@ def _ended(table: TableState, field: str, holders: Collection[str], at: IntArray
 def free_values(
     table: TableState, chosen: Mapping[str, BoolArray], rows: IntArray, now: float, *, task: str = "", session: int = 0
 ) -> int:
-    """Free stored values; `chosen[field]` masks `rows`. Returns the number freed. task, session: for the history."""
+    """Free stored values; `chosen[field]` masks `rows`. Returns the number freed. `task`, `session`: for the
+    history."""
     fields_of_rows: dict[bytes, list[str]] = {}
     for field, of_rows in chosen.items():
         if of_rows.any():

@@ -77,11 +77,11 @@ def lost_rows(table: TableState) -> list[str]:
 
 
 def _wanted(request: LeaseRequest) -> str:
-    what = "rows" if request.rows else "tokens" if request.tokens else "groups"
+    unit = "rows" if request.rows else "tokens" if request.tokens else "groups"
     number = request.rows or request.tokens or request.groups
     least = f" (at least {request.at_least})" if request.at_least else ""
     ranks = f" for {request.world} ranks" if request.world > 1 else ""
-    return f"{number} {'complete ' if what == 'groups' else ''}{what[:-1] if number == 1 else what}{least}{ranks}"
+    return f"{number} {'complete ' if unit == 'groups' else ''}{unit[:-1] if number == 1 else unit}{least}{ranks}"
 
 
 def _lacking(table: TableState, task: TaskState, now: float) -> list[str]:
@@ -204,7 +204,7 @@ def _pending(table: TableState, task: TaskState, now: float) -> list[str]:
 
 
 def _lacks(table: TableState, task: TaskState, at: IntArray, now: float, followed: frozenset[str]) -> list[str]:
-    """Which fields the rows at `at` lack for the task. followed: tasks whose needs the text names already."""
+    """Which fields the rows at `at` lack for the task. `followed`: tasks whose needs the text names already."""
     lines = []
     for name in task.task.needs:
         if lacking := int(_without(table, name, at).sum()):

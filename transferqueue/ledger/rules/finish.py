@@ -94,8 +94,8 @@ def _keep_dropped(table: TableState, rows: IntArray, at: IntArray, reason: str) 
     for position, row in enumerate(rows.tolist()):
         if (failure := table.dropped.expected.pop(row, None)) is not None and reason == ATTEMPTS:
             mine = {column[position] for column in blocks} - {0}
-            found = [block for number in mine if (block := table.core.blocks.blocks.get(number)) is not None]
-            extents = {extent.id: extent.nbytes for block in found for extent in block.extents}
+            live = [block for number in mine if (block := table.core.blocks.blocks.get(number)) is not None]
+            extents = {extent.id: extent.nbytes for block in live for extent in block.extents}
             known = {name: values[position] for name, values in states.items()}
             table.dropped.keep(row, SpentRow(failure, known, extents))
 
@@ -137,7 +137,7 @@ def lose_leases(table: TableState, task: TaskState, rows: IntArray, at: IntArray
 
 
 def end_lease(table: TableState, lease: LeaseState, why: str, *, by_holder: bool) -> None:
-    """End a lease. by_holder: the holder ended it; otherwise its holders are notified."""
+    """End a lease. `by_holder`: the holder ended it; otherwise its holders are notified."""
     if not by_holder:
         for session in lease.holders.values():
             table.core.effects.add(LeaseEnded(session, lease.id, why))

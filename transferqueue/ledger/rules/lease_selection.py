@@ -33,7 +33,7 @@ BATCH_FIRST = 64
 
 class ChosenUnits(msgspec.Struct):
     """Rows of the chosen units, unit by unit, as an array of their own: a view would keep a chunk of the queue alive.
-    count: number of units. sizes: rows of each; None: each has one.
+    `count`: number of units. `sizes`: rows of each; None: each has one.
     """
 
     rows: IntArray
@@ -146,11 +146,11 @@ def _smallest_unit(table: TableState) -> int:
 
 
 def _too_large(table: TableState, size: int, request: LeaseRequest) -> Impossible:
-    each = f" for each of {request.world} ranks" if request.world > 1 else ""
+    per_rank = f" for each of {request.world} ranks" if request.world > 1 else ""
     need = size * request.world
     return Impossible(
         f'table "{table.name}" has a group of {counted(size, "row")}; a lease of complete groups with '
-        f"rows={request.rows} can never hold one{each}: {need} > {request.rows}; ask for rows >= {need}, or for "
+        f"rows={request.rows} can never hold one{per_rank}: {need} > {request.rows}; ask for rows >= {need}, or for "
         f"groups={request.world}"
     )
 

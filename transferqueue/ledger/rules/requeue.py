@@ -28,7 +28,7 @@ LOST: Final = "lost"
 
 
 def requeue_rows(table: TableState, target: str, rows: IntArray, what: str, now: float) -> None:
-    """Requeue rows to `target`: clear the fields that it and the tasks after it gave. what: for the history.
+    """Requeue rows to `target`: clear the fields that it and the tasks after it gave. `what` is for the history.
 
     The caller runs `apply_group_and_stale_rules` afterwards.
     """

@@ -1,7 +1,7 @@
-"""What happens to rows whose lease failed: they wait as their task's `Retry` says, and at last are dropped.
+"""Rows whose lease failed wait as their task's `Retry` says, and at last are dropped.
 
 A lease fails if its holder says so (`ReleaseRequest.failed`). A lease that expires, or loses its holder, does not: the
-worker died, and the row need not be why, so its rows are ready at once. While all leases of a task fail,
+worker died, perhaps not because of the row, so its rows are ready at once. While all leases of a task fail,
 `tasks.circuit` holds.
 """
 

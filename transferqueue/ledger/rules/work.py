@@ -45,18 +45,18 @@ def check_put_work(table: TableState, staged: StagedCommit) -> None:
     """Raise `UsageError` if these new rows are too many for one request."""
     if staged.rows <= FEW_ROWS:
         return
-    each = ROW_NS + SPACE_NS * len(table.rows.inline) + _values_ns(staged) + _tasks_ns(table.tasks.values())
+    row_ns = ROW_NS + SPACE_NS * len(table.rows.inline) + _values_ns(staged) + _tasks_ns(table.tasks.values())
     ids = staged.facts.numbers.get("group_id", NO_ROWS)
     members = ids[ids >= 0]
     groups, units = 0, staged.rows
     if members.size:
         groups = _distinct(members)
         units += groups - members.size
-        each += MEMBER_NS
+        row_ns += MEMBER_NS
     check_work(
         f"a put of {_described(staged, groups)} into {counted(len(table.tasks), 'task')}",
         staged.rows,
-        each * staged.rows
+        row_ns * staged.rows
         + groups * GROUP_NS
         + units * UNIT_NS * len(table.group_tasks)
         + _versions_ns(table, staged)
@@ -111,9 +111,9 @@ def check_lease_work(table: TableState, request: LeaseRequest) -> None:
     rows = min(request.rows or request.groups * table.groups.largest, table.rows_live)
     if rows <= FEW_ROWS and not ranks:
         return
-    each = read_ns(table, len(request.fields or ())) + (SHARED_NS if ranks else 0)
+    row_ns = read_ns(table, len(request.fields or ())) + (SHARED_NS if ranks else 0)
     check_work(
-        f"a lease of {rows:,} rows" + (f" for {ranks:,} ranks" if ranks else ""), rows, each * rows + ranks * RANK_NS
+        f"a lease of {rows:,} rows" + (f" for {ranks:,} ranks" if ranks else ""), rows, row_ns * rows + ranks * RANK_NS
     )
 
 

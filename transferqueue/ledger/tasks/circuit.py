@@ -55,7 +55,7 @@ class Circuit:
         return self.opened is not None and (not self.due or bool(self.trial))
 
     def failed(self, lease: int, rows: IntArray, *, fresh: bool, now: float) -> bool:
-        """Record a failed lease. fresh: some of its rows never failed before. Returns whether the wait for the next
+        """Record a failed lease. `fresh`: some of its rows never failed before. Returns whether the wait for the next
         trial begins."""
         self.failures += 1
         if self.opened is not None:

@@ -7,7 +7,7 @@ from transferqueue.wire.answers.stats import TaskError
 
 
 class ErrorCount:
-    """One kind of error. worker: the label of the session that reported it last."""
+    """One kind of error. `worker`: the label of the session that reported it last."""
 
     __slots__ = ("count", "first", "last", "worker")
 
@@ -24,8 +24,8 @@ class TaskErrors:
         self._kinds: dict[tuple[str, str], ErrorCount] = {}
 
     def add(self, reason: str, worker: str, now: float) -> None:
-        """Count a failure. reason: ``"KeyError: 'answer'"``, or any text; what precedes ": " is the type if it is a
-        name."""
+        """Count a failure. `reason` is ``"KeyError: 'answer'"``, or any text; the part before ": " is the type if it is
+        a name."""
         kind = _parsed(reason)
         error = self._kinds.pop(kind, None) or ErrorCount(now)
         error.count, error.worker, error.last = error.count + 1, worker, now

@@ -286,7 +286,7 @@ class GroupTaskState(TaskState):
         self.push(in_order(entries))
 
     def _queued_members(self, units: list[int]) -> tuple[IntArray, IntArray]:
-        rows, sizes = (np.array(each, np.int64) for each in self.groups.members_of(units))
+        rows, sizes = (np.array(values, np.int64) for values in self.groups.members_of(units))
         good: BoolArray = self.state.a[self.rows.pages.index(rows)] == READY
         if good.all():
             return rows, sizes
@@ -347,7 +347,7 @@ class GroupTaskState(TaskState):
 
     def pending(self, units: Sequence[int]) -> list[int]:
         """Of each known group, the number of members that may become ready (pending, or after a failure)."""
-        rows, sizes = (np.array(each, np.int64) for each in self.groups.members_of(units))
+        rows, sizes = (np.array(values, np.int64) for values in self.groups.members_of(units))
         to_come = self.to_come(self.rows.pages.index(rows)).astype(np.int64)
         summed: list[int] = np.add.reduceat(to_come, np.cumsum(sizes) - sizes).tolist()
         return summed

@@ -26,7 +26,7 @@ _FACTS: Final = ("tokens", "priority", "ordinal")
 
 
 def check_where(rows: RowStore, where: Sequence[Predicate], expected_fields: frozenset[str]) -> None:
-    """Raise if a predicate cannot be evaluated here. expected_fields: fields of some task that are not declared yet."""
+    """Raise if a predicate cannot be evaluated here. `expected_fields`: of some task, and not declared yet."""
     if len(where) > PREDICATES_MAX:
         raise UsageError(f"where has {len(where)} predicates; at most {PREDICATES_MAX}")
     for predicate in where:

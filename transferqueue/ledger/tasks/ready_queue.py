@@ -230,7 +230,7 @@ class ReadyQueue:
 
     def push_range(self, row: int, stamp: int, count: int, alive_at_most: int) -> None:
         """Add `count` rows from `row` on with key 0, whose orders are their stamps, from `stamp` on: higher than all
-        orders so far. alive_at_most: as of `push`.
+        orders so far. `alive_at_most` is as in `push`.
         """
         arrivals = self._arrivals
         arrivals.append(row, stamp, count)
@@ -238,7 +238,7 @@ class ReadyQueue:
             self._compact()
 
     def push(self, entries: Entries, alive_at_most: int) -> None:
-        """Add sorted entries. alive_at_most: upper bound of the alive entries, for compaction."""
+        """Add sorted entries. `alive_at_most`: upper bound of the alive entries, for compaction."""
         if self._front is not None and entries.shape[1]:
             entries = self._join_front(self._front, entries)
         if not entries.shape[1]:

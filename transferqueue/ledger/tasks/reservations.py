@@ -26,7 +26,7 @@ from transferqueue.policies import Pacing
 
 @dataclass(slots=True)
 class ReservationState:
-    """Rows that a session may still put. refills: how many of them are members of each group."""
+    """Rows that a session may still put. `refills`: how many of them are members of each group."""
 
     id: int
     session: int
@@ -68,7 +68,7 @@ class FlowControl:
         return taken
 
     def use(self, reservation: ReservationState, rows: int, groups: list[tuple[int, int]]) -> None:
-        """Subtract `rows` that were put, or will not be. groups: members put, by group."""
+        """Subtract `rows` that were put, or will not be. `groups`: members put, by group."""
         reservation.left -= rows
         self.reserved -= rows
         for group, count in groups:

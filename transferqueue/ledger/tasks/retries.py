@@ -13,7 +13,7 @@ from transferqueue.ledger.rows.arrays import IntArray
 
 
 class PostponedRows(NamedTuple):
-    """Rows that wait until `until`. stamp: the `hold` of those that still do."""
+    """Rows that wait until `until`. `stamp`: the `hold` of those that still do."""
 
     until: float
     stamp: int
@@ -32,7 +32,7 @@ class RetryQueue:
         self._parked: list[PostponedRows] = []
 
     def add(self, until: float | None, stamp: int, rows: IntArray) -> None:
-        """Add rows. until: None: they are parked (see `circuit`). The caller sets the deadline to `next` afterwards."""
+        """Add rows. With `until` None they are parked (see `circuit`). The caller then sets the deadline to `next`."""
         if until is None:
             self._parked.append(PostponedRows(0.0, stamp, rows))
         else:

@@ -30,7 +30,7 @@ from transferqueue.policies import (
 
 
 class UnitFacts:
-    """Facts of units, one value each. starts: where the rows of each unit begin in `at`; None: each unit is one row."""
+    """Facts of units, one value each. `starts`: the start of each unit's rows in `at`; None: each unit is one row."""
 
     def __init__(self, rows: RowStore, ids: IntArray, at: IntArray, starts: IntArray | None) -> None:
         self._rows = rows

@@ -1,7 +1,7 @@
 """Batches that the ranks of a data-parallel job share.
 
 The k-th lease of a rank is its share of the k-th batch. The first rank that asks creates the batch; from then on each
-share is a lease, and no other session gets its rows. Invariants:
+share is a lease, and no other session gets its rows.
 
 - All ranks ask for the same amount in the same terms. A request with other terms is refused.
 - Each (rank, replica) claims each batch at most once, in order.
@@ -24,7 +24,7 @@ from transferqueue.wire.messages import LeaseRequest
 
 @dataclass(slots=True)
 class SharedBatch:
-    """A batch that some (rank, replica) has not claimed yet. shares: the lease of each rank."""
+    """A batch that some (rank, replica) has not claimed yet. `shares`: the lease of each rank."""
 
     terms: tuple[object, ...]
     shares: list[int]
@@ -133,5 +133,5 @@ def _room(units: int, world: int, *, equal_counts: bool) -> list[int]:
     """Number of units that each rank may get."""
     if not equal_counts:
         return [units] * world
-    each, more = divmod(units, world)
-    return [each + (rank < more) for rank in range(world)]
+    share, more = divmod(units, world)
+    return [share + (rank < more) for rank in range(world)]

@@ -49,9 +49,12 @@ OPEN: Final = (PENDING, WAITING_FOR_GROUP, RETRYING, READY, LEASED)
 class TaskCounters:
     """Counters of rows in one task. Each only grows, so that a rate is a difference.
 
-    given: leased, or put into a share of a rank (twice counts as two). done: finished by the task. failed: returned
-    from a lease that failed. worker_deaths: returned from a lease whose holder died or was late. dropped: ended before
-    the task was done with them.
+    Args:
+        given: leased, or put into a share of a rank (twice counts as two).
+        done: finished by the task.
+        failed: returned from a lease that failed.
+        worker_deaths: returned from a lease whose holder died or was late.
+        dropped: ended before the task was done with them.
     """
 
     __slots__ = ("done", "dropped", "failed", "given", "worker_deaths")
@@ -311,7 +314,7 @@ class TaskState:
         return units, np.ones(units.size, np.int64)
 
     def lease(self, rows: IntArray, at: Index, lease: int | IntArray) -> None:
-        """Mark ready rows, of whole units, as leased. lease: its number, or that of each row."""
+        """Mark ready rows, of whole units, as leased. `lease`: its number, or that of each row."""
         self.counters.given += rows.size
         self.move(at, rows.size, READY, LEASED)
         self.hold.a[at] = lease
