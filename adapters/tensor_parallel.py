@@ -171,8 +171,8 @@ class PartsLoader:
 
 
 class _Loading:
-    """One version while it is loaded. held: pulled parts by tensor. taken: parts that the worker has taken, recorded
-    here. more: pulls missing parts."""
+    """One version while it is loaded. `held`: pulled parts by tensor. `taken`: parts that the worker has taken,
+    recorded here. `more` pulls missing parts."""
 
     def __init__(
         self,
@@ -202,10 +202,10 @@ class _Loading:
             return self._more(self._weights.version, name, box)
         if self._last is None or self._last[0] != name:
             self._last = name, self._weights[name]
-        found = self._last[1]
+        part = self._last[1]
         for axis, ((start, stop), (first, _)) in enumerate(zip(box, held, strict=True)):
-            found = found.narrow(axis, start - first, stop - start)
-        return found
+            part = part.narrow(axis, start - first, stop - start)
+        return part
 
 
 def _whole(field: tq.Field) -> Box:
@@ -217,8 +217,8 @@ def _around(one: Box, other: Box) -> Box:
 
 
 class _PartTensor(Tensor):
-    """A part of a tensor that is read when it is used: narrowed, indexed and split without a byte. dims: which
-    dimensions of the tensor it has, in its own order; of the others its box has one element."""
+    """A part of a tensor that is read when it is used: narrowed, indexed and split without a byte. `dims`: the
+    dimensions of the tensor that it has, in its own order; of the others its box has one element."""
 
     _loading: _Loading
     _name: str
@@ -245,19 +245,19 @@ class _PartTensor(Tensor):
             return args[0]
         of_part = _VIEWS.get(func)
         if of_part is not None and isinstance(args[0], _PartTensor):
-            found = of_part(*args, **(kwargs or {}))
-            if found is not None:
-                return found
+            result = of_part(*args, **(kwargs or {}))
+            if result is not None:
+                return result
         given, named = tree_map_only(_PartTensor, _PartTensor._read, (tuple(args), kwargs or {}))
         return func(*given, **named)
 
     def _read(self) -> Tensor:
-        found = self._loading.take(self._name, self._box)
+        part = self._loading.take(self._name, self._box)
         left = sorted(self._dims)
-        for axis in reversed(range(found.dim())):
+        for axis in reversed(range(part.dim())):
             if axis not in left:
-                found = found.select(axis, 0)
-        return found.permute([left.index(axis) for axis in self._dims])
+                part = part.select(axis, 0)
+        return part.permute([left.index(axis) for axis in self._dims])
 
     def _other(self, box: Box, dims: list[int]) -> _PartTensor:
         return _PartTensor(self._loading, self._name, box, dims, str(self.dtype).removeprefix("torch."))

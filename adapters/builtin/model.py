@@ -25,8 +25,8 @@ from transferqueue.errors import NotFound, UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a `BuiltinModel`, by the names of Llama's configuration. max_position_embeddings: tokens of prompt and
-    response together.
+    """Sizes of a `BuiltinModel`, by the names of Llama's configuration. `max_position_embeddings` counts the tokens of
+    prompt and response together.
 
     Raises `UsageError` when hidden_size is not a multiple of twice the heads: rotary embeddings turn pairs of channels.
     """
@@ -72,7 +72,7 @@ class ModelShape:
 
 
 class ModelOutput(NamedTuple):
-    """logits: float32 ``[rows, tokens, vocabulary]``. past_key_values: the cache passed in."""
+    """The model's output: `logits`, float32 ``[rows, tokens, vocabulary]``, and `past_key_values`, the given cache."""
 
     logits: Tensor
     past_key_values: GrowingCache | None
@@ -136,7 +136,7 @@ class _Body(nn.Module):
 
 
 class BuiltinModel(nn.Module):
-    """A causal language model. seed: of its random weights; see `from_pretrained` for trained ones."""
+    """A causal language model, with random weights of `seed`; see `from_pretrained` for trained ones."""
 
     shares_prompts = True
     """Rows of one prompt are scored with one copy of it: `forward` takes a mask of its own
@@ -180,9 +180,10 @@ class BuiltinModel(nn.Module):
     ) -> ModelOutput:
         """Return logits of the token after each of `input_ids`, int64 ``[rows, tokens]``.
 
-        attention_mask: which columns, cached ones included, have a token (for rows padded on the left). position_ids:
-        where each token stands (None: in order). sight: bool ``[rows, tokens, tokens]``, which tokens each sees.
-        Without both masks a token sees all earlier ones. logits_to_keep: of so many last tokens (0: all).
+        `attention_mask` says which columns, cached ones included, have a token (for rows padded on the left).
+        `position_ids` are the positions of the tokens (None: in order). `sight` is bool ``[rows, tokens, tokens]``:
+        which tokens each sees. Without both masks a token sees all earlier ones. Only the last `logits_to_keep` tokens
+        get logits (0: all).
         """
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]

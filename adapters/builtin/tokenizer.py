@@ -44,13 +44,13 @@ class CharacterTokenizer:
         self.all_special_ids = [*range(len(_SPECIAL))]
 
     def __call__(self, text: Sequence[str] | str, *, add_special_tokens: bool = True, **_: Any) -> dict[str, Any]:
-        """Return ``input_ids`` of one text or several. add_special_tokens: as prompts, with begin token and mark.
+        """Return ``input_ids`` of one text or several. With `add_special_tokens`, as prompts with begin token and mark.
 
         Raises `UsageError` for a character that is no token.
         """
         if isinstance(text, str):
             return {"input_ids": self._encoded(text, add_special_tokens)}
-        return {"input_ids": [self._encoded(each, add_special_tokens) for each in text]}
+        return {"input_ids": [self._encoded(prompt, add_special_tokens) for prompt in text]}
 
     def decode(self, token_ids: Iterable[int], **_: Any) -> str:
         """Return the text up to the first end token. Another special token among them becomes `MISPLACED`.

@@ -65,8 +65,7 @@ def seed_of(sampling: Sampling, index: int, sample: int, prompt: Prompt) -> int 
 
 
 def ended_by(ids: Sequence[int], tokens_max: int, sampling: Sampling) -> str:
-    """Return the finish reason of `ids`, drawn by an engine that reports none. tokens_max: how many tokens it was
-    allowed to draw."""
+    """Return the finish reason of `ids`, drawn by an engine that reports none. It was allowed to draw `tokens_max`."""
     if len(ids) and ids[-1] in sampling.stop_ids:
         return STOP
     return LENGTH if len(ids) >= tokens_max else ABORT

@@ -113,7 +113,7 @@ async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]
 
 
 class Running:
-    """A running request. cut: it must end now with its tokens so far. mode: of the pause that cut it."""
+    """A running request. `cut`: it must end now with its tokens so far. `mode`: of the pause that cut it."""
 
     def __init__(self) -> None:
         self.cut = asyncio.Event()
@@ -243,7 +243,7 @@ class ServerEngine(HttpEngine):
 
     @abstractmethod
     async def _learn(self, served: Mapping[str, Any]) -> str:
-        """Take over the version that the server reports; return the directory of its model. served: its entry of
+        """Take over the version that the server reports; return the directory of its model. `served` is its entry of
         ``/v1/models``."""
 
     def update_weights(self, source: WeightSource, version: int, *, timeout_s: float = PAUSE_S) -> None:

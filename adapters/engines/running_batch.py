@@ -37,7 +37,7 @@ _BEGIN_TOKENS_MAX: Final = 16384
 
 
 class Row:
-    """A completion that is being generated. owner: whose it is; the batch does not look at it."""
+    """A completion that is being generated. `owner` is the caller's; the batch does not read it."""
 
     __slots__ = ("context", "draws", "ids", "logprobs", "owner", "prompt", "sample", "sampling", "spans")
 
@@ -86,8 +86,8 @@ Finished = list[tuple[Row, Completion]]
 
 @dataclass
 class _Cached:
-    """Rows in one cache, aligned at their last token. rows: None where one has finished. lengths_B: tokens of each row
-    in the cache. width: of the cache."""
+    """Rows in one cache, aligned at their last token. `rows`: None where one has finished. `lengths_B`: tokens of each
+    row in the cache. `width`: of the cache."""
 
     rows: list[Row | None]
     cache: Any
@@ -106,7 +106,7 @@ class _Cached:
 
 
 class RunningBatch:
-    """Rows of one model, waiting or running. rows_max: rows that run at once; more wait."""
+    """Rows of one model, waiting or running. At most `rows_max` run at once; more wait."""
 
     def __init__(self, model: Any, rows_max: int) -> None:
         self._model, self._rows_max = model, rows_max
@@ -134,7 +134,8 @@ class RunningBatch:
 
     @torch.inference_mode()
     def step(self, version: int) -> Finished:
-        """Draw a token for rows of the batch; return those that this finished. version: of the model's weights now."""
+        """Draw a token for rows of the batch; return those that this finished. `version`: of the model's weights
+        now."""
         if version != self._version:
             self._waiting.extendleft(reversed(self._running()))
             self._cached, self._version = None, version

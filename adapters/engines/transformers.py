@@ -228,7 +228,7 @@ class TransformersGenerator:
         """The thread: step every batch in turn, until no row is left."""
         while self._my_turn():
             try:
-                finished = [each for batch in self._batches() for each in batch.step(self._version)]
+                finished = [completion for batch in self._batches() for completion in batch.step(self._version)]
             except BaseException as failure:  # noqa: BLE001  (raised where the completions are awaited)
                 self._fail(failure)
                 continue

@@ -45,11 +45,11 @@ def micro_batches(
 
 
 def _padded(lengths: Sequence[int] | npt.NDArray[np.int64], tokens: int) -> list[list[int]]:
-    found: list[list[int]] = []
+    batches: list[list[int]] = []
     width = 0
     for row in sorted(range(len(lengths)), key=lambda row: (-int(lengths[row]), row)):
-        if not found or width * (len(found[-1]) + 1) > tokens:
-            found.append([])
+        if not batches or width * (len(batches[-1]) + 1) > tokens:
+            batches.append([])
             width = int(lengths[row])
-        found[-1].append(row)
-    return found
+        batches[-1].append(row)
+    return batches

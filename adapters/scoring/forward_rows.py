@@ -27,11 +27,15 @@ _FILL_MIN: Final = 0.75
 
 @dataclass(frozen=True)
 class Bucket:
-    """Neighbouring rows of about one length, as a rectangle. start, tokens: their place in the flat batch. rows, width:
-    of the rectangle.
+    """Neighbouring rows of about one length, as a rectangle.
 
-    places: which token stands in each field of the rectangle; real: fields that are no padding; both int64. None: all
-    are real, in order.
+    Args:
+        start: their place in the flat batch.
+        tokens: their number there.
+        rows: of the rectangle.
+        width: of the rectangle.
+        places: the token in each field of the rectangle, int64; None: all are real, in order.
+        real: fields that are no padding, int64; None: all.
     """
 
     start: int
@@ -44,8 +48,8 @@ class Bucket:
 
 @dataclass(frozen=True)
 class PackedBuckets:
-    """The rows of a packed batch, for attention. offsets_R1: int32, where each row begins, and the end. longest: tokens
-    of the longest row."""
+    """The rows of a packed batch, for attention. `offsets_R1`: int32, the start of each row, and the end. `longest`:
+    tokens of the longest row."""
 
     buckets: tuple[Bucket, ...]
     offsets_R1: Tensor
@@ -56,10 +60,16 @@ class PackedBuckets:
 class ForwardRows:
     """Prompts and responses of one forward pass, on a device.
 
-    ids, positions: int64 ``[1, N]`` (packed), ``[R, longest]`` (padded) or ``[prompts, longest]`` (shared). packed:
-    None if not packed. from_S: for each response token the place, in the flattened batch, whose output predicts it.
-    targets_S: the response tokens. last_R: the place of each row's last token (of shared rows, which lack it, the place
-    before). sight_BTT: bool, which tokens each token of shared rows sees; else None. S and R are in the caller's order.
+    S and R are in the caller's order.
+
+    Args:
+        ids: int64 ``[1, N]`` (packed), ``[R, longest]`` (padded) or ``[prompts, longest]`` (shared).
+        positions: of the same shape.
+        packed: None if not packed.
+        from_S: for each response token the place, in the flattened batch, whose output predicts it.
+        targets_S: the response tokens.
+        last_R: the place of each row's last token (of shared rows, which lack it, the place before).
+        sight_BTT: bool, which tokens each token of shared rows sees; else None.
     """
 
     ids_BT: Tensor
@@ -80,7 +90,7 @@ def forward_rows(
     vocabulary: int | None = None,
     length_max: int | None = None,
 ) -> ForwardRows:
-    """Lay out rows for one forward pass. prompts, responses: integers ``[P]`` and ``[T]`` of each row.
+    """Lay out rows for one forward pass. `prompts` and `responses` are integers ``[P]`` and ``[T]`` of each row.
 
     Raises `UsageError` if there are no rows, not as many prompts as responses, an empty prompt (nothing predicts the
     first token), an id outside of the vocabulary, or a row of more than `length_max` tokens.
@@ -168,13 +178,13 @@ def _sight(segments_BT: Tensor) -> Tensor:
 def _packed(lengths_R: Ints, device: torch.device | str) -> PackedBuckets:
     """Split rows, sorted longest first, into buckets."""
     offsets_R1 = np.concatenate([[0], lengths_R.cumsum()])
-    found = []
+    rectangles = []
     first = 0
     for row in range(1, len(lengths_R) + 1):
         if row == len(lengths_R) or lengths_R[row] < _FILL_MIN * lengths_R[first]:
-            found.append(_bucket(offsets_R1[first : row + 1], device))
+            rectangles.append(_bucket(offsets_R1[first : row + 1], device))
             first = row
-    return PackedBuckets(tuple(found), torch.from_numpy(offsets_R1.astype(np.int32)).to(device), int(lengths_R[0]))
+    return PackedBuckets(tuple(rectangles), torch.from_numpy(offsets_R1.astype(np.int32)).to(device), int(lengths_R[0]))
 
 
 def _bucket(offsets_R1: Ints, device: torch.device | str) -> Bucket:

@@ -161,7 +161,7 @@ def teacher_top_k(
     responses = list(responses)
     scores = response_scores(model, prompts, responses, temperature=temperature, logits_dtype=logits_dtype, top_k=k)
     if scores.top_ids_NK is None or scores.top_logprobs_NK is None:
-        drawn_N = torch.cat([torch.as_tensor(each, dtype=torch.int64) for each in responses])
+        drawn_N = torch.cat([torch.as_tensor(response, dtype=torch.int64) for response in responses])
         return drawn_N[:, None].to(scores.logprobs_N.device), scores.logprobs_N[:, None]
     return scores.top_ids_NK, scores.top_logprobs_NK
 

@@ -41,8 +41,8 @@ _LEAK: Final = 0.1
 
 @dataclass(frozen=True)
 class ScoringPlan:
-    """packed: rows are packed. reason: why not. own_head: the model's logits are those of its output layer, with
-    nothing done to them after. shared: rows of one prompt share it."""
+    """How rows are laid out. `packed`: rows are packed; `reason`: why not. `own_head`: the model's logits are the
+    unchanged output of its output layer. `shared`: rows of one prompt share it."""
 
     packed: bool
     reason: str = ""

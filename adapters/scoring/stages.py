@@ -87,8 +87,8 @@ class ScoringStage(ABC):
 
     def _micro_batches(self, prompts: Sequence[Any], responses: Sequence[Any]) -> list[list[int]]:
         lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
-        found = micro_batches(lengths, self._tokens, padded=not is_packed(self._model))
-        return sorted(found, key=lambda rows: max(lengths[row] for row in rows))
+        batches = micro_batches(lengths, self._tokens, padded=not is_packed(self._model))
+        return sorted(batches, key=lambda rows: max(lengths[row] for row in rows))
 
     @torch.no_grad()
     def _columns(self, prompts: Sequence[Any], responses: Sequence[Any]) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ _HERE: Final = Path(__file__).parent
 def write(name: str, kind: str, directory: Path) -> list[Path]:
     """Write the package ``transferqueue_NAME`` into a new folder of `directory`, and return its files.
 
-    The package runs as written: its tests skip what is not implemented. Raises `UsageError` for an invalid name or
+    The package runs as written: its tests skip unimplemented parts. Raises `UsageError` for an invalid name or
     kind, and `AlreadyExists` if the folder exists; nothing is written then.
     """
     if not _NAME.fullmatch(name):

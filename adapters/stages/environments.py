@@ -78,10 +78,14 @@ class EpisodeEnded(Exception):
 class EpisodePlayer:
     """Plays episodes with one generator. Safe from several threads, one for each episode.
 
-    encode: ids of an observation, from it, the number of its turn (0: the first observation), and the tokens that the
-    model drew before it. decode: an action from the tokens that the model drew. sampling: of a turn. tokens_max: of a
-    whole episode after what it began with; turns_max: turns of an episode; one that reaches either is cut. timeout_s:
-    of each request.
+    Args:
+        encode: ids of an observation, from it, the number of its turn (0: the first observation), and the tokens that
+            the model drew before it.
+        decode: an action from the tokens that the model drew.
+        sampling: of a turn.
+        tokens_max: of a whole episode after its beginning. An episode that reaches it is cut.
+        turns_max: turns of an episode. An episode that reaches it is cut.
+        timeout_s: of each request.
     """
 
     def __init__(
@@ -109,8 +113,9 @@ class EpisodePlayer:
         draws: int | None = None,
         given_up: Callable[[], bool] = lambda: False,
     ) -> Episode:
-        """Play one episode to its end. begin: tokens before the first observation. draws: seed of its tokens. Blocks.
-        Raises `EpisodeEnded` between two turns once `given_up` returns True, and the environment's exceptions.
+        """Play one episode to its end. Blocks. `begin` has the tokens before the first observation, `draws` the seed of
+        its tokens. Raises `EpisodeEnded` between two turns once `given_up` returns True, and the environment's
+        exceptions.
         """
         episode = Episode()
         episode.trajectory.add_input(begin)

@@ -170,7 +170,11 @@ class Generate:
             for sample in range(self._whole_groups)
         ]
         with closing(self._generator.generate(group, self._sampling, timeout_s=self._timeout_s)) as completions:
-            finished = [replace(each, prompt=row_of[each.prompt]) for each in completions if each.prompt in row_of]
+            finished = [
+                replace(completion, prompt=row_of[completion.prompt])
+                for completion in completions
+                if completion.prompt in row_of
+            ]
         yield self._part(finished)
 
     def _generate(self, rows: Sequence[int], prompts: Sequence[Prompt], tokens_max: int) -> Iterator[PartialResult]:

@@ -87,11 +87,13 @@ class Recording:
 
 def _goes_on_with(trajectories: list[Trajectory], prompt_ids: Sequence[int]) -> Trajectory:
     """Return the longest sequence that the prompt begins with; a new one if there is none."""
-    candidates = [each for each in trajectories if list(prompt_ids[: len(each.ids)]) == each.ids]
+    candidates = [
+        trajectory for trajectory in trajectories if list(prompt_ids[: len(trajectory.ids)]) == trajectory.ids
+    ]
     if not candidates:
         trajectories.append(Trajectory())
         return trajectories[-1]
-    return max(candidates, key=lambda each: len(each.ids))
+    return max(candidates, key=lambda trajectory: len(trajectory.ids))
 
 
 class RecordingProxy:

@@ -47,8 +47,10 @@ _ERROR_CHARS: Final = 500
 class RewardFailed(UsageError):
     """A reward function raised, or returned an invalid score.
 
-    name: of the function. at: position of the row among those of the call (-1: unknown). of_call: the call as a whole
-    failed, and would fail with every row.
+    Args:
+        name: of the function.
+        at: position of the row among those of the call (-1: unknown).
+        of_call: the call as a whole failed, and would fail with every row.
     """
 
     def __init__(self, text: str, *, name: str, at: int = -1, of_call: bool = False) -> None:
@@ -65,8 +67,11 @@ class RewardFailed(UsageError):
 class RewardCall:
     """A reward function and its parameters.
 
-    given: those of `GIVEN` that it names. wants: columns that it must get. takes: columns that it gets if the rows have
-    them. takes_all: it has ``**kwargs``, and gets all columns.
+    Args:
+        given: those of `GIVEN` that it names.
+        wants: columns that it must get.
+        takes: columns that it gets if the rows have them.
+        takes_all: it has ``**kwargs``, and gets all columns.
     """
 
     name: str
@@ -80,8 +85,8 @@ class RewardCall:
     def of(cls, function: RewardFunction, *, name: str = "", args: Mapping[str, Any] | None = None) -> RewardCall:
         """Read a function's parameters.
 
-        args: values for some of them. A class is called with them and makes the function, and so is a function without
-        completions, such as TRL's ``get_soft_overlong_punishment(max_completion_len, soft_punish_cache)``.
+        `args` are values for some of them. A class is called with them and makes the function, and so is a function
+        without
 
         Raises `UsageError` for an argument that is no parameter, and for positional-only parameters.
         """
@@ -104,7 +109,7 @@ class RewardCall:
         )
 
     def columns(self, has: Collection[str], *, offered: Collection[str] | None = None) -> tuple[str, ...]:
-        """Return the columns among `has` that it gets. offered: those for ``**kwargs`` (None: all).
+        """Return the columns among `has` that it gets. `offered`: those for ``**kwargs`` (None: all).
 
         Raises `NotFound` for a column that it must get and that is missing.
         """
@@ -254,8 +259,8 @@ def load_reward(named: str, args: Mapping[str, Any] | None = None) -> RewardCall
 
 
 def load_callable(named: str, key: str = "reward.function") -> Callable[..., Any]:
-    """Import ``package.module:name`` or ``path/to/file.py:name``; key: of the setting, for error texts. Raises as
-    `load_reward` does."""
+    """Import ``package.module:name`` or ``path/to/file.py:name``. `key` is that of the setting, for error texts. Raises
+    as `load_reward` does."""
     module_name, _, name = named.rpartition(":")
     if not module_name or not name:
         raise UsageError(f"{key} {named!r} names no function; write module:function, or path/to/file.py:function")
@@ -266,7 +271,7 @@ def load_callable(named: str, key: str = "reward.function") -> Callable[..., Any
     )
     function = getattr(module, name, None)
     if function is None:
-        has = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+        has = [member for member, value in vars(module).items() if callable(value) and not member.startswith("_")]
         raise NotFound(f"{key} {named}: the module has no {name}; it has {listing(has)}")
     if not callable(function):
         raise UsageError(f"{key} {named} is {type(function).__name__}; give a function")

@@ -14,7 +14,7 @@ import numpy as np
 from transferqueue.adapters.protocols import Completion, Ids
 
 FIELDS: Final = ("input_ids", "loss_mask", "rollout_logprobs")
-"""Fields of a trajectory: int32, bool and float32 ``[tokens]``. loss_mask: true where the model drew the token;
+"""Fields of a trajectory: int32, bool and float32 ``[tokens]``. `loss_mask` is true where the model drew the token;
 elsewhere the log-probability is 0.
 """
 

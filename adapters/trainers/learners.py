@@ -123,9 +123,9 @@ class TorchLearner:
         return loss if part is not None else LossSum(loss.total.detach() * 0, 0.0)
 
     def _totals(self, sums: Sequence[LossSum]) -> tuple[float, dict[str, float]]:
-        names = sorted({name for each in sums for name in each.figures})
-        local = [sum(float(each.total.detach()) for each in sums), sum(each.weight for each in sums)]
-        local += [sum(each.figures.get(name, 0.0) for each in sums) for name in names]
+        names = sorted({name for loss in sums for name in loss.figures})
+        local = [sum(float(loss.total.detach()) for loss in sums), sum(loss.weight for loss in sums)]
+        local += [sum(loss.figures.get(name, 0.0) for loss in sums) for name in names]
         total, weight, *figures = _over_ranks(torch.tensor(local, dtype=torch.float64), dist.ReduceOp.SUM).tolist()
         if weight <= 0:
             raise UsageError("the losses of a step have no weight: they are over no rows or tokens")

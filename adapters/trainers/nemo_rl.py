@@ -122,7 +122,8 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
             Ids, tags and lengths of the samples.
 
         Raises:
-            DeadlineExceeded: too few samples in time (a ``TimeoutError``, whose text says what is missing). None was
+            DeadlineExceeded: too few samples in time (a ``TimeoutError``, whose text names the missing samples). None
+            was
                 claimed.
             NemoRlMissing: a partition or task that was not registered.
             UsageError: other fields than in the task's earlier claims, or a `batch_size` below 1.
@@ -137,7 +138,7 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
         wait_s, least = (max(0.0, timeout_s), batch_size) if blocking else (0.0, 1)
         try:
             with table.lease(task, rows=batch_size, at_least=least, timeout_s=wait_s, fields=()) as batch:
-                keys, tags = list(batch.keys), [given_tags(each) for each in batch.tags]
+                keys, tags = list(batch.keys), [given_tags(stored) for stored in batch.tags]
         except DeadlineExceeded:
             if blocking:
                 raise
@@ -183,7 +184,7 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
         table = self._partition(partition_id)
         stats = table.stats()
         claims = [stats.tasks.get(_claims(task)) for task in task_names]
-        return stats.rows_resident > 0 and all(each is not None and not _before(each) for each in claims)
+        return stats.rows_resident > 0 and all(claim is not None and not _before(claim) for claim in claims)
 
     # ------------------------------------------------------------ by key
 
@@ -217,7 +218,7 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
             task_name=None,
             sample_ids=list(sample_ids),
             fields=names,
-            tags=None if tags is None else [dict(each) for each in tags],
+            tags=None if tags is None else [dict(sample_tags) for sample_tags in tags],
         )
 
     def get_samples(self, sample_ids: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
@@ -363,9 +364,9 @@ def _before(task: TaskStats) -> int:
 
 
 def _lengths(tags: Sequence[Mapping[str, Any]]) -> list[int] | None:
-    if not any(LENGTH_TAG in each for each in tags):
+    if not any(LENGTH_TAG in sample_tags for sample_tags in tags):
         return None
-    return [int(each.get(LENGTH_TAG, 0)) for each in tags]
+    return [int(sample_tags.get(LENGTH_TAG, 0)) for sample_tags in tags]
 
 
 def _check_put(

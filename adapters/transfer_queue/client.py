@@ -30,7 +30,7 @@ class TransferQueueClient:
     """A process's access to the partitions. Every method may be called from any thread, and has an ``async_`` twin for
     any event loop.
 
-    ask: calls a method of the controller by name. rows_max: bound of a partition that this client creates.
+    `ask` calls a method of the controller by name. `rows_max` bounds a partition that this client creates.
     """
 
     def __init__(self, queue: tq.Queue, ask: Callable[..., Any], rows_max: int, client_id: str = "") -> None:
@@ -154,9 +154,8 @@ class TransferQueueClient:
     # ------------------------------------------------------------ by key
 
     def kv_retrieve_meta(self, keys: list[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
-        """Return metadata of samples by key. create: create missing samples, without data.
-
-        Without `create`, missing keys are `ValueError`.
+        """Return metadata of samples by key. With `create`, missing samples are created, without data. Without it,
+        missing keys are `ValueError`.
         """
         keys = _keys(keys)
         if create:
@@ -203,10 +202,10 @@ class TransferQueueClient:
         put = self._partitions.put_keyed(partition_id, keys, fields, tags)
         if put is None:  # all were new
             names = [] if fields is None else [str(name) for name in fields.keys()]  # noqa: SIM118
-            return names, [dict(each) for each in tags or [{}] * len(keys)]
+            return names, [dict(sample_tags) for sample_tags in tags or [{}] * len(keys)]
         table, rows = put
         with table.read(rows, values=False) as read:
-            return list(read.fields), [given_tags(each) for each in read.tags]
+            return list(read.fields), [given_tags(sample_tags) for sample_tags in read.tags]
 
     def kv_update(self, keys: list[str], partition_id: str, fields: TensorDict, merge_fn: MergeFunction) -> list[str]:
         """Set fields of samples by key to ``merge_fn(old, new)``, in one commit. Return all fields that they have."""

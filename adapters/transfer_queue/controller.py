@@ -54,7 +54,7 @@ _OF_A_VIEW: Final = frozenset({SequentialSampler, GRPOGroupNSampler, RankAwareSa
 
 @dataclass
 class PartitionSnapshot:
-    """A partition at one moment, for inspection. production_status: ``[index + 1, fields]``."""
+    """A partition at one moment, for inspection. `production_status` is ``[index + 1, fields]``."""
 
     partition_id: str
     global_indexes: set[int]
@@ -174,7 +174,7 @@ class Partition:
         return self._tags_and_shapes(global_indices, ())[0]
 
     def describe(self, rows: Sequence[int], fields: Sequence[str], ready: IndexSet | None) -> BatchMeta:
-        """Return metadata of samples. ready: those with all fields (None: all of them)."""
+        """Return metadata of samples. `ready`: those with all fields (None: all of them)."""
         schema = self.table.fields
         if not all(name in schema for name in fields):  # others have added some since
             self._partitions.find(self.partition_id)
@@ -209,7 +209,7 @@ class Partition:
             return {}, {}
         once = list(dict.fromkeys(rows))  # a sampler may choose a sample several times
         with self.table.read(indexes_of(once), fields=fields) as read:
-            tags = {row: given_tags(each) if each else each for row, each in zip(once, read.tags, strict=True)}
+            tags = {row: given_tags(stored) if stored else stored for row, stored in zip(once, read.tags, strict=True)}
             return tags, {name: dict(zip(once, shapes_of(read, name), strict=True)) for name in fields}
 
 
@@ -423,7 +423,7 @@ class Controller:
                 return None
             partition = self._partition(partition_id)
             with partition.table.read(fields=()) as rows:
-                every, keys, tags = rows.rows.tolist(), rows.keys, [given_tags(each) for each in rows.tags]
+                every, keys, tags = rows.rows.tolist(), rows.keys, [given_tags(stored) for stored in rows.tags]
             names = list(partition.table.fields)
             status = torch.zeros((max(every, default=-1) + 1, len(names)), dtype=torch.int8)
             for column, name in enumerate(names):

@@ -35,7 +35,7 @@ CONFIG: Final = Path(__file__).with_name("config.yaml")
 
 
 class DropInServer:
-    """The queue's server and the controller, in one process. direct: clients in other processes may ask over a
+    """The queue's server and the controller, in one process. With `direct`, clients in other processes may ask over a
     socket."""
 
     def __init__(self, config: Mapping[str, Any], *, direct: bool = False) -> None:
@@ -83,7 +83,7 @@ class DropInServer:
 
 
 class DropInConnection:
-    """A process's connection to the deployment. end: ends the deployment, in the process that started it."""
+    """A process's connection to the deployment. `end` ends the deployment, in the process that started it."""
 
     def __init__(self, ask: Callable[..., Any], end: Callable[[], object] | None) -> None:
         address, self.config, name = ask("hello")

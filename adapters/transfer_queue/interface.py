@@ -22,7 +22,7 @@ Tags = dict[str, Any]
 def init(conf: Any = None) -> Any:
     """Start the service, or attach this process to a running one (`conf` is then ignored).
 
-    conf: an ``OmegaConf`` or a dict, merged over ``config.yaml``. Returns the merged configuration.
+    `conf` is an ``OmegaConf`` or a dict, merged over ``config.yaml``. Returns the merged configuration.
     """
     from omegaconf import OmegaConf
 
@@ -116,7 +116,7 @@ def kv_batch_update(
     """Set each of these fields of samples by key to ``merge_fn(old, new)``, in one commit. The result names all fields
     that they have.
 
-    merge_fn: gets one sample's old value and the new one, and returns the value to be stored: a tensor of the same
+    `merge_fn` gets one sample's old value and the new one, and returns the value to be stored: a tensor of the same
     dtype, or for other fields a plain value. It runs in this process, again if another writer changed one of the values
     meanwhile, so it should depend on its arguments alone. Its exceptions pass through.
 
@@ -165,8 +165,8 @@ def save_checkpoint(
     """Write all partitions and the consumption state to a directory on this process's machine; replaces an earlier
     checkpoint.
 
-    metadata: JSON, kept as ``user_metadata`` of ``metadata.json``. include_storage: ignored, as documented for storage
-    in memory. Blocks until the files are on the disk; the directory is complete or absent. Raises `UsageError` if
+    `metadata` is JSON, kept as ``user_metadata`` of ``metadata.json``. `include_storage` is ignored, as documented for
+    storage in memory. Blocks until the files are on disk; the directory is complete or absent. Raises `UsageError` if
     `checkpoint_dir` is something else, or if the metadata or a sampler's memory is not JSON.
     """
     client = get_client()

@@ -129,7 +129,7 @@ def decode_meta(plain: list[Any]) -> BatchMeta:
         return BatchMeta(
             global_indexes=rows,
             partition_ids=[partitions] * len(rows) if isinstance(partitions, str) else partitions,
-            field_schema={name: _decode_schema(each) for name, each in schema.items()},
+            field_schema={name: _decode_schema(stored) for name, stored in schema.items()},
             production_status=np.frombuffer(status, np.int8).copy(),
             extra_info=extra,
             custom_meta=tags,
@@ -164,7 +164,7 @@ def _decode_schema(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 class QuestionServer:
-    """Answers questions, each connection in a thread of its own. answer: calls a method of the controller by name."""
+    """Answers questions, each connection in its own thread. `answer` calls a method of the controller by name."""
 
     def __init__(self, answer: Callable[..., Any]) -> None:
         self.name = f"transferqueue-{os.getpid()}-{secrets.token_hex(16)}"
@@ -190,9 +190,9 @@ class QuestionServer:
 
     def close(self) -> None:
         """End all connections."""
-        for each in (self._listening, *self._connected):
+        for connection in (self._listening, *self._connected):
             with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
         self._listening.close()
 
     def _accept(self) -> None:
@@ -266,8 +266,8 @@ class QuestionServer:
 
 
 class LocalControllerSocket:
-    """Asks the controller: `NAMES` directly, everything else over `ask`. Callable from any thread; a thread that asks
-    has a connection of its own meanwhile. name: of the server's socket; "": there is none."""
+    """Asks the controller: `NAMES` directly, everything else over `ask`. Callable from any thread; each asking thread
+    has its own connection. `name`: of the server's socket; "": none."""
 
     def __init__(self, name: str, ask: Callable[..., Any]) -> None:
         self._name, self._over_ray = name, ask

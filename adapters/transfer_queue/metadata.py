@@ -27,8 +27,8 @@ NOT_READY = 0
 class BatchMeta:
     """Metadata of a batch of samples, by column: every list is aligned with `global_indexes`.
 
-    field_schema: by field ``{dtype, shape, is_nested, is_non_tensor, per_sample_shapes}``. production_status: int8
-    ``[samples]``, 1 if the sample has all fields.
+    `field_schema` has by field ``{dtype, shape, is_nested, is_non_tensor, per_sample_shapes}``. `production_status` is
+    int8 ``[samples]``, 1 if the sample has all fields.
     """
 
     __slots__ = (
@@ -177,7 +177,7 @@ class BatchMeta:
     # ------------------------------------------------------------ fields and samples
 
     def add_fields(self, tensor_dict: TensorDict, set_all_ready: bool = True) -> BatchMeta:
-        """Add the fields of a TensorDict to all samples, in place. set_all_ready: mark the samples as ready."""
+        """Add the fields of a TensorDict to all samples, in place. With `set_all_ready`, mark the samples as ready."""
         for name, value in tensor_dict.items():
             self.field_schema[str(name)] = schema_of(value)
         if set_all_ready:
@@ -316,7 +316,7 @@ class KVBatchMeta:
         if self.fields is not None and len(set(self.fields)) != len(self.fields):
             raise ValueError("Got duplicated fields")
         self.keys = list(self.keys)
-        self.tags = [copy.deepcopy(each) if each else {} for each in self.tags]  # mostly there are none
+        self.tags = [copy.deepcopy(tags) if tags else {} for tags in self.tags]  # mostly there are none
         self.fields = None if self.fields is None else list(self.fields)
         self.extra_info = copy.deepcopy(self.extra_info) or {}
 
@@ -417,10 +417,10 @@ def _status(status: Status | None, size: int) -> Status:
 def _cut(size: int, chunks: int) -> Iterator[range]:
     if chunks < 1:
         raise ValueError(f"chunk into {chunks}: give at least 1")
-    each, larger = divmod(size, chunks)
+    chunk, larger = divmod(size, chunks)
     start = 0
     for number in range(chunks):
-        end = start + each + (number < larger)
+        end = start + chunk + (number < larger)
         yield range(start, end)
         start = end
 

@@ -65,8 +65,8 @@ def _gauge(name: str, help: str, samples: Sequence[Sample]) -> Family:  # noqa: 
 
 
 class Metrics:
-    """An endpoint that answers with the current statistics of `queue`. port: 0 for a free one. consumed: called at each
-    scrape.
+    """An endpoint that answers with the current statistics of `queue`. `port` 0 is a free one. `consumed` is called at
+    each scrape.
 
     Raises `UsageError` for an invalid port, or one that is in use.
     """

@@ -35,7 +35,7 @@ class ControllerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CheckpointMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``metadata.json``: records of the other files, and the user's metadata. timestamp: seconds since 1970."""
+    """``metadata.json``: records of the other files, and the user's metadata. `timestamp`: seconds since 1970."""
 
     storage_saved: bool
     user_metadata: dict[str, Any]

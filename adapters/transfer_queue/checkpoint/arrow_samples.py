@@ -62,7 +62,8 @@ class SampleFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SampleReader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A partition of the manifest. end: one more than the last index ever assigned. fields: name, dtype, shape."""
+    """A partition of the manifest. `end` is one more than the last index ever assigned. `fields`: name, dtype,
+    shape."""
 
     partition_id: str
     end: int
@@ -87,7 +88,7 @@ def save(queue: tq.Queue, have: Have, parent: Path) -> checksummed_json.FileReco
     """Write all partitions to ``parent/storage`` and return the record of the manifest. Each sample is as it was at one
     moment of the save.
 
-    have: returns the samples of a partition that have a field.
+    `have` returns the samples of a partition that have a field.
     """
     with checksummed_json.directory(parent / FOLDER, MANIFEST) as path:
         names = [name for table in queue.tables() if (name := partition_of(table)) is not None]
@@ -300,7 +301,7 @@ def _column(field: Field, array: pa.Array) -> Any:
     """Convert what `Column.arrow` returned into a column for `Table.update`."""
     if field.blob:
         values = array.to_pylist()
-        return [decode(each, f"field {field.name!r}") for each in values] if field.dtype == "value" else values
+        return [decode(value, f"field {field.name!r}") for value in values] if field.dtype == "value" else values
     column = columns_from_arrow(field, array)
     memory = np.empty(column.nbytes, np.uint8)
     column.source.write(memory)

@@ -98,8 +98,8 @@ def directory(path: Path, mark: str) -> Iterator[Path]:
     """Yield a temporary directory, which is renamed to `path` when the block ends without an error, and removed
     otherwise.
 
-    mark: a file that every directory of this kind has. An existing one at `path` is replaced; anything else at `path`
-    is `UsageError`.
+    `mark` is a file that every directory of this kind has. An existing one at `path` is replaced; anything else at
+    `path` is `UsageError`.
     """
     if path.exists() and not (path / mark).is_file() and not (path.is_dir() and not any(path.iterdir())):
         raise UsageError(

@@ -58,9 +58,9 @@ def default_fetch_batch_fn(
 class StreamingDataset(IterableDataset[Item]):
     """Yields micro-batches of a partition for one data-parallel rank, as ``(TensorDict, BatchMeta)``.
 
-    All datasets with the same `dp_rank` yield the same batches, if the sampler is rank-aware.
-    should_check_consumption_status: end when the task has consumed all samples of the partition; otherwise iteration
-    never ends.
+    All datasets with the same `dp_rank` yield the same batches, if the sampler is rank-aware. With
+    `should_check_consumption_status`, iteration ends when the task has consumed all samples of the partition; otherwise
+    it never ends.
     """
 
     def __init__(

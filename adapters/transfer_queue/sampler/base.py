@@ -21,7 +21,7 @@ class BaseSampler(ABC):
     ) -> tuple[list[int], list[int]]:
         """Return the chosen indexes and the consumed ones; both empty if there are too few samples.
 
-        ready_indexes: all samples that are ready and not consumed, ascending; a list that may be changed.
+        `ready_indexes` are all samples that are ready and not consumed, ascending; a list that may be changed.
         """
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[list[int], list[int]]:

@@ -102,8 +102,8 @@ def karmarkar_karp(seqlens: Sequence[int], k_partitions: int, equal_size: bool) 
 
 
 def get_seqlen_balanced_partitions(seqlens: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """Return item numbers in `k_partitions` sets of about equal sums, each ascending. equal_size: the same number of
-    items in each.
+    """Return item numbers in `k_partitions` sets of about equal sums, each ascending. With `equal_size`, each has the
+    same number of items.
 
     Raises ``AssertionError`` (as documented) when there are fewer items than sets, or the number does not divide.
     """

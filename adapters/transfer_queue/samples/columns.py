@@ -56,7 +56,7 @@ def without_rules(field: Field) -> Field:
 
 
 def tensordict_of(rows: Any, names: Sequence[str], samples: int | None = None) -> TensorDict:
-    """Convert columns of `transferqueue.Rows`, or columns by name, to a TensorDict ``[samples]``. samples: their
+    """Convert columns of `transferqueue.Rows`, or columns by name, to a TensorDict ``[samples]``. `samples` is their
     number, if not ``len(rows)``.
 
     Scalars are dense, other tensors jagged (strided if more than the first dimension varies), the rest is non-tensor
@@ -110,7 +110,7 @@ def stacked(values: Any) -> Any:
     """Make a column of a TensorDict from one value for each sample, or from a tensor of all."""
     if isinstance(values, Tensor):
         return values
-    if all(isinstance(each, Tensor) for each in values):
+    if all(isinstance(value, Tensor) for value in values):
         return torch.nested.as_nested_tensor(list(values))
     return NonTensorStack(*values)
 
@@ -123,8 +123,8 @@ def values_of(column: Any) -> list[Any]:
 def schema_of_field(field: Field, shapes: Sequence[Shape | None] = ()) -> dict[str, Any]:
     """Return a field as an entry of ``BatchMeta.field_schema``.
 
-    shapes: of the samples that the metadata describes, None for one without the field; not needed for a field of one
-    shape. Samples of one shape are not nested, although a read returns them jagged: so the original says it.
+    `shapes` are of the samples that the metadata describes, None for one without the field; not needed for a field of
+    one shape. Samples of one shape are not nested, although a read returns them jagged: so the original says it.
     """
     if field.blob:
         return {"dtype": None, "shape": (), "is_nested": False, "is_non_tensor": True}
@@ -143,9 +143,9 @@ def shapes_of(rows: Any, name: str) -> list[Shape]:
 def _column(name: str, value: Any, known: Field | None) -> tuple[Field, Any]:
     if not isinstance(value, Tensor):
         values = _each(value)
-        if not values or not all(isinstance(each, np.ndarray) and each.dtype.kind in "biufc" for each in values):
-            return known or _field(name, "value"), PlainValues([plain_value(each) for each in values])
-        value = torch.nested.as_nested_tensor([torch.as_tensor(np.ascontiguousarray(each)) for each in values])
+        if not values or not all(isinstance(item, np.ndarray) and item.dtype.kind in "biufc" for item in values):
+            return known or _field(name, "value"), PlainValues([plain_value(item) for item in values])
+        value = torch.nested.as_nested_tensor([torch.as_tensor(np.ascontiguousarray(item)) for item in values])
     if value.is_nested:
         return _nested(name, value, known)
     if value.ndim == 1:
@@ -190,5 +190,5 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
-        return {str(key): plain_value(each) for key, each in value.items()}
-    return [plain_value(each) for each in value] if isinstance(value, list | tuple) else value
+        return {str(key): plain_value(item) for key, item in value.items()}
+    return [plain_value(item) for item in value] if isinstance(value, list | tuple) else value

@@ -53,8 +53,8 @@ def indexes_of(rows: Sequence[int] | Rows) -> Rows:
 class Partitions:
     """The partitions of a deployment. Every method may be called from any thread.
 
-    rows_max: bound of samples of a partition that is created here. renew: drops the table of a partition if it has no
-    samples and still has the given fields, by their types.
+    `rows_max` bounds the samples of a partition that is created here. `renew` drops the table of a partition if it has
+    no samples and still has the given fields, by their types.
     """
 
     def __init__(self, queue: tq.Queue, rows_max: int, renew: Renew | None = None) -> None:
@@ -234,7 +234,7 @@ def _put_keyed(
 
 
 def _put(table: tq.Table, columns: Columns, keys: Sequence[str] | None, tags: Tags | None) -> Rows:
-    facts: dict[str, Any] = {"tags": [stored_tags(each) for each in tags]} if tags else {}
+    facts: dict[str, Any] = {"tags": [stored_tags(sample_tags) for sample_tags in tags]} if tags else {}
     if keys is not None:
         facts["key"] = list(keys)
     return put_at_once(table, columns, **facts)

@@ -41,10 +41,11 @@ waited for."""
 class ReadySamples:
     """Samples that have a set of fields.
 
-    rows: those that are known. bound: all ready samples up to this index are known; None: all are. changes: counts
-    additions.
-
-    times_ready: says how often samples became ready to a task of a table, see `EmbeddedServer`; None: unknown.
+    Args:
+        rows: the known samples.
+        bound: all ready samples up to this index are known; None: all are.
+        changes: counts additions.
+        times_ready: returns how often samples became ready to a task of a table, see `EmbeddedServer`; None: unknown.
 
     One thread at a time leases from the table. Only it has its leased samples, until it adds them under `guard` and
     notifies the waiters: samples are not deleted meanwhile.

@@ -171,7 +171,7 @@ def test_counts_beyond_every_bound_are_refused_before_any_work(bench: Pulled) ->
         {"ranges": [b.ByteRange(1 << 63, 1)]},
     ):
         bench.say(msgspec.structs.replace(head, **changed))
-        with pytest.raises(BY_NAME["ProtocolError"], match="is not one"):
+        with pytest.raises(BY_NAME["ProtocolError"], match="are not a bulk message"):
             raise refused(bench)
     bench.say(head, [b"content"])
     with pytest.raises(BY_NAME["ProtocolError"], match="has no content, but this one has 7 bytes"):

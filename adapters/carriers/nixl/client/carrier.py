@@ -18,8 +18,7 @@ from transferqueue.transport.bulk import protocol as b
 
 
 class OneSidedCarrier:
-    """To and from one shard. received: memory that reads write; sent: memory that the shard may read. Safe from any
-    thread."""
+    """The carrier of one shard. Reads write into `received`; the shard may read `sent`. Safe from any thread."""
 
     def __init__(
         self, received: OneSidedMemory, sent: OneSidedMemory, clock: Callable[[], float] = time.monotonic
@@ -59,8 +58,8 @@ class OneSidedCarrier:
 
 
 class OneSidedSession:
-    """Memory that the shards of one session share: one kind that reads write, one that shards read. make: makes either.
-    check: called once before; `UsageError` if this machine cannot."""
+    """Memory that the shards of one session share, of two kinds: reads write into one, shards read the other. `make`
+    makes either. `check` is called once before; `UsageError` if this machine cannot."""
 
     def __init__(self, make: Callable[[], OneSidedMemory], check: Callable[[], object]) -> None:
         self._make, self._check = make, check

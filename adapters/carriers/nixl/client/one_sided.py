@@ -228,9 +228,9 @@ class ShardReader:
     def read(
         self, frame: RangesFrame, ranges: Sequence[CopiedRange], buffers: Sequence[U8], check: Callable[[float], None]
     ) -> None:
-        """Read the ranges that `frame` names. Blocks. check: called often with the seconds since the read began; an
-        exception from it ends the read. buffers: the memory that is written, not to be reused if this raises.
-        `Unreachable` if the shard is lost."""
+        """Read the ranges that `frame` names. Blocks. `check` is called often with the seconds since the read began; an
+        exception from it ends the read. `buffers` is the written memory, not to be reused if this raises. `Unreachable`
+        if the shard is lost."""
         began = self._clock()
         while not self._turn.acquire(timeout=POLL_S):
             check(self._clock() - began)
@@ -239,7 +239,7 @@ class ShardReader:
                 self._loaded, self._loaded_by = _NOTHING, self.memory.agent
             self._load(frame)
             self._read(ranges, buffers, check)
-            self.bytes_read += sum(each.nbytes for each in ranges)
+            self.bytes_read += sum(place.nbytes for place in ranges)
         finally:
             self._turn.release()
 

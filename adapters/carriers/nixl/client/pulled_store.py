@@ -37,7 +37,7 @@ _NONE_TOLD: Final = (0, (0, 0))
 
 
 class ShardWriter:
-    """Lets one shard read the values put there. memory: registered, for those values. Safe from any thread."""
+    """Lets one shard read values in registered `memory`. Safe from any thread."""
 
     def __init__(self, memory: OneSidedMemory, clock: Callable[[], float] = time.monotonic) -> None:
         self.memory: Final = memory

@@ -19,7 +19,7 @@ from transferqueue.transport.bulk import protocol as b
 
 
 class RangedFetch(FetchTransfer):
-    """Reads columns of rows from one shard one-sided. reader: of that shard's memory. check: see `ShardReader.read`."""
+    """Reads columns of rows from one shard one-sided, through `reader`. `check` is as in `ShardReader.read`."""
 
     def __init__(
         self, number: int, asked: RequestedColumns, reader: ShardReader, check: Callable[[float], None]

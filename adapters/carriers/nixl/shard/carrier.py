@@ -18,7 +18,7 @@ from transferqueue.transport.bulk import protocol as b
 
 
 class OneSidedShard:
-    """registered: the arena, which clients read. clients: their memory, which this reads."""
+    """The shard's part of the carrier. Clients read `registered`, the arena; this reads the memory of `clients`."""
 
     def __init__(self, registered: RegisteredArena, clients: ClientMemory) -> None:
         self.registered: Final = registered

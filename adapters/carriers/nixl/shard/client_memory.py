@@ -75,8 +75,8 @@ class ClientRead:
 
 
 class ClientMemory:
-    """The memory of this shard's clients, as far as it is registered. open_agent: opens an agent of this object alone;
-    called at once, and for each agent after it."""
+    """The memory of this shard's clients, as far as it is registered. `open_agent` opens an agent for this object
+    alone, at once and after each agent that ends."""
 
     def __init__(self, open_agent: Callable[[], MemoryAgent]) -> None:
         self._open: Final = open_agent
@@ -125,7 +125,7 @@ class ClientMemory:
             return True
         if not metadata:
             raise Unreachable("the shard has forgotten the metadata of the client's memory; send it again")
-        known_of = self._loaded | {at: told for at, (told, _) in self._metadata.items()}
+        known_of = self._loaded | {at: known for at, (known, _) in self._metadata.items()}
         if any(other.agent == version.agent for at, other in known_of.items() if at != session):
             raise UsageError(
                 f"session {session} names memory of agent {version.agent!r}, which is another session's; name memory "
@@ -300,11 +300,11 @@ class ClientMemory:
 def _copied(ranges: Sequence[b.ByteRange], into: int) -> list[CopiedRange]:
     """The ranges as one read copies them, one behind the other; those that follow each other at the client are one."""
     copied: list[CopiedRange] = []
-    for each in ranges:
+    for place in ranges:
         last = copied[-1] if copied else None
-        if last is not None and last.remote + last.nbytes == each.address:
-            copied[-1] = last._replace(nbytes=last.nbytes + each.nbytes)
+        if last is not None and last.remote + last.nbytes == place.address:
+            copied[-1] = last._replace(nbytes=last.nbytes + place.nbytes)
         else:
-            copied.append(CopiedRange(into, each.address, each.nbytes))
-        into += each.nbytes
+            copied.append(CopiedRange(into, place.address, place.nbytes))
+        into += place.nbytes
     return copied

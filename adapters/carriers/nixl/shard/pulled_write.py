@@ -28,7 +28,7 @@ PULLS_AHEAD: Final = 2
 
 
 class PulledWrite(SteppedWrite):
-    """Reads ranges of a client's memory into an extent. clients: the memory of this shard's clients."""
+    """Reads ranges of a client's memory into an extent. `clients`: the memory of this shard's clients."""
 
     def __init__(
         self,
@@ -57,12 +57,13 @@ class PulledWrite(SteppedWrite):
         self._window.take(number)
         if len(self._frame_ends) >= BULK_WINDOW_FRAMES:
             raise ProtocolError(f"{len(self._frame_ends)} frames of ranges were named ahead, and that is the most")
-        for each in ranges:
-            _check_range(each)
-        self._named += sum(each.nbytes for each in ranges)
+        for place in ranges:
+            _check_range(place)
+        self._named += sum(place.nbytes for place in ranges)
         if self._named > self._range.nbytes:
             raise Corruption(
-                f"a bulk write of {self._range.nbytes} bytes names {self._named - self._range.nbytes} more than it said"
+                f"a bulk write of {self._range.nbytes} bytes names {self._named - self._range.nbytes} more than it "
+                "announced"
             )
         self._waiting += ranges
         self._frame_ends.append(self._named)
@@ -92,7 +93,7 @@ class PulledWrite(SteppedWrite):
             self._clients.end(pull)
         self._begin(now)
         self._look(now)
-        return sum(each.nbytes for each in pull.ranges)
+        return sum(place.nbytes for place in pull.ranges)
 
     def acknowledge(self) -> b.FlowAck | None:
         """The acknowledgement of the frames whose last byte is stored, if it is due."""
@@ -126,28 +127,28 @@ class PulledWrite(SteppedWrite):
     def _next(self) -> list[b.ByteRange]:
         """The ranges of the next read."""
         ranges, room = [], PULL_BYTES
-        for each in self._waiting:
-            if each.nbytes > room:
+        for place in self._waiting:
+            if place.nbytes > room:
                 break
-            ranges.append(each)
-            room -= each.nbytes
+            ranges.append(place)
+            room -= place.nbytes
         return ranges
 
     def _store(self, pull: ClientRead) -> None:
         """Compare each range, and copy it into the extent."""
         start = 0
-        for each in pull.ranges:
-            piece = pull.buffer[start : start + each.nbytes].data
-            if b.digest((piece,)) != each.digest:
+        for place in pull.ranges:
+            piece = pull.buffer[start : start + place.nbytes].data
+            if b.digest((piece,)) != place.digest:
                 raise Corruption(
-                    f"{each.nbytes} bytes that the shard read from its client's memory do not match their checksum: "
+                    f"{place.nbytes} bytes that the shard read from its client's memory do not match their checksum: "
                     "they changed there, or on the way"
                 )
             rest = piece
             while len(rest):
                 rest = rest[self.fill(b.reader_of(rest)) :]
-            self._commit(each.nbytes, each.digest)
-            start += each.nbytes
+            self._commit(place.nbytes, place.digest)
+            start += place.nbytes
 
     def _look(self, now: float) -> None:
         self.is_busy = bool(self._waiting or self._pulls)

@@ -38,7 +38,7 @@ _RANGES_NAMED_MAX: Final = b.RANGES_MAX - FRAME_BYTES // PAGE_BYTES
 
 
 class RangedRead(ReadTransfer):
-    """Names the ranges of the columns that a client asked for. registered: the arena, as the client reaches it."""
+    """Names the ranges of the columns that a client asked for. `registered`: the arena, as the client reaches it."""
 
     def __init__(
         self,
@@ -103,8 +103,8 @@ class RangedRead(ReadTransfer):
     def _head(self, number: int, content: FrameContent) -> b.ToClient:
         version = self._registered.version
         metadata = b""
-        self.named_bytes = sum(each.nbytes for each in content.ranges if each.address)
-        if version != self._loaded and any(each.address for each in content.ranges):
+        self.named_bytes = sum(place.nbytes for place in content.ranges if place.address)
+        if version != self._loaded and any(place.address for place in content.ranges):
             metadata, self._loaded = self._registered.metadata(), version
         return b.RangesFrame(
             self.number,
@@ -127,7 +127,7 @@ def _weighed(parts: Iterator[ReadPart], staged: StagedRead) -> Iterator[ReadPart
 
 
 class _StagedRun:
-    """Consecutive staged bytes of one part, the range at this place of its frame. memory: of all of them."""
+    """Consecutive staged bytes of one part, the range at this place of its frame. `memory` has all of them."""
 
     __slots__ = ("memory", "part", "place")
 
@@ -140,7 +140,7 @@ class _StagedRun:
 
 
 class _RangesBuilder:
-    """A frame of ranges that is being filled. named: bytes of ranges. left: room for content."""
+    """A frame of ranges that is being filled. `named`: bytes of ranges. `left`: room for content."""
 
     __slots__ = (
         "_digests",
@@ -205,7 +205,7 @@ class _RangesBuilder:
         return at > 0
 
     def _name_staged(self, part: ReadPart, memory: U8, run: _StagedRun | None) -> None:
-        """Name staged bytes. run: of those that they may follow."""
+        """Name staged bytes. They may follow those of `run`."""
         if run is not None and run.end == memory_address(memory):
             run.memory.append(memory)
         else:

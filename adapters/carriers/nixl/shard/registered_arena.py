@@ -1,6 +1,6 @@
 """The parts of an arena that its shard has registered for one-sided reads.
 
-Rules (docs/decisions/one-sided.md):
+See docs/decisions/one-sided.md.
 
 1. Memory is registered when a read first names it, in slices of at most `ARENA_STEP_BYTES`, and only where the arena
    has pages: registering pins pages, and would fault in those that are missing. So a sparse arena stays sparse.
@@ -49,7 +49,7 @@ class RegionUse:
 
 
 class _Region:
-    """Registered bytes [start, end) of the arena. uses: of transfers under way."""
+    """Registered bytes [start, end) of the arena. `uses` counts transfers under way."""
 
     __slots__ = ("end", "registration", "start", "uses")
 
@@ -105,7 +105,7 @@ class RegisteredArena:
         start, end = address - self._base, address - self._base + nbytes
         if start < 0 or end > self._arena.capacity:
             return []
-        found = []
+        pieces = []
         with self._arena.guard:
             while start < end:
                 region = self._at(start) or self._register(start)
@@ -114,9 +114,9 @@ class RegisteredArena:
                 region.uses.add(use)
                 use.regions.add(region)
                 stop = min(end, region.end)
-                found.append((self._base + start, stop - start))
+                pieces.append((self._base + start, stop - start))
                 start = stop
-        return found
+        return pieces
 
     def end(self, use: RegionUse) -> None:
         """A transfer has ended. A second call does nothing."""

@@ -47,7 +47,7 @@ arena."""
 
 
 class StagingPool:
-    """The slots of one shard. register: lets peers read this memory. Used by the thread of the bulk endpoint."""
+    """The slots of one shard. `register` lets peers read this memory. Used by the thread of the bulk endpoint."""
 
     def __init__(self, register: Callable[[U8], object]) -> None:
         self._register: Final = register
@@ -82,7 +82,7 @@ class StagingPool:
 
 
 class StagedRead:
-    """The staged rows of one read. room: memory for gathered rows that are not staged."""
+    """The staged rows of one read. `room` gives memory for gathered rows that are not staged."""
 
     def __init__(self, pool: StagingPool, room: Room) -> None:
         self.is_worth_it = False
@@ -101,22 +101,22 @@ class StagedRead:
 
     def room(self, nbytes: int) -> U8:
         """Memory for so many bytes that are gathered: staged if `place` is called with it next."""
-        found = self._reserve(nbytes) if self.is_worth_it and nbytes >= STAGED_BYTES_MIN else None
-        return self._room(nbytes) if found is None else found
+        reserved = self._reserve(nbytes) if self.is_worth_it and nbytes >= STAGED_BYTES_MIN else None
+        return self._room(nbytes) if reserved is None else reserved
 
     def place(self, piece: U8, *, follows: bool) -> U8 | None:
-        """Where this piece is staged; None: nowhere. Copies it unless it was gathered there. follows: staged bytes
-        stand right before it."""
+        """The staged place of this piece; None: it is not staged. Copies it unless it was gathered there. `follows`:
+        staged bytes lie right before it."""
         if self._slots and len(piece) <= self._used:
             last = self._slots[-1][self._used - len(piece) : self._used]
             if memory_address(last) == memory_address(piece):
                 return last
         if not self.is_worth_it or not (follows or len(piece) >= RANGE_BYTES_MIN):
             return None
-        found = self._reserve(len(piece))
-        if found is not None:
-            found[:] = piece
-        return found
+        reserved = self._reserve(len(piece))
+        if reserved is not None:
+            reserved[:] = piece
+        return reserved
 
     def end_frame(self) -> None:
         """The next bytes belong to another frame."""
