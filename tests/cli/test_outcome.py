@@ -42,9 +42,11 @@ def outcome_of(error: BaseException) -> tuple[int, str]:
         (errors.OutOfMemory, 3),
         (errors.DeadlineExceeded, 4),
         (errors.InternalError, 5),
+        (errors.LedgerTorn, EXIT_TORN),
+        (MemoryError, EXIT_TORN),
     ],
 )
-def test_an_error_is_one_line_and_a_code(error: type[errors.TransferQueueError], code: int) -> None:
+def test_an_error_is_one_line_and_a_code(error: type[BaseException], code: int) -> None:
     assert outcome_of(error('table "x" is not here;\n it has a, b')) == (
         code,
         'error: table "x" is not here; it has a, b\n',

@@ -162,7 +162,7 @@ def test_a_deadline_says_who_is_missing_and_how_to_wait_longer() -> None:
             trainer.table("t").lease("train", rows=4, timeout_s=0.01)
         with pytest.raises(tq.DeadlineExceeded) as late:
             table.reserve(4, timeout_s=0.05)
-    assert 'nobody works on "train"; its last worker left 0 s ago (trainer-0, said goodbye); start it again' in str(
+    assert 'no worker of "train" is connected; the last left 0 s ago (trainer-0, said goodbye); start it again' in str(
         late.value
     )
     assert str(late.value).endswith("; timeout_s=None waits until the table ends")

@@ -254,8 +254,8 @@ def test_8_who_waits_for_what_a_dead_worker_gives_learns_that_no_worker_leases_i
         worker.process.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
         said = (
-            r'2 rows lack "rewards" \(given by "reward": 2 ready and not leased, and nobody works on "reward"; its '
-            r"last worker left "
+            r'2 rows lack "rewards" \(given by "reward": 2 ready and not leased, and no worker of "reward" is '
+            r"connected; the last left "
         )
         with pytest.raises(
             tq.DeadlineExceeded, match=said + r"\d s ago \(pid \d+, killed by SIGKILL\); start it again\)"

@@ -124,7 +124,7 @@ def test_a_task_that_nobody_ever_worked_on_says_so(bench, boss):
     assert told(boss) == TaskDiagnosis(
         task="reward",
         text=(
-            'task "reward" has 2 rows ready, and 0 rows leased; nobody has worked on "reward" since this server '
+            'task "reward" has 2 rows ready, and 0 rows leased; no worker of "reward" has connected since this server '
             "started 8 s ago; start it"
         ),
         stranded=False,
@@ -142,14 +142,14 @@ def test_who_waits_for_what_a_dead_worker_gives_is_told_of_it(bench, boss):
     waiting = boss.post(m.LeaseRequest("t", "train", rows=2, wait_s=60.0))
     bench.coordinator.peer_lost(worker.peer, bench.now)
     bench.pass_time(48)
-    text = 'nobody works on "reward"; its last worker left 48 s ago (reward-0, its connection ended); start it again'
+    text = 'no worker of "reward" is connected; the last left 48 s ago (reward-0, its connection ended); start it again'
     assert text in told(boss).text
     assert told(boss).died
     bench.pass_time(12)
     refused = boss.take(waiting)
     assert refused.error == "DeadlineExceeded"
     assert (
-        '2 rows lack "r" (given by "reward": 2 ready and not leased, and nobody works on "reward"; its last worker '
+        '2 rows lack "r" (given by "reward": 2 ready and not leased, and no worker of "reward" is connected; the last '
         "left 60 s ago (reward-0," in (refused.text)
     )
     stats = codec.decode_observed(boss.ask(m.Observe("stats", "t")), Stats).tables["t"].tasks
@@ -168,12 +168,14 @@ def test_a_worker_that_waits_or_has_just_asked_works_and_one_that_is_idle_is_nam
     bench.pass_time(2)
     assert told(boss).unattended_s is None, "it has just asked"
     bench.pass_time(5)
-    assert told(boss).text.endswith('nobody works on "reward": reward-0 is connected, and last asked for rows 7 s ago')
+    assert told(boss).text.endswith(
+        'no worker asks for "reward": reward-0 is connected, and last asked for rows 7 s ago'
+    )
     worker.ask(m.Goodbye())
     bench.pass_time(30)
     found = told(boss)
     assert found.text.endswith(
-        'nobody works on "reward"; its last worker left 30 s ago (reward-0, said goodbye); start it again'
+        'no worker of "reward" is connected; the last left 30 s ago (reward-0, said goodbye); start it again'
     )
     assert not found.died
 
@@ -193,7 +195,7 @@ def test_a_table_of_the_same_name_begins_without_workers(bench, boss):
     boss.create_table(tasks=[Task("reward", needs=["x"])])
     boss.ask(boss.put(1))
     bench.pass_time(1)
-    assert 'nobody has worked on "reward" since' in told(boss).text
+    assert 'no worker of "reward" has connected since' in told(boss).text
 
 
 def test_a_task_that_can_never_progress_says_so(bench, boss):

@@ -9,6 +9,7 @@ code  meaning
 3     the peer failed: nothing answered, the server is gone, memory cannot grow
 4     a wait ended by its deadline
 5     a defect of the queue itself
+71    `serve`: an operation was interrupted between its writes, or memory is exhausted; start it again
 74    `serve`: the disk of its state is full or gives errors; nothing is damaged; start it again
 130   interrupted (Ctrl-C) before it was done
 ====  ==========================================================================================
@@ -24,7 +25,7 @@ import typer
 from rich.text import Text
 
 from transferqueue.cli.screens.terminal import console
-from transferqueue.errors import DiskFailed, FlowSignal, PeerError, TransferQueueError, UsageError
+from transferqueue.errors import DiskFailed, FlowSignal, LedgerTorn, PeerError, TransferQueueError, UsageError
 from transferqueue.lazy import EXTRAS, install_line
 
 MEND: Final = 1
@@ -33,6 +34,7 @@ USAGE: Final = 2
 PEER: Final = 3
 FLOW: Final = 4
 DEFECT: Final = 5
+TORN: Final = 71
 DISK: Final = 74
 INTERRUPTED: Final = 130
 
@@ -53,6 +55,9 @@ def reported() -> Iterator[None]:
     except TransferQueueError as error:
         say_error(str(error))
         raise typer.Exit(exit_code(error)) from error
+    except (LedgerTorn, MemoryError) as error:
+        say_error(str(error) or "the memory of this process is exhausted")
+        raise typer.Exit(TORN) from error
     except ModuleNotFoundError as error:
         extra = EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:

@@ -104,17 +104,17 @@ def absence(sources: ReportSources, table: str, task: str, now: float) -> Absenc
     if asked is not None:
         number, at = asked
         text = (
-            f'nobody works on "{task}": {sources.sessions.label_of(number)} is connected, and last asked for rows '
+            f'no worker asks for "{task}": {sources.sessions.label_of(number)} is connected, and last asked for rows '
             f"{now - at:.0f} s ago"
         )
         return Absence(text, now - at) if now - at >= IDLE_S else None
     if gone is not None:
         left_s = now - gone.at
         last = f"left {left_s:.0f} s ago ({gone.label}, {gone.ending.text})"
-        text = f'nobody works on "{task}"; its last worker {last}; start it again'
+        text = f'no worker of "{task}" is connected; the last {last}; start it again'
         return Absence(text, left_s, died=not gone.ending.was_announced)
     up_s = now - sources.identity.started_at
-    return Absence(f'nobody has worked on "{task}" since this server started {up_s:.0f} s ago; start it', up_s)
+    return Absence(f'no worker of "{task}" has connected since this server started {up_s:.0f} s ago; start it', up_s)
 
 
 def holders(sources: ReportSources, now: float) -> str:
