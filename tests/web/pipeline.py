@@ -4,7 +4,7 @@ late."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
@@ -14,6 +14,8 @@ import transferqueue as tq
 
 WAIT_S: Final = 60.0
 GROUP: Final = 8
+TRAINER: Final = "trainer"
+ENGINE: Final = "engine-0"
 
 
 class Pipeline:
@@ -78,8 +80,8 @@ class Pipeline:
 
 
 @contextmanager
-def running(address: str) -> Iterator[Pipeline]:
-    """A pipeline for a while; then it is dropped, so that whoever waits is told."""
+def running(address: str, without: Collection[str] = ()) -> Iterator[Pipeline]:
+    """A pipeline for a while, without some stages. Then its table is dropped, which ends all waits."""
     pipeline = Pipeline(address)
 
     def stage(label: str, work: Callable[[tq.Queue], None]) -> threading.Thread:
@@ -92,9 +94,10 @@ def running(address: str) -> Iterator[Pipeline]:
     stages = [
         *(stage(f"rollout-{at}", pipeline.produce) for at in range(2)),
         stage("reward-0", pipeline.score),
-        stage("trainer", pipeline.train),
-        stage("engine-0", pipeline.generate),
+        stage(TRAINER, pipeline.train),
+        stage(ENGINE, pipeline.generate),
     ]
+    stages = [one for one in stages if one.name not in without]
     for one in stages:
         one.start()
     try:
