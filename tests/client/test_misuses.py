@@ -423,7 +423,7 @@ PUT: dict[str, Misuse] = {
     "above the limit, not waiting": (
         lambda w: w.table.put(text=["a"] * 7, timeout_s=0),
         tq.Full,
-        r"7 rows do not fit: 2 are resident.*nobody has worked on \"train\".*start it",
+        r"7 rows do not fit: 2 are resident.*no worker of \"train\" has connected.*start it",
     ),
     "above the limit, waiting": (
         lambda w: w.table.put(text=["a"] * 7, timeout_s=0.05),
@@ -458,7 +458,7 @@ RESERVE: dict[str, Misuse] = {
     "more than now, not waiting": (
         lambda w: (table := w.paced(), table.put(x=[1, 2]), table.reserve(2, timeout_s=0)),
         tq.Full,
-        r"2 rows cannot be reserved .* now: 2 rows are outstanding, and 2 \+ 2 > ",
+        r"2 rows cannot be reserved .* now: 2 of 2 rows are ahead of task \"train\" ",
     ),
     "of another table": (
         lambda w: w.table.put(text=["a"], reservation=w.paced().reserve(1)),

@@ -30,8 +30,8 @@ def test_rows_that_were_dropped_are_told_to_who_waits_for_some() -> None:
         client.drop(rows, reason)
     client.ack(client.lease("train", 2))
     text = world.ledger.explain(m.LeaseRequest("t", "train", rows=1), world.now)
-    dropped = "no row that it has not done is in the table; 7 were dropped: stale 3, worse 2, bad 1"
-    assert text.endswith(f"{dropped}; more may be put until the table is sealed")
+    dropped = "nothing to do: no unfinished rows; 7 were dropped: stale 3, worse 2, bad 1"
+    assert text.endswith(f"{dropped}; the table is still open")
 
 
 def test_a_field_that_no_task_gives_is_said_to_come_from_outside() -> None:
@@ -52,4 +52,4 @@ def test_a_task_whose_table_is_not_sealed_is_said_to_wait_for_puts() -> None:
     assert world.ledger.explain(request, world.now).endswith("waits for 2 rows: 1 row is ready")
     client.ack(client.lease("train", 1))
     text = world.ledger.explain(request, world.now)
-    assert text.endswith("no row that it has not done is in the table; more may be put until the table is sealed")
+    assert text.endswith("nothing to do: no unfinished rows; the table is still open")

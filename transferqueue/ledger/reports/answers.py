@@ -104,7 +104,7 @@ def _of_reserve(state: LedgerState, request: m.Reserve) -> str:
     table = state.table(request.table)
     why = flow_control.why_reserve_waits(table, request) or "nothing prevents it now"
     return (
-        f'{counted(request.rows, "row", "is", "are")} not reserved in table "{table.name}": {why}; '
+        f'the reservation of {counted(request.rows, "row")} in table "{table.name}" waits: {why}; '
         f"{rows_by_holder(table, state.now)}"
     )
 

@@ -399,8 +399,8 @@ def _of_table(table: TableState, now: float) -> list[str]:
         )
     if table.pacing is not None and table.outstanding >= table.pacing.rows_ahead_max:
         lines.append(
-            f'reserves wait for task "{table.pacing.task}": {counted(table.outstanding, "row", "is", "are")} '
-            f"outstanding, of at most {table.pacing.rows_ahead_max}"
+            f"reservations wait: {table.outstanding} of {counted(table.pacing.rows_ahead_max, 'row', 'is', 'are')} "
+            f'ahead of task "{table.pacing.task}"'
         )
     if held := why_clock_is_held(table, table.clock + 1):
         lines.append(held)

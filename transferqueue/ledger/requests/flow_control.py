@@ -44,8 +44,8 @@ def why_reserve_waits(table: TableState, request: Reserve) -> str:
     held = table.rows_resident + table.flow.reserved
     if new and held + request.rows > table.limits.rows:
         return (
-            f"{counted(held, 'row', 'is', 'are')} resident or reserved, and {held} + {request.rows} > "
-            f"{table.limits.rows}"
+            f"{held} of {counted(table.limits.rows, 'row', 'is', 'are')} resident or reserved; {request.rows} more "
+            f"would make {held + request.rows}"
         )
     return ""
 

@@ -94,10 +94,8 @@ def _lacking(table: TableState, task: TaskState, now: float) -> list[str]:
     if isinstance(task, GroupTaskState):
         reasons += _forming(table, task)
     if not reasons and not task.open_rows:
-        reasons.append("the table is sealed" if table.sealed else "no row that it has not done is in the table")
-        reasons += _dropped(table)
-        end = [] if table.sealed else ["more may be put until the table is sealed"]
-        return [*reasons, *lost_rows(table), *end]
+        end = "the table is sealed" if table.sealed else "the table is still open"
+        return ["nothing to do: no unfinished rows", *_dropped(table), *lost_rows(table), end]
     return reasons + lost_rows(table)
 
 

@@ -154,17 +154,15 @@ def why_not(pacing: Pacing | None, outstanding: int, new: int, version: int, clo
     if pacing is None or not new:
         return ""
     if outstanding + new > pacing.rows_ahead_max:
-        return (
-            f"{counted(outstanding, 'row', 'is', 'are')} outstanding, and {outstanding} + {new} > "
-            f"({pacing.depth} + 1) * {pacing.batch_rows} = {pacing.rows_ahead_max}"
-        )
+        ahead = f'{outstanding} of {counted(pacing.rows_ahead_max, "row", "is", "are")} ahead of task "{pacing.task}"'
+        more = f"; {new} more would make {outstanding + new}" if outstanding < pacing.rows_ahead_max else ""
+        return f"{ahead} (depth {pacing.depth:g}, batch_rows {pacing.batch_rows}){more}"
     if pacing.max_staleness is None:
         return ""
     behind = clock + (outstanding + new - 1) // pacing.batch_rows - version
     if behind > pacing.max_staleness:
         return (
-            f"behind {counted(outstanding, 'outstanding row')} they would be trained at clock {clock} + "
-            f"{(outstanding + new - 1) // pacing.batch_rows}, {counted(behind, 'version')} after {version}: above "
-            f"max_staleness {pacing.max_staleness}"
+            f"they would be trained at version {version + behind}, {counted(behind, 'version')} after theirs, since "
+            f"{counted(outstanding, 'row', 'is', 'are')} ahead: above max_staleness {pacing.max_staleness}"
         )
     return ""
