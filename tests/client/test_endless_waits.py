@@ -76,7 +76,7 @@ def test_each_wait_is_logged_with_the_reason_and_who_is_missing(
             with pytest.raises(tq.Disconnected):
                 future.result()
     assert said == {"Table.lease", "Table.reserve", "Table.put", "WeightChannel.pull", "Queue.table"}
-    missing = 'nobody has worked on "reward" since this server started'
+    missing = 'no worker of "reward" has connected since this server started'
     for verb in ("Table.lease", "Table.reserve", "Table.put"):
         line = next(text for text in caplog.messages if text.startswith(verb))
         assert missing in line
