@@ -1,6 +1,5 @@
-"""Draw the screens of commands that pages show: ``python -m tests.screens`` writes docs/pictures/top.svg, doctor.svg and
-inspect.svg. Each is the output of the command beside a small pipeline; in the second and third the trainer is missing.
-"""
+"""Draw the screens of commands that pages show: ``python -m tests.screens`` writes top.svg, doctor.svg and inspect.svg
+in docs/pictures. Each is the output of the command beside a small pipeline, of which the last two lack the trainer."""
 
 from __future__ import annotations
 

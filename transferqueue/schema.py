@@ -390,31 +390,31 @@ def sliced_fields(fields: Mapping[str, Field], slices: Mapping[str, Slice]) -> M
     """`fields` as they are after the slices. Raises as `sliced_field`."""
     if not slices:
         return fields
-    cut = {name: sliced_field(fields[name], wanted) for name, wanted in slices.items() if name in fields}
-    return {**fields, **cut} if cut else fields
+    sliced = {name: sliced_field(fields[name], wanted) for name, wanted in slices.items() if name in fields}
+    return {**fields, **sliced} if sliced else fields
 
 
-def sliced_field(field: Field, cut: Slice) -> Field:
+def sliced_field(field: Field, slice_: Slice) -> Field:
     """The field of a column that a slice leaves. `SchemaError` if the slice does not fit the field."""
     dimensions = len(field.shape)
     if not dimensions or field.varied:
         why = "one value a row" if not dimensions else "whose rows differ in more than the first dimension"
         raise SchemaError(f'field "{field.name}" is {field.describe()}, {why}: it cannot be sliced; read it whole')
-    inner = cut.inner or []
+    inner = slice_.inner or []
     if len(inner) >= dimensions:
         raise SchemaError(
-            f'{cut} has {len(inner) + 1} axes, and field "{field.name}" is {field.describe()}, with {dimensions}; '
+            f'{slice_} has {len(inner) + 1} axes, and field "{field.name}" is {field.describe()}, with {dimensions}; '
             "leave axes out"
         )
-    sizes = [_cut_size(field, cut, axis, each) for axis, each in enumerate(inner, start=1)]
-    return known(Field(field.name, field.dtype, (_first_size(field, cut), *sizes, *field.shape[1 + len(inner) :])))
+    sizes = [_axis_size(field, slice_, axis, each) for axis, each in enumerate(inner, start=1)]
+    return known(Field(field.name, field.dtype, (_first_size(field, slice_), *sizes, *field.shape[1 + len(inner) :])))
 
 
-def _first_size(field: Field, cut: Slice) -> int | None:
+def _first_size(field: Field, slice_: Slice) -> int | None:
     size = field.shape[0]
-    if isinstance(cut.first, Share):
-        return None if size is None else _share_size(cut.first, size)
-    return _cut_size(field, cut, 0, cut.first)
+    if isinstance(slice_.first, Share):
+        return None if size is None else _share_size(slice_.first, size)
+    return _axis_size(field, slice_, 0, slice_.first)
 
 
 def _share_size(share: Share, size: int) -> int:
@@ -429,7 +429,7 @@ def share_range(share: Share, size: int) -> Range:
     return share.index * chunk, size if share.index == share.of - 1 else (share.index + 1) * chunk
 
 
-def _cut_size(field: Field, cut: Slice, axis: int, wanted: Range | Share | None) -> int | None:
+def _axis_size(field: Field, slice_: Slice, axis: int, wanted: Range | Share | None) -> int | None:
     size = field.shape[axis]
     if wanted is None or size is None:
         return size
@@ -437,13 +437,13 @@ def _cut_size(field: Field, cut: Slice, axis: int, wanted: Range | Share | None)
         start, stop = share_range(wanted, size)
         if start == stop:
             raise SchemaError(
-                f'axis {axis} of {cut} is empty: field "{field.name}" is {field.describe()}, with {size} there; take '
-                "fewer shares"
+                f'axis {axis} of {slice_} is empty: field "{field.name}" is {field.describe()}, with {size} there; '
+                "take fewer shares"
             )
         return stop - start
     if wanted[1] > size:
         raise SchemaError(
-            f'axis {axis} of {cut} is {wanted}, and field "{field.name}" is {field.describe()}, with {size} there; '
+            f'axis {axis} of {slice_} is {wanted}, and field "{field.name}" is {field.describe()}, with {size} there; '
             f"stop is at most {size}"
         )
     return wanted[1] - wanted[0]

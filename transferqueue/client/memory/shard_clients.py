@@ -31,7 +31,7 @@ from transferqueue.client.session.operation_runner import INLINE_WORK_BYTES, Blo
 from transferqueue.errors import Corruption, DeadlineExceeded, PeerError, ShardLost, TransferQueueError
 from transferqueue.limits import FRAME_BYTES, PARTS_MAX
 from transferqueue.schema import NO_SLICES, Field, Slice, sliced_fields
-from transferqueue.storage.columns.byte_stream import cut_column_stream
+from transferqueue.storage.columns.byte_stream import sliced_column_stream
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.wire import codec
@@ -335,7 +335,7 @@ def _slice_here(
     names: Sequence[str], placement: RowPlacement, fields: Mapping[str, Field], slices: Mapping[str, Slice]
 ) -> tuple[MappedBlocks, RowPlacement]:
     """Mapped rows, cut into a block as a shard would send it, so that they can be joined with rows of other shards."""
-    counts, pieces = cut_column_stream([fields[name] for name in names], slices, placement, FRAME_BYTES)
+    counts, pieces = sliced_column_stream([fields[name] for name in names], slices, placement, FRAME_BYTES)
     taken = list(pieces)
     memory = np.concatenate(taken) if taken else np.empty(0, np.uint8)
     block = ReceivedBlock(0, len(memory), placement.rows, list(names), counts, memory)

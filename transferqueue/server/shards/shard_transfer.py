@@ -17,7 +17,7 @@ from transferqueue.schema import Field, Slice, known, layout, sliced_field
 from transferqueue.server.shards.block_checks import BACKLOG_BYTES_MAX, BlockChecks, PartCheck
 from transferqueue.server.shards.frame_digests import DIGESTED_MIN_BYTES, FrameDigests
 from transferqueue.server.shards.tickets import TicketIssuer
-from transferqueue.storage.columns.byte_stream import column_stream, cut_column_stream
+from transferqueue.storage.columns.byte_stream import column_stream, sliced_column_stream
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.columns.ranges import Room
 from transferqueue.storage.columns.slicing import slice_span
@@ -305,10 +305,10 @@ def parts_of(
     for number, part in enumerate(read.parts):
         placement = _placement(read.shard, part, fields, backing)
         wanted = [_known(fields, name) for name in part.fields]
-        slices = {name: cut.slice() for name, cut in part.slices.items()}
+        slices = {name: sent.slice() for name, sent in part.slices.items()}
         sent = [sliced_field(field, slices[field.name]) if field.name in slices else field for field in wanted]
         if slices:
-            counts, pieces = cut_column_stream(wanted, slices, placement, FRAME_BYTES, ranges_from, room)
+            counts, pieces = sliced_column_stream(wanted, slices, placement, FRAME_BYTES, ranges_from, room)
         else:
             counts, pieces = column_stream(wanted, placement, FRAME_BYTES, ranges_from, room)
         stored = None

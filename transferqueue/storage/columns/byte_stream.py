@@ -45,7 +45,7 @@ Stream = tuple[list[int], Iterator[U8]]
 """The count of each column for `schema.layout`, and the bytes in order: pieces ``uint8``."""
 
 
-def cut_column_stream(
+def sliced_column_stream(
     fields: Sequence[Field],
     slices: Mapping[str, Slice],
     placement: RowPlacement,
@@ -53,7 +53,7 @@ def cut_column_stream(
     ranges_from: int = 0,
     room: Room | None = None,
 ) -> Stream:
-    """The block of these columns, some of them cut (`slicing.slice_stream`), as `column_stream` gives uncut ones."""
+    """The block of these columns, some of them sliced (`slicing.slice_stream`), as `column_stream` gives uncut ones."""
     streams = [
         _listed(slice_stream(field, slices[field.name], placement, piece_bytes, ranges_from, room))
         if field.name in slices

@@ -76,9 +76,9 @@ class Column(ProcessBound):
 
     __slots__ = ("__weakref__", "_cell", "_placement", "_rows", "_slice", "_whole", "field")
 
-    def __init__(self, field: Field, placement: RowPlacement, cut: Slice | None = None) -> None:
-        self.field = field if cut is None else sliced_field(field, cut)
-        self._whole, self._slice = field, cut
+    def __init__(self, field: Field, placement: RowPlacement, slice_: Slice | None = None) -> None:
+        self.field = field if slice_ is None else sliced_field(field, slice_)
+        self._whole, self._slice = field, slice_
         self._placement: RowPlacement | None = placement
         self._rows = placement.rows
         self._cell: dict[str, LoadedColumn] = {}
@@ -279,12 +279,12 @@ class Column(ProcessBound):
         """
         if not self.field.ragged:
             raise self._unfit("ragged")
-        placement, cut = self._placement, self._slice
-        if cut is not None and cut.first is None and placement is not None and placement.run is not None:
+        placement, slice_ = self._placement, self._slice
+        if slice_ is not None and slice_.first is None and placement is not None and placement.run is not None:
             placement.blocks.columns.add(self)
             loaded = load(self._whole, placement)  # a view of the block
             steps = loaded.values.reshape(int(offsets_of(loaded)[-1]), *self._whole.fixed)
-            steps = steps[(slice(None), *inner_slices(self._whole, cut))]
+            steps = steps[(slice(None), *inner_slices(self._whole, slice_))]
         else:
             loaded = self._load()
             steps = self._steps(loaded)
@@ -495,8 +495,8 @@ class Column(ProcessBound):
             whole = dense_run(self._whole, placement, *placement.run)
             if self._slice is None:
                 return whole
-            if (cut := dense_slices(self._whole, self._slice)) is not None:
-                return whole[(slice(None), *cut)]
+            if (slices := dense_slices(self._whole, self._slice)) is not None:
+                return whole[(slice(None), *slices)]
         return self._load().values.reshape(self._rows, *self.field.fixed)
 
     def _steps(self, loaded: LoadedColumn) -> NDArray[Any]:
