@@ -1,8 +1,8 @@
 """Parts of rows: a range or a share of each row's steps, and ranges of its inner dimensions, gathered from their
 blocks.
 
-A *slice* of a field (`schema.Slice`) makes a column of another field (`schema.sliced_field`): the same name and dtype, a
-smaller shape. Of the first dimension only the wanted steps are read: the edges of each row move. Inner dimensions lie
+A *slice* of a field (`schema.Slice`) makes a column of another field (`schema.sliced_field`): the same name and dtype,
+a smaller shape. Of the first dimension only the wanted steps are read: the edges of each row move. Inner dimensions lie
 side by side in each step. Of short rows whole steps are read, a piece at a time, and copied once more: a slice of inner
 dimensions saves transferred bytes, not time. Of long rows, such as tensors of weights, only the wanted bytes are read,
 once, a piece at a time; runs of a piece are views. A receiver that itself reads this memory gets long runs as views: of
