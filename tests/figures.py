@@ -1,7 +1,8 @@
 """Write the tables of figures in docs/reference/figures.md from their declarations in `transferqueue.wire.answers`.
 
 ``python -m tests.figures`` writes them; `tests/observe/test_figures.py` fails if the page is not as this would write
-it. A table stands between ``<!-- figures: KIND -->`` and ``<!-- end -->``.
+it. A table stands between ``<!-- figures: KIND -->`` and ``<!-- end -->``, that of the metrics after
+``<!-- metrics -->``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import types
 from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin
 
+from transferqueue.observe.prometheus import exposition
 from transferqueue.wire.answers import answer, coordinators, doctor, events, row, sessions, snapshots, stats
 from transferqueue.wire.answers.answer import Answer, Figure, figures
 
@@ -22,17 +24,43 @@ KINDS: Final[dict[str, type[Answer]]] = {
     for name, kind in vars(module).items()
     if isinstance(kind, type) and issubclass(kind, Answer) and kind.__struct_fields__
 }
+_METRICS: Final = re.compile(r"(<!-- metrics -->\n).*?(<!-- end -->)", re.DOTALL)
 _TABLE: Final = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def page(text: str) -> str:
     """The page with its tables as they are declared."""
+    text = _METRICS.sub(lambda found: f"{found[1]}{_metrics()}{found[2]}", text)
     return _TABLE.sub(lambda found: f"{found[1]}{_table(KINDS[found[2]])}{found[3]}", text)
 
 
 def documented(text: str) -> set[str]:
     """The kinds of answers whose tables a page has."""
     return {found[2] for found in _TABLE.finditer(text)}
+
+
+def _metrics() -> str:
+    """Each metric of an exposition in which every label has a value."""
+    task = stats.TaskStats()
+    table = stats.TableStats(
+        rows_put=0, rows_live=0, rows_done=0, rows_dropped=0, balanced=True, rows_limit=0, tasks={"t": task},
+        **{name: {"x": 0} for name in ("dropped", "staleness", "staleness_in_flight", "staleness_in_queue")},
+    )  # fmt: skip
+    turns = {"frame": stats.TurnStats(bounds_s=[1.0], counts=[0, 0], late={"Put": 0})}
+    server = stats.ServerStats(address="", spill=stats.SpillStats(), turns=turns)
+    waiting = [stats.Waiting(session=0, label="", request="Lease", waited_s=0.0, left_s=0.0, why="")]
+    all_stats = stats.Stats(
+        now_s=0.0, epoch=0, sessions=0, tables={"t": table}, channels={"c": stats.ChannelStats(newest=0)},
+        server=server, waiting=waiting,
+    )  # fmt: skip
+    text = exposition(all_stats).decode()
+    kinds = dict(re.findall(r"^# TYPE (\w+) (\w+)$", text, re.MULTILINE))
+    lines = ["| metric | type | |", "|---|---|---|"]
+    for name, about in re.findall(r"^# HELP (\w+) (.*)$", text, re.MULTILINE):
+        sample = re.search(rf"^{name}(?:_bucket)?\{{(.*)\}} ", text, re.MULTILINE)
+        labels = ",".join(re.findall(r'(\w+)="', sample[1])) if sample else ""
+        lines.append(f"| `{name}{f'{{{labels}}}' if labels else ''}` | {kinds[name]} | {about} |")
+    return "\n".join([*lines, ""])
 
 
 def _table(kind: type[Answer]) -> str:

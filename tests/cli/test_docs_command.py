@@ -133,6 +133,17 @@ def test_an_unknown_name_gets_those_that_are_near(name, near, capsys):
     assert len(said) < 400
 
 
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [("TRANSFERQUEUE_KEYS", "reference/environment"), ("pandas", "data-frames"), ("exit code", "reference/command-line")],
+)
+def test_other_words_find_the_pages_that_have_them(words, page, capsys):
+    assert run(["docs", words]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f'no page, command or public name is called "{words}"; it is in\n')
+    assert page in said
+
+
 def test_an_unknown_name_without_near_ones_is_told_in_a_line(capsys):
     assert run(["docs", "xyzzyq" * 50]) == 2
     assert len(capsys.readouterr().err) < 400

@@ -135,6 +135,8 @@ def test_limits_that_make_no_sense() -> None:
         table = make(queue)
         with pytest.raises(UsageError, match="time_limit_s=-1"):
             table.lease("work", rows=1, time_limit_s=-1)
+        with pytest.raises(UsageError, match=r"time_limit_s=2 is below its lease of \d+ s.*give lease_s=2 too"):
+            table.lease("work", rows=1, time_limit_s=2)
         with pytest.raises(UsageError, match=r"time_limit_s is 2000000000.0; at most"):
             queue.create_table("u", tasks=[tq.Task("work", time_limit_s=2e9)])
 

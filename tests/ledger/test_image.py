@@ -88,7 +88,7 @@ def test_selectors_are_given_anew() -> None:
     client.create(tasks=[Task("t", selector=Plugin("shortest"))])
     client.put(3, tokens=[9, 1, 5])
     image = world.ledger.image()
-    with pytest.raises(NotFound, match='selector plugin "shortest" is not installed on the server; it has nothing'):
+    with pytest.raises(NotFound, match='selector plugin "shortest" is not installed on the server; it has none'):
         Ledger.from_image(image)
     world.ledger = Ledger.from_image(image, selectors={"shortest": Shortest})
     assert world.ledger.epoch == 7

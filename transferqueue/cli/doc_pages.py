@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Final
 
 from transferqueue.errors import NotFound
 
+_MENTIONS_SHOWN: Final = 6
+_NOT_FOR_USERS: Final = ("decisions", "architecture", "testing", "changelog", "contributing", "bench")
 _PACKAGE: Final = Path(__file__).resolve().parent.parent
 _SECTIONS: Final = ("learn", "how-to", "reference", "understand", "operate", "contribute", "decisions")
 """Folders of `docs/`, in the order of the site's navigation."""
@@ -49,6 +52,18 @@ def page(name: str, besides: Iterable[str] = ()) -> Path:
         f'no page, command or public name is called "{name[:80]}"; {_near(name, [*known, *besides])}'
         "`transferqueue docs` lists the pages, and `transferqueue docs reference` the names"
     )
+
+
+def mentions(words: str) -> dict[str, Path]:
+    """The pages for users that speak of these words, most often first; at most six."""
+    pattern = re.compile(rf"(?<!\w){re.escape(words)}(?!\w)", re.IGNORECASE)
+    counts = {
+        name: len(pattern.findall(path.read_text(encoding="utf-8")))
+        for name, path in pages().items()
+        if not name.startswith(_NOT_FOR_USERS)
+    }
+    most = sorted((name for name in counts if counts[name]), key=lambda name: -counts[name])[:_MENTIONS_SHOWN]
+    return {name: pages()[name] for name in most}
 
 
 def _near(name: str, known: Iterable[str]) -> str:

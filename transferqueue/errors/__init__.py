@@ -220,8 +220,8 @@ def from_wire(name: str, text: str) -> TransferQueueError:
 
 
 def listing(names: object) -> str:
-    """Names for an error message, sorted: ``a, b, c``, or ``nothing``. Only the first twelve are listed."""
+    """Names for an error message, sorted: ``a, b, c``, or ``none``. Only the first twelve are listed."""
     ordered = sorted(str(name) for name in names)  # type: ignore[attr-defined]
     if not ordered:
-        return "nothing"
+        return "none"
     return ", ".join(ordered[:12]) + (f" and {len(ordered) - 12} more" if len(ordered) > 12 else "")

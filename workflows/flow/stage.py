@@ -60,8 +60,8 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
         stall_s: longest wait for rows in seconds; default 1e9: no limit.
         failures_max: end the process with `StageFailedInProcess` after so many failures in a row; default None: never,
             it tries again as the task's `Retry` says.
-        where: predicates of rows that the stage leases first; others only while none of these is ready, so that rows
-            which no process prefers are generated too. Default: none.
+        where: predicates of rows that the stage leases first; it leases others only while none of these is ready.
+            Default: none.
 
     Raises:
         UsageError: not exactly one of `rows`, `tokens` and `groups`, or slots that do not fit them.

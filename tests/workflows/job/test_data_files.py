@@ -201,7 +201,7 @@ def test_a_file_that_was_cut_is_refused_by_name(tmp_path, suffix, keep):
 def test_paths_that_are_no_data_are_refused(tmp_path):
     with pytest.raises(NotFound, match="there is no such file or directory; data of a hub must be downloaded first"):
         open_data(tmp_path / "gone")
-    with pytest.raises(NotFound, match=r"has no data files; it has nothing; read are Parquet"):
+    with pytest.raises(NotFound, match=r"has no data files; it has none; read are Parquet"):
         open_data(tmp_path)
     (tmp_path / "some.csv").write_text("a,b")
     with pytest.raises(UsageError, match=r"ends in '.csv'; read are Parquet"):

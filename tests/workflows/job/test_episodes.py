@@ -24,6 +24,7 @@ from transferqueue.workflows.job.reward_terms.time_limit import CallLimit
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.stages.episodes import FAILED, TRIES_MAX, EnvironmentFailed, JobEpisodes
 from transferqueue.workflows.job.stages.policy_weights import FixedWeights
+from transferqueue.workflows.job.stages.samples import SampleReporter
 from transferqueue.workflows.job.tiny_model.tokenizer import build_tokenizer
 
 pytest.importorskip("transformers")
@@ -84,9 +85,34 @@ def job(environment: str, **changes: Any) -> Job:
     return job_of(Path("nowhere"), reward=[reward], sampling={"group_size": 1, "tokens_max": 60, **changes})
 
 
-def episodes_of(settings: Job, engine: Scripted, tokenizer: Any, slots: int = 8) -> JobEpisodes:
+def episodes_of(settings: Job, engine: Scripted, tokenizer: Any, slots: int = 8, **more: Any) -> JobEpisodes:
     sampling = Sampling(tokens_max=settings.sampling.tokens_max, stop_ids=(tokenizer.eos_token_id,))
-    return JobEpisodes(settings.reward[0], engine, FixedWeights(), sampling, settings, slots=slots, tokenizer=tokenizer)  # type: ignore[arg-type]
+    more |= {"slots": slots, "tokenizer": tokenizer}
+    return JobEpisodes(settings.reward[0], engine, FixedWeights(), sampling, settings, **more)  # type: ignore[arg-type]
+
+
+class KeepsSamples:
+    """The context of a stage, for the figures that it reports."""
+
+    def __init__(self, settings: Job) -> None:
+        self._settings = settings
+        self.samples: list[dict[str, Any]] = []
+
+    def settings(self, kind: type[Job]) -> Job:
+        return self._settings
+
+    def figures(self, kind: str, *, samples: list[dict[str, Any]]) -> None:
+        self.samples += samples
+
+
+def test_episodes_are_among_the_samples_of_a_run(tokenizer: Any) -> None:
+    settings = job("tests/workflows/job/test_episodes.py:SaysItsSeed")
+    kept = KeepsSamples(settings)
+    engine = Scripted(tokenizer, {"a": ["x"], "b": ["y"]})
+    reporter = SampleReporter(kept, tokenizer)  # type: ignore[arg-type]
+    played(episodes_of(settings, engine, tokenizer, samples=reporter), settings, tokenizer, ["a", "b"])
+    assert {sample["prompt"]: sample["response"][:1] for sample in kept.samples} == {"a": "x", "b": "y"}
+    assert all(sample["reward"] % 2 == 0 for sample in kept.samples)  # as the row has it: times the weight
 
 
 def played(episodes: JobEpisodes, settings: Job, tokenizer: Any, questions: Sequence[str]) -> dict[int, PartialResult]:

@@ -65,7 +65,7 @@ def test_the_caller_puts_prompts_and_trains(tmp_path: Path) -> None:
                 "data": [{"prompt": "sort 21"}] * PROMPTS,
             }
             service.put_prompts_data(prompts, samples=SAMPLES, ordinal=[step * PROMPTS, step * PROMPTS + 1])
-            batch, index = service.get_experience_data("train", groups=PROMPTS, timeout_s=45)
+            batch, index = service.get_experience_data("train", groups=PROMPTS, timeout_s=240)
             names = ("prompt_ids", "response_ids", "rollout_logprobs", "advantages")
             learner.accumulate({name: list(batch[name]) for name in names})
             assert learner.step()["rows"] == PROMPTS * SAMPLES

@@ -11,6 +11,7 @@ from transferqueue.errors import DeadlineExceeded, UsageError
 from transferqueue.workflows.job.data.sequence import NumberedPrompt
 from transferqueue.workflows.job.reward_terms import trials
 from transferqueue.workflows.job.reward_terms.trials import try_rewards
+from transferqueue.workflows.job.settings.job import RewardSettings
 
 pytestmark = pytest.mark.slow
 
@@ -25,6 +26,24 @@ def hangs(completions):
     time.sleep(600)
 def dies(completions):
     os._exit(7)
+
+class Digit:
+    def __init__(self, high):
+        self.high = high
+    def reset(self, *, seed=None, options=None):
+        self.answer = options["answer"]
+        return None, {}
+    def step(self, action):
+        return "", float(action == self.answer), True, False, {}
+    def close(self):
+        pass
+
+def digit(high=9):
+    return Digit(high)
+
+class Broken(Digit):
+    def step(self, action):
+        return self.nowhere
 """
 PROMPTS = [
     NumberedPrompt(number=at, ids=np.array([1], np.int32), text="", data={"prompt": f"p{at}", "answer": answer})
@@ -60,3 +79,22 @@ def test_a_function_that_hangs_or_dies_is_refused(tmp_path, monkeypatch):
         tried(tmp_path, "hangs", timeout_s=0.1)
     with pytest.raises(UsageError, match="ended its process with code 7 when it was tried"):
         tried(tmp_path, "dies")
+
+
+def tried_environment(tmp_path, environment, args):
+    (tmp_path / "tried_rewards.py").write_text(REWARDS)
+    reward = RewardSettings(environment=f"{tmp_path / 'tried_rewards.py'}:{environment}", args=args)
+    return try_rewards(msgspec.structs.replace(jobs.job("grpo"), reward=(reward,)), PROMPTS, ByteTokenizer())
+
+
+def test_an_environment_is_made_and_takes_a_turn(tmp_path):
+    (trial,) = tried_environment(tmp_path, "digit", {"high": 3})
+    assert trial.scores == [1.0, 0.0]
+    assert trial.text().startswith("1, 0 for a first turn of '42' to each prompt")
+
+
+def test_an_environment_that_cannot_be_made_or_stepped_is_refused(tmp_path):
+    with pytest.raises(RewardFailed, match=r"digit raised TypeError when it was made: .*'hihg'"):
+        tried_environment(tmp_path, "digit", {"hihg": 3})
+    with pytest.raises(RewardFailed, match=r"Broken raised AttributeError when it was stepped: .*'nowhere'"):
+        tried_environment(tmp_path, "Broken", {"high": 3})

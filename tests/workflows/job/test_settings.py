@@ -59,13 +59,13 @@ def job_file(tmp_path):
 # What the file says (the changes to it), and the words of the refusal.
 REFUSED = [
     # keys
-    (GRPO, "trainer.micro_token=1024", "trainer.micro_token: micro_tokens?"),
+    (GRPO, "trainer.micro_token=1024", "trainer.micro_token: there is no such key; did you mean micro_tokens?"),
     (GRPO, "optim={lr=1e-6}", "optim: there is no such table; see critic.lr, trainer.lr"),
-    (GRPO, "data.lr=1e-6", "data.lr: see critic.lr, trainer.lr"),
-    (GRPO, "trainer.learning_rate=1e-6", "trainer.learning_rate: see trainer.lr"),
+    (GRPO, "data.lr=1e-6", "data.lr: there is no such key; see critic.lr, trainer.lr"),
+    (GRPO, "trainer.learning_rate=1e-6", "trainer.learning_rate: there is no such key; see trainer.lr"),
     (GRPO, "trainer.num_generations=4", "see sampling.group_size"),
-    (GRPO, "stepps=3", "stepps: steps?"),
-    (GRPO, "engine.0.slot=3", "engine.0.slot: slots?"),
+    (GRPO, "stepps=3", "stepps: there is no such key; did you mean steps?"),
+    (GRPO, "engine.0.slot=3", "engine.0.slot: there is no such key; did you mean slots?"),
     (GRPO, "wholly_unknown=3", "wholly_unknown: there is no such key; there are model, data"),
     # values of one key
     (GRPO, "trainer.ranks=two", "trainer.ranks='two': give int, got str"),

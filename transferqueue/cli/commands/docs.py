@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from difflib import get_close_matches
 from collections.abc import Iterable
 from typing import Annotated, Any
 
@@ -20,6 +21,8 @@ EXAMPLES = (
     ("transferqueue docs generator", "the contract of an adapter: generator, learner, scorer, stage, producer"),
     ("transferqueue docs serve", "the help of a command"),
 )
+_MISSPELT = 0.8
+"""A name that is so near to a known one is that name, misspelt."""
 
 
 def docs(
@@ -30,7 +33,7 @@ def docs(
             metavar="[PAGE|NAME]",
             show_default=False,
             autocompletion=complete_page,
-            help="A page, a command, or a name such as Table.put, lease, Task or generator.",
+            help="A page, a command, a name such as Table.put, lease, Task or generator, or any words.",
         ),
     ] = None,
 ) -> None:
@@ -65,24 +68,35 @@ def _show_same(name: str) -> None:
 
 
 def _text_of(name: str, commands: Iterable[str]) -> str:
-    """The contract of exactly this name, else its page, else the contract of a similar name.
+    """The contract of exactly this name, else its page, else the contract of a similar name, else the pages that
+    speak of it.
 
     Raises:
-        NotFound: There is neither; the message lists up to five near names.
+        NotFound: There is none of them; the message lists up to five near names.
     """
     from transferqueue.cli.contracts import contract, contract_like, names
-    from transferqueue.cli.doc_pages import page
+    from transferqueue.cli.doc_pages import page, pages
 
     text = contract(name)
     if text is not None:
         return text
+    known = [*names(), *commands]
     try:
-        return page(name, besides=[*names(), *commands]).read_text(encoding="utf-8")
+        return page(name, besides=known).read_text(encoding="utf-8")
     except NotFound:
-        text = contract_like(name)
-        if text is None:
+        misspelt = get_close_matches(name.lower(), [each.lower() for each in [*pages(), *known]], cutoff=_MISSPELT)
+        text = contract_like(name) or ("" if misspelt else _mentions(name))
+        if not text:
             raise
         return text
+
+
+def _mentions(words: str) -> str:
+    """The pages that speak of these words, a line for each; "" if none does."""
+    from transferqueue.cli.doc_pages import heading, mentions
+
+    found = [f"{name:<22} {heading(path)}" for name, path in mentions(words).items()]
+    return "\n".join([f'no page, command or public name is called "{words[:80]}"; it is in', *found]) if found else ""
 
 
 def _show(text: str) -> None:

@@ -123,6 +123,16 @@ def _checked(
     return LeaseSpec(request, limit_s)
 
 
+def _check_limit(terms: TableInfo, request: m.LeaseRequest, time_limit_s: float) -> None:
+    """`UsageError` if the lease would last longer than its time limit."""
+    lease_s = request.lease_s or next((task.lease_s for task in terms.last.tasks if task.name == request.task), 0.0)
+    if time_limit_s < lease_s:
+        raise UsageError(
+            f'lease of task "{request.task}": time_limit_s={time_limit_s:g} is below its lease of {lease_s:g} s, for '
+            f"which rows are lent at least; give lease_s={time_limit_s:g} too, or a longer limit"
+        )
+
+
 def _spans(awaited: Iterable[tuple[int, int]]) -> bytes:
     """First and last ordinal of each span, as the request has them. The server checks that they ascend."""
     try:
@@ -203,6 +213,8 @@ def _lease(
     time_limit_s: float | None,
     wanted: ColumnsWanted,
 ) -> Operation[B]:
+    if time_limit_s:
+        _check_limit(terms, request, time_limit_s)
     leased = yield request
     if type(leased) is m.OrdinalsEnded:
         raise _rows_ended(request, leased)

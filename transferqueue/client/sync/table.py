@@ -67,7 +67,7 @@ class Table(TableBase):
         """Add rows in one commit: all of them with all their columns and facts, or none.
 
         Blocks while the table or the arena is full, up to `timeout_s`; the log says each minute why it waits. Values
-        are copied once, before it returns. It returns in time whatever the server does.
+        are copied once, before it returns. A server that hangs delays it no longer than `timeout_s`.
 
         A column has one value for each row: a torch tensor (dense ``[rows, ...]`` or jagged), a numpy array, a list of
         arrays or numbers, an Arrow array, a column of a data frame, strings, bytes, plain nested values, a `Column`,
@@ -264,12 +264,11 @@ class Table(TableBase):
     ) -> Iterator[Batch]:
         """Yield batches, one `lease` after the other, until the table is sealed and drained.
 
-        Each batch is the caller's to ack or release: ``for batch in table.leases("train", rows=64): async with
-        batch: ...``. A batch that is collected without either goes back, comes again, and is logged as a warning. A
-        batch that was held past its time limit belongs to others: its ack is refused, and changes nothing. In this loop
-        that ends only the ``with`` block of the batch, with a warning in the log; the loop goes on. Errors are
-        those of `lease`, but for `EndOfTable`, which ends the loop. Tasks and threads may share one such iterator: each
-        batch goes to one of them.
+        Each batch is the caller's to ack or release: use it as a context manager. A batch that is collected without
+        either goes back, comes again, and is logged as a warning. A batch that was held past its time limit belongs to
+        others: its ack is refused, and changes nothing. In this loop that ends only the block of the batch, with a
+        warning in the log; the loop goes on. Errors are those of `lease`, but for `EndOfTable`, which ends the loop.
+        Tasks and threads may share one such iterator: each batch goes to one of them.
 
         Args:
             task: name of the task.

@@ -157,7 +157,7 @@ class AlgorithmSettings(_Table):
     clip_high: Annotated[
         float,
         "The ratio is clipped above 1 + `clip_high`.",
-        "A `clip_low` that is set is its default too, but for `dapo` and `gspo`.",
+        "Where only `clip_low` is set, it is used here too, but for `dapo` and `gspo`.",
     ] = 0.0
     dual_clip: Annotated[
         float, "Where an advantage A is negative, the loss is at most −`dual_clip` · A. 0: no such bound."

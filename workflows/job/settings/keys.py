@@ -30,6 +30,14 @@ OTHER_NAMES: Final = {
     "warmup_steps": "trainer.warmup",
     "batch_size": "trainer.prompts_per_step",
     "num_processes": "trainer.ranks",
+    "scale_rewards": "algorithm.std",
+    "norm_adv_by_std_in_grpo": "algorithm.std",
+    "num_iterations": "algorithm.epochs",
+    "ppo_epochs": "algorithm.epochs",
+    "kl_loss_coef": "algorithm.kl",
+    "clip_ratio": "algorithm.clip_low",
+    "max_response_length": "sampling.tokens_max",
+    "lr_scheduler_type": "trainer.schedule",
 }
 """What other trainers call a key of a job file."""
 
@@ -56,9 +64,9 @@ def _meant(name: str, value: object, names: list[str], key: str) -> str:
     if name in OTHER_NAMES:
         elsewhere = [OTHER_NAMES[name], *elsewhere]
     if near := get_close_matches(name, names, n=2, cutoff=_NEAR):
-        return " or ".join(near) + "?"
+        return f"there is no such key; did you mean {' or '.join(near)}?"
     if elsewhere:
-        return "see " + ", ".join(dict.fromkeys(elsewhere))
+        return "there is no such key; see " + ", ".join(dict.fromkeys(elsewhere))
     if isinstance(value, Mapping):
         inner = {OTHER_NAMES.get(str(one), found) for one in value for found in _keys() if _last(found) == str(one)}
         if inner:

@@ -43,6 +43,7 @@ from transferqueue.workflows.job.stages.all_dropped_guard import AllDroppedGuard
 from transferqueue.workflows.job.stages.chat_turns import ChatTurns
 from transferqueue.workflows.job.stages.policy_weights import PolicyWeights
 from transferqueue.workflows.job.stages.rollout import generating
+from transferqueue.workflows.job.stages.samples import SampleReporter
 
 _log: Final = logging.getLogger("transferqueue.job")
 _SHOWN_CHARS: Final = 300
@@ -58,8 +59,18 @@ def episodes(context: Context) -> Iterator[Work]:
     job = context.settings(Job)
     environments = environment_of(job)
     with generating(context, job) as (engine, weights, sampling, chosen):
+        tokenizer = load_tokenizer(job.model)
         yield chosen(
-            JobEpisodes(environments, engine, weights, sampling, job, slots=engine_of(job, context.instance).slots)
+            JobEpisodes(
+                environments,
+                engine,
+                weights,
+                sampling,
+                job,
+                slots=engine_of(job, context.instance).slots,
+                tokenizer=tokenizer,
+                samples=SampleReporter(context, tokenizer),
+            )
         )
 
 
@@ -129,12 +140,13 @@ class JobEpisodes:
         slots: int,
         tokenizer: TextTokenizer | None = None,
         limit: CallLimit | None = None,
+        samples: SampleReporter | None = None,
     ) -> None:
         self._limit = limit or CallLimit(settings.timeout_s)
         self._settings, self._weights, self._job, self._slots = settings, weights, job, slots
         self._guard = AllDroppedGuard(job, "their environments failed", "see the failures in the log of the play stage")
         self._factory = load_callable(settings.environment, "reward.environment")
-        self._engine, self._sampling = engine, sampling
+        self._engine, self._sampling, self._samples = engine, sampling, samples
         self._tokenizer = tokenizer or load_tokenizer(job.model)
 
     def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:
@@ -149,7 +161,12 @@ class JobEpisodes:
                     return self.episode(prompts[row], data[row], ordinals[row] // size, ordinals[row], given_up)
 
                 for at, episode in as_they_end(played, len(rows), self._slots):
-                    yield self._part(rows[at], len(prompts[rows[at]]), episode)
+                    row = rows[at]
+                    part = self._part(row, len(prompts[row]), episode)
+                    yield part
+                    if self._samples is not None and episode is not None:
+                        ids, reward = part.columns["response_ids"][0], float(part.columns["rewards"][0])
+                        self._samples.report_row(version, data[row], ids, reward, ordinals[row])
                     self._guard.count(kept=int(episode is not None), dropped=int(episode is None))
 
     def episode(

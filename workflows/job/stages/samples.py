@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 import transferqueue as tq
+from transferqueue.adapters.protocols import Ids
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.prompt_data import PROMPT
@@ -29,24 +31,35 @@ class SampleReporter:
     def report(self, batch: tq.Batch, rewards_B: npt.NDArray[Any]) -> None:
         """Report the first rows of `batch` if its version has not had enough yet. Rows without a reward (NaN) are
         passed over."""
-        if batch.version != self._version:
-            self._version, self._left = batch.version, self._each
-        at = np.flatnonzero(np.isfinite(rewards_B))[: self._left]
-        if not len(at):
-            return
-        self._left -= len(at)
-        data, ids, ordinals = batch[names.DATA].list(), list(batch["response_ids"]), batch.ordinal
-        samples = [
-            {
-                "prompt": shortened(data[row][PROMPT]),
-                "response": shortened(self._tokenizer.decode(ids[row].tolist(), skip_special_tokens=False)),
-                "reward": float(rewards_B[row]),
-                "ordinal": int(ordinals[row]),
-                "version": batch.version,
-            }
-            for row in at.tolist()
-        ]
+        at = np.flatnonzero(np.isfinite(rewards_B))[: self._wanted(batch.version)].tolist()
+        if at:
+            data, ids, ordinals = batch[names.DATA].list(), list(batch["response_ids"]), batch.ordinal
+            self._send(
+                [self._sample(batch.version, data[row], ids[row], rewards_B[row], ordinals[row]) for row in at]
+            )
+
+    def report_row(self, version: int, data: Mapping[str, Any], ids: Ids, reward: float, ordinal: int) -> None:
+        """Report one row, of these response ids, if its version has not had enough yet."""
+        if self._wanted(version):
+            self._send([self._sample(version, data, ids, reward, ordinal)])
+
+    def _wanted(self, version: int) -> int:
+        if version != self._version:
+            self._version, self._left = version, self._each
+        return self._left
+
+    def _send(self, samples: list[dict[str, Any]]) -> None:
+        self._left -= len(samples)
         self._context.figures("samples", samples=samples)
+
+    def _sample(self, version: int, data: Mapping[str, Any], ids: Ids, reward: float, ordinal: int) -> dict[str, Any]:
+        return {
+            "prompt": shortened(data[PROMPT]),
+            "response": shortened(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)),
+            "reward": float(reward),
+            "ordinal": int(ordinal),
+            "version": version,
+        }
 
 
 def shortened(value: Any) -> Any:
