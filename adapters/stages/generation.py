@@ -64,7 +64,8 @@ class Generate:
         budget: the most tokens that one lease adds to a completion; default 0: no bound.
         parts: release completions that were cut short with their tokens, and read begun ones from the columns `BEGUN`;
             default False; a budget implies it.
-        max_staleness: a completion that began more than so many versions ago starts again from its prompt; default None: no bound.
+        max_staleness: a completion that began more than so many versions ago starts again from its prompt; default
+            None: no bound.
         seed: each row draws with the seed `row_seed(seed, its ordinal)`, on engines that take a seed for each prompt;
             default None.
         whole_groups: the number of rows of a group; default 0: requests are not whole groups.

@@ -135,7 +135,11 @@ def test_an_unknown_name_gets_those_that_are_near(name, near, capsys):
 
 @pytest.mark.parametrize(
     ("words", "page"),
-    [("TRANSFERQUEUE_KEYS", "reference/environment"), ("pandas", "data-frames"), ("exit code", "reference/command-line")],
+    [
+        ("TRANSFERQUEUE_KEYS", "reference/environment"),
+        ("pandas", "data-frames"),
+        ("exit code", "reference/command-line"),
+    ],
 )
 def test_other_words_find_the_pages_that_have_them(words, page, capsys):
     assert run(["docs", words]) == 0

@@ -28,7 +28,10 @@ def elsewhere(tmp_path, monkeypatch):
         (["--resume"], "train needs a job file"),
         (["--dry-run"], "--dry-run needs a job file"),
         (["none.toml"], "job file none.toml does not exist"),
-        (["job.toml", "--set", "trainer.micro_token=3"], "trainer.micro_token: there is no such key; did you mean micro_tokens?"),
+        (
+            ["job.toml", "--set", "trainer.micro_token=3"],
+            "there is no such key; did you mean micro_tokens?",
+        ),
         (["job.toml", "--set", "sampling.group_size=1"], "group_size=1 with grpo: all advantages are 0"),
         (["job.toml", "--dry-run"], "model.path='models/none': there is no such directory"),
         (["job.toml"], "model.path='models/none': there is no such directory"),

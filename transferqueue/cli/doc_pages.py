@@ -11,6 +11,8 @@ from typing import Final
 from transferqueue.errors import NotFound
 
 _MENTIONS_SHOWN: Final = 6
+_HEADING_WEIGHT: Final = 20
+"""A page whose heading has the words is about them."""
 _NOT_FOR_USERS: Final = ("decisions", "architecture", "testing", "changelog", "contributing", "bench")
 _PACKAGE: Final = Path(__file__).resolve().parent.parent
 _SECTIONS: Final = ("learn", "how-to", "reference", "understand", "operate", "contribute", "decisions")
@@ -55,10 +57,14 @@ def page(name: str, besides: Iterable[str] = ()) -> Path:
 
 
 def mentions(words: str) -> dict[str, Path]:
-    """The pages for users that speak of these words, most often first; at most six."""
-    pattern = re.compile(rf"(?<!\w){re.escape(words)}(?!\w)", re.IGNORECASE)
+    """The pages for users that speak of these words, those with them in a heading or most often first; at most six."""
+    pattern = re.compile(rf"(?<!\w){re.escape(words)}s?(?!\w)", re.IGNORECASE)
+    heading_pattern = re.compile(rf"^#.*{pattern.pattern}", re.IGNORECASE | re.MULTILINE)
     counts = {
-        name: len(pattern.findall(path.read_text(encoding="utf-8")))
+        name: sum(
+            weight * len(each.findall(path.read_text(encoding="utf-8")))
+            for weight, each in ((1, pattern), (_HEADING_WEIGHT, heading_pattern))
+        )
         for name, path in pages().items()
         if not name.startswith(_NOT_FOR_USERS)
     }

@@ -108,10 +108,10 @@ class KeepsSamples:
 def test_episodes_are_among_the_samples_of_a_run(tokenizer: Any) -> None:
     settings = job("tests/workflows/job/test_episodes.py:SaysItsSeed")
     kept = KeepsSamples(settings)
-    engine = Scripted(tokenizer, {"a": ["x"], "b": ["y"]})
+    engine = Scripted(tokenizer, {"first?": ["x"], "second?": ["y"]})
     reporter = SampleReporter(kept, tokenizer)  # type: ignore[arg-type]
-    played(episodes_of(settings, engine, tokenizer, samples=reporter), settings, tokenizer, ["a", "b"])
-    assert {sample["prompt"]: sample["response"][:1] for sample in kept.samples} == {"a": "x", "b": "y"}
+    played(episodes_of(settings, engine, tokenizer, samples=reporter), settings, tokenizer, ["first?", "second?"])
+    assert {sample["prompt"]: sample["response"][:1] for sample in kept.samples} == {"first?": "x", "second?": "y"}
     assert all(sample["reward"] % 2 == 0 for sample in kept.samples)  # as the row has it: times the weight
 
 

@@ -221,10 +221,10 @@ def test_long_texts_are_shortened_in_messages(module):
         ("{m}:exct", NotFound, "the module has no exct; it has"),
         ("{m}:three", UsageError, "is int; give a function"),
         ("{m}:positional", UsageError, "parameter completions is positional-only; remove the /"),
-        ("{m}:Unable", UsageError, r"Unable cannot be made with args nothing: KeyError: 'ANSWERS'"),
-        ("{m}:Leaving", UsageError, "Leaving cannot be made with args nothing: SystemExit: 2"),
+        ("{m}:Unable", UsageError, r"Unable cannot be made with args none: KeyError: 'ANSWERS'"),
+        ("{m}:Leaving", UsageError, "Leaving cannot be made with args none: SystemExit: 2"),
         ("{m}:blind", UsageError, "none of them is completions"),
-        ("{m}:Scaled", UsageError, "cannot be made with args nothing"),
+        ("{m}:Scaled", UsageError, "cannot be made with args none"),
         ("gone.py:f", NotFound, "there is no file .*gone.py"),
     ],
 )

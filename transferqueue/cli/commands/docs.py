@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from difflib import get_close_matches
 from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 import typer

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
@@ -139,10 +140,7 @@ def main(asked: str, replied: str) -> None:
     request = msgspec.json.decode(Path(asked).read_bytes(), type=_Request)
     started = time.monotonic()
     try:
-        if request.episodes:
-            scores = _first_turns(request)
-        else:
-            scores = load_reward(request.function, request.args)(request.columns, rows=request.rows)
+        scores = _first_turns(request) if request.episodes else _scores(request)
     except TransferQueueError as error:
         trial = RewardTrial(name=request.function, failure=str(error))
     else:
@@ -152,7 +150,12 @@ def main(asked: str, replied: str) -> None:
     Path(replied).write_bytes(msgspec.json.encode(trial))
 
 
-def _first_turns(request: _Request) -> list[float]:
+def _scores(request: _Request) -> Sequence[float]:
+    scores: list[float] = load_reward(request.function, request.args)(request.columns, rows=request.rows).tolist()
+    return scores
+
+
+def _first_turns(request: _Request) -> Sequence[float]:
     """The reward of the first turn of each episode. `RewardFailed` for an environment that raises."""
     make, doing, rewards = load_callable(request.function, "reward.environment"), "made", []
     try:

@@ -26,7 +26,8 @@ class SampleReporter:
     def __init__(self, context: Context, tokenizer: TextTokenizer) -> None:
         self._context, self._tokenizer = context, tokenizer
         self._each = context.settings(Job).log.samples
-        self._version, self._left = -1, 0
+        self._version: int | None = None
+        self._left = 0
 
     def report(self, batch: tq.Batch, rewards_B: npt.NDArray[Any]) -> None:
         """Report the first rows of `batch` if its version has not had enough yet. Rows without a reward (NaN) are
@@ -34,9 +35,7 @@ class SampleReporter:
         at = np.flatnonzero(np.isfinite(rewards_B))[: self._wanted(batch.version)].tolist()
         if at:
             data, ids, ordinals = batch[names.DATA].list(), list(batch["response_ids"]), batch.ordinal
-            self._send(
-                [self._sample(batch.version, data[row], ids[row], rewards_B[row], ordinals[row]) for row in at]
-            )
+            self._send([self._sample(batch.version, data[row], ids[row], rewards_B[row], ordinals[row]) for row in at])
 
     def report_row(self, version: int, data: Mapping[str, Any], ids: Ids, reward: float, ordinal: int) -> None:
         """Report one row, of these response ids, if its version has not had enough yet."""
