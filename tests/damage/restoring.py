@@ -70,7 +70,7 @@ class Restorer:
             while not work.ended:
                 assert self._stirred.wait(ENDED_S), f"the restore of {path} does not end"
                 self._stirred.clear()
-                self.snapshots.turn(NOW)
+                self.snapshots.tick(NOW)
                 answer = self.snapshots.watch(m.WatchJob(work.work, wait_s=0.0))
                 assert isinstance(answer, m.JobProgress)
                 work = answer

@@ -7,6 +7,7 @@ from transferqueue.limits import MIB, PAGE_BYTES
 from transferqueue.policies import Task
 from transferqueue.schema import Field
 from transferqueue.server.spill.spill_jobs import BlocksLoaded, BlocksWritten, SpillAnswers, SpilledBlock
+from transferqueue.server.spill.spilling import Spilling
 from transferqueue.storage.memory.checksum import checksum
 from transferqueue.wire import messages as m
 
@@ -84,7 +85,10 @@ class SpillBench(Bench):
     def __init__(self):
         super().__init__(ARENA)
         self.space = Space(self.arena)
-        self.spiller = self.coordinator.spilling.begin(self.coordinator.memory, self.space, 64 * MIB)
+        node = self.coordinator
+        self.spilling = Spilling(node.ledger, node.memory, self.space, 64 * MIB, node.waiting.wake)
+        node.attach(self.spilling)
+        self.spiller = self.spilling.spiller
         self.producer, self.worker = self.client(), self.client()
         self.producer.create_table(fields=[BODY], tasks=[Task("train", needs=["body"], lease_s=100.0)])
         self.waits = []

@@ -38,13 +38,14 @@ class World:
         self.lock = FileLock(root / f"lock-{id(self)}")
         self.lock.take()
         self.stirred = threading.Semaphore(0)
-        bench.coordinator.operations.snapshots = SnapshotJobs(
+        self.snapshots = SnapshotJobs(
             root,
             bench.coordinator.ledger,
             bench.coordinator.operations.fetches,
             wake=bench.coordinator.waiting.wake,
             stir=self.stirred.release,
         )
+        bench.coordinator.attach(self.snapshots)
         self.client = client = bench.client(**local())
         tasks = [Task("train", ["x"], gives=["big"]), Task("whole", ["x"], groups=Complete())]
         client.ask(m.CreateTable("t", FIELDS, tasks, pacing=Pacing("train", 2, depth=50)))
@@ -63,7 +64,7 @@ class World:
         self.block = pulled.blocks[0].block
 
     def close(self):
-        self.bench.coordinator.operations.snapshots.stop()
+        self.snapshots.stop()
         self.bench.close()
         self.lock.release()
 

@@ -310,7 +310,7 @@ def test_a_disk_that_hangs_spares_nothing_for_those_who_need_it_until_it_answers
     call = read(reader, [25, 26])
     assert bench.jobs
     bench.pass_time(SPILL_SILENT_S)
-    assert "silent for more than" in bench.coordinator.spilling.explain_loads()
+    assert "silent for more than" in bench.spilling.explain_loads()
     assert bench.coordinator.next_deadline() is None or bench.coordinator.next_deadline() > bench.now, "it spins"
     assert reader.take(call) is None
     bench.settle()

@@ -80,7 +80,7 @@ def test_half_of_each_extent_is_needed_and_all_halves_fit(bench):
         bench.put_extent([number, number + 1])
     rows = list(range(0, 24, 2))
     reply = bench.read(rows, tries=0)
-    assert isinstance(reply, m.ReadRows), bench.coordinator.spilling.explain_loads()
+    assert isinstance(reply, m.ReadRows), bench.spilling.explain_loads()
     assert bench.rows_of(reply) == rows
 
 
@@ -116,6 +116,6 @@ def test_whatever_fits_comes_back_wherever_it_lies(bench, seeds):
                 if pages + len(block) <= ROOM and (pages < 8 or chance.random() < 0.5):
                     wanted, pages = [*wanted, chance.choice(block)], pages + len(block)
             reply = bench.read(wanted)
-            assert isinstance(reply, m.ReadRows), (seed, wanted, bench.coordinator.spilling.explain_loads())
+            assert isinstance(reply, m.ReadRows), (seed, wanted, bench.spilling.explain_loads())
             assert bench.rows_of(reply) == wanted
             bench.unpin(reply)

@@ -26,6 +26,7 @@ from transferqueue.server.sessions.liveness import ProcessHandle
 from transferqueue.server.sessions.session_table import Peer
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.shards.tickets import TicketIssuer
+from transferqueue.server.spill.spilling import Spilling
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.wire import messages as m
 from transferqueue.wire.roles import Role
@@ -294,7 +295,7 @@ class SimServer:
                 self._guarded(lambda node: node.tick(self._clock()))
 
         space = SimSpill(self._world, self.arena.bytes, stir, self._disk_bytes, hangs=self._disk_hangs)
-        node.spilling.begin(node.memory, space, self._disk_bytes)
+        node.attach(Spilling(node.ledger, node.memory, space, self._disk_bytes, node.waiting.wake))
 
     def _resume(self) -> None:
         journal = SimJournal(self.disk, self._world)
@@ -330,7 +331,8 @@ class SimServer:
     def kill(self) -> None:
         """End here."""
         if self.node is not None:
-            self.node.spilling.stop()
+            for part in self.node.parts:
+                part.stop()
             self.node = None
             self.on_down()
             self._world.after(self._world.random.uniform(0.05, 0.8), self._restart)

@@ -65,6 +65,7 @@ from transferqueue.server.durability.state_directory import (
 from transferqueue.server.event_log import TABLE_EVENTS, log_event, log_table_event
 from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.loop_latency import Turns
+from transferqueue.server.parts import Part
 from transferqueue.server.reports import Counters
 from transferqueue.server.server_requests import ServerRequests
 from transferqueue.server.sessions import authorization, liveness
@@ -83,7 +84,6 @@ from transferqueue.server.sessions.waiting import WaitingRequest, WaitQueue, wai
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.shards.registry import ShardRegistry, live_set
 from transferqueue.server.shards.tickets import TicketIssuer
-from transferqueue.server.spill.spilling import Spilling
 from transferqueue.transport.control.unix_socket import UnixPeer
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
@@ -152,7 +152,7 @@ class Coordinator:
         self.sessions: Final = SessionTable(identity.epoch)
         self.waiting: Final = WaitQueue()
         self.counters: Final = Counters()
-        self.spilling: Final = Spilling(ledger, self.waiting.wake)
+        self.parts: Final[list[Part]] = []
         self.workers: Final = Workers()
         self.tickets: Final = tickets or TicketIssuer()
         self._durability = durability or NoDurability()
@@ -204,10 +204,15 @@ class Coordinator:
             bulk_port=lambda: self.bulk_port,
             bulk_sent=lambda: dict(self.bulk_sent()),
             bulk_received=lambda: dict(self.bulk_received()),
-            spilling=self.spilling,
+            parts=self.parts,
         )
         self.operations: Final = ServerRequests(self._report_sources)
         ledger.explain_absence_with(partial(reports.absence, self._report_sources))
+
+    def attach(self, part: Part) -> None:
+        """Add an optional part (see `parts`). Call it before the first frame."""
+        self.parts.append(part)
+        self.operations.attach(part)
 
     # ------------------------------------------------------------ what the loop calls
 
@@ -315,9 +320,8 @@ class Coordinator:
         self.shards.trim(now)
 
     def _run_jobs(self, now: float) -> None:
-        if self.operations.snapshots is not None:
-            self.operations.snapshots.turn(now)
-        self.spilling.turn(now)
+        for part in self.parts:
+            part.tick(now)
 
     def _tick_ledger(self, now: float) -> None:
         due = self.ledger.next_deadline()
@@ -355,15 +359,14 @@ class Coordinator:
         at = self.ledger.next_deadline()
         waits_until = self.waiting.next_deadline() if self.waiting.requests else None
         shards_due_at = self.shards.next_deadline() if self.shards.remote else None
-        spill_due_at = self.spilling.next_deadline()
         disk_due_at = self._durability.due_at
         for due in (
             self.sessions.next_deadline(),
             self.memory.due_at,
             waits_until,
             shards_due_at,
-            spill_due_at,
             disk_due_at,
+            *[part.next_deadline() for part in self.parts],
         ):
             if due is not None and (at is None or due < at):
                 at = due
@@ -522,8 +525,8 @@ class Coordinator:
         removed = self.waiting.remove_session(number)
         for waiting in removed if reason else ():
             self._answer(session.peer, waiting.call, _failed(Disconnected(f"session closed: {reason}")))
-        if removed and self.spilling.is_on:
-            self._guard("end of loads", partial(self._abandon, removed, now))
+        if removed and self.parts:
+            self._guard("end of waits", partial(self._tell_waits_ended, removed, now))
         if session.process.pidfd >= 0:
             self._guard("end of a watch", partial(self._watcher.unwatch, session.process.pidfd))
         self._must("the end of a shard", partial(self.shards.close, session, now))
@@ -534,10 +537,11 @@ class Coordinator:
         if not lingers:
             self._guard("end of evidence", partial(session.process.close, self.identity.lock_directory))
 
-    def _abandon(self, removed: list[WaitingRequest], now: float) -> None:
-        """Cancel the loads from disk of these requests, whose session has ended."""
+    def _tell_waits_ended(self, removed: list[WaitingRequest], now: float) -> None:
         keys = {key for waiting in removed for key in waiting.keys}
-        self.spilling.abandon({key for key in keys if not self.waiting.is_waited_for(key)}, now)
+        ended = {key for key in keys if not self.waiting.is_waited_for(key)}
+        for part in self.parts:
+            part.waits_ended(ended, now)
 
     # ------------------------------------------------------------ defects
 
@@ -716,8 +720,8 @@ class Coordinator:
                     continue  # it has effects
                 waiting = self.waiting.next_due() if self.waiting.requests else None
                 if waiting is None:
-                    may_go_on = self.spilling.go_on(now)
-                    if not may_go_on and not (self.waiting.requests and self.waiting.may_have_due):
+                    may_go_on = [part.go_on(now) for part in self.parts]
+                    if not any(may_go_on) and not (self.waiting.requests and self.waiting.may_have_due):
                         return
                     continue
                 most -= self._try_again(waiting, now)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -14,11 +14,11 @@ from transferqueue.ledger.reports.answers import Observation
 from transferqueue.ledger.table_state import Absence
 from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.loop_latency import Turns
+from transferqueue.server.parts import Part
 from transferqueue.server.sessions.session_table import OpenSession, SessionTable, Workers
 from transferqueue.server.sessions.waiting import WaitingRequest, WaitQueue, wait_of
 from transferqueue.server.shards.registry import ShardRegistry
 from transferqueue.server.shards.remote_shard import RemoteShard
-from transferqueue.server.spill.spilling import Spilling
 from transferqueue.transport.control.unix_socket import UnixPeer
 from transferqueue.wire import messages as m
 from transferqueue.wire.answers.doctor import Departed, DoctorAnswer, PipelineStage, TablePipeline
@@ -71,7 +71,7 @@ class ReportSources:
     bulk_port: Callable[[], int]
     bulk_sent: Callable[[], dict[str, int]]
     bulk_received: Callable[[], dict[str, int]]
-    spilling: Spilling
+    parts: Sequence[Part]
 
 
 def observe(sources: ReportSources, request: m.Observe, now: float) -> Observation:
@@ -204,7 +204,6 @@ def _server(sources: ReportSources, now: float) -> ServerStats:
         backed_bytes=memory.arena.backed,
         extents=memory.extents,
         shards=[_shard(shard) for shard in sources.shards],
-        spill=sources.spilling.stats(),
         calls=counters.calls,
         garbage=counters.garbage,
         repeated=counters.repeated,
@@ -212,6 +211,7 @@ def _server(sources: ReportSources, now: float) -> ServerStats:
         sessions_dropped=counters.sessions_dropped,
         internal_errors=counters.internal_errors,
         turns=sources.turns.stats(),
+        **{name: figure for part in sources.parts for name, figure in part.statistics().items()},
     )
 
 

@@ -6,15 +6,14 @@ that it may wait for, so an operation that answers `Blocked` changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from typing import Any, Final
 
-from transferqueue.errors import Full, InternalError, OutOfMemory, UsageError
+from transferqueue.errors import Full, OutOfMemory, UsageError
 from transferqueue.ledger.effects import Blocked
 from transferqueue.limits import TEXT_CHARS_MAX
 from transferqueue.server import reports
-from transferqueue.server.durability.snapshots import SnapshotJobs
+from transferqueue.server.parts import Operation, Part
 from transferqueue.server.reports import ReportSources
 from transferqueue.server.sessions.session_table import OpenSession
 from transferqueue.server.sessions.waiting import WakeKey
@@ -25,53 +24,49 @@ from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 
 Answer = m.Reply | Blocked
-Operation = Callable[[OpenSession, int, Any, float], Answer]
-"""(session, call, request, now) -> reply."""
 
 _MEMORY: Final[WakeKey] = ("memory",)
-_NEED_BYTES: Final = frozenset({m.LeaseRequest, m.ReadRequest})
-"""Requests that wait for blocks on disk."""
 
 
 class ServerRequests:
     """One method for each request. `by_type` and `explanations` find them by the request's class."""
 
     def __init__(self, sources: ReportSources) -> None:
-        self.snapshots: SnapshotJobs | None = None
-        """None if the server was started without a directory for snapshots."""
         self._sources = sources
         self._ledger, self._shards, self._workers = sources.ledger, sources.shards, sources.workers
         self.fetches: Final = BlockFetches(sources.ledger, sources.shards, sources.waiting.wake)
         """Fetches the blocks of a snapshot from remote shards."""
         self._copies: Final = CopyOrders(sources.ledger, sources.shards, self.fetches)
-        self.by_type: Final[Mapping[type[m.Request], Operation]] = {
+        self.by_type: Final[dict[type[m.Request], Operation]] = {
             m.Grant: self._grant,
             m.ListShards: self._list_shards,
             m.Drain: self._drain,
             m.PollCommands: self._poll_commands,
             m.TakeCopies: self._take_copies,
-            m.SnapshotRequest: self._snapshot,
-            m.Restore: self._restore,
-            m.WatchJob: self._watch_job,
+            **dict.fromkeys((m.SnapshotRequest, m.Restore, m.WatchJob), _no_snapshots),
             m.Observe: self._observe,
             m.ListEvents: self._list_events,
             m.ExplainWait: self._explain_wait,
             m.CreateTable: self._create_table,
             m.DropTable: self._drop_table,
         }
-        self._explanations: Final[Mapping[type[m.Request], Callable[[Any, float], str]]] = {
+        self._explanations: Final[dict[type[m.Request], Callable[[Any, float], str]]] = {
             m.Grant: self._explain_grant,
             m.PollCommands: lambda request, now: "there are no orders",
             m.TakeCopies: lambda request, now: "there is nothing for this shard to copy",
-            m.WatchJob: lambda request, now: self._jobs().explain(request),
         }
+
+    def attach(self, part: Part) -> None:
+        """Have the part carry out its requests, and explain their waits."""
+        for kind, operation in part.requests().items():
+            self.by_type[kind] = operation
+            self._explanations[kind] = lambda request, now: ""
 
     def explain(self, request: m.Request, now: float) -> str:
         """Why a request waits: the missing thing and its holder."""
         explain = self._explanations.get(type(request), self._ledger.explain)
         text = explain(request, now)
-        loading = self._sources.spilling.explain_loads() if type(request) in _NEED_BYTES else ""
-        return f"{text}; {loading}" if loading else text
+        return "; ".join(filter(None, [text, *(part.explain(request) for part in self._sources.parts)]))
 
     # ------------------------------------------------------------ memory and shards
 
@@ -86,18 +81,19 @@ class ServerRequests:
             taken = None
         if taken is not None:
             if taken[0] == SHARD:
-                self._sources.spilling.taken()
+                for part in self._sources.parts:
+                    part.memory_granted()
             with self._shards.granting(*taken, now):
                 return self._ledger.grant(session.number, *taken, now, call=call)
-        if self._sources.spilling.is_on and self._shards.own_may_have(request.nbytes, request.apart, request.use):
-            self._sources.spilling.need(request.nbytes, request.use)
+        if self._sources.parts and self._shards.own_may_have(request.nbytes, request.apart, request.use):
+            for part in self._sources.parts:
+                part.memory_lacking(request.nbytes, request.use)
         if request.wait_s:
             return Blocked(keys=(_MEMORY,))
-        raise Full(self._explain_grant(request, now))
+        raise Full(self.explain(request, now))
 
     def _explain_grant(self, request: m.Grant, now: float) -> str:
-        text = self._shards.explain(request.nbytes, reports.holders(self._sources, now), request.use)
-        return text + self._sources.spilling.explain_memory()
+        return self._shards.explain(request.nbytes, reports.holders(self._sources, now), request.use)
 
     def _list_shards(self, session: OpenSession, call: int, request: m.ListShards, now: float) -> Answer:
         return self._shards.list_for(session)
@@ -110,22 +106,6 @@ class ServerRequests:
 
     def _take_copies(self, session: OpenSession, call: int, request: m.TakeCopies, now: float) -> Answer:
         return self._copies.take(session, request, now)
-
-    # ------------------------------------------------------------ snapshots
-
-    def _jobs(self) -> SnapshotJobs:
-        if self.snapshots is None:
-            raise UsageError("this server writes no snapshots: it has no directory for them; start it with --snapshots")
-        return self.snapshots
-
-    def _snapshot(self, session: OpenSession, call: int, request: m.SnapshotRequest, now: float) -> Answer:
-        return self._jobs().snapshot(session.number, call, request.path, request.keep, now)
-
-    def _restore(self, session: OpenSession, call: int, request: m.Restore, now: float) -> Answer:
-        return self._jobs().restore(session.number, call, request.path)
-
-    def _watch_job(self, session: OpenSession, call: int, request: m.WatchJob, now: float) -> Answer:
-        return _shown(partial(self._jobs().watch, request))
 
     # ------------------------------------------------------------ before or after the ledger
 
@@ -150,9 +130,5 @@ class ServerRequests:
         return reply
 
 
-def _shown(look: Callable[[], Answer]) -> Answer:
-    """The progress of a job. A defect that ended the job was logged then: it is no defect of the session that asks."""
-    try:
-        return look()
-    except InternalError as error:
-        return m.Failed(error=type(error).__name__, text=str(error))
+def _no_snapshots(session: OpenSession, call: int, request: m.Request, now: float) -> Answer:
+    raise UsageError("this server was started without a directory for snapshots; start it with --snapshots")

@@ -24,12 +24,12 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from msgspec.structs import replace
@@ -62,14 +62,13 @@ from transferqueue.server.durability.snapshot_files import (
 )
 from transferqueue.server.durability.snapshot_job import SnapshotJob
 from transferqueue.server.durability.spool import BlockSpool
+from transferqueue.server.parts import ColdStore, Operation, Part
 from transferqueue.server.shards.block_fetches import ArrivedBlocks, BlockFetches
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
-from transferqueue.server.spill.spill_jobs import SpilledBlock
-from transferqueue.server.spill.spilling import Spilling
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.inputs.block_writer import BlockWriter
 from transferqueue.storage.inputs.from_snapshot import columns_from_arrow
-from transferqueue.storage.memory.checksum import UNCHECKED, checksum, verify
+from transferqueue.storage.memory.checksum import UNCHECKED, checksum
 from transferqueue.wire import messages as m
 from transferqueue.wire.home_coordinator import CoordinatorIndex
 from transferqueue.wire.versions import VERSION
@@ -86,16 +85,17 @@ T = TypeVar("T")
 Arrivals = queue.SimpleQueue[ArrivedBlocks | TransferQueueError]
 
 
-class SnapshotJobs:
-    """The snapshot jobs of one server. Used by the loop's thread, except for `_post` and `_call_loop`.
+class SnapshotJobs(Part):
+    """The part of a server that writes and reads snapshots. Used by the loop's thread, except for `_post` and
+    `_call_loop`.
 
     Args:
         root: the directory of all snapshots; paths of clients are relative to it.
         memory: of the coordinator's own shard.
         fetches: brings blocks of remote shards.
-        spilling: has the blocks that are on disk.
+        cold: has the blocks that are not in the arena; None: all are.
         wake: makes the requests due that wait on a key.
-        stir: has the loop call `turn` soon.
+        stir: has the loop call `tick` soon.
         index: of this coordinator. A snapshot with tables of another one is not restored.
     """
 
@@ -104,7 +104,7 @@ class SnapshotJobs:
         root: Path,
         ledger: Ledger,
         fetches: BlockFetches,
-        spilling: Spilling | None = None,
+        cold: ColdStore | None = None,
         *,
         wake: Callable[[tuple[str, ...]], None],
         stir: Callable[[], None],
@@ -112,7 +112,7 @@ class SnapshotJobs:
     ) -> None:
         self.root: Final = root
         self._ledger, self._fetches = ledger, fetches
-        self._spilling: Final = Spilling(ledger) if spilling is None else spilling
+        self._cold: Final = cold
         self._shards, self._memory = fetches.shards, fetches.shards.own
         self._wake, self._wake_loop = wake, stir
         self._index = index
@@ -123,6 +123,24 @@ class SnapshotJobs:
         self._last = 0
 
     # ------------------------------------------------------------ requests
+
+    def requests(self) -> dict[type[m.Request], Operation]:
+        """See `Part`."""
+        return {
+            m.SnapshotRequest: lambda session, call, request, now: self.snapshot(
+                session.number, call, request.path, request.keep, now
+            ),
+            m.Restore: lambda session, call, request, now: self.restore(session.number, call, request.path),
+            m.WatchJob: lambda session, call, request, now: self._shown(request),
+        }
+
+    def _shown(self, request: m.WatchJob) -> m.Reply | Blocked:
+        """The progress of a job. A defect that ended the job, and was logged then, is no defect of the session that
+        asks."""
+        try:
+            return self.watch(request)
+        except InternalError as error:
+            return m.Failed(error=type(error).__name__, text=str(error))
 
     def snapshot(self, session: int, call: int, path: str, keep: int, now: float) -> m.JobProgress:
         """Begin a snapshot and return its progress. The same call again only returns the progress."""
@@ -175,14 +193,16 @@ class SnapshotJobs:
             raise NotFound(f"work {number} is not known to this server; it has {listing(self._jobs)}: begin again")
         return job
 
-    def explain(self, request: m.WatchJob) -> str:
+    def explain(self, request: Any) -> str:
         """The progress of a job, for the error of a wait that reached its deadline."""
+        if type(request) is not m.WatchJob:
+            return ""
         job = self._jobs.get(request.work)
         return f"{job.path}: {job.done:,} of {job.total:,} bytes so far" if job else f"work {request.work} is gone"
 
     # ------------------------------------------------------------ the loop's side
 
-    def turn(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Carry out what threads have posted."""
         with suppress(queue.Empty):
             while True:
@@ -273,13 +293,14 @@ class SnapshotJobs:
                 "name a directory, in which snapshots get their numbers"
             )
         contents = self._ledger.take_snapshot(now)
-        spilled = self._spilling.hold()
+        if self._cold is not None:
+            self._cold.hold()
         remote = _take_own_copies(contents)
         arrivals: Arrivals = queue.SimpleQueue()
         try:
             self._fetches.begin(remote, arrivals.put, now)
         except BaseException:
-            self._spilling.release()
+            self._release_cold()
             raise
         extents = [
             number for at in contents.blocks.values() for number in (at.extent, *(copy.extent for copy in at.copies))
@@ -287,7 +308,7 @@ class SnapshotJobs:
         self._shards.hold(extents)
 
         def end(now: float) -> None:
-            self._spilling.release()
+            self._release_cold()
             self._fetches.end(now)
             self._shards.release(extents, now)
             self._wake(("memory",))
@@ -297,7 +318,7 @@ class SnapshotJobs:
             return self._begin(
                 path,
                 nbytes,
-                lambda job: self._write(job, contents, keep, remote, arrivals, spilled),
+                lambda job: self._write(job, contents, keep, remote, arrivals),
                 end,
             )
         except BaseException:
@@ -311,13 +332,12 @@ class SnapshotJobs:
         keep: int,
         remote: list[m.BlockLocation],
         arrivals: Arrivals,
-        spilled: Mapping[int, SpilledBlock],
     ) -> None:
         arena = _mapped(self._memory, mmap.PROT_READ)
 
         def content_of(at: m.BlockLocation, spool: BlockSpool) -> U8:
             if at.shard == ON_DISK:
-                return self._read_spilled(spilled[at.block])
+                return self._cold_block(at.block)
             return spool.read(at.block) if at.block in spool else arena[at.offset : at.offset + at.nbytes]
 
         writer = SnapshotWriter(job.path, lambda nbytes: self._add_progress(job, nbytes))
@@ -335,14 +355,14 @@ class SnapshotJobs:
         finally:
             writer.abandon()
 
-    def _read_spilled(self, place: SpilledBlock) -> U8:
-        """The bytes of a block on disk. `Corruption` if the disk does not give them, or gives others."""
-        try:
-            content = self._spilling.read(place)
-        except OSError as error:
-            raise Corruption(f"spilled block {place.block} cannot be read from the disk: {error}") from error
-        verify(content, place.checksum, f"spilled block {place.block}")
-        return content
+    def _release_cold(self) -> None:
+        if self._cold is not None:
+            self._cold.release()
+
+    def _cold_block(self, block: int) -> U8:
+        if self._cold is None:
+            raise InternalError(f"block {block} should be on a disk, but this server does not spill")
+        return self._cold.read(block)
 
     def _fetch(self, job: SnapshotJob, arena: U8, spool: BlockSpool, count: int, arrivals: Arrivals) -> None:
         """Have the spool take `count` blocks as they arrive from remote shards."""

@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from transferqueue.errors import UsageError
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import FAREWELL_S
 from transferqueue.server.coordinator import Coordinator
-from transferqueue.server.durability.snapshots import SNAPSHOTS_VARIABLE, SnapshotJobs
 from transferqueue.server.durability.state_directory import StateDirectory
 from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.loop import Loop, ProcessExits
@@ -22,7 +22,6 @@ from transferqueue.server.sessions.authorization import Authorizer
 from transferqueue.server.shards.bulk_endpoint import BulkEndpoint
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.shards.tickets import TicketIssuer
-from transferqueue.server.spill.spill_file import SpillFile, SpillPolicy, mapped
 from transferqueue.storage.memory.backing import ArenaBacking
 from transferqueue.transport import IpcAddress, TcpAddress, Wakeup
 from transferqueue.transport.bulk.carriers import Carrier
@@ -32,6 +31,10 @@ from transferqueue.transport.control.zeromq import ZmqServer
 from transferqueue.transport.security.keyring import Keyring
 from transferqueue.wire.home_coordinator import CoordinatorIndex
 from transferqueue.wire.versions import VERSION
+
+if TYPE_CHECKING:
+    from transferqueue.server.parts import ColdStore
+    from transferqueue.server.spill.spill_file import SpillPolicy
 
 
 class ServerProcess:
@@ -95,9 +98,8 @@ class ServerProcess:
             self.loop = Loop(self.coordinator, local, port, hub, wakeup, exits, clock, batch=batch)
             if self.tcp_addresses:
                 self._serve_bytes(made, None if plain_bytes else keyring, carrier)
-            if spill is not None:
-                self._spill(made, spill, wakeup)
-            self._keep_snapshots(made, snapshots or Path(os.environ.get(SNAPSHOTS_VARIABLE) or "snapshots"), wakeup)
+            cold = None if spill is None else self._spill(made, spill, wakeup)
+            self._keep_snapshots(made, cold, snapshots, wakeup)
             self._files = made.pop_all()
 
     def _serve_bytes(self, made: ExitStack, keyring: Keyring | None, carrier: Carrier | None) -> None:
@@ -113,32 +115,42 @@ class ServerProcess:
         self.coordinator.bulk_port, self.coordinator.bulk_plain = shard.listen(self.tcp_addresses), keyring is None
         shard.start()
 
-    def _keep_snapshots(self, made: ExitStack, root: Path, wakeup: Wakeup) -> None:
+    def _keep_snapshots(self, made: ExitStack, cold: ColdStore | None, root: Path | None, wakeup: Wakeup) -> None:
+        from transferqueue.server.durability.snapshots import SNAPSHOTS_VARIABLE, SnapshotJobs
+
+        root = root or Path(os.environ.get(SNAPSHOTS_VARIABLE) or "snapshots")
         coordinator = self.coordinator
-        coordinator.operations.snapshots = SnapshotJobs(
+        jobs = SnapshotJobs(
             root.absolute(),
             coordinator.ledger,
             coordinator.operations.fetches,
-            coordinator.spilling,
+            cold,
             wake=coordinator.waiting.wake,
             stir=wakeup.set,
             index=coordinator.index,
         )
-        made.callback(coordinator.operations.snapshots.stop)
+        made.callback(jobs.stop)
+        coordinator.attach(jobs)
 
-    def _spill(self, made: ExitStack, policy: SpillPolicy, wakeup: Wakeup) -> None:
+    def _spill(self, made: ExitStack, policy: SpillPolicy, wakeup: Wakeup) -> ColdStore:
+        from transferqueue.server.spill.spill_file import SpillFile, mapped
+        from transferqueue.server.spill.spilling import Spilling
+
         if isinstance(self._storage, StateDirectory):
             raise UsageError(
                 f"spill directory {policy.directory} refused: spilled blocks end with the process, and the rows of "
                 f"{self._storage.path} do not; leave --spill-dir out (at --durability disk the arena is a file on that "
                 "disk, and may be larger than memory), or serve with --durability memory"
             )
-        memory = self.coordinator.memory
+        coordinator = self.coordinator
+        memory = coordinator.memory
         space = SpillFile(
             policy.directory, policy.nbytes, lambda: mapped(memory.arena.path, memory.arena.capacity), wakeup.set
         )
         made.callback(space.stop)
-        self.coordinator.spilling.begin(memory, space, policy.nbytes)
+        spilling = Spilling(coordinator.ledger, memory, space, policy.nbytes, coordinator.waiting.wake)
+        coordinator.attach(spilling)
+        return spilling
 
     def run(self, woken_by: Descriptor | None = None) -> None:
         """Serve until `stop`, then close everything and remove the files that do not outlive the server. Call it once.

@@ -11,71 +11,66 @@ See docs/decisions/spill.md; `spiller` moves the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from typing import Final
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Final
 
-from transferqueue.errors import InternalError
+from transferqueue.errors import Corruption
 from transferqueue.ledger.effects import WakeKey
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.rows.cold_arena import LoadOrder
 from transferqueue.limits import LOAD_STUCK_S, SPILL_SILENT_S
+from transferqueue.server.parts import Part
 from transferqueue.server.shards.backlog import Backlog
 from transferqueue.server.shards.own_memory import OwnShardMemory
 from transferqueue.server.shards.registry import for_loads
 from transferqueue.server.spill.spill_jobs import SpilledBlock, SpillSpace
 from transferqueue.server.spill.spiller import Spiller
 from transferqueue.storage.elements.dtypes import U8
+from transferqueue.storage.memory.checksum import verify
 from transferqueue.wire import messages as m
-from transferqueue.wire.answers.stats import SpillStats
+
+_NEED_BYTES: Final = frozenset({m.LeaseRequest, m.ReadRequest})
+"""Requests that wait for blocks on a disk."""
 
 
-class Spilling:
-    """Spills nothing until `begin`. `wake` makes the requests due that wait on a key. Used by the loop's thread; `read`
-    by any."""
+class Spilling(Part):
+    """The part of a coordinator whose arena spills. Used by the loop's thread; `read` by any.
 
-    def __init__(self, ledger: Ledger, wake: Callable[[WakeKey], None] = lambda _: None) -> None:
-        self._ledger: Final = ledger
-        self._wake: Final = wake
-        self._spiller: Spiller | None = None
-        self._is_active = False
-        """Whether work is due or under way."""
+    Args:
+        space: the disk.
+        nbytes: the most bytes there.
+        wake: makes the requests due that wait on a key.
+    """
 
-    def begin(self, memory: OwnShardMemory, space: SpillSpace, nbytes: int) -> Spiller:
-        """Have the arena spill at most `nbytes` to `space` from now on."""
-        cold = self._ledger.spill(lambda: for_loads(memory))
+    def __init__(
+        self, ledger: Ledger, memory: OwnShardMemory, space: SpillSpace, nbytes: int, wake: Callable[[WakeKey], None]
+    ) -> None:
+        cold = ledger.spill(lambda: for_loads(memory))
         backlog = memory.backlog = Backlog(memory.allocator.capacity, nbytes)
         backlog.growth = lambda: cold.arena.growth
-        self._spiller = Spiller(self._ledger, cold, memory, backlog, space, lambda: self._wake(("memory",)))
-        return self._spiller
+        self.spiller: Final = Spiller(ledger, cold, memory, backlog, space, lambda: wake(("memory",)))
+        self._is_active = False
+        """Whether work is due or under way."""
+        self._held: Mapping[int, SpilledBlock] = {}
 
-    @property
-    def is_on(self) -> bool:
-        """Whether the arena spills."""
-        return self._spiller is not None
-
-    # ------------------------------------------------------------ what the coordinator calls
-
-    def taken(self) -> None:
-        """Memory of the arena was granted."""
-        if (spiller := self._spiller) is not None and spiller.is_above:
+    def memory_granted(self) -> None:
+        """See `Part`."""
+        if self.spiller.is_above:
             self._is_active = True
 
-    def need(self, nbytes: int, use: m.GrantPurpose) -> None:
-        """A request found no memory in the arena, and waits."""
-        if (spiller := self._spiller) is not None:
-            spiller.need(nbytes, use)
-            self._is_active = True
+    def memory_lacking(self, nbytes: int, use: m.GrantPurpose) -> None:
+        """See `Part`."""
+        self.spiller.need(nbytes, use)
+        self._is_active = True
 
-    def turn(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Process the answers of the disk."""
-        if (spiller := self._spiller) is not None and self._is_active:
-            spiller.loads.set_silent(silent=spiller.turn(now))
+        if self._is_active:
+            self.spiller.loads.set_silent(silent=self.spiller.turn(now))
 
     def go_on(self, now: float) -> bool:
-        """Begin the work that is due. Call it when no request is due. Returns whether requests may be due
-        afterwards."""
-        if (spiller := self._spiller) is None:
-            return False
+        """See `Part`."""
+        spiller = self.spiller
         if spiller.loads.stirred:
             self._is_active, spiller.loads.stirred = True, False
         if not self._is_active:
@@ -87,16 +82,15 @@ class Spilling:
         self._is_active = spiller.go_on(now)
         return _give_up_stuck_order(spiller, now)
 
-    def abandon(self, keys: Collection[WakeKey], now: float) -> None:
-        """No request waits on these keys any more: the session of those that did has ended."""
-        if (spiller := self._spiller) is not None:
-            _count_waits(spiller, spiller.loads.abandon(keys), now)
+    def waits_ended(self, keys: Collection[WakeKey], now: float) -> None:
+        """See `Part`."""
+        _count_waits(self.spiller, self.spiller.loads.abandon(keys), now)
 
     def next_deadline(self) -> float | None:
-        """When to call `turn` or `go_on` next even without an event; None: nothing is due."""
-        if (spiller := self._spiller) is None or not self._is_active:
+        """See `Part`."""
+        if not self._is_active:
             return None
-        due, order = spiller.next_deadline(), spiller.cold.order
+        due, order = self.spiller.next_deadline(), self.spiller.cold.order
         if order is None or order.stuck_since is None:
             return due
         stuck_until = order.stuck_since + LOAD_STUCK_S
@@ -104,14 +98,20 @@ class Spilling:
 
     def stop(self) -> None:
         """Stop the thread of the disk, and give its space back."""
-        if (spiller := self._spiller) is not None:
-            spiller.stop()
+        self.spiller.stop()
 
     # ------------------------------------------------------------ for error texts and reports
 
+    def explain(self, request: Any) -> str:
+        """Why a request for blocks on the disk, or for memory that spilling frees, waits."""
+        if type(request) is m.Grant:
+            return self.explain_memory()
+        return self.explain_loads() if type(request) in _NEED_BYTES else ""
+
     def explain_loads(self) -> str:
         """Why a request for blocks on the disk waits; "" if none does."""
-        if (spiller := self._spiller) is None or not spiller.loads.orders:
+        spiller = self.spiller
+        if not spiller.loads.orders:
             return ""
         return (
             f"blocks on the disk are being loaded for {len(spiller.loads.orders)} requests, one after the other; the "
@@ -120,31 +120,35 @@ class Spilling:
 
     def explain_memory(self) -> str:
         """Why no request is granted the memory that spilling frees; "" if that is not so."""
-        if (spiller := self._spiller) is None:
-            return ""
-        first = ". Blocks that come back from the disk have the free memory first" if spiller.backlog.is_held else ""
-        return f"{first}. Nothing is spilled to the disk now: {spiller.paused}" if spiller.paused else first
+        spiller = self.spiller
+        first = ["blocks that come back from the disk have the free memory first"] if spiller.backlog.is_held else []
+        paused = [f"nothing is spilled to the disk now: {spiller.paused}"] if spiller.paused else []
+        return "; ".join([*first, *paused])
 
-    def stats(self) -> SpillStats | None:
-        """The figures for reports; None if nothing is spilled."""
-        return None if self._spiller is None else self._spiller.stats()
+    def statistics(self) -> Mapping[str, Any]:
+        """See `Part`."""
+        return {"spill": self.spiller.stats()}
 
-    # ------------------------------------------------------------ for snapshots
+    # ------------------------------------------------------------ `ColdStore`, for snapshots
 
-    def hold(self) -> dict[int, SpilledBlock]:
-        """The places of all blocks on the disk. They keep their space until `release`."""
-        return {} if self._spiller is None else self._spiller.hold()
+    def hold(self) -> None:
+        """See `ColdStore`."""
+        self._held = self.spiller.hold()
 
     def release(self) -> None:
-        """End `hold`."""
-        if self._spiller is not None:
-            self._spiller.release()
+        """See `ColdStore`."""
+        self._held = {}
+        self.spiller.release()
 
-    def read(self, place: SpilledBlock) -> U8:
-        """The bytes of a block on the disk. OSError if the disk does not give them."""
-        if self._spiller is None:
-            raise InternalError(f"block {place.block} should be on a disk, but this server does not spill")
-        return self._spiller.read(place)
+    def read(self, block: int) -> U8:
+        """See `ColdStore`."""
+        place = self._held[block]
+        try:
+            content = self.spiller.read(place)
+        except OSError as error:
+            raise Corruption(f"spilled block {block} cannot be read from the disk: {error}") from error
+        verify(content, place.checksum, f"spilled block {block}")
+        return content
 
 
 def _give_up_stuck_order(spiller: Spiller, now: float) -> bool:

@@ -1,0 +1,74 @@
+"""The door between a coordinator and its optional parts.
+
+A part is a folder of the server: `durability` (journal and snapshots) and `spill`. The assembly imports it when its
+option is chosen, and `Coordinator.attach` joins it. The coordinator calls all its parts, in order, at the same points
+of each turn; one without options has none. No other module outside a part imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from transferqueue.ledger.effects import Blocked, WakeKey
+from transferqueue.storage.elements.dtypes import U8
+from transferqueue.wire import messages as m
+
+if TYPE_CHECKING:
+    from transferqueue.server.sessions.session_table import OpenSession
+
+Operation = Callable[["OpenSession", int, Any, float], m.Reply | Blocked]
+"""(session, call, request, now) -> reply. It changes nothing when it answers `Blocked`."""
+
+
+class Part:
+    """Base of parts. Each method does nothing, so a part overrides those that concern it. The loop's thread calls
+    them; none may block."""
+
+    def requests(self) -> Mapping[type[m.Request], Operation]:
+        """The requests that this part carries out."""
+        return {}
+
+    def tick(self, now: float) -> None:
+        """Do the work that is due."""
+
+    def next_deadline(self) -> float | None:
+        """When to call `tick` or `go_on` next even without an event; None: nothing is due."""
+        return None
+
+    def go_on(self, now: float) -> bool:
+        """Begin work. Called when no request is due. Returns whether requests may be due afterwards."""
+        return False
+
+    def memory_granted(self) -> None:
+        """The coordinator's own shard granted memory."""
+
+    def memory_lacking(self, nbytes: int, use: m.GrantPurpose) -> None:
+        """A request waits for memory that the coordinator's own shard may grant."""
+
+    def waits_ended(self, keys: Collection[WakeKey], now: float) -> None:
+        """No request waits on these keys any more: the sessions of those that did have ended."""
+
+    def explain(self, request: Any) -> str:
+        """Why a request of this part waits, or what the part adds to the reason why another one does; "": nothing."""
+        return ""
+
+    def statistics(self) -> Mapping[str, Any]:
+        """Figures of `ServerStats` by name."""
+        return {}
+
+    def stop(self) -> None:
+        """End threads and give back what the part has. Called once, at the end."""
+
+
+class ColdStore(Protocol):
+    """Blocks outside the arena, for a snapshot. `read` may be called by any thread."""
+
+    def hold(self) -> None:
+        """Keep the space of all cold blocks until `release`."""
+
+    def release(self) -> None:
+        """End `hold`."""
+
+    def read(self, block: int) -> U8:
+        """The bytes of a cold block that is held. `Corruption` if they cannot be read, or differ from those written."""
