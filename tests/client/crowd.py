@@ -23,8 +23,8 @@ import numpy as np
 
 import transferqueue as tq
 from transferqueue.server import runtime_directory
-from transferqueue.server.durability.journal import Level
 from transferqueue.server.durability.state_directory import StateDirectory
+from transferqueue.server.durability_level import Level
 from transferqueue.server.process.assembly import ServerProcess, first_epoch
 from transferqueue.server.process.serve import Signals
 from transferqueue.transport import IpcAddress

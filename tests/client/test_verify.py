@@ -8,8 +8,8 @@ import pytest
 
 import transferqueue as tq
 from transferqueue.errors import Corruption, UsageError
-from transferqueue.server.durability.journal import Level
 from transferqueue.server.durability.state_directory import StateDirectory
+from transferqueue.server.durability_level import Level
 from transferqueue.server.process.assembly import ServerProcess
 from transferqueue.transport import IpcAddress
 

@@ -29,9 +29,9 @@ from transferqueue.ledger.persistence import image
 from transferqueue.policies import Complete, Manual, Task
 from transferqueue.schema import Field
 from transferqueue.server.durability import state_directory as durable
-from transferqueue.server.durability.journal import Level
 from transferqueue.server.durability.journal_head import MARGIN_BYTES
 from transferqueue.server.durability.state_directory import StateDirectory
+from transferqueue.server.durability_level import Level
 from transferqueue.server.runtime_directory import SHARED_MEMORY
 from transferqueue.storage.memory.checksum import checksum
 from transferqueue.wire import codec

@@ -12,7 +12,7 @@ from tests.server.test_shards import BIG, Joined, local, put_into
 from transferqueue.errors import Corruption, Impossible, OutOfMemory, ShardLost, Unreachable
 from transferqueue.limits import FETCH_TRIES, MIB, PAGE_BYTES, SNAPSHOT_FETCH_S
 from transferqueue.policies import Task
-from transferqueue.server.durability.journal import Level
+from transferqueue.server.durability_level import Level
 from transferqueue.server.shards import block_fetches
 from transferqueue.server.shards.block_fetches import ArrivedBlocks
 from transferqueue.server.shards.tickets import LiveExtents, TicketIssuer

@@ -8,7 +8,7 @@ from tests.server.test_replicas import REPLICATED, copied
 from tests.server.test_shards import Joined, local
 from transferqueue.ledger.rows import missing_copies
 from transferqueue.limits import MIB, PAGE_BYTES, RESULTS_SHARE
-from transferqueue.server.durability.journal import Level
+from transferqueue.server.durability_level import Level
 from transferqueue.server.shards import copies
 from transferqueue.server.shards.tickets import LiveExtents, TicketIssuer
 from transferqueue.transport.bulk import protocol as b

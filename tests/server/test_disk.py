@@ -14,7 +14,7 @@ from transferqueue.limits import DISK_SLICES, MIB, Limits
 from transferqueue.policies import Task
 from transferqueue.server.durability import disk, recovery
 from transferqueue.server.durability.disk import DiskReserve, disk_error, disk_failures
-from transferqueue.server.durability.journal import Level
+from transferqueue.server.durability_level import Level
 from transferqueue.wire import messages as m
 
 TABLE = m.CreateTable("t", tasks=[Task("train", ["x"])], fields=[BIG], limits=Limits(rows=1))

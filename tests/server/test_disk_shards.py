@@ -10,7 +10,7 @@ from transferqueue.limits import MIB, PAGE_BYTES
 from transferqueue.policies import Task
 from transferqueue.schema import layout
 from transferqueue.server.durability import journal_head, state_directory
-from transferqueue.server.durability.journal import Level
+from transferqueue.server.durability_level import Level
 from transferqueue.storage.memory.checksum import checksum
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m

@@ -21,8 +21,9 @@ from transferqueue.server.__main__ import main
 from transferqueue.server.durability import journal_head as head
 from transferqueue.server.durability import recovery as past
 from transferqueue.server.durability import state_directory as durable
-from transferqueue.server.durability.journal import Level, SqliteJournal, read_journal
+from transferqueue.server.durability.journal import SqliteJournal, read_journal
 from transferqueue.server.durability.state_directory import StateDirectory
+from transferqueue.server.durability_level import Level
 from transferqueue.server.process.supervisor import EXIT_REPORTED, EXIT_WRONG_CALL
 from transferqueue.server.runtime_directory import remove_stale_arenas, served_arena
 from transferqueue.server.sessions import liveness as evidence

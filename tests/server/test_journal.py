@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from transferqueue.errors import Corruption, DiskFailed, JournalFailed, UsageError
-from transferqueue.server.durability.journal import Level, Origin, SqliteJournal, read_journal
+from transferqueue.server.durability.journal import Origin, SqliteJournal, read_journal
+from transferqueue.server.durability_level import Level
 
 LEVELS = [Level.PROCESS, Level.DISK]
 

@@ -9,8 +9,9 @@ from tests.ledger.driver import World
 from tests.scale import sizes
 from transferqueue.limits import Limits
 from transferqueue.policies import Complete, Task
-from transferqueue.server.durability.journal import Level, SqliteJournal
+from transferqueue.server.durability.journal import SqliteJournal
 from transferqueue.server.durability.recorded_ledger import RecordedLedger, replay_journal
+from transferqueue.server.durability_level import Level
 
 ROWS = sizes(25_000, 100_000)
 SERVES_WITHIN_S = 2.0

@@ -22,8 +22,9 @@ from transferqueue.ledger.persistence import restore as planting
 from transferqueue.policies import Complete, Task
 from transferqueue.server.durability import snapshot_directory, snapshots
 from transferqueue.server.durability import snapshot_files as cutfiles
-from transferqueue.server.durability.journal import Level, SqliteJournal
+from transferqueue.server.durability.journal import SqliteJournal
 from transferqueue.server.durability.recorded_ledger import RecordedLedger, replay_journal
+from transferqueue.server.durability_level import Level
 from transferqueue.storage.inputs import from_snapshot
 from transferqueue.wire import messages as m
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from tests.ledger.driver import World
 from transferqueue.ledger import Ledger
 from transferqueue.policies import Task
-from transferqueue.server.durability.journal import Level, SqliteJournal
+from transferqueue.server.durability.journal import SqliteJournal
 from transferqueue.server.durability.recorded_ledger import RecordedLedger, replay_journal
+from transferqueue.server.durability_level import Level
 from transferqueue.wire import messages as m
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from transferqueue.errors import UsageError
 from transferqueue.limits import MIB
-from transferqueue.server.durability.journal import Level
 from transferqueue.server.durability.state_directory import StateDirectory
+from transferqueue.server.durability_level import Level
 from transferqueue.server.process.serve import serve
 from transferqueue.server.spill.spill_file import SpillFile
 from transferqueue.transport.system.file_system import memory_file_system

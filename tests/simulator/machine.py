@@ -191,6 +191,9 @@ class SimDurability:
     shortage: Final = ""
     due_at: Final = None
 
+    def refuse(self, request: object, shard_of: object) -> None:
+        """Refuse nothing."""
+
     def look(self, now: float) -> None:
         """Nothing to see: a full disk ends this server."""
 

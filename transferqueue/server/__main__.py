@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from transferqueue.limits import parse_bytes
-from transferqueue.server.durability.journal import Level
+from transferqueue.server.durability_level import Level
 from transferqueue.server.process.serve import serve
 from transferqueue.server.process.supervisor import exit_code, supervise
 

@@ -56,16 +56,10 @@ from transferqueue.ledger.effects import Blocked, FreeExtent, LeaseEnded, WakeWa
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import CALLS_PARKED_MAX, COUNT_MAX, DEFECT_PAUSE_S, SMALL_FRAME_BYTES
 from transferqueue.server import reports
-from transferqueue.server.durability.state_directory import (
-    Durability,
-    NoDurability,
-    without_checksum,
-    without_own_copy,
-)
 from transferqueue.server.event_log import TABLE_EVENTS, log_event, log_table_event
 from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.loop_latency import Turns
-from transferqueue.server.parts import Part
+from transferqueue.server.parts import Durability, NoDurability, Part
 from transferqueue.server.reports import Counters
 from transferqueue.server.server_requests import ServerRequests
 from transferqueue.server.sessions import authorization, liveness
@@ -631,17 +625,13 @@ class Coordinator:
 
     def _refused(self, role: Role, request: m.Request, declared: Declaration) -> TransferQueueError | None:
         """Why a request is refused before it is tried; None if it is not."""
-        if self._durability.checksums and (unchecked := without_checksum(request)) is not None:
-            return unchecked
-        if self.shards.own_first and self.shards.remote and (elsewhere := self._without_own_copy(request)) is not None:
-            return elsewhere
+        if self._durability.checksums:
+            shard_of = self.ledger.shard_of_extent if self.shards.remote else None
+            if (refused := self._durability.refuse(request, shard_of)) is not None:
+                return refused
         if role not in declared.roles:
             return authorization.not_allowed(role, declared)
         return None if declared.home is None else wrong_coordinator(self.index, request)
-
-    def _without_own_copy(self, request: m.Request) -> TransferQueueError | None:
-        """The refusal of a request whose blocks need a copy in the coordinator's own memory and lack it; else None."""
-        return without_own_copy(request, self.ledger.shard_of_extent)
 
     def _accept_call(
         self, session: OpenSession, call: int, request: m.Request, declared: Declaration, now: float

@@ -8,8 +8,9 @@ of each turn; one without options has none. No other module outside a part impor
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from transferqueue.errors import UsageError
 from transferqueue.ledger.effects import Blocked, WakeKey
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.wire import messages as m
@@ -72,3 +73,62 @@ class ColdStore(Protocol):
 
     def read(self, block: int) -> U8:
         """The bytes of a cold block that is held. `Corruption` if they cannot be read, or differ from those written."""
+
+
+class Durability(Protocol):
+    """How the state of a coordinator outlives its process."""
+
+    @property
+    def sessions_stay(self) -> bool:
+        """Whether sessions continue with the next server."""
+
+    @property
+    def keeps_own_copy(self) -> bool:
+        """Whether each block must have a copy in the coordinator's own memory, since remote shards lose theirs
+        sooner."""
+
+    @property
+    def checksums(self) -> bool:
+        """Whether each block must be committed with the checksum of its bytes."""
+
+    def refuse(self, request: m.Request, shard_of: Callable[[int], int | None] | None) -> UsageError | None:
+        """Why a request may not commit its blocks; None: it may. Asked only where `checksums` is true.
+
+        Args:
+            request: may commit blocks.
+            shard_of: the shard of an extent; None if the coordinator has no remote shards.
+        """
+
+    @property
+    def shortage(self) -> str:
+        """Why requests that add work are refused now; "": they are not."""
+
+    @property
+    def due_at(self) -> float | None:
+        """When to call `look` next; None: no look is needed."""
+
+    def look(self, now: float) -> None:
+        """Check whether the shortage has ended."""
+
+    def commit(self) -> None:
+        """Return when all changes so far are durable, so that answers may be sent. `DiskFailed` if the disk is full or
+        fails."""
+
+
+class NoDurability:
+    """Level ``memory``: nothing outlives the process."""
+
+    sessions_stay: Final = False
+    checksums: Final = False
+    keeps_own_copy: Final = False
+    shortage: Final = ""
+    due_at: Final = None
+
+    def refuse(self, request: m.Request, shard_of: Callable[[int], int | None] | None) -> None:
+        """Refuse nothing."""
+
+    def look(self, now: float) -> None:
+        """Do nothing."""
+
+    def commit(self) -> None:
+        """Do nothing."""

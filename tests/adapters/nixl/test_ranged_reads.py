@@ -19,8 +19,8 @@ from transferqueue.cluster.shard import ShardProcess
 from transferqueue.errors import BY_NAME
 from transferqueue.limits import ARENA_STEP_BYTES, BULK_WINDOW_FRAMES, KIB, MIB
 from transferqueue.schema import Field
-from transferqueue.server.durability.journal import Level
 from transferqueue.server.durability.state_directory import StateDirectory
+from transferqueue.server.durability_level import Level
 from transferqueue.server.process import assembly
 from transferqueue.server.runtime_directory import private_arena
 from transferqueue.server.shards.bulk_endpoint import ShardTransfers

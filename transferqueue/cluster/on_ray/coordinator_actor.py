@@ -24,8 +24,8 @@ from typing import Final
 from transferqueue.cluster.on_ray.directories import DirectoryOwner, claim_directory, own_directory, remove_stale
 from transferqueue.cluster.on_ray.messages import DEPLOY_SPEC, DeployRefused, Endpoints, read, write
 from transferqueue.errors import AddressInUse, Corruption, TransferQueueError, Unreachable
-from transferqueue.server.durability.journal import Level
 from transferqueue.server.durability.state_directory import StateDirectory
+from transferqueue.server.durability_level import Level
 from transferqueue.server.process.assembly import ServerProcess, first_epoch
 from transferqueue.server.process.serve import allow_many_files
 from transferqueue.server.process.supervisor import EXIT_AGAIN, EXIT_DEFECT

@@ -38,7 +38,7 @@ from transferqueue.cluster.on_ray.nodes import choose
 from transferqueue.cluster.on_ray.shard_actors import check_shards, places, start_shards, stop_shards
 from transferqueue.errors import AlreadyExists, UsageError
 from transferqueue.limits import COORDINATORS_MAX, RESTARTS_MAX, check_path, parse_bytes
-from transferqueue.server.durability.journal import Level
+from transferqueue.server.durability_level import Level
 from transferqueue.wire.home_coordinator import CoordinatorIndex
 
 LEVELS: Final = tuple(Level)

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 from transferqueue.cluster.on_ray.messages import REPLY, DeploymentName, DeployRefused, ShardSpec, read, write
 from transferqueue.errors import UsageError, from_wire
 from transferqueue.limits import SHARDS_MAX
-from transferqueue.server.durability.journal import Level
+from transferqueue.server.durability_level import Level
 
 PER_NODE: Final = "per-node"
 END_S: Final = 30.0

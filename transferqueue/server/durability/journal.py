@@ -21,7 +21,6 @@ process. ``disk`` waits until the disk has it, so it survives a power failure.
 
 from __future__ import annotations
 
-import enum
 import errno
 import os
 import secrets
@@ -37,6 +36,7 @@ import xxhash
 
 from transferqueue.errors import Corruption, JournalFailed, TransferQueueError, UsageError
 from transferqueue.server.durability.disk import disk_error, disk_failed
+from transferqueue.server.durability_level import Level
 from transferqueue.storage.memory.room import free_bytes
 from transferqueue.wire.versions import VERSION
 
@@ -53,30 +53,6 @@ IDENTITY_BYTES: Final = 16
 _IMAGE_SLACK: Final = 8
 """A database grows by at most this part of the image more than the image that is written to it."""
 SECRET_BYTES: Final = 32
-
-
-class Level(enum.StrEnum):
-    """What the state survives: nothing, the crash of any process, or a reboot. Heads store a level's number, so a new
-    level goes last."""
-
-    MEMORY = "memory"
-    PROCESS = "process"
-    DISK = "disk"
-
-    @property
-    def survives_crash(self) -> bool:
-        """Whether a server that starts again continues from the state."""
-        return self is not Level.MEMORY
-
-    @property
-    def survives_reboot(self) -> bool:
-        """Whether each commit waits for the disk."""
-        return self is Level.DISK
-
-    @property
-    def in_shared_memory(self) -> bool:
-        """Whether the rows of a state directory lie in shared memory, if it has room, and not in a file there."""
-        return self is Level.PROCESS
 
 
 class Head(Protocol):

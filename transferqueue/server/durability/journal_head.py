@@ -25,7 +25,8 @@ import xxhash
 
 from transferqueue.errors import Corruption
 from transferqueue.limits import PAGE_BYTES
-from transferqueue.server.durability.journal import IDENTITY_BYTES, Level
+from transferqueue.server.durability.journal import IDENTITY_BYTES
+from transferqueue.server.durability_level import Level
 from transferqueue.transport import this_boot
 
 if TYPE_CHECKING:

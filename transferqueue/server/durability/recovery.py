@@ -23,9 +23,10 @@ from transferqueue.errors import Corruption, DiskFailed, TransferQueueError, Usa
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.server.durability import journal_head
 from transferqueue.server.durability.disk import disk_error
-from transferqueue.server.durability.journal import JournalContents, Level, read_journal
+from transferqueue.server.durability.journal import JournalContents, read_journal
 from transferqueue.server.durability.journal_head import MARGIN_BYTES, Notes
 from transferqueue.server.durability.recorded_ledger import STATE, Tail, replay_journal
+from transferqueue.server.durability_level import Level
 from transferqueue.server.shards.own_memory import SHARD
 from transferqueue.storage.memory.allocator import Allocator
 

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
@@ -38,10 +38,11 @@ from transferqueue.limits import ARENA_BYTES_DEFAULT, PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.server.durability import recovery
 from transferqueue.server.durability.disk import DiskReserve, disk_error, disk_failures
-from transferqueue.server.durability.journal import Level, SqliteJournal, new_origin
+from transferqueue.server.durability.journal import SqliteJournal, new_origin
 from transferqueue.server.durability.journal_head import MARGIN_BYTES, ArenaHead, boot_name
 from transferqueue.server.durability.recorded_ledger import STATE, RecordedLedger, Tail
 from transferqueue.server.durability.recovery import LostAtReboot, PreviousState
+from transferqueue.server.durability_level import Level
 from transferqueue.server.runtime_directory import (
     SHARED_MEMORY,
     ArenaDirectory,
@@ -66,39 +67,7 @@ HEAD_SYNC_S: Final = 0.25
 double the cost."""
 
 
-class Durability(Protocol):
-    """How the state of a coordinator outlives its process."""
-
-    @property
-    def sessions_stay(self) -> bool:
-        """Whether sessions continue with the next server."""
-
-    @property
-    def keeps_own_copy(self) -> bool:
-        """Whether each block must have a copy in the coordinator's own memory, since remote shards lose theirs
-        sooner."""
-
-    @property
-    def checksums(self) -> bool:
-        """Whether each block must be committed with the checksum of its bytes."""
-
-    @property
-    def shortage(self) -> str:
-        """Why requests that add work are refused now; "": they are not."""
-
-    @property
-    def due_at(self) -> float | None:
-        """When to call `look` next; None: no look is needed."""
-
-    def look(self, now: float) -> None:
-        """Check whether the shortage has ended."""
-
-    def commit(self) -> None:
-        """Return when all changes so far are durable, so that answers may be sent. `DiskFailed` if the disk is full or
-        fails."""
-
-
-def without_checksum(request: m.Request) -> UsageError | None:
+def _without_checksum(request: m.Request) -> UsageError | None:
     """The refusal if a block of the request has no checksum, for a server that demands them; else None."""
     columns = request if isinstance(request, m.Publish) else getattr(request, "columns", None)
     if not isinstance(columns, m.Publish | m.Columns):
@@ -113,7 +82,7 @@ def without_checksum(request: m.Request) -> UsageError | None:
     return None
 
 
-def without_own_copy(request: m.Request, shard_of: Callable[[int], int | None]) -> UsageError | None:
+def _without_own_copy(request: m.Request, shard_of: Callable[[int], int | None]) -> UsageError | None:
     """The refusal if a block has no copy in the server's own memory, for a server that demands one; else None.
 
     Args:
@@ -131,22 +100,6 @@ def without_own_copy(request: m.Request, shard_of: Callable[[int], int | None]) 
                 "with replicas"
             )
     return None
-
-
-class NoDurability:
-    """Level ``memory``: nothing outlives the process."""
-
-    sessions_stay: Final = False
-    checksums: Final = False
-    keeps_own_copy: Final = False
-    shortage: Final = ""
-    due_at: Final = None
-
-    def look(self, now: float) -> None:
-        """Do nothing."""
-
-    def commit(self) -> None:
-        """Do nothing."""
 
 
 class StateDirectory:
@@ -222,6 +175,12 @@ class StateDirectory:
     def keeps_own_copy(self) -> bool:
         """See `Durability`. At level ``disk``: the memory of another process does not survive a reboot."""
         return self.level.survives_reboot
+
+    def refuse(self, request: m.Request, shard_of: Callable[[int], int | None] | None) -> UsageError | None:
+        """See `Durability`."""
+        if self.checksums and (refused := _without_checksum(request)) is not None:
+            return refused
+        return _without_own_copy(request, shard_of) if self.keeps_own_copy and shard_of is not None else None
 
     def _checksum(self, offset: int, nbytes: int) -> int:
         if not 0 <= offset <= offset + nbytes <= self.allocator.capacity:

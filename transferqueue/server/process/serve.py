@@ -14,8 +14,8 @@ from types import FrameType
 from typing import Any, Final, Self
 
 from transferqueue.errors import DiskFailed, UsageError
-from transferqueue.server.durability.journal import Level
 from transferqueue.server.durability.state_directory import StateDirectory
+from transferqueue.server.durability_level import Level
 from transferqueue.server.event_log import log_event
 from transferqueue.server.process.assembly import ServerProcess, first_epoch
 from transferqueue.server.runtime_directory import ArenaDirectory, leave_note, served_arena

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from transferqueue.errors import UsageError
-from transferqueue.server.durability.journal import Level
+from transferqueue.server.durability_level import Level
 
 FAULTS_PER_S: Final = 3.0
 LEASE_S: Final = 2.0
