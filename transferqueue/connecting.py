@@ -22,9 +22,9 @@ from transferqueue.client.session.addresses import (
 )
 from transferqueue.client.session.calls import seconds
 from transferqueue.client.sync.queue import Queue
-from transferqueue.cluster.on_ray.messages import is_ray_address, parse_named
 from transferqueue.errors import UsageError
 from transferqueue.limits import check_text
+from transferqueue.transport.address import is_ray_address
 from transferqueue.transport.security.keys import ClientKeys
 
 if TYPE_CHECKING:
@@ -216,6 +216,7 @@ def _opened(
     servers = {address: (address, keys)}
     if is_ray_address(address):
         from transferqueue.cluster.on_ray.lookup import server_addresses
+        from transferqueue.cluster.on_ray.messages import parse_named
 
         servers = server_addresses(parse_named(address), _left(deadline), near=data == "auto")
     for known_as, (place, server_keys) in servers.items():

@@ -19,6 +19,7 @@ import msgspec
 from transferqueue.errors import UsageError
 from transferqueue.errors.text import shown
 
+RAY_SCHEME: Final = "ray://"
 IPC_PATH_BYTES_MAX: Final = 107
 """The kernel's `sun_path` holds 108 bytes with its terminator."""
 
@@ -136,3 +137,8 @@ def _inproc(text: str, rest: str) -> InprocAddress:
     if not _INPROC.fullmatch(rest):
         raise UsageError(f"address {shown(text)} names no embedded server; take `inproc_address` of one that runs here")
     return InprocAddress(rest)
+
+
+def is_ray_address(address: object) -> bool:
+    """Whether this address names a deployment on Ray."""
+    return isinstance(address, str) and (address == "ray" or address.startswith(RAY_SCHEME))

@@ -19,12 +19,11 @@ import threading
 import warnings
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from transferqueue.cluster.on_ray.directories import DirectoryOwner, claim_directory, own_directory, remove_stale
 from transferqueue.cluster.on_ray.messages import DEPLOY_SPEC, DeployRefused, Endpoints, read, write
 from transferqueue.errors import AddressInUse, Corruption, TransferQueueError, Unreachable
-from transferqueue.server.durability.state_directory import StateDirectory
 from transferqueue.server.durability_level import Level
 from transferqueue.server.process.assembly import ServerProcess, first_epoch
 from transferqueue.server.process.serve import allow_many_files
@@ -41,6 +40,9 @@ from transferqueue.transport.security.keyring import Keyring, add, key_file, loa
 from transferqueue.transport.security.keys import write_token
 from transferqueue.transport.system.private_files import private_directory, write_private
 from transferqueue.wire.roles import ROLES
+
+if TYPE_CHECKING:
+    from transferqueue.server.durability.state_directory import StateDirectory
 
 _log: Final = logging.getLogger("transferqueue.cluster")
 STOP_S: Final = 60.0
@@ -144,6 +146,8 @@ class CoordinatorActorBase:
         level, size = Level(self._deploy.durability), self._deploy.arena_bytes or None
         if not level.survives_crash:
             return served_arena(size)
+        from transferqueue.server.durability.state_directory import StateDirectory
+
         return StateDirectory(self._directory, level, first_epoch=first_epoch(), arena_bytes=size)
 
     def _port(self, host: str) -> int:

@@ -13,11 +13,11 @@ import msgspec
 
 from transferqueue.errors import ProtocolError, UsageError
 from transferqueue.limits import check_name
+from transferqueue.transport.address import RAY_SCHEME
 from transferqueue.wire.home_coordinator import CoordinatorIndex
 
 NAMESPACE: Final = "transferqueue"
 NAME: Final = "default"
-SCHEME: Final = "ray://"
 PORTS: Final = range(20_000, 32_768)
 """Above the ports of Ray's workers and below those that kernels give to outgoing connections, so a server finds its
 port free when it restarts."""
@@ -34,7 +34,7 @@ class DeploymentName(msgspec.Struct, frozen=True):
     name: str = NAME
 
     def __str__(self) -> str:
-        return f"{SCHEME}{self.namespace}/{self.name}"
+        return f"{RAY_SCHEME}{self.namespace}/{self.name}"
 
     def of_coordinator(self, number: int) -> DeploymentName:
         """The name of one coordinator of several, counted from 1. The actor of the first has the name of the
@@ -116,16 +116,11 @@ SHARD_SPEC: Final[msgspec.json.Decoder[ShardSpec]] = msgspec.json.Decoder(ShardS
 REPLY: Final[msgspec.json.Decoder[Endpoints | DeployRefused]] = msgspec.json.Decoder(Endpoints | DeployRefused)
 
 
-def is_ray_address(address: object) -> bool:
-    """Whether this address names a deployment on Ray."""
-    return isinstance(address, str) and (address == "ray" or address.startswith(SCHEME))
-
-
 def parse_named(address: str) -> DeploymentName:
     """The deployment that an address names. `UsageError` if it names none."""
     if address == "ray":
         return DeploymentName()
-    namespace, slash, name = address.removeprefix(SCHEME).partition("/")
+    namespace, slash, name = address.removeprefix(RAY_SCHEME).partition("/")
     if not (slash and namespace and name and "/" not in name):
         raise UsageError(
             f'address {address!r} names no deployment on Ray; write "ray", or ray://NAMESPACE/NAME as deploy_ray said'

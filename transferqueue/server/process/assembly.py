@@ -6,14 +6,14 @@ import os
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from transferqueue.errors import UsageError
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import FAREWELL_S
 from transferqueue.server.coordinator import Coordinator
-from transferqueue.server.durability.state_directory import StateDirectory
 from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.loop import Loop, ProcessExits
 from transferqueue.server.resume import resume_sessions
@@ -33,8 +33,12 @@ from transferqueue.wire.home_coordinator import CoordinatorIndex
 from transferqueue.wire.versions import VERSION
 
 if TYPE_CHECKING:
+    from transferqueue.server.durability.state_directory import StateDirectory
     from transferqueue.server.parts import ColdStore
     from transferqueue.server.spill.spill_file import SpillPolicy
+
+_SNAPSHOTS: Final = "transferqueue.server.durability"
+"""The part that every server has by default, if it is installed."""
 
 
 class ServerProcess:
@@ -89,17 +93,18 @@ class ServerProcess:
             exits = ProcessExits()
             made.callback(exits.close)
             self.inproc_address = hub.address
-            if isinstance(storage, StateDirectory):
-                self.coordinator = _resumed(storage, directory, exits, Authorizer(keyring), index)
-                clock, batch = storage.clock, True
-            else:
+            if isinstance(storage, ArenaDirectory):
                 self.coordinator = _new(storage, directory, exits, Authorizer(keyring), index)
                 clock, batch = time.monotonic, False
+            else:
+                self.coordinator = _resumed(storage, directory, exits, Authorizer(keyring), index)
+                clock, batch = storage.clock, True
             self.loop = Loop(self.coordinator, local, port, hub, wakeup, exits, clock, batch=batch)
             if self.tcp_addresses:
                 self._serve_bytes(made, None if plain_bytes else keyring, carrier)
             cold = None if spill is None else self._spill(made, spill, wakeup)
-            self._keep_snapshots(made, cold, snapshots, wakeup)
+            if find_spec(_SNAPSHOTS) is not None:
+                self._keep_snapshots(made, cold, snapshots, wakeup)
             self._files = made.pop_all()
 
     def _serve_bytes(self, made: ExitStack, keyring: Keyring | None, carrier: Carrier | None) -> None:
@@ -136,7 +141,7 @@ class ServerProcess:
         from transferqueue.server.spill.spill_file import SpillFile, mapped
         from transferqueue.server.spill.spilling import Spilling
 
-        if isinstance(self._storage, StateDirectory):
+        if not isinstance(self._storage, ArenaDirectory):
             raise UsageError(
                 f"spill directory {policy.directory} refused: spilled blocks end with the process, and the rows of "
                 f"{self._storage.path} do not; leave --spill-dir out (at --durability disk the arena is a file on that "
@@ -157,7 +162,7 @@ class ServerProcess:
         `woken_by` is as in `Loop.run`."""
         with self._files:
             self.loop.run(woken_by)
-            if isinstance(self._storage, StateDirectory):
+            if not isinstance(self._storage, ArenaDirectory):
                 self._storage.checkpoint()
 
     def stop(self) -> None:
@@ -171,7 +176,7 @@ def _check_carrier(carrier: Carrier, storage: ArenaDirectory | StateDirectory, k
             f"bytes={str(carrier)!r} with keys refused: a carrier does not encrypt the bytes that it moves; add "
             "--plain-bytes on a trusted network, or serve with --bytes stream"
         )
-    if isinstance(storage, StateDirectory) and storage.checksums:
+    if not isinstance(storage, ArenaDirectory) and storage.checksums:
         raise UsageError(
             f"bytes={str(carrier)!r} refused: the rows lie in {storage.path}, and devices register memory, not files "
             "of a disk; serve with --durability process, or --bytes stream"

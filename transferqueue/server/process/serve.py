@@ -11,20 +11,22 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from transferqueue.errors import DiskFailed, UsageError
-from transferqueue.server.durability.state_directory import StateDirectory
 from transferqueue.server.durability_level import Level
 from transferqueue.server.event_log import log_event
 from transferqueue.server.process.assembly import ServerProcess, first_epoch
 from transferqueue.server.runtime_directory import ArenaDirectory, leave_note, served_arena
-from transferqueue.server.spill.spill_file import spill_policy
 from transferqueue.transport import IpcAddress, TcpAddress, default_address, parse_address, runtime_directory
 from transferqueue.transport.bulk.carriers import Carrier, chosen_carrier
 from transferqueue.transport.control.zeromq import is_loopback
 from transferqueue.transport.security.keyring import Keyring, default_directory, key_file
 from transferqueue.wire.home_coordinator import CoordinatorIndex
+
+if TYPE_CHECKING:
+    from transferqueue.server.durability.state_directory import StateDirectory
+    from transferqueue.server.spill.spill_file import SpillPolicy
 
 _log: Final = logging.getLogger("transferqueue.server")
 _NEVER: Final = (1 << 31) - 1
@@ -77,7 +79,7 @@ def serve(
     chosen = chosen_carrier(carrier)
     if not ports:
         _check_without_tcp(keys, None if carrier is None else chosen)
-    spill = spill_policy(spill_dir, spill_bytes)
+    spill = None if spill_dir is None and spill_bytes is None else _spill_policy(spill_dir, spill_bytes)
     allow_many_files()
     with Signals() as signals, _noted(socket_file):
         keyring = _keyring(keys, ports)
@@ -163,6 +165,12 @@ def _level(durability: Level | str, state: Path | None, ports: Iterable[TcpAddre
     return level
 
 
+def _spill_policy(directory: Path | None, nbytes: int | None) -> SpillPolicy | None:
+    from transferqueue.server.spill.spill_file import spill_policy
+
+    return spill_policy(directory, nbytes)
+
+
 def _storage(
     level: Level, state: Path | None, arena_bytes: int | None, accept_loss: bool
 ) -> ArenaDirectory | StateDirectory:
@@ -170,6 +178,8 @@ def _storage(
         if accept_loss:
             raise UsageError("accept_loss is for a state directory; give --durability and --state with it")
         return served_arena(arena_bytes)
+    from transferqueue.server.durability.state_directory import StateDirectory
+
     return StateDirectory(state, level, first_epoch=first_epoch(), arena_bytes=arena_bytes, accept_loss=accept_loss)
 
 
