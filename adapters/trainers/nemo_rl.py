@@ -123,8 +123,7 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
 
         Raises:
             DeadlineExceeded: too few samples in time (a ``TimeoutError``, whose text names the missing samples). None
-            was
-                claimed.
+                was claimed.
             NemoRlMissing: a partition or task that was not registered.
             UsageError: other fields than in the task's earlier claims, or a `batch_size` below 1.
         """

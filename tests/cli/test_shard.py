@@ -9,7 +9,7 @@ def test_draining_what_has_not_joined_is_refused_by_name(tmp_path, capsys):
     with tq.connect(runtime=directory) as queue:
         assert main(["shard", "drain", "3", "--address", queue.address]) == 2
     said = capsys.readouterr().err
-    assert "shard 3 has not joined; this deployment has nothing" in said
+    assert "shard 3 has not joined; this deployment has none" in said
 
 
 def test_a_host_that_is_none_of_this_machine_is_refused(tmp_path, capsys):

@@ -81,7 +81,7 @@ def test_rows_without_a_column_yet_are_not_all_that_may_be_replaced(queue: tq.Qu
     """Tags alone are compared where the caller reads no fields, not where the rows have none."""
     table = queue.create_table(name, fields=FIELDS)
     table.put(key=["a"])
-    with table.read([0]) as read, pytest.raises(tq.UsageError, match="has nothing, and the update replaces score too"):
+    with table.read([0]) as read, pytest.raises(tq.UsageError, match="has none, and the update replaces score too"):
         table.update([0], overwrite=True, if_unchanged=read, score=[1.0], tags={"n": 1})
     with table.read([0], fields=()) as read:
         table.update([0], overwrite=True, if_unchanged=read, score=[1.0], tags={"n": 1})

@@ -16,7 +16,6 @@ from transferqueue.cluster.on_ray.messages import (
     DeploySpec,
     Endpoints,
     checked,
-    is_ray_address,
     parse_named,
     read,
     write,
@@ -24,6 +23,7 @@ from transferqueue.cluster.on_ray.messages import (
 from transferqueue.cluster.on_ray.nodes import choose
 from transferqueue.errors import Impossible, NotFound, ProtocolError, UsageError
 from transferqueue.transport import FileLock
+from transferqueue.transport.address import is_ray_address
 
 
 def test_a_name_is_read_as_it_is_written():
