@@ -23,7 +23,7 @@ from transferqueue.ledger.requests import (
     tables,
     weight_channels,
 )
-from transferqueue.ledger.requests.registry import OPERATIONS, Answer, carries_out
+from transferqueue.ledger.requests.registry import OPERATIONS, Outcome, carries_out
 from transferqueue.ledger.requests.weight_channels import WeightChannelState
 from transferqueue.ledger.rows.arrays import decode_ids
 from transferqueue.ledger.session_state import SessionState
@@ -41,7 +41,7 @@ _FAMILIES: Final = (ack, checkpoints, dropped, flow_control, lease, put, read)
 
 
 @carries_out(m.CreateTable)
-def _create(state: LedgerState, request: m.CreateTable, session: SessionState, call: int) -> Answer:
+def _create(state: LedgerState, request: m.CreateTable, session: SessionState, call: int) -> Outcome:
     tables.check_create(state.core, request)
     there = state.tables.get(request.name)
     if there is not None:
@@ -64,19 +64,19 @@ def _create(state: LedgerState, request: m.CreateTable, session: SessionState, c
 
 
 @carries_out(m.OpenTable)
-def _open(state: LedgerState, request: m.OpenTable, session: SessionState, call: int) -> Answer:
+def _open(state: LedgerState, request: m.OpenTable, session: SessionState, call: int) -> Outcome:
     if request.name not in state.tables and request.wait_s > 0:
         return Blocked((("table", request.name),))
     return state.table(request.name).terms()
 
 
 @carries_out(m.AddTask)
-def _add_task(state: LedgerState, request: m.AddTask, session: SessionState, call: int) -> Answer:
+def _add_task(state: LedgerState, request: m.AddTask, session: SessionState, call: int) -> Outcome:
     return tables.add_task(state.table(request.table), request.task, state.now)
 
 
 @carries_out(m.AddFields)
-def _add_fields(state: LedgerState, request: m.AddFields, session: SessionState, call: int) -> Answer:
+def _add_fields(state: LedgerState, request: m.AddFields, session: SessionState, call: int) -> Outcome:
     table = state.table(request.table)
     known = table.rows.check_fields(request.fields)
     table.begin(fields=len(request.fields))
@@ -86,7 +86,7 @@ def _add_fields(state: LedgerState, request: m.AddFields, session: SessionState,
 
 
 @carries_out(m.DropTable)
-def _drop_table(state: LedgerState, request: m.DropTable, session: SessionState, call: int) -> Answer:
+def _drop_table(state: LedgerState, request: m.DropTable, session: SessionState, call: int) -> Outcome:
     table = state.table(request.name)
     rows = table.rows_live
     resident = len(table.rows.pages.resident_rows()) if request.empty else 0
@@ -105,7 +105,7 @@ def _drop_table(state: LedgerState, request: m.DropTable, session: SessionState,
 
 
 @carries_out(m.ListTables)
-def _list_tables(state: LedgerState, request: m.ListTables, session: SessionState, call: int) -> Answer:
+def _list_tables(state: LedgerState, request: m.ListTables, session: SessionState, call: int) -> Outcome:
     return m.Tables(sorted(state.tables))
 
 
@@ -113,7 +113,7 @@ def _list_tables(state: LedgerState, request: m.ListTables, session: SessionStat
 
 
 @carries_out(m.Unpin)
-def _unpin(state: LedgerState, request: m.Unpin, session: SessionState, call: int) -> Answer:
+def _unpin(state: LedgerState, request: m.Unpin, session: SessionState, call: int) -> Outcome:
     blocks, counts = decode_ids("blocks", request.blocks), decode_ids("counts", request.counts)
     if blocks.size != counts.size:
         raise ProtocolError(f"{blocks.size} blocks are unpinned with {counts.size} counts; give one a block")
@@ -129,7 +129,7 @@ def _unpin(state: LedgerState, request: m.Unpin, session: SessionState, call: in
 
 
 @carries_out(m.ReturnGrant)
-def _return_grant(state: LedgerState, request: m.ReturnGrant, session: SessionState, call: int) -> Answer:
+def _return_grant(state: LedgerState, request: m.ReturnGrant, session: SessionState, call: int) -> Outcome:
     if state.core.blocks.may_return(session.id, request.extent):
         state.core.begin()
         state.core.blocks.return_grant(request.extent)
@@ -137,12 +137,12 @@ def _return_grant(state: LedgerState, request: m.ReturnGrant, session: SessionSt
 
 
 @carries_out(m.Heartbeat)
-def _heartbeat(state: LedgerState, request: m.Heartbeat, session: SessionState, call: int) -> Answer:
+def _heartbeat(state: LedgerState, request: m.Heartbeat, session: SessionState, call: int) -> Outcome:
     return m.DoneReply()
 
 
 @carries_out(m.Goodbye)
-def _goodbye(state: LedgerState, request: m.Goodbye, session: SessionState, call: int) -> Answer:
+def _goodbye(state: LedgerState, request: m.Goodbye, session: SessionState, call: int) -> Outcome:
     state.core.begin()
     state.close_session(session.id)
     state.end_pins(session.id)
@@ -156,7 +156,7 @@ def _goodbye(state: LedgerState, request: m.Goodbye, session: SessionState, call
 
 
 @carries_out(m.Publish)
-def _publish(state: LedgerState, request: m.Publish, session: SessionState, call: int) -> Answer:
+def _publish(state: LedgerState, request: m.Publish, session: SessionState, call: int) -> Outcome:
     channel = state.channels.get(request.channel) or WeightChannelState(check_name("channel", request.channel))
     weight_channels.check_publish(channel, state.core.blocks, session.id, request)
     if request.part:
@@ -184,7 +184,7 @@ def _publish(state: LedgerState, request: m.Publish, session: SessionState, call
 
 
 @carries_out(m.BeginVersion)
-def _begin(state: LedgerState, request: m.BeginVersion, session: SessionState, call: int) -> Answer:
+def _begin(state: LedgerState, request: m.BeginVersion, session: SessionState, call: int) -> Outcome:
     channel = state.channels.get(request.channel) or WeightChannelState(check_name("channel", request.channel))
     begun = weight_channels.begin(channel, state.core, request, session.id, state.now)
     state.channels[request.channel] = channel
@@ -193,7 +193,7 @@ def _begin(state: LedgerState, request: m.BeginVersion, session: SessionState, c
 
 
 @carries_out(m.GiveUpVersion)
-def _give_up(state: LedgerState, request: m.GiveUpVersion, session: SessionState, call: int) -> Answer:
+def _give_up(state: LedgerState, request: m.GiveUpVersion, session: SessionState, call: int) -> Outcome:
     channel = state.channels.get(request.channel)
     pending = channel.pending if channel is not None else None
     if channel is None or pending is None or (pending.number, pending.session) != (request.pending, session.id):
@@ -205,13 +205,13 @@ def _give_up(state: LedgerState, request: m.GiveUpVersion, session: SessionState
 
 
 @carries_out(m.Pull)
-def _pull(state: LedgerState, request: m.Pull, session: SessionState, call: int) -> Answer:
+def _pull(state: LedgerState, request: m.Pull, session: SessionState, call: int) -> Outcome:
     channel = state.channels.get(request.channel) or WeightChannelState(request.channel)
     return weight_channels.pull(channel, state.core, request, session.id)
 
 
 @carries_out(m.ReportApplied)
-def _applied(state: LedgerState, request: m.ReportApplied, session: SessionState, call: int) -> Answer:
+def _applied(state: LedgerState, request: m.ReportApplied, session: SessionState, call: int) -> Outcome:
     channel = state.channels.get(request.channel)
     if channel is None:
         raise NotFound(f'channel "{request.channel}" does not exist; there are {listing(state.channels)}')
@@ -220,13 +220,13 @@ def _applied(state: LedgerState, request: m.ReportApplied, session: SessionState
 
 
 @carries_out(m.GetLatestVersion)
-def _basis(state: LedgerState, request: m.GetLatestVersion, session: SessionState, call: int) -> Answer:
+def _basis(state: LedgerState, request: m.GetLatestVersion, session: SessionState, call: int) -> Outcome:
     channel = state.channels.get(request.channel) or WeightChannelState(check_name("channel", request.channel))
     return weight_channels.basis(channel, state.core.blocks)
 
 
 @carries_out(m.AcquireUpdateSlot)
-def _turn(state: LedgerState, request: m.AcquireUpdateSlot, session: SessionState, call: int) -> Answer:
+def _turn(state: LedgerState, request: m.AcquireUpdateSlot, session: SessionState, call: int) -> Outcome:
     channel = state.channels.get(request.channel)
     if channel is None:
         raise NotFound(f'channel "{request.channel}" does not exist; there are {listing(state.channels)}')
@@ -234,7 +234,7 @@ def _turn(state: LedgerState, request: m.AcquireUpdateSlot, session: SessionStat
 
 
 @carries_out(m.ReleaseUpdateSlot)
-def _end_turn(state: LedgerState, request: m.ReleaseUpdateSlot, session: SessionState, call: int) -> Answer:
+def _end_turn(state: LedgerState, request: m.ReleaseUpdateSlot, session: SessionState, call: int) -> Outcome:
     channel = state.channels.get(request.channel)
     state.core.begin()
     ended = channel is not None and weight_channels.end_turn(channel, session.id, state.core.effects)
@@ -242,5 +242,5 @@ def _end_turn(state: LedgerState, request: m.ReleaseUpdateSlot, session: Session
 
 
 @carries_out(m.Observe)
-def _observe(state: LedgerState, request: m.Observe, session: SessionState, call: int) -> Answer:
+def _observe(state: LedgerState, request: m.Observe, session: SessionState, call: int) -> Outcome:
     return codec.encode_observed(observed(state, request))

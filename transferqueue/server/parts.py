@@ -11,15 +11,16 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from transferqueue.errors import UsageError
-from transferqueue.ledger.effects import Blocked, WakeKey
+from transferqueue.ledger.effects import WakeKey
+from transferqueue.ledger.requests.registry import Outcome
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
     from transferqueue.server.sessions.session_table import OpenSession
 
-Operation = Callable[["OpenSession", int, Any, float], m.Reply | Blocked]
-"""(session, call, request, now) -> reply. It changes nothing when it answers `Blocked`."""
+Operation = Callable[["OpenSession", int, Any, float], Outcome]
+"""(session, call, request, now) -> outcome. An operation that answers `Blocked` changes nothing."""
 
 
 class Part:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from transferqueue.errors import Full, OutOfMemory, UsageError
 from transferqueue.ledger.effects import Blocked
+from transferqueue.ledger.requests.registry import Outcome
 from transferqueue.limits import TEXT_CHARS_MAX
 from transferqueue.server import reports
 from transferqueue.server.parts import Operation, Part
@@ -22,8 +23,6 @@ from transferqueue.server.shards.copies import CopyOrders
 from transferqueue.server.shards.own_memory import SHARD
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
-
-Answer = m.Reply | Blocked
 
 _MEMORY: Final[WakeKey] = ("memory",)
 
@@ -70,7 +69,7 @@ class ServerRequests:
 
     # ------------------------------------------------------------ memory and shards
 
-    def _grant(self, session: OpenSession, call: int, request: m.Grant, now: float) -> Answer:
+    def _grant(self, session: OpenSession, call: int, request: m.Grant, now: float) -> Outcome:
         if (before := self._ledger.replied(session.number, call)) is not None:
             return before
         try:
@@ -95,40 +94,40 @@ class ServerRequests:
     def _explain_grant(self, request: m.Grant, now: float) -> str:
         return self._shards.explain(request.nbytes, reports.holders(self._sources, now), request.use)
 
-    def _list_shards(self, session: OpenSession, call: int, request: m.ListShards, now: float) -> Answer:
+    def _list_shards(self, session: OpenSession, call: int, request: m.ListShards, now: float) -> Outcome:
         return self._shards.list_for(session)
 
-    def _drain(self, session: OpenSession, call: int, request: m.Drain, now: float) -> Answer:
+    def _drain(self, session: OpenSession, call: int, request: m.Drain, now: float) -> Outcome:
         return self._shards.drain(request.shard)
 
-    def _poll_commands(self, session: OpenSession, call: int, request: m.PollCommands, now: float) -> Answer:
+    def _poll_commands(self, session: OpenSession, call: int, request: m.PollCommands, now: float) -> Outcome:
         return self._shards.shard_of(session).commands(request, now)
 
-    def _take_copies(self, session: OpenSession, call: int, request: m.TakeCopies, now: float) -> Answer:
+    def _take_copies(self, session: OpenSession, call: int, request: m.TakeCopies, now: float) -> Outcome:
         return self._copies.take(session, request, now)
 
     # ------------------------------------------------------------ before or after the ledger
 
-    def _observe(self, session: OpenSession, call: int, request: m.Observe, now: float) -> Answer:
+    def _observe(self, session: OpenSession, call: int, request: m.Observe, now: float) -> Outcome:
         return codec.encode_observed(reports.observe(self._sources, request, now))
 
-    def _list_events(self, session: OpenSession, call: int, request: m.ListEvents, now: float) -> Answer:
+    def _list_events(self, session: OpenSession, call: int, request: m.ListEvents, now: float) -> Outcome:
         return codec.encode_observed(reports.events(self._sources, request, now))
 
-    def _explain_wait(self, session: OpenSession, call: int, request: m.ExplainWait, now: float) -> Answer:
+    def _explain_wait(self, session: OpenSession, call: int, request: m.ExplainWait, now: float) -> Outcome:
         waiting = self._sources.waiting.of_call(session.number, request.call)
         return m.WaitExplained("" if waiting is None else self._sources.explain(waiting, now)[:TEXT_CHARS_MAX])
 
-    def _create_table(self, session: OpenSession, call: int, request: m.CreateTable, now: float) -> Answer:
+    def _create_table(self, session: OpenSession, call: int, request: m.CreateTable, now: float) -> Outcome:
         if not self._ledger.has_table(request.name):
             self._shards.check_replicas(request.name, request.replicas)
         return self._ledger.apply(request, session=session.number, call=call, now=now)
 
-    def _drop_table(self, session: OpenSession, call: int, request: m.DropTable, now: float) -> Answer:
+    def _drop_table(self, session: OpenSession, call: int, request: m.DropTable, now: float) -> Outcome:
         reply = self._ledger.apply(request, session=session.number, call=call, now=now)
         self._workers.forget_table(request.name)
         return reply
 
 
-def _no_snapshots(session: OpenSession, call: int, request: m.Request, now: float) -> Answer:
-    raise UsageError("this server was started without a directory for snapshots; start it with --snapshots")
+def _no_snapshots(session: OpenSession, call: int, request: m.Request, now: float) -> Outcome:
+    raise UsageError("this server writes no snapshots: it was assembled without transferqueue.server.durability")

@@ -11,10 +11,11 @@ from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.task_state import TaskState
 from transferqueue.wire import messages as m
 
-Answer = m.Reply | Blocked
-Operation = Callable[[Any, Any, SessionState, int], Answer]
-"""(state of the ledger, request, session, call) -> reply, or the condition that the request waits for."""
-TableOperation = TypeVar("TableOperation", bound=Callable[[TableState, Any, int, float], Answer])
+Outcome = m.Reply | Blocked
+"""The reply to a request, or the condition that it waits for."""
+Operation = Callable[[Any, Any, SessionState, int], Outcome]
+"""(state of the ledger, request, session, call) -> outcome."""
+TableOperation = TypeVar("TableOperation", bound=Callable[[TableState, Any, int, float], Outcome])
 AnyOperation = TypeVar("AnyOperation", bound=Operation)
 
 
@@ -48,7 +49,7 @@ def in_table(kind: type[m.Request]) -> Callable[[TableOperation], TableOperation
     """Register the decorated function for requests whose `table` must exist: it gets (table, request, session, now)."""
 
     def register(operation: TableOperation) -> TableOperation:
-        def carry_out(state: Any, request: Any, session: SessionState, call: int) -> Answer:
+        def carry_out(state: Any, request: Any, session: SessionState, call: int) -> Outcome:
             return operation(state.table(request.table), request, session.id, state.now)
 
         OPERATIONS[kind] = carry_out
