@@ -316,8 +316,7 @@ def test_an_interrupted_run_leaves_nothing(number: signal.Signals, tmp_path: Pat
         env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     assert run.stdout is not None
-    lines = [run.stdout.readline(), run.stdout.readline()]
-    assert "faults" in lines[1]
+    assert any("faults" in line for line in run.stdout)  # after the load of a busy machine, if there is one
     (directory,) = tmp_path.glob("tq-chaos-*")
     arena = (directory / "state" / "arena").readlink().parent
     run.send_signal(number)
