@@ -114,6 +114,9 @@ class Priority(_Policy):
     """
 
 
+RowOrder = Fifo | OldestVersionFirst | Freshest | LongestFirst | Priority | PutOrder
+
+
 class TokenBalanced(_Policy, kw_only=True):
     """Split one agreed batch over the ranks of a job, balanced by tokens.
 
@@ -137,7 +140,7 @@ class TokenBalanced(_Policy, kw_only=True):
         [[100, 10], [90, 20]]
     """
 
-    inner: Fifo | OldestVersionFirst | Freshest | LongestFirst | Priority | PutOrder = Fifo()
+    inner: RowOrder = Fifo()
     equal_counts: bool = True
 
 
@@ -160,7 +163,7 @@ class Plugin(_Policy):
     options: dict[str, str | int | float | bool] = {}
 
 
-Selector = Fifo | OldestVersionFirst | Freshest | LongestFirst | Priority | TokenBalanced | PutOrder | Plugin
+Selector = RowOrder | TokenBalanced | Plugin
 
 # ---------------------------------------------------------------- groups
 

@@ -7,13 +7,14 @@ raises `Refused` with the name of the error class, before anything is changed.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from transferqueue.policies import (
     Acked,
     AckedColumns,
     DeliverPartial,
     DropGroup,
+    Fifo,
     Freshest,
     HoldClock,
     KeepStale,
@@ -25,10 +26,37 @@ from transferqueue.policies import (
     Refill,
     Requeue,
     Retention,
+    RowOrder,
+    Selector,
     Task,
+    TokenBalanced,
 )
 
 INLINE = frozenset({"score"})
+
+
+ROW_ORDERS: list[RowOrder] = [kind() for kind in get_args(RowOrder)]
+"""Every built-in selector of rows, with its defaults."""
+
+
+def rank(selector: Selector, rows: list[Row], order: int) -> tuple[float, float]:
+    """The sort key of a row or a group by the words of the policy. `order`: its number, in order of readiness."""
+    match selector:
+        case Fifo():
+            return 0, order
+        case PutOrder():
+            return max(row.id for row in rows), order
+        case OldestVersionFirst():
+            return min(row.version for row in rows), order
+        case Freshest():
+            return -min(row.version for row in rows), -max(row.id for row in rows)
+        case LongestFirst():
+            return -sum(row.tokens for row in rows), order
+        case Priority():
+            return -max(row.priority for row in rows), order
+        case TokenBalanced():
+            return rank(selector.inner, rows, order)
+    raise NotImplementedError(f"the model has no rule for {selector}: add it to `rank`")
 
 
 class Refused(Exception):
@@ -426,20 +454,8 @@ class Model:
     # ------------------------------------------------------------ leases
 
     def key(self, name: str, rows: list[Row]) -> tuple[float, float]:
-        selector = self.tasks[name].selector
-        last = max(row.id for row in rows)
         order = self.units[name][rows[0].unit].order if self.tasks[name].groups else rows[0].order[name]
-        if isinstance(selector, OldestVersionFirst):
-            return min(row.version for row in rows), order
-        if isinstance(selector, Freshest):
-            return -min(row.version for row in rows), -last
-        if isinstance(selector, LongestFirst):
-            return -sum(row.tokens for row in rows), order
-        if isinstance(selector, PutOrder):
-            return last, order
-        if isinstance(selector, Priority):
-            return -max(row.priority for row in rows), order
-        return 0, order
+        return rank(self.tasks[name].selector, rows, order)
 
     def ready_units(self, name: str, low: int | None = None) -> list[list[Row]]:
         """Units in the order of the selector; low: only those whose every row is of that version or later."""

@@ -12,16 +12,12 @@ import numpy as np
 import pytest
 
 from tests.ledger.driver import Driver, World
+from tests.ledger.model import ROW_ORDERS
 from tests.scale import sizes
 from transferqueue.limits import Limits
 from transferqueue.policies import (
     Compare,
     Fifo,
-    Freshest,
-    LongestFirst,
-    OldestVersionFirst,
-    Priority,
-    PutOrder,
     Selector,
     Task,
 )
@@ -73,7 +69,7 @@ def assert_flat(measure: Callable[[], tuple[float, ...]], many: int) -> None:
 
 @pytest.mark.parametrize(
     "selector",
-    [Fifo(), OldestVersionFirst(), Freshest(), LongestFirst(), Priority(), PutOrder()],
+    ROW_ORDERS,
     ids=lambda one: type(one).__name__,
 )
 @pytest.mark.parametrize("rows", MANY)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 
 import transferqueue as tq
 from tests.ledger.driver import Driver, World
+from tests.ledger.model import ROW_ORDERS, Row, rank
 from tests.scale import examples
 from transferqueue.errors import DeadlineExceeded, EndOfTable, LedgerTorn
 from transferqueue.ledger import Ledger, UnitFacts
@@ -36,32 +37,10 @@ from transferqueue.policies import (
     TokenBalanced,
 )
 
-SELECTORS: list[Selector] = [
-    Fifo(),
-    PutOrder(),
-    OldestVersionFirst(),
-    Freshest(),
-    LongestFirst(),
-    Priority(),
-    TokenBalanced(),
-]
+SELECTORS: list[Selector] = [*ROW_ORDERS, TokenBalanced()]
 rows = st.lists(
     st.tuples(st.integers(0, 5), st.integers(0, 9), st.sampled_from([-2.5, 0.0, 0.5, 7.0])), min_size=1, max_size=40
 )
-
-
-def rank(selector: Selector, number: int, version: int, tokens: int, priority: float) -> tuple[float, float]:
-    """The sort key of a row by the words of the policy."""
-    match selector:
-        case OldestVersionFirst():
-            return version, number
-        case Freshest():
-            return -version, -number
-        case LongestFirst():
-            return -tokens, number
-        case Priority():
-            return -priority, number
-    return 0, number
 
 
 def drain(client: Driver, number: int, **terms: Any) -> list[list[int]]:
@@ -96,7 +75,8 @@ def test_order_is_that_of_the_policy_and_each_row_comes_once(
             client.put(len(part), policy_version=version, tokens=tokens, priority=priority)
         at += cut
     client.seal()
-    wanted = sorted(range(len(facts)), key=lambda row: rank(selector, row, *facts[row]))
+    placed = [Row(at, version=row[0], tokens=row[1], priority=row[2]) for at, row in enumerate(facts)]
+    wanted = [row.id for row in sorted(placed, key=lambda row: rank(selector, [row], row.id))]
     batches = drain(client, number)
     assert [row for batch in batches for row in batch] == wanted
     assert all(len(batch) == number for batch in batches[:-1])

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.ledger.driver import Given, World
-from tests.ledger.model import INLINE, Model, Refused, Row
+from tests.ledger.model import INLINE, ROW_ORDERS, Model, Refused, Row
 from tests.scale import examples
 from transferqueue.errors import TransferQueueError
 from transferqueue.ledger import Ledger
@@ -29,16 +29,10 @@ from transferqueue.policies import (
     DeliverPartial,
     DropGroup,
     DropStale,
-    Fifo,
-    Freshest,
     HoldClock,
     KeepStale,
-    LongestFirst,
     Manual,
-    OldestVersionFirst,
     Pacing,
-    Priority,
-    PutOrder,
     Refill,
     Requeue,
     Retry,
@@ -52,7 +46,7 @@ from transferqueue.wire.codec import decode_fields
 ROWS_MAX = 24
 UNITS = {FORMING: "forming", QUEUED: "queued", OUT: "out", OVER: "over"}
 
-selectors = st.sampled_from([Fifo(), Freshest(), OldestVersionFirst(), LongestFirst(), Priority(), PutOrder()])
+selectors = st.sampled_from(ROW_ORDERS)
 group_rules = st.sampled_from(
     [
         None,

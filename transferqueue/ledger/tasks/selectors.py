@@ -89,25 +89,17 @@ def _all_equal(units: UnitFacts) -> IntArray:
     return np.zeros(units.count, np.int64)
 
 
-_RANKINGS: Final[dict[type, Ranking]] = {
-    Fifo: _all_equal,
-    OldestVersionFirst: lambda units: units.version,
-    Freshest: lambda units: -units.version,
-    LongestFirst: lambda units: -units.tokens,
-    Priority: lambda units: -sortable(units.priority),
-    PutOrder: lambda units: units.last_row,
+_RANKINGS: Final[dict[type, tuple[Ranking, frozenset[str]]]] = {
+    Fifo: (_all_equal, frozenset()),
+    PutOrder: (lambda units: units.last_row, frozenset()),
+    OldestVersionFirst: (lambda units: units.version, frozenset({"policy_version"})),
+    Freshest: (lambda units: -units.version, frozenset({"policy_version"})),
+    LongestFirst: (lambda units: -units.tokens, frozenset({"tokens"})),
+    Priority: (lambda units: -sortable(units.priority), frozenset({"priority"})),
 }
+"""How each selector ranks units, and the facts that it sorts by: if one changes, ready units are ranked again."""
 
-RANKED_BY: Final = {
-    Fifo: frozenset[str](),
-    PutOrder: frozenset[str](),
-    OldestVersionFirst: frozenset({"policy_version"}),
-    Freshest: frozenset({"policy_version"}),
-    LongestFirst: frozenset({"tokens"}),
-    Priority: frozenset({"priority"}),
-    Plugin: frozenset({"policy_version", "tokens", "priority"}),
-}
-"""Facts that each selector sorts by. If one changes, ready units are ranked again."""
+_RANKED_BY_PLUGIN: Final = frozenset({"policy_version", "tokens", "priority"})
 
 
 class Ranker:
@@ -125,10 +117,12 @@ class Ranker:
         selector = self.selector
         inner = selector.inner if isinstance(selector, TokenBalanced) else selector
         self.equal_counts = selector.equal_counts if isinstance(selector, TokenBalanced) else True
-        self.ranked_by = RANKED_BY[type(inner)]
         self.newest_first = isinstance(inner, Freshest)
         self.by_arrival = isinstance(inner, Fifo)
-        self._ranking = _plugin(inner, plugins) if isinstance(inner, Plugin) else _RANKINGS[type(inner)]
+        if isinstance(inner, Plugin):
+            self._ranking, self.ranked_by = _plugin(inner, plugins), _RANKED_BY_PLUGIN
+        else:
+            self._ranking, self.ranked_by = _RANKINGS[type(inner)]
 
     def keys(self, units: UnitFacts) -> IntArray:
         """Sort key of each unit."""
