@@ -3,7 +3,7 @@ golden frames are of."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, get_args
 
 import msgspec
 
@@ -138,6 +138,8 @@ REPLIES: Final[list[m.Reply]] = [
     m.OrdinalsEnded(TWO),
     m.CopyOrder(1, m.Granted(3, 1, 4096, 4096, bytes(16)), [BLOCK], [4096]),
 ]  # fmt: skip
+SELECTORS: Final = [kind() for kind in get_args(p.RowOrder)]
+"""Each is a frame of its own, so that a new one changes no other."""
 LOCATED: Final = b.BulkBlock(9, 3, 4096, 128, 2, 0, [5, 0], bytes(16))
 HEADS: Final[list[b.ToShard | b.ToClient]] = [
     b.ReadColumns(
@@ -193,6 +195,8 @@ def frames() -> dict[str, bytes]:
         found[f"call {number} {tag(request)}"] = codec.encode_call(m.CallFrame(5, number, number - 1, request))
     for number, reply in enumerate(REPLIES, 1):
         found[f"answer {number} {tag(reply)}"] = codec.encode_answer(m.AnswerFrame(7, number, reply))
+    for selector in SELECTORS:
+        found[f"selector {tag(selector)}"] = msgspec.msgpack.encode(selector)
     for number, head in enumerate(HEADS, 1):
         found[f"head {number} {tag(head)}"] = b.message(head, (b"content",))[0]
     return found
