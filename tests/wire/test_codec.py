@@ -1,9 +1,11 @@
+import re
+
 import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from transferqueue.errors import ProtocolError, UsageError
+from transferqueue.errors import ProtocolError, UsageError, VersionMismatch
 from transferqueue.limits import MESSAGE_BYTES_MAX, Limits
 from transferqueue.policies import Acked, Compare, Complete, Pacing, Requeue, TagIs, Task, TokenBalanced
 from transferqueue.schema import Field
@@ -48,6 +50,7 @@ ANSWERS = [
     m.AnswerFrame(1, 4, m.TableTerms("t", [], [], Limits(), None, Acked(), False, 0)),
     m.AnswerFrame(1, 5, m.Welcome(1, 2, "s", "/r", {0: "/dev/shm/x"}, 1 << 40)),
 ]
+TERMS = m.tag_of(m.TableTerms)
 FRAMES = [codec.encode_call(call) for call in CALLS]
 
 
@@ -175,7 +178,7 @@ def check_total(frame):
 @pytest.mark.parametrize(
     ("tree", "said"),
     [
-        (["Frob", 1], r"does not know 'Frob'; it has Ack, .* and \d+ more: use one of these, or upgrade it"),
+        (["Frob", 1], r"does not know 'Frob'; it has Ack, .* and \d+ more: use one of these, or install the client's"),
         (
             ["CreateTable", "t", [], [["a", [], [], ["ShortestFirst"]]]],
             "'ShortestFirst'; it has Fifo, Freshest, LongestFirst, ",
@@ -186,11 +189,44 @@ def check_total(frame):
             "'Ring'; it has Acked, AckedColumns, Manual, ManualColumns:",
         ),
         (["Grant", 5, 0.0, [], "gpu"], "'gpu'; it has results, rows, weights:"),
-        (["Put", "t", 1, ["Columns"], 0, 0.0, 7], "it has more items than package .* knows"),
+        (
+            ["CreateTable", "t", [[f"x{at}", "int64", []] for at in range(1024)], [["a", [], [], ["ShortestFirst"]]]],
+            "'ShortestFirst'; it has Fifo, ",
+        ),
+        (["Put", "t", 1, ["Columns"], 0, 0.0, 7], "it has more items than the server's package .* knows: install"),
         (["A" * 9000], "does not know 'A{40}'"),
     ],
 )
 def test_what_a_newer_package_has_is_named(tree, said):
-    with pytest.raises(ProtocolError, match=said) as raised:
-        codec.decode_call(msgspec.msgpack.encode([PROTOCOL, 1, 2, 0, tree]))
-    assert VERSION in str(raised.value)
+    frame = msgspec.msgpack.encode([PROTOCOL, 1, 2, 0, tree])
+    with pytest.raises(ProtocolError) as raised:
+        codec.decode_call(frame)
+    named = codec.explain_call(frame, raised.value, client_package="0.99.0")
+    assert isinstance(named, VersionMismatch)
+    assert re.search(said, str(named))
+    assert f"the server's package {VERSION} " in str(named)
+    assert str(named).endswith("install the client's package 0.99.0, or a later one, for the server")
+
+
+@pytest.mark.parametrize(
+    "tree", [["Lease", "t"], ["Seal", 7], [], 5, [["Frob"]], ["CreateTable", "t", [], [["a", [], [], [b"\xff"]]]]]
+)
+def test_a_call_that_no_package_sends_is_not_explained(tree):
+    frame = msgspec.msgpack.encode([PROTOCOL, 1, 2, 0, tree])
+    with pytest.raises(ProtocolError) as raised:
+        codec.decode_call(frame)
+    assert codec.explain_call(frame, raised.value, client_package="0.99.0") is raised.value
+
+
+def test_a_reply_of_a_newer_server_ends_its_call_alone():
+    tasks = [["a", [], [], ["ShortestFirst"]]]
+    frame = msgspec.msgpack.encode([PROTOCOL, 7, 3, [TERMS, "t", [], tasks, [1, 1], None, ["Acked"], False, 0]])
+    with pytest.raises(ProtocolError) as raised:
+        codec.decode_answer(frame)
+    answer = codec.explain_answer(frame, raised.value, server_package="0.99.0")
+    assert (answer.epoch, answer.id, answer.reply.error) == (7, 3, "VersionMismatch")
+    assert answer.reply.text.startswith(f"the client's package {VERSION} does not know 'ShortestFirst'; it has Fifo, ")
+    damaged = msgspec.msgpack.encode([PROTOCOL, 7, 3, [TERMS, "t", 5]])
+    with pytest.raises(ProtocolError) as raised:
+        codec.decode_answer(damaged)
+    assert codec.explain_answer(damaged, raised.value, server_package="") is None

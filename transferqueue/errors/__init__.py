@@ -26,7 +26,7 @@
     │   ├── Unreachable               nothing answered at the address before the deadline
     │   ├── Disconnected              the server or this session is gone, or the queue was closed
     │   ├── ProtocolError             a message that cannot be decoded
-    │   │   └── VersionMismatch           a message of another protocol: upgrade one end
+    │   │   └── VersionMismatch           a message of another version: upgrade one end
     │   ├── OutOfMemory               the arena or its disk cannot grow
     │   ├── ShardLost                 the shard that had these bytes is gone, and no replica has them
     │   ├── JournalFailed             the server's journal cannot be written
@@ -156,8 +156,8 @@ class ProtocolError(PeerError):
 
 
 class VersionMismatch(ProtocolError):
-    """Client and server use different protocols. Nothing was executed. The message names both numbers, and the end to
-    upgrade."""
+    """Client and server use different protocols, or one does not know a policy or an option that the other sent. A
+    request like this was not executed. The message names both numbers or the unknown name, and the end to upgrade."""
 
 
 class OutOfMemory(PeerError):

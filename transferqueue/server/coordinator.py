@@ -265,7 +265,10 @@ class Coordinator:
             if (refusal := self._refusal_of_version(frame)) is not None:
                 self.outbox.append((peer, refusal))
             else:
-                self._answer(peer, codec.call_of(frame)[1], _failed(error))
+                number, id_ = codec.call_of(frame)
+                session = self._session_of(peer, number)
+                package = session.hello.version if session is not None else ""
+                self._answer(peer, id_, _failed(codec.explain_call(frame, error, client_package=package)))
             return
         self.counters.calls += 1
         declared = DECLARED[type(call.request)]

@@ -19,7 +19,7 @@ Most facts of most batches are equal, and most batches are one run of one block:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, TypeVar, get_args
 
@@ -27,8 +27,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from transferqueue.errors import ProtocolError, UsageError
-from transferqueue.limits import MESSAGE_BYTES_MAX, SMALL_FRAME_BYTES, VALUE_DEPTH_MAX
+from transferqueue.errors import ProtocolError, UsageError, VersionMismatch
+from transferqueue.limits import MESSAGE_BYTES_MAX, TERMS_BYTES_MAX, VALUE_DEPTH_MAX
 from transferqueue.schema import Field
 from transferqueue.wire import messages as m
 from transferqueue.wire.unknown_names import explain
@@ -52,6 +52,7 @@ NO_HEAD: Final = CallHead(0, 0, "")
 _encoder: Final = msgspec.msgpack.Encoder()
 _calls: Final = msgspec.msgpack.Decoder(m.CallFrame)
 _answers: Final = msgspec.msgpack.Decoder(m.AnswerFrame)
+_envelope: Final = msgspec.msgpack.Decoder(tuple[int, int, int, msgspec.Raw])
 _fields: Final = msgspec.msgpack.Decoder(m.Fields)
 
 DEFINITIONS_KEPT: Final = 64
@@ -82,7 +83,7 @@ def decode_call(frame: bytes) -> m.CallFrame:
     try:
         return _calls.decode(frame)
     except _UNDECODABLE as error:
-        raise _no_message(frame, error, _REQUESTS) from error
+        raise _no_message(frame, error) from error
 
 
 def decode_answer(frame: bytes) -> m.AnswerFrame:
@@ -92,7 +93,48 @@ def decode_answer(frame: bytes) -> m.AnswerFrame:
     try:
         return _answers.decode(frame)
     except _UNDECODABLE as error:
-        raise _no_message(frame, error, _REPLIES) from error
+        raise _no_message(frame, error) from error
+
+
+def explain_call(frame: bytes, error: ProtocolError, *, client_package: str) -> ProtocolError:
+    """The error that the client gets for a call that `decode_call` refused with `error`.
+
+    Args:
+        frame: the call.
+        error: of `decode_call`.
+        client_package: version of the client's package; "": not known.
+
+    Returns:
+        `VersionMismatch` if the call has a request, a policy or an option that this package does not know: it names
+        those that this one has, and the package to install. Otherwise `error`.
+    """
+    cause = error.__cause__
+    if not isinstance(cause, msgspec.ValidationError) or len(frame) > TERMS_BYTES_MAX:
+        return error
+    text = explain(frame, _REQUESTS, str(cause), reader="server", sender_package=client_package)
+    return VersionMismatch(text) if text else error
+
+
+def explain_answer(frame: bytes, error: ProtocolError, *, server_package: str) -> m.AnswerFrame | None:
+    """An answer that reports the reply of a newer server as `VersionMismatch`, so that it ends its own call and no
+    other; None if the answer is no such one.
+
+    Args:
+        frame: the answer.
+        error: of `decode_answer`.
+        server_package: version of the server's package; "": not known.
+    """
+    cause = error.__cause__
+    if not isinstance(cause, msgspec.ValidationError) or len(frame) > TERMS_BYTES_MAX:
+        return None
+    text = explain(frame, _REPLIES, str(cause), reader="client", sender_package=server_package)
+    if not text:
+        return None
+    try:
+        number, epoch, call, _ = _envelope.decode(frame)
+    except _UNDECODABLE:
+        return None
+    return m.AnswerFrame(epoch, call, m.Failed(VersionMismatch.__name__, text)) if number == PROTOCOL else None
 
 
 def call_of(frame: bytes) -> tuple[int, int]:
@@ -206,10 +248,8 @@ def _too_long(frame: bytes) -> ProtocolError:
     return ProtocolError(f"a message of {len(frame):,} bytes was not read; at most {MESSAGE_BYTES_MAX:,} are allowed")
 
 
-def _no_message(frame: bytes, error: Exception, kinds: Mapping[str, type[m.Message]] | None = None) -> ProtocolError:
+def _no_message(frame: bytes, error: Exception) -> ProtocolError:
     why = f"nested far deeper than {VALUE_DEPTH_MAX}" if isinstance(error, RecursionError) else str(error)
-    if kinds is not None and len(frame) <= SMALL_FRAME_BYTES and isinstance(error, msgspec.ValidationError):
-        why = explain(frame, kinds, str(error)) or why
     return ProtocolError(f"{len(frame)} bytes are not a message: {why}")
 
 

@@ -23,7 +23,7 @@ from transferqueue.errors import VersionMismatch
 from transferqueue.errors.text import visible_lines
 
 PROTOCOL: Final = 1
-"""The protocol of this package. It grows with each change that the golden frames (tests/wire/golden) notice."""
+"""The protocol of this package. It grows with each change of a frame: `python -m tests.wire.golden` holds this."""
 
 PACKAGE: Final = "asyncflow-transferqueue"
 """The name under which the package is installed."""

@@ -41,7 +41,7 @@ from transferqueue.limits import ANSWER_S, HEARTBEAT_S, SERVER_CHECK_S, UNPIN_S
 from transferqueue.storage.memory.private_pages import end_interrupted
 from transferqueue.transport import ClientChannel, Wakeup
 from transferqueue.wire import messages as m
-from transferqueue.wire.codec import decode_answer
+from transferqueue.wire.codec import decode_answer, explain_answer
 from transferqueue.wire.requests import declaration, is_notice
 from transferqueue.wire.versions import mismatch_of
 
@@ -153,7 +153,11 @@ class IoThread:
             return decode_answer(frame)
         except ProtocolError as error:
             package = self.hello.version if self.hello is not None else ""
-            raise mismatch_of(frame, address=self.address, package=package) or error from None
+            if (mismatch := mismatch_of(frame, address=self.address, package=package)) is not None:
+                raise mismatch from None
+            if (answer := explain_answer(frame, error, server_package=self.server.package)) is None:
+                raise
+            return answer
 
     def has_work(self) -> bool:
         """Whether something waits to be done. Kept cheap: this thread runs it after each reply, while the caller that
@@ -342,6 +346,7 @@ class IoThread:
         self.calls.session = welcome.session
         self.heartbeat_s = heartbeat_s(welcome.session)
         self.server.durable, self.server.waits_for_disk = welcome.durable, ""
+        self.server.package = welcome.server
         self.on_welcome(welcome)
         now = self.clock()
         for frame in self.calls.welcomed(now):

@@ -25,6 +25,8 @@ class ServerLiveness:
     def __init__(self, channel: ClientChannel, address: str, calls: PendingCalls, outbox: Outbox, now: float) -> None:
         self._channel, self._address, self._calls, self._outbox = channel, address, calls, outbox
         self.durable = False
+        self.package = ""
+        """Version of the server's package."""
         self.waits_for_disk = ""
         """What the server said when it ended because its disk was full or failed, until another one answers."""
         self.heard_at = now
