@@ -73,8 +73,9 @@ def methods() -> Iterator[str]:
 
 
 def shown() -> set[str]:
-    """Names that the reference has a signature and a contract of: ``::: module.name`` lines and lists of members."""
-    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    """Names that the reference has a signature and a contract of: ``::: module.name`` lines, lists of members, and the
+    members of unions."""
+    text = _prepare().with_members("\n".join(page.read_text(encoding="utf-8") for page in PAGES))
     names = set(re.findall(r"^::: transferqueue\.(\w+)$", text, re.MULTILINE))
     for module, members in re.findall(
         r"^::: transferqueue\.(\S+)\n    options:\n      members: \[(.*)\]$", text, re.MULTILINE

@@ -2,6 +2,7 @@
 
     python docs/site/prepare.py build/docs-source
 
+Where a page shows a union of policies (``::: transferqueue.Selector``), its members follow, in the order of the union.
 Pages keep their paths of the repository, so their relative links stay true. A linked source file becomes a page that
 shows it, and a linked folder a page that lists it: the site needs no public host of the repository. Decisions, sources
 and what only contributors read are not in the search. A link that leads nowhere ends the command.
@@ -9,6 +10,7 @@ and what only contributors read are not in the search. A link that leads nowhere
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -29,6 +31,27 @@ NOT_SEARCHED = ("docs/decisions/", "docs/contribute/", "bench/", "CHANGELOG", "C
 HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
 
 
+CONTRACT = re.compile(r"^::: transferqueue\.(\w+)$", re.MULTILINE)
+
+
+def unions() -> dict[str, list[str]]:
+    """The members of each public union of policies, those of unions inside it too."""
+    found: dict[str, list[str]] = {}
+    for node in ast.parse((ROOT / "transferqueue/policies.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp) and isinstance(node.value.op, ast.BitOr):
+            names = [part.strip() for part in ast.unparse(node.value).split("|")]
+            found[ast.unparse(node.targets[0])] = [each for name in names for each in found.get(name, [name])]
+    return found
+
+
+def with_members(text: str) -> str:
+    """The text of a page, with the contracts of all members behind that of each union."""
+    members = unions()
+    return CONTRACT.sub(
+        lambda shown: "\n\n".join(f"::: transferqueue.{name}" for name in [shown[1], *members.get(shown[1], [])]), text
+    )
+
+
 class Site:
     """The folder that is being filled, and what it lacks so far."""
 
@@ -41,7 +64,7 @@ class Site:
         """Copy one page, and whatever it links to that is not a page itself."""
         where = page.relative_to(ROOT)
         text = page.read_text(encoding="utf-8")
-        linked = outside_fences(text, lambda part: LINK.sub(lambda link: self._link(page, link), part))
+        linked = outside_fences(text, lambda part: LINK.sub(lambda link: self._link(page, link), with_members(part)))
         shown = CONTINUED.sub(r"\1", linked)
         self._write(where, HIDDEN * str(where).startswith(NOT_SEARCHED) + shown)
 
