@@ -28,6 +28,7 @@ from transferqueue.limits import HEARTBEAT_S, RESEND_S, SESSION_SILENCE_S, UNPIN
 from transferqueue.transport import Wakeup, dial
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import encode_fields
+from transferqueue.wire.versions import PROTOCOL
 
 BLOCK = m.BlockLocation(block=11, shard=0, extent=1, offset=0, nbytes=64, rows=1, fields=["x"], counts=[0])
 NUMBERS = struct.pack("<q", 3)
@@ -444,7 +445,8 @@ def test_a_server_of_another_protocol_ends_the_first_call_at_once(tmp_path: Path
     with ScriptedServer(tmp_path, always=OLD_REFUSAL) as server:
         connection = Connection(dial(server.address), server.address)
         with pytest.raises(
-            VersionMismatch, match=r"speaks protocol 0 and this client speaks protocol 1 .*: upgrade the server"
+            VersionMismatch,
+            match=rf"speaks protocol 0 and this client speaks protocol {PROTOCOL} .*: upgrade the server",
         ):
             connection.open(m.Hello(bytes(16), version="2.0"), timeout_s=60)
         assert isinstance(connection.over, VersionMismatch)

@@ -15,6 +15,8 @@ from transferqueue.wire.answers.doctor import DoctorAnswer
 from transferqueue.wire.answers.stats import TaskStats
 from transferqueue.wire.versions import PROTOCOL, VERSION
 
+CALL, ANSWER = bytes([0x95, PROTOCOL]), bytes([0x94, PROTOCOL])
+"""The first bytes of each."""
 CALLS = [
     m.CallFrame(0, 1, 0, m.Hello(b"x" * 16, pid=7, host="h", lock="/x")),
     m.CallFrame(9, 2, 1, m.Heartbeat()),
@@ -90,9 +92,9 @@ def test_fields_travel():
         b"\x00" * 100,
         FRAMES[0] + b"\x00",
         FRAMES[0][:-1],
-        b"\x95\x01\x01\x02\x00\x91\xa7Nothing",
-        b"\x95\x01\x01\x02\x00\x91\xa7\xff\xff\xff\xff\xff\xff\xff",
-        b"\x95\x01\x01\x02\x00" + b"\x91" * 1_000_000,
+        CALL + b"\x01\x02\x00\x91\xa7Nothing",
+        CALL + b"\x01\x02\x00\x91\xa7\xff\xff\xff\xff\xff\xff\xff",
+        CALL + b"\x01\x02\x00" + b"\x91" * 1_000_000,
         b"\x91" * 1_000_000,
         b"\xdd\xff\xff\xff\xff",  # an array said to have 2**32 - 1 items
         b"\xc6\xff\xff\xff\xff",  # bytes said to be 4 GiB
@@ -105,7 +107,7 @@ def test_what_is_no_message_is_refused(frame):
 
 
 def test_depth_is_bounded_where_the_type_is_open():
-    deep = b"\x94\x01\x01\x02\x92\xa8Observed" + b"\x91" * 1_000_000 + b"\x01"
+    deep = ANSWER + b"\x01\x02\x92\xa8Observed" + b"\x91" * 1_000_000 + b"\x01"
     with pytest.raises(ProtocolError, match="nested far deeper"):
         codec.decode_answer(deep)
 
@@ -118,8 +120,8 @@ def test_a_wait_that_has_no_end_is_refused(seconds):
 
 
 def test_a_lease_of_a_client_that_awaits_no_rows_is_read_as_before():
-    frame = "9501ce0070000107069fa54c65617365a174a5747261696e02000000cb0000000000000000cb000000000000000090c000010001"
-    recorded = bytes.fromhex(frame)
+    frame = "ce0070000107069fa54c65617365a174a5747261696e02000000cb0000000000000000cb000000000000000090c000010001"
+    recorded = CALL + bytes.fromhex(frame)
     assert codec.decode_call(recorded).request == m.LeaseRequest("t", "train", rows=2)
 
 
@@ -159,7 +161,7 @@ def test_a_mutated_frame_is_a_message_or_refused(frame, data):
 
 
 @given(st.binary(max_size=200))
-@example(b"\x95\x01\x01\x02\x00\x91\xa9Heartbeat")
+@example(CALL + b"\x01\x02\x00\x91\xa9Heartbeat")
 def test_any_bytes_are_a_message_or_refused(frame):
     check_total(frame)
 
@@ -180,8 +182,8 @@ def check_total(frame):
     [
         (["Frob", 1], r"does not know 'Frob'; it has Ack, .* and \d+ more: use one of these, or install the client's"),
         (
-            ["CreateTable", "t", [], [["a", [], [], ["ShortestFirst"]]]],
-            "'ShortestFirst'; it has Fifo, Freshest, LongestFirst, ",
+            ["CreateTable", "t", [], [["a", [], [], ["OfNewerPackage"]]]],
+            "'OfNewerPackage'; it has Fifo, Freshest, LongestFirst, ",
         ),
         (["Lease", "t", "x", 1, 0, 0, 0, 0.0, 0.0, [["Like", "a"]]], "'Like'; it has Compare, TagIs, VersionBetween:"),
         (
@@ -190,8 +192,8 @@ def check_total(frame):
         ),
         (["Grant", 5, 0.0, [], "gpu"], "'gpu'; it has results, rows, weights:"),
         (
-            ["CreateTable", "t", [[f"x{at}", "int64", []] for at in range(1024)], [["a", [], [], ["ShortestFirst"]]]],
-            "'ShortestFirst'; it has Fifo, ",
+            ["CreateTable", "t", [[f"x{at}", "int64", []] for at in range(1024)], [["a", [], [], ["OfNewerPackage"]]]],
+            "'OfNewerPackage'; it has Fifo, ",
         ),
         (["Put", "t", 1, ["Columns"], 0, 0.0, 7], "it has more items than the server's package .* knows: install"),
         (["A" * 9000], "does not know 'A{40}'"),
@@ -219,13 +221,13 @@ def test_a_call_that_no_package_sends_is_not_explained(tree):
 
 
 def test_a_reply_of_a_newer_server_ends_its_call_alone():
-    tasks = [["a", [], [], ["ShortestFirst"]]]
+    tasks = [["a", [], [], ["OfNewerPackage"]]]
     frame = msgspec.msgpack.encode([PROTOCOL, 7, 3, [TERMS, "t", [], tasks, [1, 1], None, ["Acked"], False, 0]])
     with pytest.raises(ProtocolError) as raised:
         codec.decode_answer(frame)
     answer = codec.explain_answer(frame, raised.value, server_package="0.99.0")
     assert (answer.epoch, answer.id, answer.reply.error) == (7, 3, "VersionMismatch")
-    assert answer.reply.text.startswith(f"the client's package {VERSION} does not know 'ShortestFirst'; it has Fifo, ")
+    assert answer.reply.text.startswith(f"the client's package {VERSION} does not know 'OfNewerPackage'; it has Fifo, ")
     damaged = msgspec.msgpack.encode([PROTOCOL, 7, 3, [TERMS, "t", 5]])
     with pytest.raises(ProtocolError) as raised:
         codec.decode_answer(damaged)

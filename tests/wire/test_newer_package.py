@@ -10,26 +10,27 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Final, get_args
 
 import pytest
 
 import transferqueue as tq
 from tests.markdown import ROOT
-from transferqueue.errors import VersionMismatch
+from transferqueue.errors import VersionMismatch, listing
+from transferqueue.policies import Selector
 from transferqueue.wire.versions import VERSION
 
 NEWER: Final = "0.99.0"
 ADDED: Final = (
-    ("policies.py", "RowOrder = ", "class ShortestFirst(_Policy):\n    pass\n\n\nRowOrder = ShortestFirst | "),
-    ("ledger/tasks/selectors.py", "    Fifo,\n", "    Fifo,\n    ShortestFirst,\n"),
+    ("policies.py", "RowOrder = ", "class OfNewerPackage(_Policy):\n    pass\n\n\nRowOrder = OfNewerPackage | "),
+    ("ledger/tasks/selectors.py", "    Fifo,\n", "    Fifo,\n    OfNewerPackage,\n"),
     (
         "ledger/tasks/selectors.py",
         "    Fifo: (",
-        "    ShortestFirst: (lambda units: units.tokens, frozenset()),\n    Fifo: (",
+        "    OfNewerPackage: (lambda units: units.tokens, frozenset()),\n    Fifo: (",
     ),
     ("wire/versions.py", f'VERSION: Final = "{VERSION}"', f'VERSION: Final = "{NEWER}"'),
-    ("__init__.py", " Selector ", " Selector ShortestFirst "),
+    ("__init__.py", " Selector ", " Selector OfNewerPackage "),
 )
 """What CONTRIBUTING says of a selector: the first text becomes the second in a file of the package."""
 CLIENT: Final = """
@@ -37,8 +38,8 @@ import sys, transferqueue as tq
 with tq.connect(sys.argv[1]) as queue:
     table = queue.create_table("shared", tasks=[tq.Task("a", needs=["x"])])
     for create in (
-        lambda: queue.create_table("t", tasks=[tq.Task("a", needs=["x"], selector=tq.ShortestFirst())]),
-        lambda: table.add_task(tq.Task("b", needs=["x"], selector=tq.ShortestFirst())),
+        lambda: queue.create_table("t", tasks=[tq.Task("a", needs=["x"], selector=tq.OfNewerPackage())]),
+        lambda: table.add_task(tq.Task("b", needs=["x"], selector=tq.OfNewerPackage())),
     ):
         try:
             create()
@@ -50,7 +51,7 @@ with tq.connect(sys.argv[1]) as queue:
 SERVER: Final = """
 import sys, transferqueue as tq
 with tq.connect("embedded") as queue:
-    queue.create_table("t", tasks=[tq.Task("a", needs=["x"], selector=tq.ShortestFirst())])
+    queue.create_table("t", tasks=[tq.Task("a", needs=["x"], selector=tq.OfNewerPackage())])
     queue.create_table("fifo", tasks=[tq.Task("a", needs=["x"])])
     print(queue.address, flush=True)
     sys.stdin.read()
@@ -93,9 +94,9 @@ def running(folder: Path, script: str, *args: str) -> Iterator[tuple[IO[str], IO
 
 def test_a_newer_client_is_told_which_package_the_server_needs(newer: Path) -> None:
     said = (
-        f"VersionMismatch the server's package {VERSION} does not know 'ShortestFirst'; it has Fifo, Freshest, "
-        "LongestFirst, OldestVersionFirst, Plugin, Priority, PutOrder, TokenBalanced: use one of these, or install the "
-        f"client's package {NEWER}, or a later one, for the server"
+        f"VersionMismatch the server's package {VERSION} does not know 'OfNewerPackage'; it has "
+        f"{listing(kind.__name__ for kind in get_args(Selector))}: use one of these, or install the client's package "
+        f"{NEWER}, or a later one, for the server"
     )
     with tq.connect("embedded") as queue:
         with running(newer, CLIENT, queue.address) as (_, out):
@@ -109,7 +110,7 @@ def test_an_older_client_names_what_the_newer_server_sent_and_works_on(newer: Pa
         for _ in range(2):
             with pytest.raises(
                 VersionMismatch,
-                match=f"the client's package {VERSION} does not know 'ShortestFirst'; it has Fifo, .*: install the "
+                match=f"the client's package {VERSION} does not know 'OfNewerPackage'; it has Fifo, .*: install the "
                 f"server's package {NEWER}, or a later one, for the client",
             ):
                 queue.table("t")
