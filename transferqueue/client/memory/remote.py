@@ -95,6 +95,8 @@ class RemoteMemory:
         self._clock = clock
         self.carrier: Final = carrier
         self._room = threading.BoundedSemaphore(BULK_TRANSFERS_MAX)
+        self._guard = threading.RLock()  # a signal handler may close the queue
+        """Of `_idle`, `_busy` and `_closed`."""
         self._idle: list[Line] = []
         self._busy: set[Line] = set()
         self._news = threading.Event()
@@ -195,18 +197,24 @@ class RemoteMemory:
     def close(self) -> None:
         """End all transfers with `Disconnected`, and close. Received columns stay valid. A second call, or one in a
         forked child, does nothing."""
-        if os.getpid() != self._pid or self._closed:
+        if os.getpid() != self._pid:
             return
-        self._closed = True
+        with self._guard:
+            if self._closed:
+                return
+            self._closed = True
+            idle, self._idle = self._idle, []
         self._interrupt()
-        while self._idle:
-            self._idle.pop().close()
+        for line in idle:
+            line.close()
         self._on_close()
 
     def _interrupt(self) -> None:
         """Wake all transfers, so that they check whether they should end."""
         self._news.set()
-        for line in self._busy.copy():
+        with self._guard:
+            busy = list(self._busy)
+        for line in busy:
             line.interrupt()
 
     def _fetch(self, asked: RequestedColumns, caller: Caller) -> FetchTransfer:
@@ -306,34 +314,35 @@ class RemoteMemory:
                 f"ended within {patience_s:.3g} s; use fewer threads, or smaller batches"
             )
         try:
-            line = self._take()
-            self._busy.add(line)
+            line, is_whole = self._take(), False
+            with self._guard:
+                self._busy.add(line)
             try:
                 yield line
-            except BaseException:
-                line.close()
-                raise
+                is_whole = True
             finally:
-                self._busy.discard(line)
-            self._keep(line)
+                self._end_transfer(line, is_whole=is_whole)
         finally:
             self._room.release()
 
     def _take(self) -> Line:
         while True:
-            try:
-                line = self._idle.pop()
-            except IndexError:
+            with self._guard:
+                line = self._idle.pop() if self._idle else None
+            if line is None:
                 return self._dial(self._welcome)
             if line.epoch == self._welcome.epoch and line.quiet:
                 return line
             line.close()
 
-    def _keep(self, line: Line) -> None:
-        self._idle.append(line)
-        if self._closed:  # perhaps `close` has emptied the list before
-            while self._idle:
-                self._idle.pop().close()
+    def _end_transfer(self, line: Line, *, is_whole: bool) -> None:
+        with self._guard:
+            self._busy.discard(line)
+            is_kept = is_whole and not self._closed
+            if is_kept:
+                self._idle.append(line)
+        if not is_kept:
+            line.close()
 
 
 class _ConnectionProgress:

@@ -25,8 +25,8 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable
-from typing import Final
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Final, NamedTuple
 
 import zmq
 
@@ -94,6 +94,14 @@ class PeerReceiver:
     def fill(self, read: b.Reader) -> int:
         """Take the next bytes of the message; returns how many."""
         return self._exchange.fill(self._peer, read)
+
+
+class CarriedBytes(NamedTuple):
+    """What an endpoint carried. The bytes are by carrier: "stream", "one_sided"."""
+
+    transfers: int
+    sent: Mapping[str, int]
+    received: Mapping[str, int]
 
 
 class ShardTransfers:
@@ -194,9 +202,13 @@ class ShardTransfers:
 
     @property
     def needs_progress(self) -> bool:
-        """Whether a client now reads by the carrier. From any thread."""
-        under_way = list(self._transfers.values())  # in one step, since the endpoint's thread changes it
+        """Whether a client now reads by the carrier."""
+        under_way = self._transfers.values()
         return any(isinstance(transfer, ReadTransfer) and transfer.needs_progress for transfer in under_way)
+
+    def counts(self) -> CarriedBytes:
+        """The counts of this moment, as values that do not change."""
+        return CarriedBytes(len(self._transfers), dict(self.sent_bytes), dict(self.received_bytes))
 
     @property
     def moved_at(self) -> float | None:
@@ -418,6 +430,8 @@ class BulkEndpoint:
         self._port: Final = TcpBulkServer() if keyring is None else ZmqBulkServer(keyring)
         self._carrier: Final = carrier
         self._exchange = ShardTransfers(backing, tickets, carrier)
+        """Used by the endpoint's thread alone, which publishes `_counts` for others."""
+        self._counts = self._exchange.counts()
         self._wakeup = Wakeup()
         tickets.on_close = self._wakeup.set
         self._stopping = self._stands_still = False
@@ -433,17 +447,17 @@ class BulkEndpoint:
     @property
     def sent_bytes(self) -> dict[str, int]:
         """Bytes of reads by carrier: "stream", "one_sided"."""
-        return dict(self._exchange.sent_bytes)
+        return dict(self._counts.sent)
 
     @property
     def received_bytes(self) -> dict[str, int]:
         """Bytes of writes by carrier: "stream", "one_sided"."""
-        return dict(self._exchange.received_bytes)
+        return dict(self._counts.received)
 
     @property
     def transfers(self) -> int:
-        """The number of running transfers. From any thread."""
-        return len(self._exchange)
+        """The number of running transfers."""
+        return self._counts.transfers
 
     def start(self) -> None:
         """Start the thread that answers."""
@@ -494,6 +508,7 @@ class BulkEndpoint:
             except Exception:  # noqa: BLE001  (logged with its cause)
                 _log.exception("a turn of the bulk endpoint failed (%s); it goes on", part.__name__.strip("_"))
                 is_whole = False
+        self._counts = self._exchange.counts()
         if not is_whole:
             waiting = select.poll()
             waiting.register(self._wakeup, select.POLLIN)
@@ -528,6 +543,7 @@ class BulkEndpoint:
         self._send()
 
     def _send(self) -> None:
+        self._counts = self._exchange.counts()
         while self._exchange.outbox:
             peer, message = self._exchange.outbox.popleft()
             if not self._port.send(peer, message):

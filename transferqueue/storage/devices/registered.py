@@ -22,9 +22,9 @@ import threading
 import time
 import weakref
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Final, Protocol
 
 import msgspec
@@ -222,8 +222,8 @@ class RegisteredPages:
 
 _known: Final[weakref.WeakKeyDictionary[MappedArena, dict[type, RegisteredPages]]] = weakref.WeakKeyDictionary()
 _guard: Final = threading.Lock()
-_unused: Final[deque[RegisteredPages]] = deque()
-"""Pages of arenas that were collected. Finalizers append to it; `close_unused` closes them."""
+_unused: Final[SimpleQueue[RegisteredPages]] = SimpleQueue()
+"""Pages of arenas that were collected. Finalizers put them here; `close_unused` closes them."""
 
 
 def registered_pages(arena: MappedArena, device: Accelerator) -> RegisteredPages:
@@ -235,7 +235,7 @@ def registered_pages(arena: MappedArena, device: Accelerator) -> RegisteredPages
         pages = of_arena.get(type(device))
         if pages is None or pages._pid != os.getpid():
             pages = of_arena[type(device)] = RegisteredPages(arena)
-            weakref.finalize(arena, _unused.append, pages).atexit = False
+            weakref.finalize(arena, _unused.put, pages).atexit = False
     return pages
 
 
@@ -261,6 +261,6 @@ def give_up_idle(unused_s: float = DEVICE_IDLE_S / 2) -> None:
 
 def close_unused() -> None:
     """Close the registrations of arenas that this process no longer maps."""
-    while _unused:
-        with suppress(IndexError):  # another thread took it
-            _unused.popleft().close()
+    with suppress(Empty):  # another thread took the last one
+        while not _unused.empty():
+            _unused.get_nowait().close()

@@ -110,7 +110,7 @@ class Mapping:
         self._on_release = on_release
         self._shared: mmap.mmap | None = mmap.mmap(fd, capacity)
         self._pages: _Pages | None = _Pages(fd, capacity)
-        _mappings.add(self)
+        _mappings[id(self)] = self
 
     @classmethod
     def open(cls, path: str, capacity: int, on_release: Release) -> Mapping:
@@ -269,7 +269,9 @@ class _MappedRange:
             self._on_release(self._pins)
 
 
-_mappings: Final[weakref.WeakSet[Mapping]] = weakref.WeakSet()
+_mappings: Final[weakref.WeakValueDictionary[int, Mapping]] = weakref.WeakValueDictionary()
+"""The arenas that this process has mapped, for `granted_place`. Each adds itself; a reader copies the references in one
+step (`valuerefs`), since a lock could be held by another thread at a fork."""
 
 
 class ArenaPlace(NamedTuple):
@@ -291,7 +293,7 @@ def pinned_place(memory: np.ndarray[Any, Any]) -> ArenaPlace | None:
 def granted_place(memory: U8) -> ArenaPlace | None:
     """The place of the bytes, if `Mapping.writable` made them. None for other memory."""
     address = memory.__array_interface__["data"][0]
-    for mapping in list(_mappings):
+    for mapping in filter(None, (reference() for reference in _mappings.valuerefs())):
         shared, pages = mapping._shared, mapping._pages
         if shared is not None and pages is not None:
             offset = address - np.frombuffer(shared, np.uint8).__array_interface__["data"][0]

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Final
 
 from transferqueue.limits import MIB
@@ -56,7 +56,9 @@ class _JobQueue:
 
     def __init__(self, jobs: Iterable[Job]) -> None:
         self.failed: deque[BaseException] = deque()
-        self._left = deque(jobs)
+        self._left: SimpleQueue[Job] = SimpleQueue()
+        for job in jobs:
+            self._left.put(job)
         self._busy: deque[None] = deque()
         self._ended: SimpleQueue[None] = SimpleQueue()
 
@@ -79,15 +81,16 @@ class _JobQueue:
 
     def _next(self) -> Job | None:
         try:
-            return self._left.popleft()
-        except IndexError:
+            return self._left.get_nowait()
+        except Empty:
             return None
 
     def end(self) -> None:
         """Wait for the jobs that run, also through an interrupt: their memory is reused by others afterwards."""
         while True:
             try:
-                self._left.clear()  # a thread that starts from now on finds no job
+                while self._next() is not None:  # a thread that starts from now on finds no job
+                    pass
                 while self._busy:
                     self._ended.get()
                 return

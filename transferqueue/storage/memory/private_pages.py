@@ -15,8 +15,10 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import starmap
+from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 import numpy as np
@@ -125,15 +127,14 @@ class _Exporter:
 
 _watches: Final[dict[int, _Watch]] = {}
 """Keeps the watches alive: Python does not call the callback of a weak reference that was collected itself."""
-_collected: Final[deque[_Watch]] = deque()
+_collected: Final[SimpleQueue[_Watch]] = SimpleQueue()
 """Watches of collected objects. `end_interrupted` calls the callbacks that an interrupt stopped."""
-_add_collected: Final[Any] = _collected.append
 
 
 def when_gone(subject: object, ended: Callable[[], object]) -> _Watch:
     """Make `end_interrupted` call `ended` after `subject` was collected, in case an interrupt stopped the subject's own
     finalizer. `ended` must do nothing if that finalizer has done its work."""
-    watch = _Watch(subject, _add_collected)
+    watch = _Watch(subject, _collected.put)
     watch.ended = ended
     _watches[id(watch)] = watch
     return watch
@@ -142,13 +143,11 @@ def when_gone(subject: object, ended: Callable[[], object]) -> _Watch:
 def end_interrupted() -> None:
     """Call the callbacks of collected objects whose finalizer was interrupted. Any thread may call this; only a thread
     that handles no signals (any but the main thread) cannot be interrupted again."""
-    while _collected:
-        try:
-            watch = _collected.popleft()
-        except IndexError:  # another thread took it
-            return
-        _watches.pop(id(watch), None)
-        watch.end()
+    with suppress(Empty):  # another thread took the last one
+        while not _collected.empty():
+            watch = _collected.get_nowait()
+            _watches.pop(id(watch), None)
+            watch.end()
 
 
 def array_at(address: int, nbytes: int, ended: Callable[[], object] | None = None, owner: object = None) -> U8:
