@@ -55,16 +55,17 @@ def last_words_shown() -> Iterator[None]:
 @contextmanager
 def resumable(folder: RunFolder) -> Iterator[None]:
     """Print the command that continues a run that ended early."""
+    has_ended = False
     try:
         yield
-    except BaseException:
-        if folder.starts() and not folder.finished:
+        has_ended = True
+    finally:
+        if not has_ended and folder.starts() and not folder.finished:
             say(
                 f"the run is kept; go on with: transferqueue train --resume --out {folder.path} (or free its memory: "
                 "--discard instead of --resume)",
                 err=True,
             )
-        raise
 
 
 def run_watched(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -60,16 +60,14 @@ def kept_in(address: str, host: str, capacity: int) -> Iterator[ObjectBacking]:
         _sweep(lives, address, store)
         lock = FileLock(lives / f"{_mark(address)}{secrets.token_hex(_NAME_BYTES)}{_SUFFIX}", inherited=False)
         lock.take()
+        is_empty = False
         try:
             objects = ObjectBacking(store, prefix_of(lock.path), capacity)
-            try:
+            with closing(objects):
                 yield objects
-            finally:
-                objects.close()
-        except BaseException:
-            lock.release(unlink=False)  # the next shard removes the objects that are left
-            raise
-        lock.release(unlink=not objects.unremoved)
+            is_empty = not objects.unremoved
+        finally:
+            lock.release(unlink=is_empty)  # otherwise the next shard removes the objects that are left
     finally:
         store.close()
 

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Final
 
 import msgspec
@@ -30,6 +30,7 @@ from transferqueue.client.operations.weight_parts import SharedTensor, by_field,
 from transferqueue.client.session.operation_runner import run_sync
 from transferqueue.client.sync.weight_channel import WeightChannel
 from transferqueue.errors import DeadlineExceeded
+from transferqueue.errors.on_failure import OnFailure
 from transferqueue.limits import RELAY_PARTS_GROWTH, VERSION_PARTS_MAX
 from transferqueue.schema import Field
 from transferqueue.wire import messages as m
@@ -153,15 +154,12 @@ class RelayPublisher:
         coming = self._coming or ComingVersion(reply.version)
         held = self._share(part, reply)
         tensors = [*held, *fetched]
-        try:
-            terms = self._terms(coming, is_new=not held, is_last=is_last)
-            self._mirror(tensors, reply, terms, timeout_s)
-        except BaseException:
-            self.give_up()
-            raise
-        finally:
+        with ExitStack() as at_end:
             for tensor in held:
-                tensor.release("it was published")
+                at_end.callback(tensor.release, "it was published")
+            with OnFailure(self.give_up):
+                terms = self._terms(coming, is_new=not held, is_last=is_last)
+                self._mirror(tensors, reply, terms, timeout_s)
         coming.add(tensors)
         if is_last:
             self._coming = None

@@ -37,6 +37,7 @@ from transferqueue.cluster.on_ray.messages import NAME, NAMESPACE, DeploymentNam
 from transferqueue.cluster.on_ray.nodes import choose
 from transferqueue.cluster.on_ray.shard_actors import check_shards, places, start_shards, stop_shards
 from transferqueue.errors import AlreadyExists, UsageError
+from transferqueue.errors.on_failure import OnFailure
 from transferqueue.limits import COORDINATORS_MAX, RESTARTS_MAX, check_path, parse_bytes
 from transferqueue.server.durability_level import Level
 from transferqueue.wire.home_coordinator import CoordinatorIndex
@@ -207,7 +208,7 @@ def deploy_ray(
         endpoints = all_endpoints(ray, named, timeout_s, "observer")
         return Deployment(named, {name: find_actor(ray, name) for name in endpoints}, owned=False)
     shard_actors: list[Any] = []
-    try:
+    with OnFailure(_end_all, actors), OnFailure(stop_shards, shard_actors):
         for deploy, node_id in list(zip(deploys, cycle(candidates), strict=False))[1:]:
             actors[deploy.named] = _start(ray, deploy, node_id, wanted, max_restarts, detached)
         for coordinator, actor in actors.items():
@@ -222,10 +223,6 @@ def deploy_ray(
                 detached=detached,
                 timeout_s=timeout_s,
             )
-    except BaseException:
-        stop_shards(shard_actors)
-        _end_all(actors)
-        raise
     return Deployment(named, actors, owned=True, shards=shard_actors)
 
 

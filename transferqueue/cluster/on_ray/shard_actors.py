@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 
 from transferqueue.cluster.on_ray.messages import REPLY, DeploymentName, DeployRefused, ShardSpec, read, write
 from transferqueue.errors import UsageError, from_wire
+from transferqueue.errors.on_failure import OnFailure
 from transferqueue.limits import SHARDS_MAX
 from transferqueue.server.durability_level import Level
 
@@ -61,7 +62,7 @@ def start_shards(
     )  # loads the server, which only a deploying process needs
 
     actors: list[Any] = []
-    try:
+    with OnFailure(stop_shards, actors):
         for number, node in enumerate(nodes):
             name = f"{named.name}.shard-{number}"
             options = {
@@ -76,9 +77,6 @@ def start_shards(
             actors.append(ray.remote(ShardActor).options(**options).remote(spec_text))
         for reply in ray.get([actor.joined.remote() for actor in actors], timeout=timeout_s):
             _check(reply)
-    except BaseException:
-        stop_shards(actors)
-        raise
     return actors
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import numpy as np
@@ -104,12 +105,11 @@ class _DeviceCopy:
 
     def end(self) -> CopyEvent:
         """All copies have begun. The memory is held until they have ended."""
-        try:
-            event = self._device.record()
-        except BaseException:  # the device has failed, and copies nothing any more
+        with ExitStack() as undo:  # if the device has failed, it copies nothing any more
             for used in self._used:
-                used.end()
-            raise
+                undo.callback(used.end)
+            event = self._device.record()
+            undo.pop_all()
         in_flight(self._device).hold(event, self._memory, [used.end for used in self._used])
         return event
 

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Final
 
 from transferqueue.errors import Corruption, InternalError, OutOfMemory, UsageError
+from transferqueue.errors.on_failure import OnFailure
 from transferqueue.limits import ARENA_SLICE_BYTES, MIB, PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.storage.memory.allocator import Allocator
@@ -129,15 +130,12 @@ class Arena:
             fd = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
             raise Corruption(f"arena {file} cannot be opened: {error.strerror}; its rows are lost with it") from error
-        try:
+        with OnFailure(os.close, fd):
             if (size := os.fstat(fd).st_size) != allocator.capacity + margin:
                 raise Corruption(
                     f"arena {file} has {size} bytes, not {allocator.capacity + margin}; another file replaced it"
                 )
             arena = cls(fd, str(file), allocator.capacity, file, margin)
-        except BaseException:
-            os.close(fd)
-            raise
         arena._keep_allocated(allocator)
         return arena
 

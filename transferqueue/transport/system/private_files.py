@@ -94,10 +94,9 @@ def write_private(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(fd)
         new.replace(path)
-    except BaseException:
-        with suppress(FileNotFoundError):
+    finally:
+        with suppress(FileNotFoundError):  # it has its place
             new.unlink()
-        raise
     sync_path(path.parent)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final, NamedTuple
 
 import transferqueue as tq
@@ -249,11 +249,10 @@ ACTIONS: Final = (
 @asynccontextmanager
 async def _released_if_refused(batch: tq.AsyncBatch) -> AsyncIterator[None]:
     """Release the batch if its rows cannot be sent."""
-    try:
+    async with AsyncExitStack() as undo:
+        undo.push_async_callback(batch.release)
         yield
-    except BaseException:
-        await batch.release()
-        raise
+        undo.pop_all()
 
 
 def _packed(batch: tq.AsyncBatch, packed: bool) -> dict[str, Values]:
