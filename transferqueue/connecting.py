@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -23,6 +23,7 @@ from transferqueue.client.session.addresses import (
 from transferqueue.client.session.calls import seconds
 from transferqueue.client.sync.queue import Queue
 from transferqueue.errors import UsageError
+from transferqueue.errors.on_failure import OnFailure
 from transferqueue.limits import check_text
 from transferqueue.transport.address import is_ray_address
 from transferqueue.transport.security.keys import ClientKeys
@@ -167,12 +168,8 @@ def _clients(
     deadline = time.monotonic() + seconds("timeout_s", timeout_s)
     check_text("label", label)
     own = arena_bytes is not None or runtime is not None
-    for place in [] if address in (None, EMBEDDED) else listed(address):
-        if is_ray_address(place) and (own or key):
-            raise UsageError(
-                f"key, arena_bytes and runtime were given with {place}, which has its own; give them to deploy_ray, or "
-                "leave them out"
-            )
+    if (own or key) and address not in (None, EMBEDDED):
+        _refuse_ray(listed(address))
     is_default = address is None and not own and key is None
     if is_default:
         address = named_server() or running_server()
@@ -196,6 +193,28 @@ def _clients(
             f"arena_bytes and runtime are for an embedded server, but the server at {servers[0][0]} runs already; give "
             "them there"
         )
+    return _joined(servers, deadline, timeout_s, label, data, verify)
+
+
+def _refuse_ray(addresses: Iterable[str]) -> None:
+    """`UsageError` for a deployment on Ray: it was given what the deployment has itself."""
+    for place in addresses:
+        if is_ray_address(place):
+            raise UsageError(
+                f"key, arena_bytes and runtime were given with {place}, which has its own; give them to deploy_ray, or "
+                "leave them out"
+            )
+
+
+def _joined(
+    servers: Iterable[tuple[str, ClientKeys | None]],
+    deadline: float,
+    timeout_s: float,
+    label: str,
+    data: Data,
+    verify: bool,
+) -> list[ClientSession]:
+    """A session with each coordinator of these servers, or with none of them."""
     with ExitStack() as opened:
         clients = []
         for place, keys in servers:
@@ -249,8 +268,5 @@ def _embedded(
     from transferqueue.server.process import embedded  # loads the server, which other clients do not need
 
     server = embedded.start(arena_bytes, runtime)
-    try:
+    with OnFailure(server.stop):
         return open_client(server.inproc_address, timeout_s, label, server, data=data)
-    except BaseException:
-        server.stop()
-        raise

@@ -283,11 +283,7 @@ class Ledger:
             trial_due(table, task, now)
             apply_group_and_stale_rules(table, now)
         elif isinstance(subject, FormingGroup):
-            table = self.state.table(subject.table)
-            for task in table.group_tasks:
-                if task.task.name == subject.task:
-                    task.group_is_late(subject)
-            apply_group_and_stale_rules(table, now)
+            self._end_forming(subject, now)
         elif isinstance(subject, weight_channels.UpdateSlot):
             weight_channels.end_turn(self.state.channels[subject.channel], subject.session, self.state.core.effects)
         elif isinstance(subject, CopyOrderState):
@@ -296,6 +292,13 @@ class Ledger:
             self.state.core.blocks.resume_copy(subject)
         elif isinstance(subject, PendingVersion):
             self.state.give_up_version(subject, f"{subject.length_s:g} s have passed")
+
+    def _end_forming(self, group: FormingGroup, now: float) -> None:
+        table = self.state.table(group.table)
+        for task in table.group_tasks:
+            if task.task.name == group.task:
+                task.group_is_late(group)
+        apply_group_and_stale_rules(table, now)
 
     def _expire(self, lease: LeaseState) -> None:
         if is_loading(self.state.tables[lease.table], lease):
