@@ -26,6 +26,7 @@ from transferqueue.client.session.connection import Connection
 from transferqueue.client.session.session_lock import SessionLock, session_lock
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import Unreachable, UsageError
+from transferqueue.errors.on_failure import OnFailure
 from transferqueue.errors.text import shown
 from transferqueue.transport import TcpAddress, dial, parse_address, this_host
 from transferqueue.transport.bulk.carriers import chosen_carrier
@@ -173,13 +174,10 @@ def open_client(
         if lock:
             lock.give_up()
         raise
-    try:
+    with OnFailure(connection.close):
         chosen = chosen_carrier()
         carrier: SessionCarrier | None = chosen.open_client() if chosen is not None else None
         memory = _memory(address, keys, hello, welcome, connection, lock, deadline, carrier)
-    except BaseException:
-        connection.close()
-        raise
     return ClientSession(
         server.address if server else known_as or address,
         connection,

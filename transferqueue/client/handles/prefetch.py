@@ -32,6 +32,7 @@ from transferqueue.client.operations.lease import BatchLease, LeaseSpec
 from transferqueue.client.session.operation_runner import INLINE_WORK_BYTES, BlockingWork, Operation, run_async
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import DeadlineExceeded, EndOfTable, UsageError
+from transferqueue.errors.on_failure import OnFailure
 from transferqueue.wire import messages as m
 
 B = TypeVar("B", bound=BatchBase)
@@ -231,11 +232,8 @@ class Prefetcher(Generic[B]):
 def _loaded(lease: Operation[PrefetchedLease[B]]) -> Operation[PrefetchedLease[B]]:
     """Lease a batch and load its columns. If that fails, release it."""
     prefetched = yield from lease
-    try:
+    with OnFailure(prefetched.release):
         yield BlockingWork(INLINE_WORK_BYTES + 1, lambda: _load(prefetched.batch))
-    except BaseException:
-        prefetched.release()
-        raise
     return prefetched
 
 

@@ -29,6 +29,7 @@ from transferqueue.client.session.calls import Deadline
 from transferqueue.client.session.connection import Connection
 from transferqueue.client.session.operation_runner import INLINE_WORK_BYTES, BlockingWork, Operation, request_reply
 from transferqueue.errors import Corruption, DeadlineExceeded, PeerError, ShardLost, TransferQueueError
+from transferqueue.errors.on_failure import OnFailure
 from transferqueue.limits import FRAME_BYTES, PARTS_MAX
 from transferqueue.schema import NO_SLICES, Field, Slice, sliced_fields
 from transferqueue.storage.columns.byte_stream import sliced_column_stream
@@ -475,13 +476,10 @@ def _at_once(works: Sequence[BlockingWork]) -> BlockingWork:
             return
         with ThreadPoolExecutor(len(works) - 1, thread_name_prefix="transferqueue read") as pool:
             others = [pool.submit(work.run) for work in works[1:]]
-            try:
+            with OnFailure(abandon):
                 works[0].run()
                 for other in others:
                     other.result()
-            except BaseException:
-                abandon()
-                raise
 
     def bound(deadline: Deadline) -> None:
         for work in works:

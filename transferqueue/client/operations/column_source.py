@@ -15,6 +15,7 @@ from transferqueue.client.operations.device import Destination
 from transferqueue.client.session.operation_runner import BlockingWork, Operation, request_reply
 from transferqueue.client.table_info import ReplyFields, TableInfo
 from transferqueue.errors import NotFound, ProtocolError, SchemaError, listing
+from transferqueue.errors.on_failure import OnFailure
 from transferqueue.errors.text import SHOWN_CHARS, shortened
 from transferqueue.schema import NO_SLICES, Field, Slice, sliced_fields
 from transferqueue.storage.columns.column import Column
@@ -159,11 +160,9 @@ def content_source(
     named = {block.block: block for part in content.parts for block in part.blocks}
     fields = terms.reply_fields(content.definitions)
     if not fields.known.keys() >= {name for block in named.values() for name in block.fields}:
-        try:  # a block may hold further fields, which this client has not heard of
+        # a block may hold further fields, which this client has not heard of
+        with OnFailure(client.connection.unpin, list(named)):
             terms.update_from((yield from request_reply(m.OpenTable(name=terms.name), m.TableTerms)))
-        except BaseException:
-            client.connection.unpin(list(named))
-            raise
         fields = terms.reply_fields(content.definitions)
     if slices:
         try:

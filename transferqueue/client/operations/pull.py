@@ -36,6 +36,7 @@ from transferqueue.client.session.calls import Deadline, seconds
 from transferqueue.client.session.deferred_interrupts import DeferredInterrupts
 from transferqueue.client.session.operation_runner import Operation, request_reply
 from transferqueue.errors import Corruption, NotFound, UsageError, listing
+from transferqueue.errors.on_failure import OnFailure
 from transferqueue.errors.text import shown
 from transferqueue.limits import check_name
 from transferqueue.schema import Field, Slice
@@ -447,7 +448,7 @@ def _pull(
     reply, parts = _restricted(client, reply, wanted, request.channel)
     fields, _ = by_field(reply)
     tensors = _shared(reply, fields, parts, since)
-    try:
+    with OnFailure(release_all, tensors, "the pull that shared it failed"):
         rest = [block for block in reply.blocks if block.fields[0] not in tensors]
         new = [
             block for block in rest if not arrived.has(fields[name := block.fields[0]], block, parts.get(name, WHOLE))
@@ -455,9 +456,6 @@ def _pull(
         return_pins(client, reply.blocks, new)
         subject = f'version {reply.version} of channel "{request.channel}"'
         fetched = yield from fetch_tensors(client, new, fields, subject, parts)
-    except BaseException:
-        release_all(tensors, "the pull that shared it failed")
-        raise
     early = {name: arrived.take(name) for block in rest if (name := block.fields[0]) not in fetched}
     tensors |= early | fetched
     ordered = {field.name: tensors[field.name] for field in reply.fields}
@@ -473,7 +471,7 @@ def _restricted(
     if wanted.everything:
         return reply, {}
     slices = {one.field: one for one in reply.slices}
-    try:
+    with OnFailure(return_pins, client, reply.blocks, ()):
         found = {field.name: wanted.of(field, slices.get(field.name)) for field in reply.fields}
         chosen = {name: part for name, part in found.items() if part is not None}
         missing = wanted.names - {slices[name].tensor if name in slices else name for name in chosen}
@@ -484,9 +482,6 @@ def _restricted(
                 f"{listing(name[1:] for name in missing)}, or not these rows of it; it has "
                 f"{listing(names)}"
             )
-    except BaseException:
-        return_pins(client, reply.blocks, ())
-        raise
     blocks = [block for block in reply.blocks if block.fields[0] in chosen]
     return_pins(client, reply.blocks, blocks)
     fields = [field for field in reply.fields if field.name in chosen]

@@ -28,6 +28,7 @@ from transferqueue.client.operations.tensor_parts import WHOLE
 from transferqueue.client.session.calls import Deadline
 from transferqueue.client.session.operation_runner import BlockingWork, Operation, request_reply
 from transferqueue.errors import ShardLost, VersionGivenUp
+from transferqueue.errors.on_failure import OnFailure
 from transferqueue.limits import PARTS_MAX
 from transferqueue.schema import Field, Slice
 from transferqueue.storage.memory.checksum import verify
@@ -191,16 +192,13 @@ def _fetch_early(
     fields, slices = by_field(reply)
     arrived.begin(reply.version)
     new, parts = list[m.BlockLocation](), dict[str, Slice]()
-    try:
+    with OnFailure(return_pins, client, reply.blocks, ()):
         for block in reply.blocks:
             field = fields[block.fields[0]]
             part = needed(field, block, slices.get(field.name))
             if part is not None and not arrived.has(field, block, part):
                 new.append(block)
                 parts |= {} if part.whole else {field.name: part}
-    except BaseException:
-        return_pins(client, reply.blocks, ())
-        raise
     return_pins(client, reply.blocks, new)
     subject = f'version {reply.version} of channel "{channel}"'
     try:
