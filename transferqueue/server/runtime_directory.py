@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from transferqueue.errors import AddressInUse, UsageError
+from transferqueue.errors.on_failure import OnFailure
 from transferqueue.limits import ARENA_BYTES_DEFAULT, GIB, NOTE_BYTES_MAX
 from transferqueue.storage.memory.arena import Arena, available_bytes
 from transferqueue.transport import FileLock, IpcAddress, remove_unlocked
@@ -132,11 +133,8 @@ def served_arena(arena_bytes: int | None, shared: Path = SHARED_MEMORY) -> Arena
             root.rmdir()
         return private_arena(arena_bytes)
     directory, lock = claim_directory(root)
-    try:
+    with OnFailure(remove_arena, directory, lock):
         return ArenaDirectory(Arena.create(directory, wanted), directory, lock)
-    except BaseException:
-        remove_arena(directory, lock)
-        raise
 
 
 def remove_arena(directory: Path, lock: FileLock) -> None:

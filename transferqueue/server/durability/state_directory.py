@@ -33,6 +33,7 @@ from typing import Final
 import msgspec
 
 from transferqueue.errors import AddressInUse, Corruption, DiskFailed, OutOfMemory, UsageError, listing
+from transferqueue.errors.on_failure import OnFailure
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import ARENA_BYTES_DEFAULT, PAGE_BYTES
 from transferqueue.schema import align
@@ -424,9 +425,6 @@ def _shared_arena(state: Path, arena_bytes: int | None, shared: Path) -> ArenaDi
     if free < wanted:
         return None
     directory, lock = claim_directory(root)
-    try:
+    with OnFailure(remove_arena, directory, lock):
         write_private(directory / "state", str(state).encode())
         return ArenaDirectory(Arena.create(directory, wanted, margin=MARGIN_BYTES), directory, lock, stays=True)
-    except BaseException:
-        remove_arena(directory, lock)
-        raise

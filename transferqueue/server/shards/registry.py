@@ -28,6 +28,7 @@ from typing import Final
 import msgspec
 
 from transferqueue.errors import Full, Impossible, NotFound, OutOfMemory, UsageError, listing
+from transferqueue.errors.on_failure import OnFailure
 from transferqueue.ledger.effects import FreeExtent
 from transferqueue.limits import LOADS_SHARE, PAGE_BYTES, RESULTS_SHARE, SHARD_BYTES_MAX, SHARDS_MAX
 from transferqueue.server.sessions.session_table import OpenSession
@@ -290,11 +291,8 @@ class ShardRegistry:
     @contextmanager
     def granting(self, shard: int, offset: int, nbytes: int, now: float) -> Iterator[None]:
         """Around the grant of taken memory. If the grant fails, the memory is free again."""
-        try:
+        with OnFailure(self.give_back, FreeExtent(0, shard, offset, nbytes), now):
             yield
-        except BaseException:
-            self.give_back(FreeExtent(0, shard, offset, nbytes), now)
-            raise
 
     def hold(self, extents: Iterable[int]) -> None:
         """Keep the bytes of these extents until `release`, even if they are freed meanwhile."""

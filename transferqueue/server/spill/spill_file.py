@@ -28,6 +28,7 @@ from typing import Final, NamedTuple, TypeVar
 import numpy as np
 
 from transferqueue.errors import OutOfMemory, UsageError
+from transferqueue.errors.on_failure import OnFailure
 from transferqueue.limits import KIB, MIB, PAGE_BYTES, SPILL_BYTES_MIN
 from transferqueue.schema import align
 from transferqueue.server.spill.spill_jobs import (
@@ -231,15 +232,12 @@ class SpillFile:
                 f"the spilled blocks take {self._allocator.used:,} of the {self._nbytes:,} bytes that --spill-bytes "
                 f"allows, and {nbytes:,} more are wanted; allow more, or consume rows"
             )
-        try:
+        with OnFailure(self._free_unwritten, offset, nbytes):
             self._keep_bound()
             self._reserve(offset, nbytes)
             content = self._bytes(block.offset, block.nbytes)
             known = block.checksum if block.checksum != UNCHECKED else checksum(content)
             _write(self._fd, content, offset)
-        except BaseException:
-            self._free_unwritten(offset, nbytes)
-            raise
         return SpilledBlock(block.block, offset, block.nbytes, known)
 
     def _free_unwritten(self, offset: int, nbytes: int) -> None:
