@@ -14,7 +14,7 @@ from transferqueue.storage.columns import export
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.export import arrow_type
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
-from transferqueue.storage.elements.dtypes import stored_dtype
+from transferqueue.storage.elements.dtypes import STORED_DTYPES
 from transferqueue.storage.inputs.block_writer import BlockWriter
 from transferqueue.storage.inputs.from_snapshot import columns_from_arrow
 from transferqueue.storage.inputs.prepare import Prepared, prepare
@@ -38,9 +38,9 @@ def column_of(prepared: Prepared) -> tuple[Column, np.ndarray[Any, Any]]:
 def numbers(dtype: str, count: int) -> np.ndarray[Any, Any]:
     raw = np.random.default_rng(3).integers(0, 2 if dtype == "bool" else 120, count, np.uint8)
     return (
-        raw.astype(stored_dtype(dtype))
+        raw.astype(STORED_DTYPES[dtype])
         if dtype == "bool"
-        else np.resize(raw, count * ITEM_BYTES[dtype]).view(stored_dtype(dtype))
+        else np.resize(raw, count * ITEM_BYTES[dtype]).view(STORED_DTYPES[dtype])
     )
 
 

@@ -18,7 +18,7 @@ from tests.scale import examples
 from tests.storage.shards import opened_shard
 from transferqueue.schema import TORCH_ONLY_DTYPES, Field
 from transferqueue.storage import Column
-from transferqueue.storage.elements.dtypes import NUMPY_DTYPES, stored_dtype
+from transferqueue.storage.elements.dtypes import NUMPY_DTYPES, STORED_DTYPES
 from transferqueue.storage.elements.torch_interop import as_torch
 
 pytestmark = pytest.mark.slow
@@ -54,8 +54,8 @@ def cases(draw: st.DrawFn, dtypes: Sequence[str], shapes: Sequence[tuple[int | N
 
 def _values(dtype: str, shape: list[int], random: np.random.Generator, plain: bool) -> Row:
     if dtype == "bool" or (plain and dtype not in TORCH_ONLY_DTYPES):
-        return random.integers(0, 2 if dtype == "bool" else 100, shape).astype(stored_dtype(dtype))
-    kind = stored_dtype(dtype)
+        return random.integers(0, 2 if dtype == "bool" else 100, shape).astype(STORED_DTYPES[dtype])
+    kind = STORED_DTYPES[dtype]
     return np.frombuffer(random.bytes(int(np.prod(shape)) * kind.itemsize), kind).reshape(shape).copy()
 
 
@@ -80,7 +80,7 @@ def _jagged(case: Case) -> torch.Tensor:
 
 def _arrow_lists(case: Case) -> pa.Array:
     """Lists as Arrow has them: fixed-size where the field says so, with a slice and chunks around them."""
-    kind = pa.from_numpy_dtype(stored_dtype(case.field.dtype))
+    kind = pa.from_numpy_dtype(STORED_DTYPES[case.field.dtype])
     for size in reversed(case.field.shape):
         kind = pa.large_list(kind) if size is None else pa.list_(kind, size)
     rows = [row.tolist() for row in case.rows]
@@ -193,7 +193,7 @@ def check_arrow(column: Column, wanted: Case) -> None:
     assert len(found) == len(wanted.rows)
     found.validate(full=True)
     rows = found.to_pylist()
-    if stored_dtype(column.field.dtype).kind == "c":
+    if STORED_DTYPES[column.field.dtype].kind == "c":
         return
     if column.field.varied:
         shapes, rows = [row["shape"] for row in rows], [row["values"] for row in rows]

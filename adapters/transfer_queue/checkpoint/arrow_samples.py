@@ -31,7 +31,7 @@ from transferqueue.adapters.transfer_queue.samples.tags import partition_of, tab
 from transferqueue.errors import Corruption, NotFound, UsageError
 from transferqueue.schema import Field
 from transferqueue.storage.columns.export import arrow_type
-from transferqueue.storage.elements.dtypes import stored_dtype
+from transferqueue.storage.elements.dtypes import STORED_DTYPES
 from transferqueue.storage.elements.torch_interop import as_torch
 from transferqueue.storage.elements.values import decode
 from transferqueue.storage.inputs.from_snapshot import columns_from_arrow
@@ -305,7 +305,7 @@ def _column(field: Field, array: pa.Array) -> Any:
     column = columns_from_arrow(field, array)
     memory = np.empty(column.nbytes, np.uint8)
     column.source.write(memory)
-    flat = as_torch(memory.view(stored_dtype(field.dtype)), field.dtype)
+    flat = as_torch(memory.view(STORED_DTYPES[field.dtype]), field.dtype)
     if column.offsets is None:
         return flat.reshape(len(array), *field.shape)
     if column.shapes is None:

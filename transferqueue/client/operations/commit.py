@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -31,13 +31,12 @@ from transferqueue.client.operations.written_blocks import WrittenBlocks, refere
 from transferqueue.client.session.calls import ENDLESS_S, Deadline, timeout
 from transferqueue.client.session.operation_runner import Operation, StartDeadline, request_reply, unexpected
 from transferqueue.client.table_info import TableInfo
-from transferqueue.errors import FlowSignal, NotFound, SchemaError, ShardLost, TransferQueueError, UsageError, listing
-from transferqueue.errors.text import SHOWN_CHARS, shortened
+from transferqueue.errors import FlowSignal, NotFound, SchemaError, ShardLost, UsageError, listing
 from transferqueue.limits import FIELDS_MAX, check_name, check_rows
 from transferqueue.schema import Field
-from transferqueue.storage.inputs.from_libraries import column_of
-from transferqueue.storage.inputs.lengths import Lengths, check_lengths, unknown
-from transferqueue.storage.inputs.prepare import Prepared, Repeat, prepare
+from transferqueue.storage.inputs.columns import Lengths, count_rows, count_tokens, prepare_columns, unknown
+from transferqueue.storage.inputs.from_libraries import import_columns
+from transferqueue.storage.inputs.prepare import Prepared, Repeat
 from transferqueue.wire import messages as m
 
 R = TypeVar("R", bound=m.Message)
@@ -172,12 +171,12 @@ def commit(
     whether the first attempt refers to values by content; a pipeline writes them at once. `before` has the lengths of
     columns that the rows have already, as far as the caller knows them.
     """
-    columns = {name: column_of(name, value) for name, value in columns.items()}
-    facts = facts.readable()
+    columns, facts = import_columns(columns), facts.readable()
     if not terms.fields.keys() >= columns.keys():
         yield from _ask_for_fields(terms, facts, columns, call)
     shards_left, asked_again = OPEN_MAX + 1, False
-    contents = CallContents(terms.contents, refers=refers)
+    repeats = any(isinstance(value, Repeat) for value in columns.values())
+    contents = CallContents(terms.contents, refers=refers) if repeats else None
     while True:
         try:
             return (yield from _attempt(client, terms, facts, columns, rows, deadline, request, kind, contents, before))
@@ -187,13 +186,14 @@ def commit(
             shards_left -= 1
             yield from client.shards.look()  # and let go of its memory, if it was mapped
         except NotFound:
-            if not contents.refused():
+            if contents is None or not contents.refused():
                 raise
         except SchemaError:
             if asked_again or not (yield from _refresh(terms)):
                 raise
             shards_left, asked_again = OPEN_MAX + 1, True
-            contents.clear()
+            if contents:
+                contents.clear()
 
 
 def _ask_for_fields(terms: TableInfo, facts: GivenFacts, columns: Mapping[str, Any], call: str) -> Operation[None]:
@@ -216,24 +216,18 @@ def retry_on_other_shard(client: ClientSession, attempt: Callable[[], Operation[
 
 
 def outgoing(
-    columns: Mapping[str, Any], facts: GivenFacts, fields: Mapping[str, Field], rows: int | None
+    columns: Mapping[str, Any],
+    facts: GivenFacts,
+    fields: Mapping[str, Field],
+    rows: int | None,
+    before: Lengths = unknown,
 ) -> PreparedCommit:
     """Check columns and facts against each other and against the fields. `SchemaError` if they do not fit,
     `UsageError`, before any value is read, for more rows than one request may have."""
     count = _rows_of(columns, facts) if rows is None else rows
-    check_rows(count, described=facts.are_descriptions)
-    prepared = list[Prepared]()
-    for name, value in columns.items():
-        try:
-            column = prepare(name, value, fields.get(name), count)
-        except (TransferQueueError, MemoryError):
-            raise
-        except Exception as error:
-            raise _unreadable(name, value, error) from error
-        column.finite = column.field.is_finite
-        prepared.append(column)
-    counts_tokens = rows is None and not _TOKEN_FIELDS.isdisjoint(columns)  # an update does not count again
-    tokens = _tokens(prepared) if counts_tokens else None
+    check_rows(count, described=facts.key is not None or facts.tags is not None)
+    prepared = prepare_columns(columns, fields, count, before)
+    tokens = count_tokens(prepared) if rows is None else None  # an update does not count again
     return PreparedCommit(count, prepared, facts.message(count, tokens))
 
 
@@ -246,23 +240,22 @@ def _attempt(
     deadline: Deadline,
     request: Request,
     kind: type[R],
-    contents: CallContents,
+    contents: CallContents | None,
     before: Lengths,
 ) -> Operation[R]:
     has_new_fields = not terms.fields.keys() >= columns.keys()
     if has_new_fields:
         terms.check_added(columns)
-    out = outgoing(columns, facts, terms.fields, rows)
-    check_lengths(out.columns, before)
+    out = outgoing(columns, facts, terms.fields, rows, before)
     fields, placed, inline = list[Field](), list[Prepared](), list[m.Inline]()
     for column in out.columns:
         fields.append(column.field)
         if column.field.inline:
             inline.append(m.Inline(column.field.name, column.inline()))
-        elif not column.by_content or not (yield from contents.take(column, checksums=client.checksums)):
+        elif not (contents and column.by_content) or not (yield from contents.take(column, checksums=client.checksums)):
             placed.append(column)
     use: m.GrantPurpose = "rows" if rows is None else "results"
-    given, referred = contents.next_attempt()
+    given, referred = contents.next_attempt() if contents else ([], [])
     written = (yield from write_columns(client, terms.last, placed, given, deadline, use)) if placed or given else None
     blocks = written.blocks() if written else []
     blocks += map(reference, referred)
@@ -270,7 +263,8 @@ def _attempt(
     reply = yield from finish_commit(written, request(out.rows, carried), kind)
     if has_new_fields:
         terms.learn(fields)
-    contents.committed()
+    if contents:
+        contents.committed()
     return reply
 
 
@@ -301,16 +295,9 @@ def _refresh(terms: TableInfo) -> Operation[bool]:
 
 def _rows_of(columns: Mapping[str, Any], facts: GivenFacts) -> int:
     """Number of new rows: the length of the first column that has one value per row, else of the facts."""
-    for name, value in columns.items():
-        if type(value) is np.ndarray and value.ndim:  # mostly
-            return len(value)
-        try:
-            rows = _column_rows(value)
-        except Exception as error:  # of a class that is not ours
-            raise _unreadable(name, value, error) from error
-        if rows is not None:
-            return rows
-    rows = facts.rows()
+    rows = count_rows(columns)
+    if rows is None:
+        rows = facts.rows()
     if rows is None:
         single = listing(f"{name} ({type(value).__name__})" for name, value in columns.items())
         given = f": a single value, which is for all rows, was given for {single}" if columns else ""
@@ -319,44 +306,3 @@ def _rows_of(columns: Mapping[str, Any], facts: GivenFacts) -> int:
             "so that rows can be counted"
         )
     return rows
-
-
-def _column_rows(value: Any) -> int | None:
-    """How many rows a column has; None for a single value."""
-    if isinstance(value, Repeat):
-        if value.counts is None:
-            return _column_rows(value.values)
-        return sum(value.counts.tolist()) if value.counts.ndim else int(value.counts) * len(value.values)
-    if _single(value):
-        return None
-    nested = getattr(value, "is_nested", False)  # one of strided layout has no len()
-    return int(value.size(0)) if nested else len(value)
-
-
-def _unreadable(name: str, value: object, error: Exception) -> SchemaError:
-    """The error for a value whose own class, or the library of its class, fails."""
-    kind, why = f"{type(value).__module__}.{type(value).__qualname__}", shortened(str(error), SHOWN_CHARS)
-    return SchemaError(
-        f'field "{name}": {shortened(kind, SHOWN_CHARS)} cannot be read ({type(error).__name__}: {why}); give a list, '
-        "a numpy array, a torch tensor or an Arrow array"
-    )
-
-
-def _single(value: Any) -> bool:
-    """Whether a value is the same for all rows, not a column."""
-    return isinstance(value, str | bytes | Mapping) or not hasattr(value, "__len__") or getattr(value, "ndim", 1) == 0
-
-
-def _tokens(columns: Sequence[Prepared]) -> NDArray[np.int64] | None:
-    """Tokens of each row if the caller did not say: the length of its `input_ids`, else of its `prompt_ids` and
-    `response_ids`, as far as this call has them."""
-    found = dict[str, Prepared]()
-    for column in columns:
-        if column.field.shape and column.field.name in _TOKEN_FIELDS:
-            found[column.field.name] = column
-    if not found:
-        return None
-    if "input_ids" in found:
-        return found["input_ids"].row_lengths()
-    summed: NDArray[np.int64] = np.sum([found[name].row_lengths() for name in sorted(found)], axis=0, dtype=np.int64)
-    return summed

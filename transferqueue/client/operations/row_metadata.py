@@ -14,7 +14,7 @@ from transferqueue.errors import SchemaError, UsageError
 from transferqueue.errors.text import SHOWN_CHARS, counted, shortened, shown
 from transferqueue.limits import KEY_CHARS_MAX, TAGS_MAX
 from transferqueue.policies import Tags, check_tags
-from transferqueue.storage.inputs.from_libraries import arrow_columns, fact_of
+from transferqueue.storage.inputs.from_libraries import PLAIN_TYPES, arrow_columns, fact_of
 from transferqueue.wire import messages as m
 
 Ints = int | Sequence[int] | npt.NDArray[Any] | None
@@ -56,11 +56,6 @@ class GivenFacts(msgspec.Struct, kw_only=True):
         """Whether any fact was given."""
         return not _UNSAID.issuperset(map(type, msgspec.structs.astuple(self)))
 
-    @property
-    def are_descriptions(self) -> bool:
-        """Whether there is a fact of which one request may have fewer (`limits.check_rows`)."""
-        return self.key is not None or self.tags is not None
-
     def with_table(self, given: object, columns: dict[str, Any]) -> tuple[GivenFacts, dict[str, Any]]:
         """Add the columns of a whole table (see `columns_of`). A column with a fact's name is that fact.
 
@@ -75,7 +70,7 @@ class GivenFacts(msgspec.Struct, kw_only=True):
 
     def readable(self) -> GivenFacts:
         """The same, with facts that another library holds as lists. `SchemaError` for a null among them."""
-        if not self.said():
+        if PLAIN_TYPES.issuperset(map(type, msgspec.structs.astuple(self))):  # mostly
             return self
         given = {name: getattr(self, name) for name in self.names()}
         facts = {name: fact for name, value in given.items() if (fact := fact_of(name, value)) is not value}

@@ -24,7 +24,7 @@ from transferqueue.storage.columns.gather import (
 )
 from transferqueue.storage.columns.placement import RowPlacement
 from transferqueue.storage.columns.slicing import dense_slices, inner_slices, load_slice
-from transferqueue.storage.elements.dtypes import I64, ml_dtype, shown_dtype, stored_dtype
+from transferqueue.storage.elements.dtypes import I64, STORED_DTYPES, ml_dtype, shown_dtype
 from transferqueue.storage.elements.numbers import store_numbers
 from transferqueue.storage.elements.process_bound import ProcessBound
 from transferqueue.storage.elements.torch_interop import as_jagged, as_torch
@@ -252,7 +252,7 @@ class Column(ProcessBound):
             size if size is not None else align(int(shapes[:, at].max(initial=0)), multiple_of)
             for at, size in enumerate(self.field.shape)
         ]
-        out = np.full((self._rows, *longest), self._filling(value)[0], stored_dtype(self.field.dtype))
+        out = np.full((self._rows, *longest), self._filling(value)[0], STORED_DTYPES[self.field.dtype])
         self._fill(out, shapes, side)
         return out.view(shown_dtype(self.field.dtype))
 
@@ -441,7 +441,7 @@ class Column(ProcessBound):
             )
         if not isinstance(data, bytes | np.ndarray):
             raise UsageError(f'values of field "{field.name}" are {type(data).__name__}; give a numpy array, or bytes')
-        values = np.frombuffer(data, stored_dtype(field.dtype)).copy() if isinstance(data, bytes) else data
+        values = np.frombuffer(data, STORED_DTYPES[field.dtype]).copy() if isinstance(data, bytes) else data
         column = cls.__new__(cls)
         column.field, column._placement, column._rows = field, None, len(values)
         column._whole, column._slice = field, None

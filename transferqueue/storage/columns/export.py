@@ -11,7 +11,7 @@ import numpy as np
 from transferqueue.errors import Corruption
 from transferqueue.schema import TORCH_ONLY_DTYPES, Field
 from transferqueue.storage.columns.gather import LoadedColumn, offsets_of, shapes_of
-from transferqueue.storage.elements.dtypes import ml_dtype, shown_dtype, stored_dtype
+from transferqueue.storage.elements.dtypes import STORED_DTYPES, ml_dtype, shown_dtype
 from transferqueue.storage.elements.numbers import widen_to_float32
 from transferqueue.storage.elements.torch_interop import as_torch
 from transferqueue.storage.elements.values import decode
@@ -85,7 +85,7 @@ def arrow_array(field: Field, loaded: LoadedColumn) -> Any:
 
 def arrow_type(field: Field) -> Any:
     """The Arrow type of a column of this field, as `arrow_array` makes it."""
-    values = np.empty(0, stored_dtype(field.dtype))
+    values = np.empty(0, STORED_DTYPES[field.dtype])
     shapes = np.empty((0, len(field.shape)), np.int64) if field.varied else None
     return arrow_array(field, LoadedColumn(0, values, None if field.dense else np.zeros(1, np.int64), shapes)).type
 

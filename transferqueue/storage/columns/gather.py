@@ -27,7 +27,7 @@ from transferqueue.storage.columns.ranges import (
     places_best,
     take_rows,
 )
-from transferqueue.storage.elements.dtypes import I64, U8, stored_dtype
+from transferqueue.storage.elements.dtypes import I64, STORED_DTYPES, U8
 
 TAKEN_SHARE: Final = 4
 """Arrow takes from a whole block, with its offsets as they are, if at least one in this many of its rows is wanted."""
@@ -82,28 +82,28 @@ def dense_run(field: Field, placement: RowPlacement, block: int, first: int) -> 
     """
     memory, start = placement.blocks.values(field, block)
     return np.ndarray(
-        (placement.rows, *field.fixed), stored_dtype(field.dtype), memory, start + first * field.row_bytes
+        (placement.rows, *field.fixed), STORED_DTYPES[field.dtype], memory, start + first * field.row_bytes
     )
 
 
 def _nothing(field: Field) -> LoadedColumn:
     offsets = None if field.dense else np.zeros(1, np.int64)
     shapes = np.zeros((0, len(field.shape)), np.int64) if field.varied else None
-    return LoadedColumn(0, np.empty(0, stored_dtype(field.dtype)), offsets, shapes)
+    return LoadedColumn(0, np.empty(0, STORED_DTYPES[field.dtype]), offsets, shapes)
 
 
 def _view(field: Field, placement: RowPlacement, spans: ColumnOffsets, block: int, first: int) -> LoadedColumn:
     memory, rows = placement.blocks.live_memory()[block], len(placement)
     step, start = field.row_bytes, int(spans.values[block])
     if field.dense:
-        values = memory[start + first * step : start + (first + rows) * step].view(stored_dtype(field.dtype))
+        values = memory[start + first * step : start + (first + rows) * step].view(STORED_DTYPES[field.dtype])
         return LoadedColumn(rows, values, None, None)
     offsets, shapes = _offsets_of_run(field, placement, spans, block, first), None
     low, high = offsets.item(0), offsets.item(-1)
     if field.varied:
         width = len(field.shape)
         shapes = _int64(memory, int(spans.shapes[block]) + 8 * first * width, rows * width).reshape(rows, width)
-    values = memory[start + low * step : start + high * step].view(stored_dtype(field.dtype))
+    values = memory[start + low * step : start + high * step].view(STORED_DTYPES[field.dtype])
     return _checked(field, LoadedColumn(rows, values, offsets if low == 0 else offsets - low, shapes))
 
 
@@ -137,17 +137,17 @@ def _gather_dense(field: Field, placement: RowPlacement, spans: ColumnOffsets) -
     row = field.row_bytes
     blocks, block = placement.block_of_row, int(placement.block_of_row[0])
     if row == 0:
-        return LoadedColumn(len(blocks), np.empty(0, stored_dtype(field.dtype)), None, None)
+        return LoadedColumn(len(blocks), np.empty(0, STORED_DTYPES[field.dtype]), None, None)
     if (blocks == block).all():
         start = int(spans.values[block])
         rows = int(placement.blocks.rows[block])
-        source = placement.blocks.live_memory()[block][start : start + rows * row].view(stored_dtype(field.dtype))
+        source = placement.blocks.live_memory()[block][start : start + rows * row].view(STORED_DTYPES[field.dtype])
         taken = source.reshape(rows, field.step_elements).take(placement.slot_of_row, axis=0)
         return LoadedColumn(len(blocks), taken.reshape(-1), None, None)
     low, stretch = placement.blocks.stretch()
     starts = (placement.blocks.addresses - low + spans.values)[blocks] + placement.slot_of_row * np.int64(row)
     return LoadedColumn(
-        len(blocks), copy_ranges(stretch, starts, starts + row).view(stored_dtype(field.dtype)), None, None
+        len(blocks), copy_ranges(stretch, starts, starts + row).view(STORED_DTYPES[field.dtype]), None, None
     )
 
 
@@ -156,7 +156,7 @@ def _gather_varying(field: Field, placement: RowPlacement, spans: ColumnOffsets)
     offsets = _summed(edges.last - edges.first)
     values = gather_values(field, placement, edges, 0, len(placement))
     shapes = _gather_shapes(field, placement, spans) if field.varied else None
-    return _checked(field, LoadedColumn(len(placement), values.view(stored_dtype(field.dtype)), offsets, shapes))
+    return _checked(field, LoadedColumn(len(placement), values.view(STORED_DTYPES[field.dtype]), offsets, shapes))
 
 
 class RowEdges(NamedTuple):

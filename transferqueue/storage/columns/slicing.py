@@ -21,7 +21,7 @@ from transferqueue.schema import Field, Share, Slice, share_range, sliced_field
 from transferqueue.storage.columns.gather import LoadedColumn, RowEdges, load, row_edges
 from transferqueue.storage.columns.placement import RowPlacement
 from transferqueue.storage.columns.ranges import Room, copy_ranges, join, places_best
-from transferqueue.storage.elements.dtypes import I64, U8, stored_dtype
+from transferqueue.storage.elements.dtypes import I64, STORED_DTYPES, U8
 
 LONG_ROW_BYTES: Final = 64 * KIB
 """Rows with a mean of at least this many wanted bytes are sliced one by one, which costs some microseconds each."""
@@ -82,7 +82,7 @@ def load_slice(field: Field, slice_: Slice, placement: RowPlacement) -> LoadedCo
         return load(sliced_field(field, slice_), placement)
     starts, ends = _wanted(field, slice_, placement)
     offsets = _summed((ends - starts).sum(axis=1))
-    values = _gathered(field, slice_, placement, starts, ends).view(stored_dtype(field.dtype))
+    values = _gathered(field, slice_, placement, starts, ends).view(STORED_DTYPES[field.dtype])
     return LoadedColumn(len(placement), values, None if field.dense else offsets, None)
 
 
@@ -182,7 +182,7 @@ def _gathered(
     inner = field.shape[1:]
     if slice_.inner is None or not len(taken):
         return taken
-    whole = taken.view(stored_dtype(field.dtype)).reshape(-1, *inner)
+    whole = taken.view(STORED_DTYPES[field.dtype]).reshape(-1, *inner)
     return np.ascontiguousarray(whole[(slice(None), *inner_slices(field, slice_))]).reshape(-1).view(np.uint8)
 
 
@@ -191,7 +191,7 @@ def _sliced_rows(
 ) -> Iterator[U8]:
     """The wanted bytes of each row, in order: views of their block, or gathered pieces."""
     spans, memory = placement.blocks.spans(field), placement.blocks.live_memory()
-    kind, step, inner = stored_dtype(field.dtype), _step_bytes(field), [size or 0 for size in field.shape[1:]]
+    kind, step, inner = STORED_DTYPES[field.dtype], _step_bytes(field), [size or 0 for size in field.shape[1:]]
     wanted = (slice(None), *inner_slices(field, slice_))
     for block, firsts, lasts in zip(placement.block_of_row.tolist(), starts.tolist(), ends.tolist(), strict=True):
         for first, last in zip(firsts, lasts, strict=True):

@@ -27,22 +27,18 @@ NUMPY_DTYPES: Final[dict[str, np.dtype[Any]]] = {
 }
 """The numpy dtype of each field dtype that numpy has, little-endian."""
 
-_STORED: Final[dict[str, np.dtype[Any]]] = {
+STORED_DTYPES: Final[dict[str, np.dtype[Any]]] = {
     name: NUMPY_DTYPES.get(name) or np.dtype(f"<u{size}") for name, size in ITEM_BYTES.items()
 }
-
-
-def stored_dtype(dtype: str) -> np.dtype[Any]:
-    """The numpy dtype in which a field's values are stored: the same dtype, or unsigned integers of its size if numpy
-    lacks it."""
-    return _STORED[dtype]
+"""The numpy dtype in which a field's values are stored: the same dtype, or unsigned integers of its size if numpy lacks
+it."""
 
 
 def shown_dtype(dtype: str) -> np.dtype[Any]:
     """The numpy dtype in which users see a field's values; for bf16 and fp8, that of ml_dtypes. `UsageError` if there
     is none."""
     if dtype not in TORCH_ONLY_DTYPES:
-        return stored_dtype(dtype)
+        return STORED_DTYPES[dtype]
     extension = ml_dtype(dtype)
     if extension is None:
         raise UsageError(
@@ -119,4 +115,4 @@ def as_array(tensor: Any, dtype: str) -> np.ndarray[Any, Any]:
         torch = sys.modules["torch"]
         tensor = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.uint8)
     array: np.ndarray[Any, Any] = tensor.numpy()
-    return array.view(stored_dtype(dtype))
+    return array.view(STORED_DTYPES[dtype])

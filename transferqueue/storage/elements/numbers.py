@@ -18,7 +18,7 @@ import numpy as np
 from transferqueue.errors import SchemaError
 from transferqueue.errors.text import shown
 from transferqueue.schema import BLOB_DTYPES, TORCH_ONLY_DTYPES
-from transferqueue.storage.elements.dtypes import NUMPY_DTYPES, dtype_of_numpy, ml_dtype, stored_dtype, torch_dtype
+from transferqueue.storage.elements.dtypes import NUMPY_DTYPES, STORED_DTYPES, dtype_of_numpy, ml_dtype, torch_dtype
 
 Numbers = np.ndarray[Any, Any]
 
@@ -58,7 +58,7 @@ def store_numbers(
     if target in BLOB_DTYPES or _ORDER.index(kind) > _ORDER.index(_kind_of_dtype(target)):
         raise SchemaError(f"{subject}: {kind} values do not fit dtype {target}; convert them, or declare another dtype")
     if not len(numbers):
-        return target, np.empty(0, stored_dtype(target))
+        return target, np.empty(0, STORED_DTYPES[target])
     return target, _cast(_collect(numbers, _kind_of_dtype(target), kind, subject), target, subject)
 
 
@@ -85,7 +85,7 @@ def _inferred(classes: Collection[type], kind: str, subject: str) -> str:
 
 
 def _kind_of_dtype(dtype: str) -> str:
-    return "float" if dtype in TORCH_ONLY_DTYPES else _CODES[stored_dtype(dtype).kind]
+    return "float" if dtype in TORCH_ONLY_DTYPES else _CODES[STORED_DTYPES[dtype].kind]
 
 
 def _collect(numbers: Sequence[Any], wanted: str, kind: str, subject: str) -> Numbers:
@@ -116,12 +116,12 @@ def _integers(numbers: Sequence[Any]) -> Numbers:
 
 
 def _cast(numbers: Numbers, dtype: str, subject: str) -> Numbers:
-    if numbers.dtype == stored_dtype(dtype) and dtype in NUMPY_DTYPES:
+    if numbers.dtype == STORED_DTYPES[dtype] and dtype in NUMPY_DTYPES:
         return numbers
     if numbers.dtype.kind in "iu":
         return _cast_integers(numbers, dtype, subject)
     with np.errstate(over="ignore", invalid="ignore"):
-        cast = _narrow(numbers, dtype, subject) if dtype in TORCH_ONLY_DTYPES else numbers.astype(stored_dtype(dtype))
+        cast = _narrow(numbers, dtype, subject) if dtype in TORCH_ONLY_DTYPES else numbers.astype(STORED_DTYPES[dtype])
         shown = widen_to_float32(cast, dtype) if dtype in TORCH_ONLY_DTYPES else cast
     overflowed = np.isfinite(numbers) & ~np.isfinite(shown)
     if overflowed.any():
@@ -131,12 +131,12 @@ def _cast(numbers: Numbers, dtype: str, subject: str) -> Numbers:
 
 def _cast_integers(numbers: Numbers, dtype: str, subject: str) -> Numbers:
     if not len(numbers):
-        return numbers.astype(stored_dtype(dtype))
-    bounds = np.iinfo(stored_dtype(dtype))
+        return numbers.astype(STORED_DTYPES[dtype])
+    bounds = np.iinfo(STORED_DTYPES[dtype])
     for extreme in (int(numbers.min()), int(numbers.max())):
         if not bounds.min <= extreme <= bounds.max:
             _refuse_range(extreme, dtype, subject, f" of {bounds.min} to {bounds.max}")
-    return numbers.astype(stored_dtype(dtype))
+    return numbers.astype(STORED_DTYPES[dtype])
 
 
 def _refuse_range(number: object, dtype: str, subject: str, bounds: str = "") -> None:
@@ -147,16 +147,16 @@ def _narrow(numbers: Numbers, dtype: str, subject: str) -> Numbers:
     """The bits of bf16 or fp8 numbers; ml_dtypes or torch rounds them to nearest."""
     extension = ml_dtype(dtype)
     if extension is not None:
-        return numbers.astype(extension).view(stored_dtype(dtype))
+        return numbers.astype(extension).view(STORED_DTYPES[dtype])
     if importlib.util.find_spec("torch") is None:
         raise SchemaError(
             f"{subject}: Python numbers become {dtype} only with torch or ml_dtypes; install one, or give arrays"
         )
     import torch
 
-    bits = torch.int16 if stored_dtype(dtype).itemsize == 2 else torch.uint8
+    bits = torch.int16 if STORED_DTYPES[dtype].itemsize == 2 else torch.uint8
     cast: Numbers = torch.from_numpy(numbers.copy()).to(torch_dtype(dtype, torch)).view(bits).numpy()
-    return cast.view(stored_dtype(dtype))
+    return cast.view(STORED_DTYPES[dtype])
 
 
 def widen_to_float32(bits: Numbers, dtype: str) -> Numbers:

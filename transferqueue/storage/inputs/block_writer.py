@@ -58,25 +58,21 @@ class BlockWriter:
         block = np.frombuffer(out, np.uint8) if isinstance(out, memoryview) else out
         if len(block) != self.nbytes:
             raise InternalError(f"a block of {self.nbytes} bytes needs a buffer of its size, not of {len(block)}")
-        if len(self.columns) == 1 and self.spans[0].offsets < 0 and 0 < self.nbytes < PARALLEL_BYTES:
-            _write_values(block, self.columns[0])
-        else:
-            self._write_columns(block)
+        at, jobs = 0, list[Job]()
+        for column, span in zip(self.columns, self.spans, strict=True):
+            column.write_lengths(block, span)
+            at = _zero_padding(block, span, column, at)
+            values = block[span.values : span.values + span.values_bytes]
+            if column.nbytes and self.nbytes < PARALLEL_BYTES:
+                column.source.write(values)
+            elif column.nbytes:
+                jobs += column.source.jobs(values)
+        block[at:] = 0
+        if jobs:
+            parallel_copy(jobs, self.nbytes)
         for column, span in zip(self.columns, self.spans, strict=True):
             if column.finite and column.nbytes:
                 column.check_finite(block[span.values : span.values + span.values_bytes])
-
-    def _write_columns(self, block: U8) -> None:
-        at, jobs = 0, list[Job]()
-        for column, span in zip(self.columns, self.spans, strict=True):
-            jobs += column.jobs(block, span)
-            at = _zero_padding(block, span, column, at)
-        block[at:] = 0
-        if self.nbytes < PARALLEL_BYTES:  # small blocks need no queue of jobs
-            for job in jobs:
-                job()
-        else:
-            parallel_copy(jobs, self.nbytes)
 
     def take_checksum(self, block: memoryview | U8) -> None:
         """Compute the checksum of the written block once, while it is in the cache. Further copies have the same
@@ -106,13 +102,6 @@ def _check_rows(first: Prepared, column: Prepared) -> None:
 
 def _same(one: I32 | None, other: I32 | None) -> bool:
     return one is other or (one is not None and other is not None and np.array_equal(one, other))
-
-
-def _write_values(block: U8, column: Prepared) -> None:
-    """Write a block that has only the values of one small column: no offsets, no shapes, and no jobs."""
-    if column.nbytes:
-        column.source.write(block[: column.nbytes])
-    block[column.nbytes :] = 0
 
 
 def _zero_padding(block: U8, span: Span, column: Prepared, at: int) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferqueue.schema import TORCH_ONLY_DTYPES
-from transferqueue.storage.elements.dtypes import U8, stored_dtype
+from transferqueue.storage.elements.dtypes import STORED_DTYPES, U8
 from transferqueue.storage.elements.numbers import widen_to_float32
 
 _PIECE_BYTES: Final = 1 << 18
@@ -23,7 +23,7 @@ Numbers = NDArray[Any]
 def first_infinite(values: U8, dtype: str) -> tuple[int, Any] | None:
     """The index and the value of the first element that is not finite; None if all are. `values` are the bytes of a
     column."""
-    stored = values.view(stored_dtype(dtype))
+    stored = values.view(STORED_DTYPES[dtype])
     for first, piece in _pieces(stored):
         if not _all_finite(piece, dtype):
             numbers = _numbers(piece, dtype)

@@ -9,6 +9,7 @@ values are taken in forms that keep them.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -20,21 +21,24 @@ from transferqueue.storage.columns.column import Column
 from transferqueue.storage.inputs.arrow import chunked, is_arrow, plain_values
 from transferqueue.storage.inputs.prepare import PlainValues, Repeat
 
-_NOT_ARROW: Final = frozenset({np.ndarray, list, tuple, dict, str, bytes, int, float, bool, type(None)})
+PLAIN_TYPES: Final = frozenset({np.ndarray, list, tuple, dict, str, bytes, int, float, bool, type(None)})
 """Types of most columns and facts, which need no look-up."""
 _UNNAMED_INDEX: Final = re.compile(r"__index_level_\d+__")
 """The name that pyarrow gives to an index of pandas that has none."""
 
 
-def column_of(name: str, value: Any) -> Any:
-    """An Arrow column if another library holds it, a form that keeps the dtype of a `Column`, or else the value itself.
+def import_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a call by name: an Arrow column for one that another library holds, a form that keeps the dtype
+    for a `Column`, or else the value itself.
 
     `SchemaError` if its library cannot give it, or if it is a whole table.
     """
-    if type(value) in _NOT_ARROW:
-        return value
+    return {name: value if type(value) in PLAIN_TYPES else _imported(name, value) for name, value in columns.items()}
+
+
+def _imported(name: str, value: Any) -> Any:
     if isinstance(value, Repeat):
-        return Repeat(column_of(name, value.values), value.counts)
+        return Repeat(_imported(name, value.values), value.counts)
     if isinstance(value, Column):
         return _of_column(value)
     return chunked(value, f'field "{name}"') if is_arrow(value) else value
@@ -55,7 +59,7 @@ def _of_column(column: Column) -> Any:
 
 def fact_of(name: str, value: Any) -> Any:
     """A fact of rows: an Arrow column as a list, anything else unchanged. `SchemaError` for a null, with its row."""
-    return plain_values(value, name) if type(value) not in _NOT_ARROW and is_arrow(value) else value
+    return plain_values(value, name) if is_arrow(value) else value
 
 
 def arrow_columns(frame: Any) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from transferqueue.errors import Corruption
 from transferqueue.schema import Field
-from transferqueue.storage.elements.dtypes import I64, U8, stored_dtype
+from transferqueue.storage.elements.dtypes import I64, STORED_DTYPES, U8
 from transferqueue.storage.elements.values import decode
 from transferqueue.storage.inputs.prepare import Prepared
 from transferqueue.storage.inputs.sources import Arrays
@@ -94,11 +94,11 @@ def _leaves(array: Any, dtype: str) -> np.ndarray[Any, Any]:
     if array.null_count:
         raise ValueError(f"{array.null_count} elements are null")
     values: np.ndarray[Any, Any] = np.ascontiguousarray(array.to_numpy(zero_copy_only=False))
-    return values.view(stored_dtype(dtype))
+    return values.view(STORED_DTYPES[dtype])
 
 
 def _made(field: Field, rows: int, values: Any, offsets: I64 | None, shapes: I64 | None) -> Prepared:
-    source: U8 = values.view(stored_dtype(field.dtype))
+    source: U8 = values.view(STORED_DTYPES[field.dtype])
     prepared = Prepared(field, rows, Arrays([source], field.dtype), offsets, shapes)
     if prepared.nbytes != source.nbytes:
         raise ValueError("the number of values does not match the rows")

@@ -13,7 +13,7 @@ import numpy as np
 from transferqueue.errors import SchemaError
 from transferqueue.errors.text import SHOWN_CHARS, shortened
 from transferqueue.schema import RAGGED_RANK_MAX, TORCH_ONLY_DTYPES, Field
-from transferqueue.storage.elements.dtypes import I64, dtype_of_numpy, stored_dtype
+from transferqueue.storage.elements.dtypes import I64, STORED_DTYPES, dtype_of_numpy
 from transferqueue.storage.elements.numbers import are_numbers, store_integers, store_numbers
 from transferqueue.storage.elements.values import encode
 from transferqueue.storage.inputs.parsed import BytesInput, DenseInput, Parsed, RaggedInput, only_rank, rectangles
@@ -208,7 +208,7 @@ def _shapes(rows: Sequence[Array], ndim: int) -> I64:
 
 
 def _bits(array: Array, dtype: str) -> Array:
-    return array.view(stored_dtype(dtype)) if dtype in TORCH_ONLY_DTYPES else array
+    return array.view(STORED_DTYPES[dtype]) if dtype in TORCH_ONLY_DTYPES else array
 
 
 def _refuse_masked(array: Array, subject: str) -> None:

@@ -31,7 +31,7 @@ from transferqueue.errors import SchemaError
 from transferqueue.errors.text import SHOWN_CHARS, counted, shortened, shown
 from transferqueue.limits import BY_CONTENT_BYTES_MIN, ROWS_PER_REQUEST_MAX, SIZE_BYTES_MAX
 from transferqueue.schema import Field, Span
-from transferqueue.storage.elements.dtypes import I32, I64, NUMPY_DTYPES, U8, stored_dtype
+from transferqueue.storage.elements.dtypes import I32, I64, NUMPY_DTYPES, STORED_DTYPES, U8
 from transferqueue.storage.elements.numbers import kind_of
 from transferqueue.storage.inputs.arrow import is_arrow, parse_arrow
 from transferqueue.storage.inputs.finite import first_infinite
@@ -39,7 +39,6 @@ from transferqueue.storage.inputs.lists import parse_array, parse_list
 from transferqueue.storage.inputs.parsed import UNKNOWN, BytesInput, DenseInput, Parsed, RaggedInput
 from transferqueue.storage.inputs.sources import Arrays, ValueSource
 from transferqueue.storage.inputs.tensors import is_tensor, parse_tensor
-from transferqueue.storage.memory.parallel_copy import Job
 
 
 class Repeat:
@@ -208,14 +207,12 @@ class Prepared:
         self.slots: I32 | None = None
         self.by_content = self.finite = False
 
-    def jobs(self, out: U8, span: Span) -> list[Job]:
-        """Write the column into its block `out` (``uint8``, the whole block), where `schema.layout` placed it, together
-        with the jobs that this returns. The jobs may run in any order and in any threads. Each byte is written once."""
-        if span.shapes >= 0 and self.shapes is not None:
-            _place(out, span.shapes, self.shapes)
-        if span.offsets >= 0 and self.offsets is not None:
-            _place(out, span.offsets, self.offsets)
-        return self.source.jobs(out[span.values : span.values + span.values_bytes]) if self.nbytes else []
+    def write_lengths(self, block: U8, span: Span) -> None:
+        """Write the shapes and offsets of the rows into the block (``uint8``, all of it), where `schema.layout` placed
+        them. The source writes the values."""
+        for start, numbers in ((span.shapes, self.shapes), (span.offsets, self.offsets)):
+            if start >= 0 and numbers is not None:
+                block[start : start + numbers.nbytes].view(np.int64)[:] = numbers.reshape(-1)
 
     def inline(self) -> bytes:
         """Values of an inline field for all rows of the request: little-endian, ``rows x item_bytes``."""
@@ -224,7 +221,7 @@ class Prepared:
         out = np.empty(self.nbytes, np.uint8)
         self.source.write(out)
         self.check_finite(out)
-        return out.tobytes() if self.slots is None else out.view(stored_dtype(self.field.dtype))[self.slots].tobytes()
+        return out.tobytes() if self.slots is None else out.view(STORED_DTYPES[self.field.dtype])[self.slots].tobytes()
 
     def check_finite(self, values: U8) -> None:
         """Raise `SchemaError` if the column must be finite and the bytes of its written `values` are not."""
@@ -446,7 +443,3 @@ def _check_sum(lengths: NDArray[Any], subject: str) -> None:
         raise SchemaError(
             f"{subject} has {elements:.3g} elements, over {SIZE_BYTES_MAX}; give rows that memory could hold"
         )
-
-
-def _place(out: U8, at: int, numbers: I64) -> None:
-    out[at : at + numbers.nbytes].view(np.int64)[:] = numbers.reshape(-1)

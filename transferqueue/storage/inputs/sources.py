@@ -15,7 +15,7 @@ import numpy as np
 
 from transferqueue.limits import KIB
 from transferqueue.storage.columns.ranges import copy_ranges
-from transferqueue.storage.elements.dtypes import I64, U8, stored_dtype
+from transferqueue.storage.elements.dtypes import I64, STORED_DTYPES, U8
 from transferqueue.storage.elements.torch_interop import as_torch
 from transferqueue.storage.memory.parallel_copy import PART_BYTES, Job
 from transferqueue.storage.memory.private_pages import array_at
@@ -45,7 +45,7 @@ class Arrays(ValueSource):
 
     def write(self, out: U8) -> None:
         """Fill `out`. The copy also swaps bytes and follows strides."""
-        into, array = out.view(stored_dtype(self.dtype)), self.arrays[0]
+        into, array = out.view(STORED_DTYPES[self.dtype]), self.arrays[0]
         if len(self.arrays) > 1:
             self._write_several(into)
         elif array.dtype == into.dtype:  # mostly: fewer steps than `copyto`
@@ -65,7 +65,7 @@ class Arrays(ValueSource):
         if parts < 2:
             return [partial(self.write, out)]
         array = self.arrays[0]
-        into = out.view(stored_dtype(self.dtype)).reshape(array.shape)
+        into = out.view(STORED_DTYPES[self.dtype]).reshape(array.shape)
         edges = [len(array) * part // parts for part in range(parts + 1)]
         return [partial(np.copyto, into[low:high], array[low:high], casting="equiv") for low, high in pairwise(edges)]
 
@@ -91,7 +91,7 @@ class DeviceTensors(ValueSource):
             self._write_each(out)
 
     def _write_each(self, out: U8) -> None:
-        into, at = as_torch(out.view(stored_dtype(self.dtype)), self.dtype), 0
+        into, at = as_torch(out.view(STORED_DTYPES[self.dtype]), self.dtype), 0
         for tensor in self.tensors:
             size = tensor.numel()
             into[at : at + size].view(tensor.shape).copy_(tensor.detach())
