@@ -10,8 +10,7 @@ import pytest
 from tests.ledger.driver import Driver, World
 from transferqueue.errors import DeadlineExceeded, EndOfTable, Full, LeaseExpired, NotFound, ProtocolError, UsageError
 from transferqueue.ledger import Ledger
-from transferqueue.ledger.rows import indexes
-from transferqueue.ledger.rows.indexes import FinishedOrdinals
+from transferqueue.ledger.rows import FinishedOrdinals, indexes
 from transferqueue.limits import Limits
 from transferqueue.policies import Complete, Pacing, Retry, Task
 from transferqueue.wire import messages as m

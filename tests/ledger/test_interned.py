@@ -16,8 +16,7 @@ from tests.ledger.driver import Driver, World, i64
 from tests.scale import only_long
 from transferqueue.errors import AlreadyExists, DeadlineExceeded, Full, NotFound, RowsChanged, UsageError
 from transferqueue.ledger import Blocked, Ledger
-from transferqueue.ledger.rows.commit import unused
-from transferqueue.ledger.rows.row_pages import LIVE
+from transferqueue.ledger.rows import LIVE, unused
 from transferqueue.limits import Limits
 from transferqueue.policies import AckedColumns, Manual, Task
 from transferqueue.schema import Field

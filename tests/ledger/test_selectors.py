@@ -16,7 +16,7 @@ from tests.ledger.model import ROW_ORDERS, Row, rank
 from tests.scale import examples
 from transferqueue.errors import DeadlineExceeded, EndOfTable, LedgerTorn
 from transferqueue.ledger import Ledger, UnitFacts
-from transferqueue.ledger.rows.arrays import IntArray
+from transferqueue.ledger.arrays import IntArray
 from transferqueue.ledger.tasks.ready_queue import ReadyQueue, in_order
 from transferqueue.ledger.tasks.selectors import sortable
 from transferqueue.ledger.tasks.task_state import ABSENT

@@ -16,12 +16,11 @@ import numpy as np
 from tests.simulator.machine import SimJournal
 from transferqueue.client.session.calls import PendingCalls
 from transferqueue.errors import InternalError
+from transferqueue.ledger.arrays import NO_ROWS
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.requests import ack, flow_control, lease, put, weight_channels
-from transferqueue.ledger.rows.arrays import NO_ROWS
+from transferqueue.ledger.rows import GroupIndex, StepIndex
 from transferqueue.ledger.rows.blocks import BlockRegistry
-from transferqueue.ledger.rows.groups import GroupIndex
-from transferqueue.ledger.rows.indexes import StepIndex
 from transferqueue.ledger.rules import finish, groups_and_staleness
 from transferqueue.ledger.rules.column_ends import free_values
 from transferqueue.ledger.rules.finish import finish_rows

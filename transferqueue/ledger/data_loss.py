@@ -15,10 +15,10 @@ from collections.abc import Collection
 
 import numpy as np
 
+from transferqueue.ledger.arrays import BoolArray, IntArray
 from transferqueue.ledger.requests import weight_channels
 from transferqueue.ledger.requests.ack import expire_lease
-from transferqueue.ledger.rows.arrays import BoolArray, IntArray
-from transferqueue.ledger.rows.row_pages import LIVE
+from transferqueue.ledger.rows import LIVE
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules
 from transferqueue.ledger.rules.requeue import LOST, regenerate_field
 from transferqueue.ledger.state import LedgerState

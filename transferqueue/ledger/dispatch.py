@@ -10,6 +10,7 @@ from typing import Final
 
 from transferqueue.errors import AlreadyExists, DeadlineExceeded, Full, NotFound, ProtocolError, UsageError, listing
 from transferqueue.errors.text import counted
+from transferqueue.ledger.arrays import decode_ids
 from transferqueue.ledger.effects import Blocked
 from transferqueue.ledger.reports.answers import observed
 from transferqueue.ledger.requests import (
@@ -25,7 +26,6 @@ from transferqueue.ledger.requests import (
 )
 from transferqueue.ledger.requests.registry import OPERATIONS, Outcome, carries_out
 from transferqueue.ledger.requests.weight_channels import WeightChannelState
-from transferqueue.ledger.rows.arrays import decode_ids
 from transferqueue.ledger.session_state import SessionState
 from transferqueue.ledger.state import LedgerState
 from transferqueue.limits import ROW_MEMORY_BYTES, TABLES_MAX, check_name

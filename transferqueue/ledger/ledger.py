@@ -39,7 +39,6 @@ from transferqueue.ledger.requests.pending_versions import PendingVersion
 from transferqueue.ledger.rows.blocks import ExtentState, OwnerBytes
 from transferqueue.ledger.rows.cold_blocks import ColdBlocks
 from transferqueue.ledger.rows.missing_copies import CopyChoice, CopyOrderState, PostponedCopy
-from transferqueue.ledger.rows.put_dedup import put_key
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules
 from transferqueue.ledger.rules.retry import resume_due, trial_due
 from transferqueue.ledger.session_state import SessionState
@@ -564,7 +563,7 @@ class Ledger:
     def _is_known_put(self, request: Any, session: SessionState, call: int) -> bool:
         """Whether this is a retry of a put that the table recognises, even if its reply left the cache."""
         table = self.state.tables.get(request.table)
-        return table is not None and table.known_puts.find(put_key(session.client, call)) is not None
+        return table is not None and table.known_puts.find(session.client, call) is not None
 
     def explain(self, request: m.Request, now: float) -> str:
         """Explain why a waiting request cannot proceed: the missing rows or memory, and their holder."""

@@ -13,16 +13,19 @@ from typing import NamedTuple
 import numpy as np
 
 from transferqueue.errors import Full
+from transferqueue.ledger.arrays import IntArray
 from transferqueue.ledger.effects import Deadlines, Effects
-from transferqueue.ledger.rows.arrays import IntArray
+from transferqueue.ledger.rows import (
+    ColumnGroups,
+    FinishedOrdinals,
+    GroupIndex,
+    KnownPuts,
+    RowStore,
+    SpentRows,
+    TableHistory,
+    VersionIndex,
+)
 from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
-from transferqueue.ledger.rows.column_places import ColumnGroups
-from transferqueue.ledger.rows.dropped import SpentRows
-from transferqueue.ledger.rows.groups import GroupIndex
-from transferqueue.ledger.rows.indexes import FinishedOrdinals, VersionIndex
-from transferqueue.ledger.rows.put_dedup import KnownPuts
-from transferqueue.ledger.rows.row_state import RowStore
-from transferqueue.ledger.rows.table_history import TableHistory
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.leases import LeaseTable
 from transferqueue.ledger.tasks.reservations import FlowControl

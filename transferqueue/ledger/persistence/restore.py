@@ -11,12 +11,12 @@ from __future__ import annotations
 import numpy as np
 
 from transferqueue.errors import Corruption, NotFound, UsageError, listing
+from transferqueue.ledger.arrays import BoolArray, IntArray, tally
 from transferqueue.ledger.persistence import image
 from transferqueue.ledger.persistence.snapshot import ChannelSnapshot, LedgerSnapshot, TableSnapshot
 from transferqueue.ledger.reports.statistics import table_audit
 from transferqueue.ledger.requests.tables import check_create, create_table
 from transferqueue.ledger.requests.weight_channels import PublishedVersion, WeightChannelState
-from transferqueue.ledger.rows.arrays import BoolArray, IntArray, tally
 from transferqueue.ledger.rows.blocks import OwnerBytes
 from transferqueue.ledger.rows.row_metadata import CheckedFacts
 from transferqueue.ledger.rows.row_pages import LIVE

@@ -20,8 +20,8 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from transferqueue.ledger.arrays import AnyArray, BoolArray, IntArray
 from transferqueue.ledger.requests.weight_channels import WeightChannelState
-from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, IntArray
 from transferqueue.ledger.state import LedgerState
 from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState

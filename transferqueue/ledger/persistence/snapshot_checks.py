@@ -14,10 +14,10 @@ from typing import Final
 import numpy as np
 
 from transferqueue.errors import Corruption, UsageError
+from transferqueue.ledger.arrays import AnyArray, BoolArray, IntArray, numbered
 from transferqueue.ledger.persistence.snapshot import ChannelSnapshot, LedgerSnapshot, TableSnapshot, VersionSnapshot
 from transferqueue.ledger.requests.flow_control import VERSION_MAX
 from transferqueue.ledger.requests.pending_versions import check_fields, check_whole
-from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, IntArray, numbered
 from transferqueue.ledger.rows.indexes import SPANS_MAX
 from transferqueue.ledger.rows.row_metadata import DTYPES, check_ranges
 from transferqueue.ledger.rows.row_pages import DROPPED, LIVE, SHIFT

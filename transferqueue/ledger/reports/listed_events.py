@@ -12,8 +12,8 @@ from typing import Final
 import numpy as np
 
 from transferqueue.errors import UsageError
-from transferqueue.ledger.rows.arrays import BoolArray, IntArray
-from transferqueue.ledger.rows.table_history import TableEvent
+from transferqueue.ledger.arrays import BoolArray, IntArray
+from transferqueue.ledger.rows import TableEvent
 from transferqueue.ledger.table_state import TableState
 from transferqueue.limits import EVENT_ROWS_TOLD_MAX, EVENTS_TOLD_MAX
 from transferqueue.wire.answers.events import EventsAnswer, RowsEvent

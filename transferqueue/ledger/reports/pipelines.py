@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import islice
 from typing import Final
 
-from transferqueue.ledger.rows.arrays import IntArray
+from transferqueue.ledger.arrays import IntArray
 from transferqueue.ledger.rules.explain import sample
 from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.task_state import PENDING, TaskState

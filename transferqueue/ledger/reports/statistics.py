@@ -15,13 +15,12 @@ from msgspec.structs import replace
 
 from transferqueue.errors import NotFound
 from transferqueue.errors.text import counted
+from transferqueue.ledger.arrays import IntArray
 from transferqueue.ledger.reports.pipelines import pipeline
 from transferqueue.ledger.requests.flow_control import why_clock_is_held
 from transferqueue.ledger.requests.weight_channels import WeightChannelState
-from transferqueue.ledger.rows.arrays import IntArray
+from transferqueue.ledger.rows import DONE, DROPPED, LIVE, TableEvent
 from transferqueue.ledger.rows.blocks import BlockRegistry
-from transferqueue.ledger.rows.row_pages import DONE, DROPPED, LIVE
-from transferqueue.ledger.rows.table_history import TableEvent
 from transferqueue.ledger.rules.explain import (
     absence,
     explain_lease,

@@ -8,21 +8,22 @@ from typing import Final
 import numpy as np
 
 from transferqueue.errors import AlreadyExists, LeaseExpired, UsageError, listing
+from transferqueue.ledger.arrays import NO_ROWS, IntArray, agreed, decode_ids, decode_rows, numbered
 from transferqueue.ledger.requests.put import check_reason, rows_changed
 from transferqueue.ledger.requests.registry import in_table
-from transferqueue.ledger.rows.arrays import NO_ROWS, IntArray, agreed, decode_ids, decode_rows, numbered
-from transferqueue.ledger.rows.commit import (
+from transferqueue.ledger.rows import (
     StagedCommit,
     check_columns,
     check_contents,
     check_no_group_facts,
     check_size,
     check_unset,
+    discard,
     reserve_blocks,
-    unused,
+    retire,
     write_columns,
 )
-from transferqueue.ledger.rules.finish import drop_staged, end_lease, finish_rows, retire
+from transferqueue.ledger.rules.finish import drop_staged, end_lease, finish_rows
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, apply_stale_policy, return_rows
 from transferqueue.ledger.rules.required_results import check_required_results
 from transferqueue.ledger.rules.retry import lease_failed, work_succeeded
@@ -67,7 +68,7 @@ def ack(table: TableState, request: Ack, session: int, now: float) -> DoneReply:
         check_required_results(table, task, () if staged is None else staged.names, rows)
     table.begin(rows.size, fields=0 if staged is None else len(staged.names))
     if staged is not None:
-        _reserve(table, staged)
+        reserve_blocks(table, staged)
         _commit(table, staged, rows, np.flatnonzero(lease.held[named]), now)
     lease.held[held] = lease.open[named] = False
     _finish_acked(table, task, rows, request, session, now)
@@ -106,7 +107,7 @@ def _check_results(
         raise UsageError(f"an ack that drops its rows ({request.drop!r}) carries no columns: no task would read them")
     if lease.staged is None:  # else these are not used: the rows get those that came first, whatever they have
         held = lease.rows[named[lease.held[named]]]
-        check_unset(table.rows, staged, held, table.rows.pages.index(held))
+        check_unset(table, staged, held, table.rows.pages.index(held))
     return staged
 
 
@@ -116,32 +117,26 @@ def _check_columns(
     """Check the columns that come with the end of a lease, for the rows that it names. None if there are none."""
     if request.columns is None:
         return None
-    staged = check_columns(
-        table.rows, table.core.blocks, session, request.columns, named.size, table.replicas, table.usage
-    )
+    staged = check_columns(table, request.columns, named.size, session)
     check_no_group_facts(staged)
     if staged.empty:
         return None
     if not named.size:
         raise UsageError(f"lease {lease.id} has no rows left; its end carries no columns")
-    check_size(staged, table.name, table.limits.bytes_max, named.size)
+    check_size(table, staged, named.size)
     check_change_work(table, staged, lease.rows[named])
-    check_contents(staged, table.parts, table.usage, table.rows.pages.index(lease.rows[named[lease.held[named]]]))
+    check_contents(table, staged, table.rows.pages.index(lease.rows[named[lease.held[named]]]))
     if staged.facts.keys is not None:
         table.rows.check_keys(staged.facts.keys, lease.rows[named])
     return staged
-
-
-def _reserve(table: TableState, staged: StagedCommit) -> None:
-    reserve_blocks(staged, table.rows, table.parts, table.core.blocks, table.usage)
 
 
 def _commit(table: TableState, staged: StagedCommit, rows: IntArray, chosen: IntArray, now: float) -> None:
     """Make results visible to all tasks. `rows` are the rows `chosen` of those that the ack names."""
     at = table.rows.pages.index(rows)
     whole = chosen.size == staged.rows
-    retire(table, write_columns(staged, table.rows, table.parts, rows, at, None if whole else chosen))
-    retire(table, unused(staged))
+    write_columns(table, staged, rows, at, None if whole else chosen)
+    discard(table, staged)
     rows_changed(table, staged, rows, at, now)
 
 
@@ -230,7 +225,7 @@ def _replica(lease: LeaseState, session: int) -> int:
 
 def _stage_results(table: TableState, lease: LeaseState, request: Ack, staged: StagedCommit) -> StagedCommit:
     """Add the blocks of results (so that their extent may close) that rows get with the last ack."""
-    _reserve(table, staged)
+    reserve_blocks(table, staged)
     if request.rows is not None:
         lease.staged_order = lease.positions(decode_rows(request.rows))
     return staged
@@ -381,7 +376,7 @@ def release(table: TableState, request: ReleaseRequest, session: int, now: float
     rows = lease.rows[named[lease.held[named]]]
     table.begin(rows.size, fields=0 if staged is None else len(staged.names))
     if staged is not None:
-        _reserve(table, staged)
+        reserve_blocks(table, staged)
         _commit(table, staged, rows, np.flatnonzero(lease.held[named]), now)
         retire(table, table.parts.prune(table.rows.pages.index(rows), staged.names))
     lease.held[named] = lease.open[named] = False

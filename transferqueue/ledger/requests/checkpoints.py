@@ -23,7 +23,7 @@ from __future__ import annotations
 from transferqueue.errors import NotFound, UsageError, listing
 from transferqueue.ledger.requests.ack import expire_lease
 from transferqueue.ledger.requests.registry import in_table
-from transferqueue.ledger.rows.row_pages import LIVE
+from transferqueue.ledger.rows import LIVE
 from transferqueue.ledger.rules.finish import finish_rows
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, return_rows
 from transferqueue.ledger.table_state import TableState

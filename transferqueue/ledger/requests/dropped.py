@@ -7,10 +7,10 @@ from itertools import islice
 import numpy as np
 
 from transferqueue.errors import Full, NotFound, Sealed
+from transferqueue.ledger.arrays import IntArray, decode_rows, numbered
 from transferqueue.ledger.requests.put import limit_refills, no_room
 from transferqueue.ledger.requests.registry import in_table
-from transferqueue.ledger.rows.arrays import IntArray, decode_rows, numbered
-from transferqueue.ledger.rows.row_pages import LIVE
+from transferqueue.ledger.rows import LIVE
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, apply_stale_policy
 from transferqueue.ledger.rules.retry import ATTEMPTS
 from transferqueue.ledger.table_state import TableState

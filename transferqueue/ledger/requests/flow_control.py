@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from transferqueue.errors import DeadlineExceeded, Full, NotFound, Sealed, UsageError
 from transferqueue.errors.text import counted
+from transferqueue.ledger.arrays import IntArray, tally
 from transferqueue.ledger.effects import Blocked
 from transferqueue.ledger.requests.registry import in_table
-from transferqueue.ledger.rows.arrays import IntArray, tally
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, apply_stale_policy
 from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.reservations import check_reserve, why_not

@@ -9,10 +9,10 @@ import numpy as np
 
 from transferqueue.errors import DeadlineExceeded, EndOfTable, Impossible, UsageError, listing
 from transferqueue.errors.text import counted
+from transferqueue.ledger.arrays import NO_ROWS, Index, IntArray, decode_int64s, tally
 from transferqueue.ledger.effects import Blocked
 from transferqueue.ledger.requests.registry import HasTables, carries_out
 from transferqueue.ledger.requests.reply_rows import are_awaited, await_bytes, complete_fields, describe_rows
-from transferqueue.ledger.rows.arrays import NO_ROWS, Index, IntArray, decode_int64s, tally
 from transferqueue.ledger.rules.explain import explain_lease, explain_stranded
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, can_be_requeued, return_rows
 from transferqueue.ledger.rules.lease_selection import ChosenUnits, check_groups_fit, choose, first_units, tokens_of

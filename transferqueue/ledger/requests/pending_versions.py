@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from transferqueue.errors import AlreadyExists, NotFound, SchemaError, UsageError, VersionGivenUp, listing
-from transferqueue.ledger.rows.arrays import repeated
+from transferqueue.ledger.arrays import repeated
 from transferqueue.ledger.table_state import SharedState
 from transferqueue.limits import ITEMS_MAX, VERSION_PARTS_MAX
 from transferqueue.schema import Field

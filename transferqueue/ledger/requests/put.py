@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from transferqueue.errors import Full, Impossible, NotFound, ProtocolError, Sealed, UsageError
 from transferqueue.errors.text import counted
+from transferqueue.ledger.arrays import Index, IntArray, agreed, decode, decode_rows, numbered
 from transferqueue.ledger.effects import Blocked
 from transferqueue.ledger.requests.registry import HasTables, carries_out, in_table
-from transferqueue.ledger.rows.arrays import Index, IntArray, agreed, decode, decode_rows, numbered
-from transferqueue.ledger.rows.commit import (
+from transferqueue.ledger.rows import (
+    LIVE,
     StagedCommit,
+    append_rows,
     check_columns,
     check_contents,
     check_no_group_facts,
     check_size,
     check_unset,
     reserve_blocks,
+    retire,
     write_columns,
 )
-from transferqueue.ledger.rows.put_dedup import put_key
-from transferqueue.ledger.rows.row_pages import LIVE
 from transferqueue.ledger.rules.column_ends import check_not_needed, free_values
 from transferqueue.ledger.rules.explain import explain_room
-from transferqueue.ledger.rules.finish import drop_rows, free_rows, retire
+from transferqueue.ledger.rules.finish import drop_rows, free_rows
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, apply_stale_policy
 from transferqueue.ledger.rules.optimistic_update import check_unchanged
 from transferqueue.ledger.rules.requeue import wait_again
@@ -42,8 +41,8 @@ from transferqueue.wire.messages import Delete, DoneReply, Drop, FreeColumns, Pu
 @carries_out(PutRequest)
 def put(state: HasTables, request: PutRequest, session: SessionState, call: int) -> PutRows | Blocked:
     """Add rows. A late retry is recognised by its client and call, while the pages of its rows exist."""
-    table, key = state.table(request.table), put_key(session.client, call)
-    before = table.known_puts.find(key)
+    table = state.table(request.table)
+    before = table.known_puts.find(session.client, call)
     if before is not None:
         return _reply_to_retry(table, request, before)
     if table.sealed:
@@ -57,13 +56,14 @@ def put(state: HasTables, request: PutRequest, session: SessionState, call: int)
             return Blocked((("room", table.name), ("table", table.name)))
         raise Full(explain_room(table, why, state.now))
     table.begin(request.rows, new=request.rows, fields=len(staged.names))
-    first = _add_rows(table, staged, session.id, state.now)
+    first = table.rows.pages.next_row
+    _add_rows(table, staged, session.id, state.now)
     if reservation is not None:
         _use_reservation(table, reservation, staged)
     if table.flow.refills:
         limit_refills(table)
     if session.client and call > 0:
-        table.known_puts.add(key, first, request.rows)
+        table.known_puts.add(session.client, call, first, request.rows)
     if table.group_tasks or table.to_drop:
         apply_group_and_stale_rules(table, state.now)
     return _put_rows(table, first, request)
@@ -96,11 +96,8 @@ def _check_put(table: TableState, request: PutRequest, session: int) -> StagedCo
             f'a put of {request.rows} rows can never enter table "{table.name}", which holds at most '
             f"{table.limits.rows}: {request.rows} > {table.limits.rows}"
         )
-    staged = check_columns(
-        table.rows, table.core.blocks, session, request.columns, request.rows, table.replicas, table.usage
-    )
-    if table.limits.bytes is not None:
-        check_size(staged, table.name, table.limits.bytes_max, request.rows if request.reservation else 1)
+    staged = check_columns(table, request.columns, request.rows, session)
+    check_size(table, staged, request.rows if request.reservation else 1)
     if "group_id" in staged.facts.numbers:
         numbers = staged.facts.numbers
         table.groups.check_put(table.name, numbers["group_id"], numbers["group_size"], _group_rows_max(table))
@@ -146,20 +143,11 @@ def no_room(table: TableState, rows: int, nbytes: int) -> str:
     return ""
 
 
-def _add_rows(table: TableState, staged: StagedCommit, session: int, now: float) -> int:
-    rows = table.rows
-    reserve_blocks(staged, rows, table.parts, table.core.blocks, table.usage)
-    first, where, finished = rows.pages.append(staged.rows)
-    if finished:
-        table.known_puts.forget(finished)
-    ids = np.arange(first, first + staged.rows)
-    rows.put_at.a[where] = now
-    rows.tasks_left.a[where] = len(table.tasks)
-    write_columns(staged, rows, table.parts, ids, where, are_new=True)
+def _add_rows(table: TableState, staged: StagedCommit, session: int, now: float) -> None:
+    ids, at = append_rows(table, staged, len(table.tasks), now)
     table.rows_put += staged.rows
     table.history.add(now, "put", ids, session=session)
-    _introduce_rows(table, staged, ids, where, now)
-    return first
+    _introduce_rows(table, staged, ids, at, now)
 
 
 def _introduce_rows(table: TableState, staged: StagedCommit, ids: IntArray, where: Index, now: float) -> None:
@@ -202,25 +190,23 @@ def limit_refills(table: TableState) -> None:
 def update(table: TableState, request: Update, session: int, now: float) -> DoneReply:
     """Add columns or facts to live rows."""
     rows = decode_rows(request.rows)
-    staged = check_columns(
-        table.rows, table.core.blocks, session, request.columns, rows.size, table.replicas, table.usage
-    )
+    staged = check_columns(table, request.columns, rows.size, session)
     at = table.rows.live_places(rows)
     if request.if_unchanged is not None:
         check_unchanged(table, request.if_unchanged, rows, at)
     check_no_group_facts(staged)
-    check_size(staged, table.name, table.limits.bytes_max, rows.size)
+    check_size(table, staged, rows.size)
     if not request.overwrite:
-        check_unset(table.rows, staged, rows, at)
-    check_contents(staged, table.parts, table.usage, at)
+        check_unset(table, staged, rows, at)
+    check_contents(table, staged, at)
     if staged.facts.keys is not None:
         table.rows.check_keys(staged.facts.keys, rows)
     if staged.empty:
         return DoneReply(rows.size)
     check_change_work(table, staged, rows)
     table.begin(rows.size, fields=len(staged.names))
-    reserve_blocks(staged, table.rows, table.parts, table.core.blocks, table.usage)
-    retire(table, write_columns(staged, table.rows, table.parts, rows, at))
+    reserve_blocks(table, staged)
+    write_columns(table, staged, rows, at)
     if request.overwrite:
         retire(table, table.parts.prune(at, staged.names))
         table.wake_room()

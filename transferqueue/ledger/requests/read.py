@@ -8,11 +8,11 @@ import numpy as np
 
 from transferqueue.errors import ColumnFreed, NotFound
 from transferqueue.errors.text import counted
+from transferqueue.ledger.arrays import IntArray, agreed, decode_rows, numbered, run_of
 from transferqueue.ledger.effects import Blocked
 from transferqueue.ledger.requests.registry import in_table
 from transferqueue.ledger.requests.reply_rows import await_bytes, complete_fields, describe_rows
-from transferqueue.ledger.rows.arrays import IntArray, agreed, decode_rows, numbered, run_of
-from transferqueue.ledger.rows.row_pages import DROPPED
+from transferqueue.ledger.rows import DROPPED
 from transferqueue.ledger.rules.column_ends import why_freed
 from transferqueue.ledger.rules.work import read_ns
 from transferqueue.ledger.table_state import TableState

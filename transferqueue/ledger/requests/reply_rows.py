@@ -11,10 +11,10 @@ from typing import Final, TypeVar
 
 import numpy as np
 
+from transferqueue.ledger.arrays import Index, IntArray, are_equal
 from transferqueue.ledger.effects import Blocked
-from transferqueue.ledger.rows.arrays import Index, IntArray, are_equal
+from transferqueue.ledger.rows import BlockSlots
 from transferqueue.ledger.rows.blocks import BlockRegistry
-from transferqueue.ledger.rows.column_places import BlockSlots
 from transferqueue.ledger.table_state import TableState
 from transferqueue.wire import codec
 from transferqueue.wire.messages import Inline, ReplyColumns, ReplyRows

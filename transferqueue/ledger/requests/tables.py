@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from transferqueue.errors import AlreadyExists, Impossible, UsageError, listing
-from transferqueue.ledger.rows.arrays import BoolArray, Index, IntArray, repeated
-from transferqueue.ledger.rows.row_pages import LIVE
+from transferqueue.ledger.arrays import BoolArray, Index, IntArray, repeated
+from transferqueue.ledger.rows import LIVE
 from transferqueue.ledger.rules.column_ends import why_freed
 from transferqueue.ledger.rules.finish import drop_rows, end_lease, free_rows
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules

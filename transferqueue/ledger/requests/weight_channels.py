@@ -41,8 +41,8 @@ from transferqueue.ledger.requests.pending_versions import (
     check_whole,
     parts_for,
 )
+from transferqueue.ledger.rows import check_layout
 from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
-from transferqueue.ledger.rows.commit import check_layout
 from transferqueue.ledger.table_state import SharedState
 from transferqueue.schema import Field
 from transferqueue.wire.messages import (

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from transferqueue.ledger.rows.arrays import NO_ROWS, BoolArray, Index, IntArray, are_equal, tally
+from transferqueue.ledger.arrays import NO_ROWS, BoolArray, Index, IntArray, are_equal, tally
 from transferqueue.ledger.rows.row_pages import StateColumn
 from transferqueue.ledger.rows.row_state import RowStore
 from transferqueue.limits import PAGE_ROWS, PARTS_MAX

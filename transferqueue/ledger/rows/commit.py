@@ -1,8 +1,9 @@
 """Commits the columns and facts of a request: all of them, or none.
 
-`check_columns` raises for everything that can be wrong and changes nothing. `reserve_blocks` adds the blocks, and
-`write_columns` makes them visible for some or all rows. A commit may wait between the two: the results of a lease
-shared by replicas wait for the last ack. `unused` returns the references of rows that are never written.
+`check_columns` raises for everything that can be wrong and changes nothing. `append_rows` adds new rows with their
+columns. For rows that exist, `reserve_blocks` adds the blocks, and `write_columns` makes them visible for some or all
+rows. A commit may wait between the two: the results of a lease shared by replicas wait for the last ack. `discard`
+gives up the references of rows that are never written.
 
 A column of values that other commits have too may lie in several blocks, a value each, which share out the rows of the
 request (`MemberRows`).
@@ -14,20 +15,41 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from transferqueue.errors import AlreadyExists, Impossible, NotFound, SchemaError, UsageError
 from transferqueue.errors.text import counted
-from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, decode, numbered, repeated
+from transferqueue.ledger.arrays import AnyArray, BoolArray, Index, IntArray, decode, numbered, repeated
 from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes, may_refer
 from transferqueue.ledger.rows.column_places import ColumnGroup, ColumnGroups, Retired
+from transferqueue.ledger.rows.put_dedup import KnownPuts
 from transferqueue.ledger.rows.row_metadata import NO_FACTS, NO_FACTS_GIVEN, CheckedFacts, check_facts
 from transferqueue.ledger.rows.row_state import RowStore
-from transferqueue.limits import BLOCK_ROWS_MAX, CONTENTS_MAX, FIELDS_MAX
+from transferqueue.limits import BLOCK_ROWS_MAX, CONTENTS_MAX, FIELDS_MAX, Limits
 from transferqueue.schema import Field, layout
 from transferqueue.wire.messages import Columns, WrittenBlock
+
+
+class _HasBlocks(Protocol):
+    blocks: BlockRegistry
+
+
+class CommitTable(Protocol):
+    """The part of `table_state.TableState` that a commit needs."""
+
+    name: str
+    limits: Limits
+    replicas: int
+    rows: RowStore
+    parts: ColumnGroups
+    usage: OwnerBytes
+    known_puts: KnownPuts
+
+    @property
+    def core(self) -> _HasBlocks:
+        """What all tables share."""
 
 
 @dataclass(slots=True)
@@ -69,19 +91,9 @@ class StagedCommit:
 # ---------------------------------------------------------------- checks: nothing is changed
 
 
-def check_columns(
-    rows: RowStore,
-    blocks: BlockRegistry,
-    session: int,
-    columns: Columns,
-    count: int,
-    replicas: int,
-    usage: OwnerBytes,
-) -> StagedCommit:
-    """Check `columns` for `count` rows, each block in `replicas` shards: all facts that do not depend on the rows
-    themselves. `usage` is of the table.
-    """
-    fields = _check_fields(rows, columns)
+def check_columns(table: CommitTable, columns: Columns, count: int, session: int) -> StagedCommit:
+    """Check `columns` for `count` rows: all facts that do not depend on the rows themselves."""
+    fields = _check_fields(table.rows, columns)
     inline: list[tuple[str, AnyArray]] = []
     for definition, column in zip(fields.inline, columns.inline, strict=True):
         inline.append((definition.name, _check_inline(definition, column.data, count)))
@@ -93,11 +105,12 @@ def check_columns(
         check_layout(placed, block)
         slots.append(_check_slots(placed, 1 if len(slots) in members else count))
         nbytes += placed.nbytes if placed.extent else 0
-    blocks.check(session, columns.blocks, replicas, usage)
+    table.core.blocks.check(session, columns.blocks, table.replicas, table.usage)
     facts = NO_FACTS if columns.facts == NO_FACTS_GIVEN else check_facts(columns.facts, count)
     if fields.new:
-        rows.check_added(field.name for field in fields.new)
-    staged = StagedCommit(count, fields.new, columns.blocks, slots, inline, facts, fields.names, replicas * nbytes)
+        table.rows.check_added(field.name for field in fields.new)
+    nbytes *= table.replicas
+    staged = StagedCommit(count, fields.new, columns.blocks, slots, inline, facts, fields.names, nbytes)
     staged.members = members
     return staged
 
@@ -148,8 +161,9 @@ def _check_inline(field: Field, data: bytes, count: int) -> AnyArray:
     return values
 
 
-def check_unset(rows: RowStore, staged: StagedCommit, ids: IntArray, at: IntArray) -> None:
+def check_unset(table: CommitTable, staged: StagedCommit, ids: IntArray, at: IntArray) -> None:
     """Raise if a row already has one of the fields."""
+    rows = table.rows
     names = [name for name in staged.names if name in rows.fields]
     if not rows.has_any(at, rows.mask(names)).any():
         return
@@ -162,12 +176,12 @@ def check_unset(rows: RowStore, staged: StagedCommit, ids: IntArray, at: IntArra
             )
 
 
-def check_contents(staged: StagedCommit, parts: ColumnGroups, usage: OwnerBytes, at: IntArray) -> None:
+def check_contents(table: CommitTable, staged: StagedCommit, at: IntArray) -> None:
     """Raise if a block is named by its content alone, and the rows, which exist already, would not read it: they have
     the field in a newer block. If its bytes were written, the rows get the written block.
     """
     for place, placed in enumerate(staged.placed):
-        if not placed.content or may_refer(placed, usage, parts.newest_beside(placed.fields[0], at)):
+        if not placed.content or may_refer(placed, table.usage, table.parts.newest_beside(placed.fields[0], at)):
             continue
         if not placed.extent:
             raise NotFound(
@@ -183,50 +197,61 @@ def check_no_group_facts(staged: StagedCommit) -> None:
         raise UsageError("group_id and group_size are set by put and cannot be updated")
 
 
-def check_size(staged: StagedCommit, table: str, bytes_max: int | None, rows: int) -> None:
+def check_size(table: CommitTable, staged: StagedCommit, rows: int) -> None:
     """Raise if `rows` rows of this size can never fit the table."""
+    bytes_max = table.limits.bytes_max
     if bytes_max is not None and staged.nbytes > bytes_max * rows:
         size = f"{rows} rows of {staged.nbytes // rows} bytes each" if rows > 1 else f"{staged.nbytes} bytes"
         raise Impossible(
-            f'{size} do not fit table "{table}", which holds at most {bytes_max} bytes: {staged.nbytes} > {bytes_max}'
+            f'{size} do not fit table "{table.name}", which holds at most {bytes_max} bytes: {staged.nbytes} > '
+            f"{bytes_max}"
         )
 
 
 # ---------------------------------------------------------------- changes: nothing raises
 
 
-def reserve_blocks(
-    staged: StagedCommit, rows: RowStore, parts: ColumnGroups, blocks: BlockRegistry, usage: OwnerBytes
-) -> None:
+def append_rows(table: CommitTable, staged: StagedCommit, tasks: int, now: float) -> tuple[IntArray, Index]:
+    """Add new rows, which `tasks` tasks are to see, with their columns. Returns their ids and positions."""
+    reserve_blocks(table, staged)
+    rows = table.rows
+    first, at, finished = rows.pages.append(staged.rows)
+    if finished:
+        table.known_puts.forget(finished)
+    ids = np.arange(first, first + staged.rows)
+    rows.put_at.a[at], rows.tasks_left.a[at] = now, tasks
+    _write(table, staged, ids, at, None, are_new=True)
+    return ids, at
+
+
+def reserve_blocks(table: CommitTable, staged: StagedCommit) -> None:
     """Declare new fields, and add the blocks of checked columns."""
     for new in staged.new_fields:
-        rows.add_field(new)
+        table.rows.add_field(new)
     if not staged.placed:
         return
     refs = []
     for place, placed in enumerate(staged.placed):
-        groups = parts.parts_of(placed.fields)
+        groups = table.parts.parts_of(placed.fields)
         staged.parts.append(groups)
         count = staged.members[place].rows.size if place in staged.members else staged.rows
         refs.append(count * len(groups))
-    staged.blocks = blocks.commit(staged.placed, usage, refs, anew=staged.anew)
+    staged.blocks = table.core.blocks.commit(staged.placed, table.usage, refs, anew=staged.anew)
 
 
 def write_columns(
-    staged: StagedCommit,
-    rows: RowStore,
-    parts: ColumnGroups,
-    ids: IntArray,
-    at: Index,
-    chosen: IntArray | None = None,
-    *,
-    are_new: bool = False,
-) -> Retired:
-    """Write columns and facts of the rows `ids`, which are the rows `chosen` of the request (None: all).
+    table: CommitTable, staged: StagedCommit, ids: IntArray, at: Index, chosen: IntArray | None = None
+) -> None:
+    """Write columns and facts of the rows `ids`, which are the rows `chosen` of the request (None: all). Removes the
+    references that this replaces. Call it once for each chosen row."""
+    retire(table, _write(table, staged, ids, at, chosen, are_new=False))
 
-    Returns references that this replaces. Call it once for each chosen row. `are_new`: the rows have no column yet.
-    """
-    retired: Retired = []
+
+def _write(
+    table: CommitTable, staged: StagedCommit, ids: IntArray, at: Index, chosen: IntArray | None, *, are_new: bool
+) -> Retired:
+    """The same. Returns the references that this replaces. `are_new`: the rows have no column yet."""
+    rows, parts, retired = table.rows, table.parts, Retired()
     for place, (number, slots, into) in enumerate(zip(staged.blocks, staged.slots, staged.parts, strict=True)):
         if place in staged.members:
             where = _places_of(staged.members[place], at, chosen)
@@ -259,8 +284,19 @@ def _slots(slots: AnyArray | None, chosen: IntArray) -> AnyArray:
     return chosen.astype(np.int32) if slots is None else slots[chosen]
 
 
+def retire(table: CommitTable, retired: Retired) -> None:
+    """Remove references to blocks."""
+    for number, count in retired:
+        table.core.blocks.retire(number, count)
+
+
+def discard(table: CommitTable, staged: StagedCommit) -> None:
+    """Remove the references of rows that were not written and never will be."""
+    retire(table, unused(staged))
+
+
 def unused(staged: StagedCommit) -> Retired:
-    """References of rows that were not written and never will be."""
+    """The references of rows that were not written."""
     left = staged.rows - staged.written
     if not left:
         return []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from transferqueue.ledger.rows.arrays import IntArray
+from transferqueue.ledger.arrays import IntArray
 from transferqueue.ledger.rows.row_pages import SHIFT
 from transferqueue.limits import DROPPED_BYTES_MAX, DROPPED_PAGES_MAX, DROPPED_ROWS_MAX
 

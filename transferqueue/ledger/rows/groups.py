@@ -17,7 +17,7 @@ import numpy as np
 
 from transferqueue.errors import Impossible, UsageError
 from transferqueue.errors.text import counted
-from transferqueue.ledger.rows.arrays import NO_ROWS, AnyArray, Index, IntArray, runs_of, tally_in_order
+from transferqueue.ledger.arrays import NO_ROWS, AnyArray, Index, IntArray, runs_of, tally_in_order
 from transferqueue.ledger.rows.row_state import RowStore
 
 

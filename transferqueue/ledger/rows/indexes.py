@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from transferqueue.ledger.rows.arrays import NO_ROWS, BoolArray, Index, IntArray, by_value
+from transferqueue.ledger.arrays import NO_ROWS, BoolArray, Index, IntArray, by_value
 from transferqueue.ledger.rows.row_pages import LIVE, StateColumn
 from transferqueue.ledger.rows.row_state import RowStore
 

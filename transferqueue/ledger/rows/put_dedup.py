@@ -13,11 +13,6 @@ _COUNT_BITS: Final = BLOCK_ROWS_MAX.bit_length()
 _COUNT_MASK: Final = (1 << _COUNT_BITS) - 1
 
 
-def put_key(client: bytes, call: int) -> bytes:
-    """The identity of a put."""
-    return client + call.to_bytes(8, "little")
-
-
 class KnownPuts:
     """The puts of a table whose last row is in a page that exists.
 
@@ -35,13 +30,14 @@ class KnownPuts:
         """Number of puts that are known."""
         return len(self._by_call)
 
-    def find(self, key: bytes) -> tuple[int, int] | None:
+    def find(self, client: bytes, call: int) -> tuple[int, int] | None:
         """The first row and the number of rows of this put; None: it is not known."""
-        entry = self._by_call.get(key)
+        entry = self._by_call.get(client + call.to_bytes(8, "little"))
         return None if entry is None else (entry >> _COUNT_BITS, entry & _COUNT_MASK)
 
-    def add(self, key: bytes, first: int, rows: int) -> None:
+    def add(self, client: bytes, call: int, first: int, rows: int) -> None:
         """Remember a put of at least one row."""
+        key = client + call.to_bytes(8, "little")
         self._by_call[key] = first << _COUNT_BITS | rows
         self._of_page.setdefault((first + rows - 1) >> SHIFT, []).append(key)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from transferqueue.errors import UsageError
 from transferqueue.errors.text import counted
-from transferqueue.ledger.rows.arrays import AnyArray, decode
+from transferqueue.ledger.arrays import AnyArray, decode
 from transferqueue.limits import ROWS_PER_REQUEST_MAX, TAGS_MAX, check_names, check_rows
 from transferqueue.policies import Tags
 from transferqueue.wire.messages import RowFacts

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, is_run, tally
+from transferqueue.ledger.arrays import AnyArray, BoolArray, Index, IntArray, is_run, tally
 from transferqueue.limits import PAGE_ROWS
 
 SHIFT = PAGE_ROWS.bit_length() - 1

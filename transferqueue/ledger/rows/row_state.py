@@ -13,7 +13,7 @@ import numpy as np
 
 from transferqueue.errors import AlreadyExists, NotFound, SchemaError, UsageError, listing
 from transferqueue.errors.text import SHOWN_CHARS, shortened
-from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, agreed, numbered
+from transferqueue.ledger.arrays import AnyArray, BoolArray, Index, IntArray, agreed, numbered
 from transferqueue.ledger.rows.row_metadata import DTYPES, UNSET, CheckedFacts
 from transferqueue.ledger.rows.row_pages import DONE, LIVE, RowPages, StateColumn
 from transferqueue.limits import FIELDS_MAX

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Final, NamedTuple
 
-from transferqueue.ledger.rows.arrays import IntArray
+from transferqueue.ledger.arrays import IntArray
 from transferqueue.limits import EVENT_TEXT_CHARS_MAX, HISTORY_EVENTS_MAX, HISTORY_ROWS_MAX
 
 CUT: Final = "... and more"

@@ -22,7 +22,7 @@ from typing import Final
 import numpy as np
 
 from transferqueue.errors import UsageError
-from transferqueue.ledger.rows.arrays import BoolArray, IntArray, numbered
+from transferqueue.ledger.arrays import BoolArray, IntArray, numbered
 from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.task_state import ABSENT, ACKED_WITH_STEP, DONE, OPEN, STATES, TaskState
 from transferqueue.policies import AckedColumns

@@ -13,8 +13,8 @@ import numpy as np
 
 from transferqueue.errors import listing
 from transferqueue.errors.text import counted
-from transferqueue.ledger.rows.arrays import BoolArray, IntArray, tally
-from transferqueue.ledger.rows.row_pages import LIVE
+from transferqueue.ledger.arrays import BoolArray, IntArray, tally
+from transferqueue.ledger.rows import LIVE
 from transferqueue.ledger.rules.requeue import LOST
 from transferqueue.ledger.rules.required_results import no_task_gives
 from transferqueue.ledger.table_state import Absence, TableState

@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from transferqueue.ledger.arrays import BoolArray, Index, IntArray, by_value
 from transferqueue.ledger.effects import LeaseEnded
-from transferqueue.ledger.rows.arrays import BoolArray, Index, IntArray, by_value
-from transferqueue.ledger.rows.column_places import Retired
-from transferqueue.ledger.rows.commit import unused
-from transferqueue.ledger.rows.dropped import SpentRow
-from transferqueue.ledger.rows.row_pages import DONE, DROPPED, LIVE
+from transferqueue.ledger.rows import DONE, DROPPED, LIVE, SpentRow, discard, retire
 from transferqueue.ledger.rules.column_ends import end_columns
 from transferqueue.ledger.rules.retry import ATTEMPTS, trial_ended
 from transferqueue.ledger.table_state import TableState
@@ -115,12 +112,6 @@ def free_rows(table: TableState, rows: IntArray, at: Index) -> None:
     table.known_puts.forget(table.rows.free(rows, at))
 
 
-def retire(table: TableState, retired: Retired) -> None:
-    """Remove references to blocks."""
-    for number, count in retired:
-        table.core.blocks.retire(number, count)
-
-
 def lose_leases(table: TableState, task: TaskState, rows: IntArray, at: IntArray, why: str) -> IntArray:
     """Remove those of `rows` that are leased from their leases. Returns them."""
     leased: BoolArray = task.state.a[at] == LEASED
@@ -155,5 +146,5 @@ def end_lease(table: TableState, lease: LeaseState, why: str, *, by_holder: bool
 def drop_staged(table: TableState, lease: LeaseState) -> None:
     """Discard results that were never committed."""
     if lease.staged is not None:
-        retire(table, unused(lease.staged))
+        discard(table, lease.staged)
         lease.staged = None

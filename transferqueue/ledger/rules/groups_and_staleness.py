@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from transferqueue.ledger.rows.arrays import BoolArray, IntArray
-from transferqueue.ledger.rows.row_pages import LIVE
+from transferqueue.ledger.arrays import BoolArray, IntArray
+from transferqueue.ledger.rows import LIVE
 from transferqueue.ledger.rules.column_ends import end_columns
 from transferqueue.ledger.rules.finish import drop_rows, lose_leases
 from transferqueue.ledger.rules.requeue import redo_or_drop_missing, requeue_rows

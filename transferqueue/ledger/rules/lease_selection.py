@@ -18,7 +18,7 @@ import numpy as np
 
 from transferqueue.errors import Impossible
 from transferqueue.errors.text import counted
-from transferqueue.ledger.rows.arrays import IntArray
+from transferqueue.ledger.arrays import IntArray
 from transferqueue.ledger.rules.required_results import stranded
 from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState

@@ -13,7 +13,7 @@ from msgspec.msgpack import encode
 
 from transferqueue.errors import RowsChanged, UsageError
 from transferqueue.errors.text import counted
-from transferqueue.ledger.rows.arrays import BoolArray, IntArray, decode, numbered, repeated
+from transferqueue.ledger.arrays import BoolArray, IntArray, decode, numbered, repeated
 from transferqueue.ledger.table_state import TableState
 from transferqueue.limits import FIELDS_MAX
 from transferqueue.wire import codec

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from transferqueue.ledger.rows.arrays import BoolArray, IntArray
-from transferqueue.ledger.rules.finish import lose_leases, retire
+from transferqueue.ledger.arrays import BoolArray, IntArray
+from transferqueue.ledger.rows import retire
+from transferqueue.ledger.rules.finish import lose_leases
 from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.task_order import downstream

@@ -17,7 +17,7 @@ from difflib import get_close_matches
 import numpy as np
 
 from transferqueue.errors import UsageError, listing
-from transferqueue.ledger.rows.arrays import BoolArray, IntArray, numbered
+from transferqueue.ledger.arrays import BoolArray, IntArray, numbered
 from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.task_state import OPEN, PENDING, TaskState

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from transferqueue.ledger.rows.arrays import IntArray, by_value
-from transferqueue.ledger.rows.dropped import LastFailure
+from transferqueue.ledger.arrays import IntArray, by_value
+from transferqueue.ledger.rows import LastFailure
 from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.retries import PostponedRows

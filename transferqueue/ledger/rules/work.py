@@ -12,8 +12,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from transferqueue.errors.text import counted
-from transferqueue.ledger.rows.arrays import NO_ROWS, AnyArray, IntArray, ascends, runs_of
-from transferqueue.ledger.rows.commit import StagedCommit
+from transferqueue.ledger.arrays import NO_ROWS, AnyArray, IntArray, ascends, runs_of
+from transferqueue.ledger.rows import StagedCommit
 from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.task_state import LEASED, TaskState
 from transferqueue.limits import (

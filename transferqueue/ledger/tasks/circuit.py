@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from transferqueue.ledger.rows.arrays import IntArray
+from transferqueue.ledger.arrays import IntArray
 from transferqueue.limits import OUTAGE_LEASES, OUTAGE_S_MAX
 from transferqueue.policies import Retry
 

@@ -18,10 +18,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from transferqueue.ledger.arrays import AnyArray, BoolArray, Index, IntArray
 from transferqueue.ledger.effects import Deadlines
-from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray
-from transferqueue.ledger.rows.groups import GroupIndex
-from transferqueue.ledger.rows.row_state import RowStore
+from transferqueue.ledger.rows import GroupIndex, RowStore
 from transferqueue.ledger.tasks.predicates import matches
 from transferqueue.ledger.tasks.ready_queue import ORDER, STAMP, UNIT, in_order
 from transferqueue.ledger.tasks.selectors import Ranker, UnitFacts

@@ -14,8 +14,8 @@ from __future__ import annotations
 import numpy as np
 
 from transferqueue.errors import LeaseExpired, UsageError
-from transferqueue.ledger.rows.arrays import BoolArray, IntArray, agreed, all_true, numbered
-from transferqueue.ledger.rows.commit import StagedCommit
+from transferqueue.ledger.arrays import BoolArray, IntArray, agreed, all_true, numbered
+from transferqueue.ledger.rows import StagedCommit
 from transferqueue.limits import LEASES_REMEMBERED_MAX
 from transferqueue.wire.messages import Leased
 

@@ -9,8 +9,8 @@ from typing import Any, Final
 import numpy as np
 
 from transferqueue.errors import UsageError
-from transferqueue.ledger.rows.arrays import BoolArray, IntArray
-from transferqueue.ledger.rows.row_state import RowStore
+from transferqueue.ledger.arrays import BoolArray, IntArray
+from transferqueue.ledger.rows import RowStore
 from transferqueue.limits import PREDICATES_MAX, check_name
 from transferqueue.policies import Compare, Predicate, TagIs, VersionBetween
 

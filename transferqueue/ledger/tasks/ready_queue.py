@@ -25,7 +25,7 @@ from itertools import islice
 
 import numpy as np
 
-from transferqueue.ledger.rows.arrays import NO_ROWS, BoolArray, IntArray
+from transferqueue.ledger.arrays import NO_ROWS, BoolArray, IntArray
 
 KEY, ORDER, STAMP, UNIT = 0, 1, 2, 3
 """Rows of an entries array ``[4, n]``, int64."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from typing import NamedTuple
 
-from transferqueue.ledger.rows.arrays import IntArray
+from transferqueue.ledger.arrays import IntArray
 
 
 class PostponedRows(NamedTuple):

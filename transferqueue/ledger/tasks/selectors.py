@@ -14,8 +14,8 @@ import numpy as np
 
 from transferqueue.errors import InternalError, NotFound, listing
 from transferqueue.errors.text import SHOWN_CHARS, shortened
-from transferqueue.ledger.rows.arrays import AnyArray, IntArray
-from transferqueue.ledger.rows.row_state import RowStore
+from transferqueue.ledger.arrays import AnyArray, IntArray
+from transferqueue.ledger.rows import RowStore
 from transferqueue.policies import (
     Fifo,
     Freshest,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from transferqueue.errors import UsageError
-from transferqueue.ledger.rows.arrays import IntArray
+from transferqueue.ledger.arrays import IntArray
 from transferqueue.wire.messages import LeaseRequest
 
 

@@ -27,9 +27,8 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
-from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, is_run, tally
-from transferqueue.ledger.rows.indexes import StepIndex
-from transferqueue.ledger.rows.row_state import FieldMask, RowStore
+from transferqueue.ledger.arrays import AnyArray, BoolArray, Index, IntArray, is_run, tally
+from transferqueue.ledger.rows import FieldMask, RowStore, StepIndex
 from transferqueue.ledger.tasks.circuit import Circuit
 from transferqueue.ledger.tasks.errors import TaskErrors
 from transferqueue.ledger.tasks.predicates import matches

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from transferqueue.errors import Corruption
+from transferqueue.ledger.arrays import AnyArray, IntArray
 from transferqueue.ledger.persistence.snapshot import (
     FORMING_COLUMNS,
     ChannelSnapshot,
@@ -28,8 +29,7 @@ from transferqueue.ledger.persistence.snapshot import (
     VersionSnapshot,
 )
 from transferqueue.ledger.persistence.snapshot_checks import check
-from transferqueue.ledger.rows.arrays import AnyArray, IntArray
-from transferqueue.ledger.rows.row_metadata import DTYPES, UNSET
+from transferqueue.ledger.rows import DTYPES, UNSET
 from transferqueue.ledger.tasks.task_state import STATES
 from transferqueue.limits import MIB
 from transferqueue.schema import Field
