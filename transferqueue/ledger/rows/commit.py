@@ -199,7 +199,7 @@ def check_no_group_facts(staged: StagedCommit) -> None:
 
 def check_size(table: CommitTable, staged: StagedCommit, rows: int) -> None:
     """Raise if `rows` rows of this size can never fit the table."""
-    bytes_max = table.limits.bytes_max
+    bytes_max = None if table.limits.bytes is None else table.limits.bytes_max
     if bytes_max is not None and staged.nbytes > bytes_max * rows:
         size = f"{rows} rows of {staged.nbytes // rows} bytes each" if rows > 1 else f"{staged.nbytes} bytes"
         raise Impossible(

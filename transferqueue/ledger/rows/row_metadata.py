@@ -75,14 +75,12 @@ def check_facts(facts: RowFacts, rows: int) -> CheckedFacts:
         return NO_FACTS
     if facts.keys is not None or facts.tags is not None:
         check_rows(rows, described=True)
-    numbers: dict[str, AnyArray] = {}
-    for name, dtype in DTYPES.items():
-        data = getattr(facts, name)
-        if data is not None:
-            numbers[name] = decode(name, data, dtype, rows)
-            _check_range(name, numbers[name])
-    if "group_id" in numbers or "group_size" in numbers:
-        _check_groups(numbers)
+    numbers = {
+        name: decode(name, data, dtype, rows)
+        for name, dtype in DTYPES.items()
+        if (data := getattr(facts, name)) is not None
+    }
+    check_ranges(numbers)
     keys, tags = facts.keys, facts.tags
     for name, values in (("keys", keys), ("tags", tags)):
         if values is not None and len(values) != rows:

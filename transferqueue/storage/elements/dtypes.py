@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -59,13 +59,20 @@ def ml_dtype(dtype: str) -> np.dtype[Any] | None:
 
 def dtype_of_numpy(dtype: np.dtype[Any], subject: str) -> str:
     """The field dtype of a numpy dtype (ml_dtypes included); `SchemaError` if it cannot be stored."""
-    name = dtype.name
-    if name in ITEM_BYTES and name not in BLOB_DTYPES and dtype.names is None:
+    name = _numeric_name(dtype)
+    if name is not None:
         return name
     raise SchemaError(
         f"{subject}: numpy dtype {shortened(str(dtype), SHOWN_CHARS)} cannot be stored; "
         f"{_REMEDIES.get(dtype.kind if dtype.kind != 'V' or dtype.fields else '', _REMEDY)}"
     )
+
+
+@lru_cache(maxsize=64)
+def _numeric_name(dtype: np.dtype[Any]) -> str | None:
+    """The name of a dtype that a field may have. Cached, since numpy makes a name anew each time it is asked for."""
+    name = dtype.name
+    return name if name in ITEM_BYTES and name not in BLOB_DTYPES and dtype.names is None else None
 
 
 _REMEDY: Final = "convert it to one of " + ", ".join(name for name in ITEM_BYTES if name not in BLOB_DTYPES)

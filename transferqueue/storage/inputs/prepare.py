@@ -411,8 +411,7 @@ def _known(shapes: I64, field: Field, subject: str) -> I64:
             f"{subject} is {field.describe()}, but rows of the values have {shapes.shape[1]} dimensions; give rows of "
             f"{len(field.shape)}"
         )
-    unknown = shapes == UNKNOWN
-    if unknown.any():
+    if len(field.shape) > 1 and (unknown := shapes == UNKNOWN).any():  # the length of a row is always known
         shapes = np.where(unknown, [size or 0 for size in field.shape], shapes)
     return shapes
 
