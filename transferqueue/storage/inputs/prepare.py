@@ -30,11 +30,10 @@ from numpy.typing import NDArray
 from transferqueue.errors import SchemaError
 from transferqueue.errors.text import SHOWN_CHARS, counted, shortened, shown
 from transferqueue.limits import BY_CONTENT_BYTES_MIN, ROWS_PER_REQUEST_MAX, SIZE_BYTES_MAX
-from transferqueue.schema import Field, Span
+from transferqueue.schema import TORCH_ONLY_DTYPES, Field, Span
 from transferqueue.storage.elements.dtypes import I32, I64, NUMPY_DTYPES, STORED_DTYPES, U8
-from transferqueue.storage.elements.numbers import kind_of
+from transferqueue.storage.elements.numbers import kind_of, widen_to_float32
 from transferqueue.storage.inputs.arrow import is_arrow, parse_arrow
-from transferqueue.storage.inputs.finite import first_infinite
 from transferqueue.storage.inputs.lists import parse_array, parse_list
 from transferqueue.storage.inputs.parsed import UNKNOWN, BytesInput, DenseInput, Parsed, RaggedInput
 from transferqueue.storage.inputs.sources import Arrays, ValueSource
@@ -164,6 +163,10 @@ class PlainValues:
 
 
 _VALUE: Final = Field("plain", "value")
+_PIECE_BYTES: Final = 1 << 18
+"""Values are checked for NaN and infinity in pieces that stay in the cache."""
+_EXPONENTS: Final = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}
+"""These bits are all set only in a NaN or an infinity."""
 
 
 class Prepared:
@@ -225,7 +228,7 @@ class Prepared:
 
     def check_finite(self, values: U8) -> None:
         """Raise `SchemaError` if the column must be finite and the bytes of its written `values` are not."""
-        infinite = first_infinite(values, self.field.dtype) if self.finite else None
+        infinite = _first_infinite(values, self.field.dtype) if self.finite else None
         if infinite is not None:
             at, value = infinite
             raise SchemaError(
@@ -249,6 +252,31 @@ class Prepared:
         else:
             lengths = np.full(self.stored_rows, self.field.shape[0] if self.field.shape else 1, np.int64)
         return lengths if self.slots is None else lengths[self.slots]
+
+
+def _first_infinite(values: U8, dtype: str) -> tuple[int, Any] | None:
+    """The index and the value of the first element that is not finite; None if all are. `values` are the bytes of a
+    column."""
+    stored = values.view(STORED_DTYPES[dtype])
+    size = _PIECE_BYTES // stored.itemsize
+    for first in range(0, len(stored), size):
+        piece = stored[first : first + size]
+        if not _all_finite(piece, dtype):
+            numbers = widen_to_float32(piece, dtype) if dtype in TORCH_ONLY_DTYPES else piece
+            at = int(np.flatnonzero(~np.isfinite(numbers))[0])
+            return first + at, numbers[at]
+    return None
+
+
+def _all_finite(stored: NDArray[Any], dtype: str) -> bool:
+    if dtype in _EXPONENTS:
+        exponent = _EXPONENTS[dtype]
+        return not ((stored.view(np.uint16) & exponent) == exponent).any()
+    if dtype in TORCH_ONLY_DTYPES:
+        return bool(np.isfinite(widen_to_float32(stored, dtype)).all())
+    numbers = stored.view(f"<f{stored.itemsize // 2}") if stored.dtype.kind == "c" else stored
+    with np.errstate(all="ignore"):  # the sum of squares shows a value that is not finite, in half the time
+        return bool(np.isfinite(np.dot(numbers, numbers)) or np.isfinite(numbers).all())
 
 
 def prepare(name: str, value: Any, field: Field | None = None, rows: int | None = None) -> Prepared:
