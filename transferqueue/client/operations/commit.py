@@ -71,7 +71,7 @@ def put(
 ) -> Operation[NDArray[np.int64]]:
     """Put new rows. Returns their ids.
 
-    `used` is called with the number of rows, if they come out of a reservation. `refers` is as of `commit`.
+    `used` is called with the number of rows, if they come out of a reservation. `refers` is as of `Commit`.
     """
     deadline: Deadline = yield StartDeadline(timeout(timeout_s))
     return (yield from _put(client, terms, facts, columns, reservation, deadline, used, refers=refers))
@@ -99,9 +99,8 @@ def _put(
     def request(rows: int, carried: m.Columns) -> m.PutRequest:
         return m.PutRequest(terms.name, rows, carried, reservation, deadline.left())
 
-    put_rows = yield from commit(
-        client, terms, facts, columns, None, deadline, request, m.PutRows, "put", refers=refers
-    )
+    commit = Commit(client, terms, "put", facts, columns, None, deadline, refers=refers)
+    put_rows = yield from commit.send(request, m.PutRows)
     if not columns.keys() >= terms.of_puts:
         terms.tell_missing(columns)
     if put_rows.stale:
@@ -122,7 +121,7 @@ def update(
     *,
     refers: bool = True,
 ) -> Operation[None]:
-    """Give existing rows more columns or facts. `refers` is as of `commit`."""
+    """Give existing rows more columns or facts. `refers` is as of `Commit`."""
     ids = row_ids(rows)
     if not ids or not (columns or facts.said()):
         raise UsageError("an update without rows, or without columns and facts, would change nothing; give both")
@@ -131,78 +130,114 @@ def update(
     if if_unchanged is not None:
         read = rows_read(if_unchanged, terms.name, ids, columns, facts.names(), overwrite=overwrite)
         before = if_unchanged._source.lengths
-    deadline = Deadline(client.clock, ENDLESS_S)
+    endless = Deadline(client.clock, ENDLESS_S)
 
     def request(_: int, carried: m.Columns) -> m.Update:
         return m.Update(terms.name, ids, carried, overwrite, read)
 
-    yield from commit(
-        client,
-        terms,
-        facts,
-        columns,
-        len(ids) // 8,
-        deadline,
-        request,
-        m.DoneReply,
-        "update",
-        refers=refers,
-        before=before,
-    )
+    commit = Commit(client, terms, "update", facts, columns, len(ids) // 8, endless, refers=refers, before=before)
+    yield from commit.send(request, m.DoneReply)
 
 
-def commit(
-    client: ClientSession,
-    terms: TableInfo,
-    facts: GivenFacts,
-    columns: Mapping[str, Any],
-    rows: int | None,
-    deadline: Deadline,
-    request: Request,
-    kind: type[R],
-    call: str,
-    *,
-    refers: bool = True,
-    before: Lengths = unknown,
-) -> Operation[R]:
-    """Carry columns and facts for `rows` rows (None: new ones, as many as they have) into the table, in one commit.
+class Commit:
+    """The columns and facts that one call carries into the table, in one commit.
 
-    `call` is put, update, ack or release, with whose parameters the names of new columns are compared. `refers` says
-    whether the first attempt refers to values by content; a pipeline writes them at once. `before` has the lengths of
-    columns that the rows have already, as far as the caller knows them.
+    Args:
+        client: the session.
+        terms: of the table.
+        call: put, update, ack or release, with whose parameters the names of new columns are compared.
+        facts: as the caller gave them.
+        columns: as the caller gave them.
+        rows: how many rows get them; None: new ones, as many as they have.
+        deadline: of the wait for memory.
+        refers: whether the first attempt refers to values by content; a pipeline writes them at once.
+        before: the lengths of columns that the rows have already, as far as the caller knows them.
     """
-    columns, facts = import_columns(columns), facts.readable()
-    if not terms.fields.keys() >= columns.keys():
-        yield from _ask_for_fields(terms, facts, columns, call)
-    shards_left, asked_again = OPEN_MAX + 1, False
-    repeats = any(isinstance(value, Repeat) for value in columns.values())
-    contents = CallContents(terms.contents, refers=refers) if repeats else None
-    while True:
-        try:
-            return (yield from _attempt(client, terms, facts, columns, rows, deadline, request, kind, contents, before))
-        except ShardLost:  # each time an extent of that shard is given up, of which no more are kept
-            if not shards_left:
-                raise
-            shards_left -= 1
-            yield from client.shards.look()  # and let go of its memory, if it was mapped
-        except NotFound:
-            if contents is None or not contents.refused():
-                raise
-        except SchemaError:
-            if asked_again or not (yield from _refresh(terms)):
-                raise
-            shards_left, asked_again = OPEN_MAX + 1, True
-            if contents:
-                contents.clear()
 
+    def __init__(
+        self,
+        client: ClientSession,
+        terms: TableInfo,
+        call: str,
+        facts: GivenFacts,
+        columns: Mapping[str, Any],
+        rows: int | None,
+        deadline: Deadline,
+        *,
+        refers: bool = True,
+        before: Lengths = unknown,
+    ) -> None:
+        self._client, self._terms, self._call = client, terms, call
+        self._columns, self._facts = import_columns(columns), facts.readable()
+        self._rows, self._deadline, self._before = rows, deadline, before
+        repeats = any(isinstance(value, Repeat) for value in self._columns.values())
+        self._contents = CallContents(terms.contents, refers=refers) if repeats else None
 
-def _ask_for_fields(terms: TableInfo, facts: GivenFacts, columns: Mapping[str, Any], call: str) -> Operation[None]:
-    """A column has a name that this client has not heard of: ask which fields the table has."""
-    few("columns", columns, FIELDS_MAX)
-    for name in columns:
-        check_name("field", name)
-    yield from _refresh(terms)
-    check_columns(call, columns, facts.names(), terms)
+    def send(self, request: Request, kind: type[R]) -> Operation[R]:
+        """Write the columns and send the request, again if it fails for a reason that another attempt may avoid.
+        Returns the reply, which is a `kind`."""
+        if not self._terms.fields.keys() >= self._columns.keys():
+            yield from self._ask_for_fields()
+        shards_left, asked_again = OPEN_MAX + 1, False
+        while True:
+            try:
+                return (yield from self._attempt(request, kind))
+            except ShardLost:  # each time an extent of that shard is given up, of which no more are kept
+                if not shards_left:
+                    raise
+                shards_left -= 1
+                yield from self._client.shards.look()  # and let go of its memory, if it was mapped
+            except NotFound:
+                if self._contents is None or not self._contents.refused():
+                    raise
+            except SchemaError:
+                if asked_again or not (yield from self._refresh()):
+                    raise
+                shards_left, asked_again = OPEN_MAX + 1, True
+                if self._contents:
+                    self._contents.clear()
+
+    def _ask_for_fields(self) -> Operation[None]:
+        """A column has a name that this client has not heard of: ask which fields the table has."""
+        few("columns", self._columns, FIELDS_MAX)
+        for name in self._columns:
+            check_name("field", name)
+        yield from self._refresh()
+        check_columns(self._call, self._columns, self._facts.names(), self._terms)
+
+    def _refresh(self) -> Operation[bool]:
+        """Ask for the table's terms. Return whether its fields changed."""
+        return self._terms.update_from((yield from request_reply(m.OpenTable(name=self._terms.name), m.TableTerms)))
+
+    def _attempt(self, request: Request, kind: type[R]) -> Operation[R]:
+        client, terms, contents = self._client, self._terms, self._contents
+        has_new_fields = not terms.fields.keys() >= self._columns.keys()
+        if has_new_fields:
+            terms.check_added(self._columns)
+        out = outgoing(self._columns, self._facts, terms.fields, self._rows, self._before)
+        fields, placed, inline = list[Field](), list[Prepared](), list[m.Inline]()
+        for column in out.columns:
+            fields.append(column.field)
+            if column.field.inline:
+                inline.append(m.Inline(column.field.name, column.inline()))
+            elif not (contents and column.by_content) or not (
+                yield from contents.take(column, checksums=client.checksums)
+            ):
+                placed.append(column)
+        use: m.GrantPurpose = "rows" if self._rows is None else "results"
+        given, referred = contents.next_attempt() if contents else ([], [])
+        written = None
+        if placed or given:
+            written = yield from write_columns(client, terms.last, placed, given, self._deadline, use)
+        blocks = written.blocks() if written else []
+        blocks += map(reference, referred)
+        carried = m.Columns(fields, blocks, inline, out.facts)
+        reply = yield from finish_commit(written, request(out.rows, carried), kind)
+        if has_new_fields:
+            terms.learn(fields)
+        if contents:
+            contents.committed()
+        return reply
 
 
 def retry_on_other_shard(client: ClientSession, attempt: Callable[[], Operation[R]]) -> Operation[R]:
@@ -231,43 +266,6 @@ def outgoing(
     return PreparedCommit(count, prepared, facts.message(count, tokens))
 
 
-def _attempt(
-    client: ClientSession,
-    terms: TableInfo,
-    facts: GivenFacts,
-    columns: Mapping[str, Any],
-    rows: int | None,
-    deadline: Deadline,
-    request: Request,
-    kind: type[R],
-    contents: CallContents | None,
-    before: Lengths,
-) -> Operation[R]:
-    has_new_fields = not terms.fields.keys() >= columns.keys()
-    if has_new_fields:
-        terms.check_added(columns)
-    out = outgoing(columns, facts, terms.fields, rows, before)
-    fields, placed, inline = list[Field](), list[Prepared](), list[m.Inline]()
-    for column in out.columns:
-        fields.append(column.field)
-        if column.field.inline:
-            inline.append(m.Inline(column.field.name, column.inline()))
-        elif not (contents and column.by_content) or not (yield from contents.take(column, checksums=client.checksums)):
-            placed.append(column)
-    use: m.GrantPurpose = "rows" if rows is None else "results"
-    given, referred = contents.next_attempt() if contents else ([], [])
-    written = (yield from write_columns(client, terms.last, placed, given, deadline, use)) if placed or given else None
-    blocks = written.blocks() if written else []
-    blocks += map(reference, referred)
-    carried = m.Columns(fields, blocks, inline, out.facts)
-    reply = yield from finish_commit(written, request(out.rows, carried), kind)
-    if has_new_fields:
-        terms.learn(fields)
-    if contents:
-        contents.committed()
-    return reply
-
-
 def finish_commit(written: WrittenBlocks | None, request: m.Request, kind: type[R]) -> Operation[R]:
     """Send the commit of written blocks, and end their regions with its outcome."""
     outcome = CommitOutcome.UNKNOWN
@@ -286,11 +284,6 @@ def finish_commit(written: WrittenBlocks | None, request: m.Request, kind: type[
     finally:
         if written:
             written.done(outcome)
-
-
-def _refresh(terms: TableInfo) -> Operation[bool]:
-    """Ask for the table's terms. Return whether its fields changed."""
-    return terms.update_from((yield from request_reply(m.OpenTable(name=terms.name), m.TableTerms)))
 
 
 def _rows_of(columns: Mapping[str, Any], facts: GivenFacts) -> int:

@@ -1,9 +1,10 @@
-"""Operations on leases: lease rows, renew the lease, and end it by ack, drop or release."""
+"""Operations on leases: lease rows, renew the lease, and end it by ack (alone or with others), drop or release."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -15,7 +16,7 @@ from transferqueue.client.client import ClientSession
 from transferqueue.client.memory.verify import Damaged
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations.column_source import ColumnSource, ColumnsWanted, content_source
-from transferqueue.client.operations.commit import commit
+from transferqueue.client.operations.commit import Commit
 from transferqueue.client.operations.device import destination
 from transferqueue.client.operations.row_metadata import GivenFacts
 from transferqueue.client.session.calls import ENDLESS_S, Deadline, seconds, timeout
@@ -24,9 +25,10 @@ from transferqueue.client.session.operation_runner import Operation, StartDeadli
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import BatchEnded, LeaseExpired, NotFound, RowsEnded, ShardLost, UsageError, listing
 from transferqueue.errors.text import shown
-from transferqueue.limits import check_name
+from transferqueue.limits import LEASES_PER_REQUEST_MAX, check_name
 from transferqueue.policies import Predicate
 from transferqueue.schema import FieldsWanted, sliced_fields
+from transferqueue.storage.elements.dtypes import I64
 from transferqueue.wire import messages as m
 
 B = TypeVar("B")
@@ -276,7 +278,7 @@ def ack(
     *,
     refers: bool = True,
 ) -> Operation[None]:
-    """Ack the rows, and commit results and facts about them in the same request. `refers` is as of `commit.commit`."""
+    """Ack the rows, and commit results and facts about them in the same request. `refers` is as of `commit.Commit`."""
     lease.check()
     chosen = lease.chosen(rows)
 
@@ -293,6 +295,65 @@ def ack(
     carried = _request_with_columns(lease, chosen, facts, columns, request, "ack", refers=refers)
     yield from _ending_lease_on_expiry(lease, carried)
     lease.take(chosen, "was acked")
+
+
+def ack_leases(client: ClientSession, terms: TableInfo, held: Iterable[BatchLease], step: int) -> Operation[int]:
+    """Ack all rows that the leases still hold, in one request. Returns how many rows."""
+    leases = checks.few("batches", held, LEASES_PER_REQUEST_MAX)
+    _check_leases(client, terms.name, leases)
+    request = m.AckLeases(
+        table=terms.name,
+        leases=np.array([lease.number for lease in leases], "<i8").tobytes(),
+        tokens=np.array([lease.token for lease in leases], "<i8").tobytes(),
+        step=checks.step(step, -1),
+    )
+    try:
+        reply = yield from request_reply(request, m.DoneReply)
+    except LeaseExpired:
+        yield from _find_lost(leases)
+        raise
+    for lease in leases:
+        lease.take(None, "was acked")
+    return reply.rows
+
+
+def _check_leases(client: ClientSession, table: str, leases: tuple[BatchLease, ...]) -> None:
+    """Raise unless these are leases of one task of this table, each held by this connection, and each given once."""
+    if not leases:
+        raise UsageError(f'an ack of no batches of table "{table}" would change nothing; give at least one batch')
+    for lease in leases:
+        if lease.table != table or lease.client is not client:
+            raise UsageError(
+                f'lease {lease.number} of table "{lease.table}" is acked by a handle of table "{table}", perhaps of '
+                "another connection; ack it with the table that leased it"
+            )
+    tasks = dict.fromkeys(lease.task for lease in leases)
+    if len(tasks) > 1:
+        raise UsageError(f"batches of tasks {listing(tasks)} are acked together; ack the batches of one task at a time")
+    if len({lease.number for lease in leases}) < len(leases):
+        raise UsageError(f"{len(leases)} batches are acked, and one of them is given twice; give each once")
+    _check_held(leases)
+
+
+def _check_held(leases: tuple[BatchLease, ...]) -> None:
+    over = [lease.number for lease in leases if lease.ended or lease.lost]
+    if not over:
+        return
+    for lease in leases:
+        if lease.lost:
+            lease.expire()
+    kind = LeaseExpired if any(lease.expired for lease in leases) else BatchEnded
+    raise kind(
+        f"{len(over)} of {len(leases)} batches have ended (leases {listing(over)}), so none was acked; ack the others "
+        "without them (batch.ended tells which)"
+    )
+
+
+def _find_lost(leases: tuple[BatchLease, ...]) -> Operation[None]:
+    """Ask for each lease whether it is held, by renewing it, so that `ended` of each batch is true."""
+    for lease in leases:
+        with suppress(LeaseExpired):
+            yield from renew(lease, None)
 
 
 def drop(lease: BatchLease, reason: str, rows: object) -> Operation[None]:
@@ -342,20 +403,13 @@ def _request_with_columns(
     count = len(lease.left) if chosen is None else len(chosen) // 8
     if not (columns or facts.said()):
         return request_reply(request(count, None), m.DoneReply)
-    deadline = Deadline(lease.client.clock, ENDLESS_S)
-    return commit(
-        lease.client,
-        lease.terms,
-        facts,
-        columns,
-        count,
-        deadline,
-        request,
-        m.DoneReply,
-        call,
-        refers=refers,
-        before=lambda name: lease.source.lengths(name, chosen),
-    )
+    endless = Deadline(lease.client.clock, ENDLESS_S)
+
+    def before(name: str) -> I64 | None:
+        return lease.source.lengths(name, chosen)
+
+    commit = Commit(lease.client, lease.terms, call, facts, columns, count, endless, refers=refers, before=before)
+    return commit.send(request, m.DoneReply)
 
 
 def renew(lease: BatchLease, lease_s: float | None) -> Operation[float]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from transferqueue.client.handles.batch import leases_of
 from transferqueue.client.handles.reservation import reservation_id
 from transferqueue.client.handles.table import TableBase
-from transferqueue.client.operations import ack_leases, commit, lease, tables
+from transferqueue.client.operations import commit, lease, tables
 from transferqueue.client.operations.row_metadata import Floats, GivenFacts, Ints, Keys, TagsGiven
 from transferqueue.client.operations.rows import Rows, RowsBase
 from transferqueue.client.session.operation_runner import Operation, T, run_sync
@@ -558,7 +558,7 @@ class Table(TableBase):
             3
         """
         held = leases_of(batches)
-        return self._run(ack_leases.ack_leases(self._client, self._terms, held, step))
+        return self._run(lease.ack_leases(self._client, self._terms, held, step))
 
     def find(self, keys: str | Sequence[str]) -> NDArray[np.int64]:
         """Find rows by their keys.
