@@ -1,4 +1,5 @@
-"""Figures that a process shows on the page: a small table, the newest version of its own weight channel.
+"""Figures that a process shows on the page: a small table, curves and warnings, the newest version of its own weight
+channel.
 
 A channel named ``TABLE/figures/NAME`` holds one array ``value``, a `FigureTable` in JSON. The page shows the newest
 version of each, under the title.
@@ -16,13 +17,32 @@ VALUE: Final = "value"
 """The only array of the channel: uint8 ``[bytes]``."""
 LINES_MAX: Final = 64
 CELLS_MAX: Final = 16
-CHARS_MAX: Final = 200
+CHARS_MAX: Final = 400
+CURVES_MAX: Final = 64
+POINTS_MAX: Final = 120
+"""Points of a curve: the page gets all of them with each frame."""
 _PART: Final = "/figures/"
 
 
+class Curve(msgspec.Struct, frozen=True, kw_only=True):
+    """Values over whole numbers that ascend, such as steps. None: a gap. Raises `UsageError` for other shapes and
+    beyond the bounds of this module."""
+
+    name: str
+    unit: str = ""
+    at: tuple[int, ...]
+    values: tuple[float | None, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.at) == len(self.values) <= POINTS_MAX:
+            raise UsageError(
+                f"a curve of {len(self.values)} values at {len(self.at)} points: give 1 to {POINTS_MAX} of both"
+            )
+
+
 class FigureTable(msgspec.Struct, frozen=True, kw_only=True):
-    """A title, names of columns, and lines of as many cells. Raises `UsageError` for other shapes and beyond the bounds
-    of this module.
+    """A title, names of columns, and lines of as many cells; curves, and warnings in words. Raises `UsageError` for
+    other shapes and beyond the bounds of this module.
 
     >>> FigureTable(title="recall", columns=("refit", "20 %"), lines=(("1", "0.25"),)).lines
     (('1', '0.25'),)
@@ -31,6 +51,8 @@ class FigureTable(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     columns: tuple[str, ...]
     lines: tuple[tuple[str, ...], ...]
+    curves: tuple[Curve, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < len(self.columns) <= CELLS_MAX or len(self.lines) > LINES_MAX:
@@ -43,9 +65,13 @@ class FigureTable(msgspec.Struct, frozen=True, kw_only=True):
                 f"lines of {sorted({len(line) for line in self.lines})} cells for {len(self.columns)} columns; give "
                 "each as many"
             )
-        longest = max(
-            len(text) for text in (self.title, *self.columns, *(cell for line in self.lines for cell in line))
-        )
+        if len(self.curves) > CURVES_MAX or len(self.warnings) > LINES_MAX:
+            raise UsageError(
+                f"{len(self.curves)} curves and {len(self.warnings)} warnings: give at most {CURVES_MAX} curves and "
+                f"{LINES_MAX} warnings"
+            )
+        cells = (*(cell for line in self.lines for cell in line), *(curve.name for curve in self.curves))
+        longest = max(len(text) for text in (self.title, *self.columns, *cells, *self.warnings))
         if longest > CHARS_MAX:
             raise UsageError(f"a text of {longest} characters in a table of figures; give at most {CHARS_MAX}")
 

@@ -169,3 +169,21 @@ function lane(moments, label, value, most_s) {
   for (const kind of Object.keys(paths)) drawn.append(shape(kind, "path", "d", paths[kind]));
   return [drawn, sums];
 }
+
+const number = (n) => (n === null || n === undefined ? "–" : Number(n.toPrecision(3)).toLocaleString("en", { maximumSignificantDigits: 3 }));
+
+// A curve of values over steps, from its least to its greatest value; a null is a gap.
+function curve(one) {
+  const known = one.values.filter((value) => value !== null);
+  const [low, high] = [Math.min(...known), Math.max(...known)];
+  const [first, last] = [one.at[0], one.at.at(-1)];
+  const drawn = drawing("curve", `${one.name}, steps ${first} to ${last}, ${number(low)} to ${number(high)}`);
+  const points = one.values.map((value, i) => value === null ? null
+    : `${((WIDE * (one.at[i] - first)) / Math.max(1, last - first)).toFixed(1)},${(96 - (92 * (value - low)) / (high - low || 1)).toFixed(1)}`);
+  for (const run of points.map((point) => point ?? "|").join(" ").split("|").map((text) => text.trim()).filter(Boolean)) {
+    drawn.append(shape("value", "polyline", "points", run.includes(" ") ? run : `${run} ${run}`));
+  }
+  const unit = one.unit ? ` ${one.unit}` : "";
+  const range = made("p", `${number(low)} to ${number(high)}, steps ${first} to ${last}`, "facts");
+  return holding("figure", "", made("figcaption", `${one.name} ${number(one.values.at(-1))}${unit}`), drawn, range);
+}

@@ -180,8 +180,17 @@ function tables(frame) {
 }
 
 function figures(found) {
+  const open = new Set([...document.querySelectorAll("#figures details[open]")].map((one) => one.id));
   at("figures").replaceChildren(...Object.entries(found).map(([name, one]) => {
-    const shown = holding("section", "", made("h2", one.title), grid(one.columns, one.lines, one.title));
+    const shown = holding("section", "", made("h2", one.title));
+    if (one.warnings?.length) shown.append(holding("ul", "warnings", ...one.warnings.map((text) => made("li", text, "bad"))));
+    const table = grid(one.columns, one.lines, one.title);
+    if (one.curves?.length) {
+      const meanings = holding("details", "", made("summary", "What each figure means"), table);
+      meanings.id = `meanings-${name}`;
+      meanings.open = open.has(meanings.id);
+      shown.append(holding("div", "curves", ...one.curves.map(curve)), meanings);
+    } else shown.append(table);
     shown.setAttribute("aria-label", `Figures ${name}`);
     return shown;
   }));
