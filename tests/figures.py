@@ -1,8 +1,9 @@
-"""Write the tables of figures in docs/reference/figures.md from their declarations in `transferqueue.wire.answers`.
+"""Write the tables of figures: in docs/reference/figures.md from their declarations in `transferqueue.wire.answers`, in
+docs/reference/run-figures.md from `transferqueue.workflows.job.run.figures`.
 
-``python -m tests.figures`` writes them; `tests/observe/test_figures.py` fails if the page is not as this would write
-it. A table stands between ``<!-- figures: KIND -->`` and ``<!-- end -->``, that of the metrics after
-``<!-- metrics -->``.
+``python -m tests.figures`` writes them; `tests/observe/test_figures.py` and `tests/workflows/job/test_run_figures.py`
+fail if a page is not as this would write it. A table stands between ``<!-- figures: KIND -->`` and ``<!-- end -->``,
+that of the metrics after ``<!-- metrics -->``, that of a run after ``<!-- run -->``.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Any, Final, Literal, get_args, get_origin
 from transferqueue.observe.prometheus import exposition
 from transferqueue.wire.answers import answer, coordinators, doctor, events, row, sessions, snapshots, stats
 from transferqueue.wire.answers.answer import Answer, Figure, figures
+from transferqueue.workflows.job.run.figures import FIGURES
 
 PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "reference" / "figures.md"
 MODULES: Final = (answer, coordinators, doctor, events, row, sessions, snapshots, stats)
+RUN_PAGE: Final = PAGE.with_name("run-figures.md")
 KINDS: Final[dict[str, type[Answer]]] = {
     name: kind
     for module in MODULES
@@ -25,6 +28,7 @@ KINDS: Final[dict[str, type[Answer]]] = {
     if isinstance(kind, type) and issubclass(kind, Answer) and kind.__struct_fields__
 }
 _METRICS: Final = re.compile(r"(<!-- metrics -->\n).*?(<!-- end -->)", re.DOTALL)
+_RUN: Final = re.compile(r"(<!-- run -->\n).*?(<!-- end -->)", re.DOTALL)
 _TABLE: Final = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -32,6 +36,16 @@ def page(text: str) -> str:
     """The page with its tables as they are declared."""
     text = _METRICS.sub(lambda found: f"{found[1]}{_metrics()}{found[2]}", text)
     return _TABLE.sub(lambda found: f"{found[1]}{_table(KINDS[found[2]])}{found[3]}", text)
+
+
+def run_page(text: str) -> str:
+    """The page of a run's figures with its table as they are described."""
+    lines = ["| figure | unit | meaning | made by | warning |", "|---|---|---|---|---|"]
+    for each in FIGURES:
+        name = f"{each.name}NAME" if each.name.endswith("/") else each.name
+        rule = f"{each.rule.about}: {each.rule.remedy}" if each.rule else ""
+        lines.append(f"| `{name}` | {each.unit} | {each.meaning} | {each.made} | {rule} |")
+    return _RUN.sub(lambda found: "\n".join([found[1].rstrip(), *lines, found[2]]), text)
 
 
 def documented(text: str) -> set[str]:
@@ -93,3 +107,4 @@ def shown(hint: Any) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(PAGE.read_text()))
+    RUN_PAGE.write_text(run_page(RUN_PAGE.read_text()))

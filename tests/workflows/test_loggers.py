@@ -1,4 +1,4 @@
-"""What loggers are told, and that TensorBoard and Weights & Biases keep it."""
+"""What loggers are told, and that TensorBoard, Weights & Biases and MLflow keep it."""
 
 import math
 import struct
@@ -32,7 +32,13 @@ def evaluation(when: str) -> Figures:
 
 
 def test_the_numbers_of_a_step_and_no_more() -> None:
-    assert figures_of(step(2)) == {"rows": 8.0, "reward": 0.5, "staleness": 0.75, "queue_age_s/train": 1.5}
+    assert figures_of(step(2)) == {
+        "rows": 8.0,
+        "reward": 0.5,
+        "staleness/0": 2.0,
+        "staleness/1": 6.0,
+        "queue_age_s/train": 1.5,
+    }
 
 
 def test_figures_of_a_dispatcher_are_of_the_latest_step_of_the_trainer() -> None:
@@ -56,8 +62,8 @@ def test_an_evaluation_is_of_the_step_before_it_and_every_event_goes_on() -> Non
 
 
 def test_a_logger_that_is_none_is_told_with_those_there_are() -> None:
-    with pytest.raises(NotFound, match="logger 'mlflow' is unknown; there are tensorboard, wandb"):
-        logger_named("mlflow")
+    with pytest.raises(NotFound, match="logger 'aim' is unknown; there are tensorboard, wandb, mlflow"):
+        logger_named("aim")
 
 
 def test_a_library_that_is_not_here_is_told_with_the_way_to_have_it() -> None:
@@ -65,18 +71,23 @@ def test_a_library_that_is_not_here_is_told_with_the_way_to_have_it() -> None:
         loggers._library("transferqueue.no_such_library", "nowhere")
 
 
-def test_the_supervisor_adds_the_age_of_each_queue() -> None:
+def test_the_supervisor_adds_the_age_of_each_queue_and_the_rows_dropped_since_the_last_step() -> None:
     pytest.importorskip("torch", exc_type=ImportError)
-    from transferqueue.workflows.job.run.run import aged
+    from transferqueue.workflows.job.run.recorded import TableFigures
 
     with tq.connect() as queue:
         table = queue.create_table("t", tasks=[tq.Task("rollout", needs=["x"]), tq.Task("train", needs=["y"])])
-        table.put(x=[1.0])
-        event = aged(step(1), table)
+        rows = table.put(x=[1.0, 2.0, 3.0]).tolist()
+        table.drop(rows[:1], "before")
+        added = TableFigures(table)
+        table.drop(rows[1:2], "bad")
+        event = added.to(step(1))
         assert isinstance(event, Figures)
         assert event.values["queue_age_s"]["rollout"] >= 0
         assert event.values["queue_age_s"]["train"] is None
-        assert aged(evaluation("after"), table) == evaluation("after")
+        assert event.values["dropped"] == {"before": 0, "bad": 1}
+        assert added.to(step(2)).values["dropped"] == {"before": 0, "bad": 0}  # type: ignore[union-attr]
+        assert added.to(evaluation("after")) == evaluation("after")
 
 
 def log_two_steps(name: str, directory: Path) -> None:
@@ -95,8 +106,8 @@ def test_tensorboard_keeps_them(tmp_path: Path) -> None:
     log_two_steps("tensorboard", tmp_path / "events")
     found = accumulators.EventAccumulator(str(tmp_path / "events"))
     found.Reload()
-    assert {"reward", "staleness", "queue_age_s/train", "evaluation/after/accuracy"} <= set(found.Tags()["scalars"])
-    assert [(one.step, one.value) for one in found.Scalars("staleness")] == [(1, 0.75), (2, 0.75)]
+    assert {"reward", "staleness/1", "queue_age_s/train", "evaluation/after/accuracy"} <= set(found.Tags()["scalars"])
+    assert [(one.step, one.value) for one in found.Scalars("staleness/1")] == [(1, 6.0), (2, 6.0)]
 
 
 def records_of(log: bytes) -> Iterator[bytes]:
@@ -129,5 +140,5 @@ def test_wandb_keeps_them_without_a_network(tmp_path: Path, monkeypatch: pytest.
         if record.HasField("history"):
             steps.append({one.key or "/".join(one.nested_key): one.value_json for one in record.history.item})
     assert [one["_step"] for one in steps] == ["1", "2"]
-    assert steps[0]["staleness"] == "0.75"
+    assert steps[0]["staleness/1"] == "6.0"
     assert steps[1]["evaluation/after/accuracy"] == "0.125"

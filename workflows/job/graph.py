@@ -244,7 +244,19 @@ def _columns(task: str, job: Job) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if task in generates:
         return generates[task]
     gives = advantage_columns(job.algorithm) if task == names.ADVANTAGE else ()
-    return (*columns_of(job.algorithm)[task], *mask), gives
+    figures = _figure_columns(job) if task == names.TRAIN else ()
+    return tuple(dict.fromkeys((*columns_of(job.algorithm)[task], *mask, *figures))), gives
+
+
+def _figure_columns(job: Job) -> tuple[str, ...]:
+    """Return the columns that the trainer reads for the figures of its steps alone."""
+    kind = defaults_of(job.algorithm.kind)
+    terms = kind.rewarded and not has_episodes(job)
+    return (
+        *(("token_versions", "finish_reason") if kind.rollout else ()),
+        *(("rewards",) if kind.rewarded else ()),
+        *((names.REWARD_TERMS,) if terms else ()),
+    )
 
 
 def pacing(job: Job) -> tq.Pacing:

@@ -26,7 +26,9 @@ from transferqueue.workflows.job.graph import create_table, stage_jobs
 from transferqueue.workflows.job.run.folder import RunFolder, new_folder
 from transferqueue.workflows.job.run.preflight import importable, preflight
 from transferqueue.workflows.job.run.record import RunRecord
+from transferqueue.workflows.job.run.recorded import recorded
 from transferqueue.workflows.job.run.run import JobOutcome, run_job
+from transferqueue.workflows.job.run.run_page import RunPage
 from transferqueue.workflows.job.run.server import RunServer
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.read import checked
@@ -119,10 +121,11 @@ class JobTrainer:
         table = create_table(queue, self.job)
         self._service = JobService(queue, table, queue.weights(names.POLICY, keep=self.job.weights.keep))
         played = [stage for stage in stage_jobs(self.job, folder.path) if stage.name not in self._plays]
-        record = self._stack.enter_context(RunRecord(folder.path))
+        record = self._stack.enter_context(RunRecord(folder.path, self.job))
         logs = folder.path / "logs"
         environment = importable(self._code) | class_environment(self.job.model, tokenizer)
-        flow = Flow(queue, played, directory=logs, observe=record.add, environment=environment)
+        observe = recorded(record, table, RunPage(queue))
+        flow = Flow(queue, played, directory=logs, observe=observe, environment=environment)
         self._flow = self._stack.enter_context(flow)
         return self._service
 

@@ -9,7 +9,7 @@ import pytest
 
 import transferqueue as tq
 from tests.workflows.job import jobs
-from transferqueue.workflows.flow.events import WORK, Figures
+from transferqueue.workflows.flow.events import WORK
 from transferqueue.workflows.flow.loop.runner import StageFailedInProcess, run_stage
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job import names
@@ -39,10 +39,9 @@ COLUMNS = {
 
 
 def serve(settings):
-    """Run the stage over two groups of four rows; return columns that it gave by row, events, and counts of drops."""
+    """Run the stage over two groups of four rows; return columns that it gave by row, and counts of drops."""
     (stage,) = [stage for stage in stages(settings) if stage.task.name == names.ADVANTAGE]
     needed = [*stage.task.needs, *stage.task.gives]
-    events = []
     with tq.connect() as queue:
         table = queue.create_table(
             names.TABLE,
@@ -56,10 +55,10 @@ def serve(settings):
         )
         table.seal()
         plain = msgspec.json.decode(msgspec.json.encode(settings))
-        with advantage(Context(queue=queue, table=table, emit=events.append, settings=plain)) as work:
-            run_stage(table, stage, work, emit=events.append)
+        with advantage(Context(queue=queue, table=table, emit=lambda event: None, settings=plain)) as work:
+            run_stage(table, stage, work, emit=lambda event: None)
         left = table.read()
-        return {name: list(left[name]) for name in stage.task.gives}, events, table.audit().dropped
+        return {name: list(left[name]) for name in stage.task.gives}, table.audit().dropped
 
 
 def job(kind, *changes):
@@ -67,17 +66,15 @@ def job(kind, *changes):
 
 
 def test_grpo_gives_one_advantage_a_row_and_keeps_equal_groups():
-    columns, events, dropped = serve(job("grpo"))
+    columns, dropped = serve(job("grpo"))
     assert np.round(columns["advantages"], 3).tolist() == pytest.approx(
         [1.305, -0.783, -0.783, 0.261, 0, 0, 0, 0], abs=2e-3
     )
     assert dropped == {}
-    figures = [event.values for event in events if isinstance(event, Figures)]
-    assert sum(values["rows"] for values in figures) == 8
 
 
 def test_dapo_drops_equal_groups_whatever_their_length_costs():
-    columns, events, dropped = serve(
+    columns, dropped = serve(
         job("dapo", "sampling.tokens_max=4", "algorithm.overlong_buffer=2", "algorithm.overlong_penalty=0.5")
     )
     assert dropped == {"zero_advantage": 4}
@@ -85,13 +82,12 @@ def test_dapo_drops_equal_groups_whatever_their_length_costs():
     shaped = [1.0 - 0.25, 0.0, 0.0, 0.5 - 0.5]
     expected = (np.array(shaped) - np.mean(shaped)) / (np.std(shaped, ddof=1) + 1e-4)
     assert columns["advantages"] == pytest.approx(expected.tolist(), abs=1e-6)
-    assert sum(event.values["dropped"] for event in events if isinstance(event, Figures)) == 4
 
 
 @pytest.mark.parametrize("kind", ["ppo", "reinforce_pp"])
 def test_kinds_by_token_whiten_over_the_whole_batch(kind):
     settings = jobs.job(kind, "trainer.prompts_per_step=8")
-    columns, *_ = serve(settings)
+    columns, _ = serve(settings)
     with_kl = kind == "ppo"
     rows = ScoredRows(
         rewards=REWARDS,
@@ -116,7 +112,7 @@ def test_tokens_of_an_environment_are_stepped_over():
         'reward=[{ environment = "my_envs:make" }]',
         "algorithm.whiten=false",
     )
-    columns, *_ = serve(settings)
+    columns, _ = serve(settings)
     for row, (mask, reward) in enumerate(zip(COLUMNS["loss_mask"], REWARDS, strict=True)):
         assert columns["token_advantages"][row].tolist() == pytest.approx((mask * reward).tolist())
 

@@ -25,6 +25,7 @@ from transferqueue.workflows.job.graph import fields, stages
 from transferqueue.workflows.job.reward_terms.scorer import RewardScorer
 from transferqueue.workflows.job.settings.read import job_from_values
 from transferqueue.workflows.job.stages.reward import reward_with
+from transferqueue.workflows.job.stages.samples import SampleReporter
 
 REWARDS = """
 import asyncio, time
@@ -280,7 +281,7 @@ def context(queue, table, settings, events) -> Context:
     return Context(queue=queue, table=table, emit=events.append, settings=plain)
 
 
-def filled(queue, settings, texts) -> tuple[tq.Table, Stage]:
+def filled(queue, settings, texts, each_prompt=1) -> tuple[tq.Table, Stage]:
     """A sealed table with rows that have these responses, and the reward stage over it."""
     (stage,) = [stage for stage in stages(settings) if stage.task.name == names.REWARD]
     table = queue.create_table(
@@ -290,6 +291,7 @@ def filled(queue, settings, texts) -> tuple[tq.Table, Stage]:
         prompt_ids=[np.array([1], np.int32)] * len(texts),
         response_ids=[np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts],
         finish_reason=["stop"] * len(texts),
+        ordinal=[at * settings.sampling.group_size // each_prompt for at in range(len(texts))],
         data=[{"prompt": "p", "answer": at} for at in range(len(texts))],
     )
     table.seal()
@@ -308,24 +310,42 @@ def serve(settings, texts) -> tuple[dict, list, list]:
         return columns, events, table.audit().dropped
 
 
-def test_the_stage_acks_rewards_and_terms_and_reports_their_means(module):
+def test_the_stage_acks_rewards_and_terms(module):
     columns, events, dropped = serve(job(module, "exact", "half", weight=2.0), ["0", "x"])
     assert columns["rewards"] == [3.0, 1.0]
     assert columns[names.REWARD_TERMS] == [[1.0, 0.5], [0.0, 0.5]]
-    (figures,) = [event.values for event in events if isinstance(event, Figures) and event.kind == "reward"]
-    assert figures[f"reward/{module}:exact"] == 0.5
-    assert (figures["rows"], figures["dropped"], dropped) == (2, 0, {})
+    assert dropped == {}
+    assert not [event for event in events if isinstance(event, Figures) and event.kind == "reward"]
 
 
 def test_the_stage_reports_some_responses_as_text(module):
-    settings = job(module, "exact")
+    settings = job(module, "exact", "half")
     settings = msgspec.structs.replace(settings, log=msgspec.structs.replace(settings.log, samples=2))
     _, events, _ = serve(settings, ["0", "x", "2"])
     (samples,) = [event.values["samples"] for event in events if isinstance(event, Figures) and event.kind == "samples"]
     assert [(sample["prompt"], sample["response"], sample["reward"]) for sample in samples] == [
-        ("p", "0", 1.0),
-        ("p", "x", 0.0),
+        ("p", "0", 1.5),
+        ("p", "x", 0.5),
     ]
+    assert samples[0] | {"version": 0, "step": 1} == samples[0]
+    assert (samples[0]["data"], samples[0]["finish_reason"], samples[0]["tokens"]) == ({"answer": 0}, "stop", 1)
+    assert samples[1]["terms"] == {f"{module}:exact": 0.0, f"{module}:half": 0.5}
+
+
+def test_samples_are_spread_over_prompts(module):
+    settings = job(module, "exact")
+    size = settings.sampling.group_size
+    events = []
+    reporter = SampleReporter(context(None, None, settings, events), ByteTokenizer())
+    with tq.connect() as queue:
+        table, stage = filled(queue, settings, [str(at) for at in range(8 * size)], each_prompt=size)
+        with stage.lease(table) as batch:
+            terms, rewards = np.ones((len(batch), 1), np.float32), np.ones(len(batch), np.float32)
+            reporter.report(batch, rewards, terms)
+            reporter.report(batch, rewards, terms)
+            batch.release()
+    samples = [sample for event in events for sample in event.values["samples"]]
+    assert [sample["ordinal"] // size for sample in samples] == [0, 2, 4, 6]
 
 
 def test_the_stage_drops_rows_with_their_reason(module):

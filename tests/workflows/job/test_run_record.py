@@ -29,8 +29,12 @@ def evaluation(when, reward, number=0):
     return Figures(kind="evaluation", at=0.0, values={"when": when, "step": number, "reward": reward, "rows": 64})
 
 
+def record_in(folder, kind="grpo"):
+    return RunRecord(folder, job(kind))
+
+
 def filled(folder, steps):
-    with RunRecord(folder) as record:
+    with record_in(folder) as record:
         record.add("evaluate-0", evaluation("before", 0.25))
         record.add("train-0", TimeSpan(name=WAIT, start=10.0, end=10.5))
         for number in steps:
@@ -47,7 +51,7 @@ def test_figures_of_a_run_add_up_to_its_summary(tmp_path):
     record.add("evaluate-0", evaluation("after", 0.75, 4))
     summary = summarize(record, job("grpo"), AUDIT, starts=1, seconds=9.0)
     assert (summary.measure, summary.before, summary.after) == ("reward", 0.25, 0.75)
-    assert (summary.train_reward_first, summary.train_reward_last) == (0.1, 0.4)
+    assert summary.figures["reward"] == (0.1, 0.4)
     assert (summary.steps, summary.trained_s, summary.samples_per_s, summary.tokens_per_s) == (4, 4.0, 8.0, 80.0)
     assert (summary.trainer_idle, summary.busy, summary.publish_s) == (0.25, {"rollout": 0.5}, 0.125)
     assert summary.staleness == {"0": 24, "1": 8}
@@ -76,25 +80,16 @@ def test_rows_that_do_not_balance_are_an_error(change):
         replace(AUDIT, **change).check_finished("t")
 
 
-def test_each_reward_term_has_its_mean(tmp_path):
-    with RunRecord(tmp_path) as record:
-        for version in range(20):
-            for count in (1, 3):
-                values = {"reward/exact": version / 10, "scored/exact": count, "scored/matches": 0, "version": version}
-                record.add("reward-0", Figures(kind="reward", at=0.0, values=values | {"rows": 4, "dropped": 0}))
-        scored = {"reward/matches": 0.5, "scored/matches": 2, "scored/exact": 0, "version": 0}
-        record.add("reward-0", Figures(kind="reward", at=0.0, values=scored))
+def test_each_figure_has_its_mean_at_both_ends_of_the_run(tmp_path):
+    with record_in(tmp_path) as record:
+        for number in range(1, 21):
+            terms = {"reward/exact": number / 10} | ({"reward/matches": 0.5} if number < 3 else {})
+            record.add("train-0", step(number, float(number), engine_error=0.01, **terms))
     summary = summarize(record, job("grpo"), AUDIT, starts=1, seconds=9.0)
-    assert summary.reward_terms == {"exact": (0.05, 1.85), "matches": (0.5, None)}
-    assert "exact 0.050 → 1.850, matches 0.500 → none" in summary.text()
-
-
-def test_log_probs_are_compared_before_the_first_update_of_a_step(tmp_path):
-    with RunRecord(tmp_path) as record:
-        record.add("train-0", step(1, 1.0, logprob_difference=0.01, logprob_difference_later=0.2))
-    summary = summarize(record, job("grpo"), AUDIT, starts=1, seconds=9.0)
-    assert (summary.logprob_difference, summary.logprob_difference_later) == (0.01, 0.2)
-    assert "0.01 before the first update of a step, 0.2 before the others" in summary.text()
+    assert summary.figures["reward/exact"] == (0.15, 1.95)
+    assert summary.figures["reward/matches"] == (0.5, 0.5)
+    for line in ("reward/exact", "0.15 → 1.95", "engine_error", "0.01 → 0.01 nats"):
+        assert line in summary.text()
 
 
 def test_dispatch_by_length_is_in_the_summary_and_in_a_file(tmp_path):
@@ -108,17 +103,17 @@ def test_dispatch_by_length_is_in_the_summary_and_in_a_file(tmp_path):
         "plans_in_order": 2,
         "why": "longest first",
     }
-    with RunRecord(tmp_path) as record:
+    with record_in(tmp_path) as record:
         record.add("rank-0", Figures(kind="dispatch", at=5.0, values=figures | {"plans": 3}))
         record.add("rank-0", Figures(kind="dispatch", at=6.0, values=figures))
     summary = summarize(record, job("grpo"), AUDIT, starts=1, seconds=9.0)
-    assert summary.dispatch == figures
+    assert summary.dispatch == figures | {"at": 6.0}
     words = (
         "recall 0.75 / 0.50 / 0.25 at 20 / 10 / 5 % of 96 rows; 2 of 4 batches in order of length; last: longest first"
     )
     assert words in summary.text()
     assert len((tmp_path / "dispatch.jsonl").read_text().splitlines()) == 2
-    assert len(RunRecord(tmp_path).plans) == 2
+    assert len(record_in(tmp_path).plans) == 2
     first = record.plans[0] | {"judged_rows": 0}
     del first["recall_20"], first["recall_10"], first["recall_5"]
     record.plans.append(first)
@@ -130,24 +125,24 @@ def test_recall_over_time_is_in_the_summary_and_in_a_file(tmp_path):
     refits = [{"ranker_version": 1, "rows": 32, "judged_rows": 0}]
     refits += [{"ranker_version": 2, "rows": 64, "judged_rows": 32} | shares] * 3
     refits += [{"ranker_version": 9, "rows": 288, "judged_rows": 32} | shares | {"recall_20": 0.75}]
-    with RunRecord(tmp_path) as record:
+    with record_in(tmp_path) as record:
         for refit in refits:
             record.add("rank-0", Figures(kind="ranker", at=5.0, values=refit))
     summary = summarize(record, job("grpo"), AUDIT, starts=1, seconds=9.0)
-    assert summary.ranker == refits
+    assert summary.ranker == [refit | {"at": 5.0} for refit in refits]
     assert "0.25 / 0.50 / 0.00 → 0.75 / 0.50 / 0.00 at 20 / 10 / 5 %, first and last 1 of 4 refits" in summary.text()
-    assert len(RunRecord(tmp_path).refits) == len((tmp_path / "ranker.jsonl").read_text().splitlines()) == 5
+    assert len(record_in(tmp_path).refits) == len((tmp_path / "ranker.jsonl").read_text().splitlines()) == 5
     (tmp_path / "other").mkdir()
     untaught = summarize(filled(tmp_path / "other", [1]), job("grpo"), AUDIT, starts=1, seconds=9.0)
     assert "recall by refit" not in untaught.text()
 
 
 def test_what_nobody_reported_is_not_made_up(tmp_path):
-    with RunRecord(tmp_path) as record:
+    with record_in(tmp_path) as record:
         record.add("train-0", Figures(kind="step", at=5.0, values={"step": 1, "rows": 8, "seconds": 2.0}))
     summary = summarize(record, job("distill"), AUDIT, starts=1, seconds=9.0)
     assert (summary.before, summary.after, summary.trainer_idle, summary.publish_s) == (None, None, None, None)
-    assert (summary.train_reward_first, summary.logprob_difference, summary.busy) == (None, None, {})
+    assert (summary.figures, summary.warnings, summary.busy) == ({"rows": (8.0, 8.0)}, [], {})
     assert (summary.trained_s, summary.samples_per_s) == (2.0, 4.0)
     assert "not evaluated" in summary.text()
 
@@ -156,7 +151,7 @@ def test_a_resumed_run_goes_on_with_what_was_written(tmp_path):
     filled(tmp_path, [1, 2, 3])
     with (tmp_path / "steps.jsonl").open("a") as torn:
         torn.write('{"step": 4, "rew')
-    with RunRecord(tmp_path) as record:
+    with record_in(tmp_path) as record:
         record.add("train-0", step(3, 20.0, reward=0.9))
         record.add("train-0", step(4, 21.0))
     assert sorted(record.steps) == [1, 2, 3, 4]

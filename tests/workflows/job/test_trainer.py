@@ -17,6 +17,7 @@ from tests.workflows.job import stand_ins
 from transferqueue.errors import UsageError
 from transferqueue.workflows.flow.events import Figures
 from transferqueue.workflows.job import names
+from transferqueue.workflows.job.run.figures import described
 from transferqueue.workflows.job.stages.evaluate import requests_table
 from transferqueue.workflows.job.tiny_model.make import make
 from transferqueue.workflows.job.training.checkpoint import Checkpoints, checkpoint_state
@@ -74,9 +75,15 @@ def test_a_job_trains_its_steps_and_leaves_no_row(
     assert all(step["rows"] == 6 and step["lost_rows"] == 0 for step in steps)
     staleness = {behind for step in steps for behind in step["staleness"]}
     assert staleness == {"0"} if mode == "sync" else staleness <= {"0", "1"}
-    assert {"loss", "gradient_norm", "lr", "reward", "idle_s", "stood_still_s", "tokens", "logprob_difference"} <= set(
-        steps[0]
-    )
+    named = {"loss", "gradient_norm", "lr", "tokens", "reward", "reward/builtins:len", "truncated", "length_p95"}
+    named |= {"step_s", "idle_s", "passes_s", "update_s", "stood_still_s", "save_s", "training_tokens_per_s"}
+    assert named | {"equal_groups", "group_std", "staleness_mean", "own_tokens", "engine_error"} <= set(steps[0])
+    assert all(described(name) for step in steps for name in step)
+    for step in steps:
+        parts = [step[name] for name in ("idle_s", "passes_s", "update_s", "stood_still_s", "save_s")]
+        assert all(part >= 0 for part in parts)
+        assert sum(parts) <= step["step_s"] * 1.01
+        assert mode != "sync" or step["own_tokens"] == 1.0
     assert stand_ins.final_weights(queue)[0] == 4
     assert Checkpoints(tmp_path / "checkpoints" / "train").steps() == [2, 4]
 
@@ -123,7 +130,7 @@ def test_a_step_of_several_updates_publishes_once(model: Path, queue: tq.Queue, 
     steps = trained(queue, given, tmp_path)
     assert [step["version"] for step in steps] == [1, 2, 3, 4]
     assert all(step["rows"] == 6 for step in steps)
-    assert all({"logprob_difference", "logprob_difference_later"} <= set(step) for step in steps)
+    assert all({"engine_error", "policy_movement"} <= set(step) for step in steps)  # before the first update, and after
 
 
 # ---------------------------------------------------------------- resume

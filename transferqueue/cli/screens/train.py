@@ -47,10 +47,10 @@ class JobFigures:
         """Add an event. Returns whether a shown figure changed."""
         from transferqueue.workflows.flow.events import Figures
 
-        if not isinstance(event, Figures) or event.kind not in ("step", "evaluation"):
+        if not isinstance(event, Figures) or event.kind not in ("step", *_LINES):
             return False
-        if event.kind == "evaluation":
-            self.phase = _evaluation(event.values)
+        if event.kind in _LINES:
+            self.phase = _LINES[event.kind](event.values)
             return True
         self.step = int(event.values["step"])
         self._steps = [*self._steps, (event.at, event.values)][-_MEAN_STEPS:]
@@ -61,7 +61,7 @@ class JobFigures:
         if not self._steps:
             return self.phase
         shown = [f"{name} {value:.3f}" for name in ("reward", "loss") if (value := self._mean(name)) is not None]
-        shown.append(f"staleness {self._staleness_mean():.1f}")
+        shown.append(f"staleness {self._steps[-1][1].get('staleness_mean', 0.0):.1f}")
         rows, tokens, idle = map(self._sum, ("rows", "tokens", "idle_s"))
         if seconds := self._seconds():
             shown += [
@@ -81,11 +81,6 @@ class JobFigures:
     def _seconds(self) -> float:
         return self._steps[-1][0] - self._steps[0][0]
 
-    def _staleness_mean(self) -> float:
-        from transferqueue.workflows.flow.reports.loggers import mean_staleness
-
-        return mean_staleness(self._steps[-1][1].get("staleness", {}))
-
 
 def _evaluation(values: dict[str, Any]) -> str:
     measured = ", ".join(
@@ -93,6 +88,14 @@ def _evaluation(values: dict[str, Any]) -> str:
     )
     at = f"after step {values['step']}" if values.get("when") == "during" else values.get("when", "")
     return f"held-out, {at}: {measured or 'nothing measured'}, {plural(values.get('rows', 0), 'row')}"
+
+
+def _warning(values: dict[str, Any]) -> str:
+    return f"warning, step {values['step']}: {values['text']}"
+
+
+_LINES: Final = {"evaluation": _evaluation, "warning": _warning}
+"""Kinds of events that are lines of their own."""
 
 
 class Lines:
@@ -106,17 +109,17 @@ class Lines:
         self._console.print(_processes(labels), soft_wrap=True)
 
     def __call__(self, label: str, event: Event) -> None:
-        """Print a line if ``event`` is an evaluation or every tenth step."""
+        """Print a line if ``event`` is an evaluation, a warning or every tenth step."""
         if not self._figures.add(event):
             return
-        if getattr(event, "kind", "") == "evaluation":
-            self._console.print(self._figures.phase)
+        if getattr(event, "kind", "") in _LINES:
+            self._console.print(self._figures.phase, soft_wrap=True)
         elif self._figures.step % LINE_EVERY_STEPS == 0:
             self._console.print(f"step {self._figures.step}/{self._steps}  {self._figures.text()}", soft_wrap=True)
 
 
 class Bar:
-    """A live bar; evaluations stay above it as lines."""
+    """A live bar; evaluations and warnings stay above it as lines."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._figures = JobFigures()
@@ -148,8 +151,8 @@ class Bar:
         """Show what ``event`` changed."""
         if not self._figures.add(event):
             return
-        if getattr(event, "kind", "") == "evaluation":
-            self._progress.console.print(self._figures.phase)
+        if getattr(event, "kind", "") in _LINES:
+            self._progress.console.print(self._figures.phase, soft_wrap=True)
         self._progress.update(self._task, completed=self._figures.step, description=self._figures.text())
 
 

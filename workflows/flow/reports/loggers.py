@@ -1,9 +1,9 @@
-"""Passes the metrics of a run to a logger: TensorBoard, Weights & Biases, or your own function.
+"""Passes the metrics of a run to a logger: TensorBoard, Weights & Biases, MLflow, or your own function.
 
 - A logger is a function of a step and its metrics, ``log(step, {"reward": 0.5, ...})``.
 - It runs in the supervisor, as part of the flow's `observe`; stages do not know it and never wait for it.
-- It gets numbers: the finite values of the events that stages report per step. A histogram of staleness becomes
-  its mean, ``staleness``; ages of queues become one number a task.
+- It gets numbers: the finite values of the events that stages report per step. A mapping, such as a histogram of
+  staleness, becomes one number for each of its keys: ``staleness/0``.
 - A logger's library is loaded when the logger is created. No extra installs it.
 """
 
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
+import re
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,7 +59,7 @@ def logged(log: Logger, observe: Observe = lambda label, event: None) -> Observe
         >>> values = {"step": 3, "loss": 0.5, "staleness": {"0": 1, "1": 3}}
         >>> hear("train-0", Figures(kind="step", at=0.0, values=values))
         >>> seen
-        [(3, {'loss': 0.5, 'staleness': 0.75})]
+        [(3, {'loss': 0.5, 'staleness/0': 1.0, 'staleness/1': 3.0})]
     """
     last = 0
 
@@ -78,18 +80,11 @@ def figures_of(event: Figures) -> dict[str, float]:
     within = f"{event.kind}/{event.values['when']}/" if "when" in event.values else ""
     figures: dict[str, float] = {}
     for name, value in event.values.items():
-        if name == "staleness":
-            figures[name] = mean_staleness(value)
-        elif isinstance(value, Mapping):
+        if isinstance(value, Mapping):
             figures |= {f"{name}/{key}": number for key, number in value.items()}
         elif name != STEP:
             figures[f"{within}{name}"] = value
     return {name: float(value) for name, value in figures.items() if _number(value)}
-
-
-def mean_staleness(rows: Mapping[str, int]) -> float:
-    """Return the mean staleness of a histogram (versions behind → rows); 0 if it is empty."""
-    return sum(int(versions) * count for versions, count in rows.items()) / max(1, sum(rows.values()))
 
 
 def _number(value: object) -> bool:
@@ -127,7 +122,28 @@ def wandb(directory: Path, *, project: str = "transferqueue", **terms: Any) -> G
         run.finish(exit_code=int(failed))
 
 
-LOGGERS: Final = {"tensorboard": tensorboard, "wandb": wandb}
+@contextmanager
+def mlflow(directory: Path, **terms: Any) -> Generator[Logger]:
+    """Log to a run of MLflow: of the server that MLFLOW_TRACKING_URI names, else of a database in `directory`. terms:
+    arguments of ``mlflow.start_run``, such as run_name.
+
+    The run is ended as failed if the flow raised.
+    """
+    library = _library("mlflow", "mlflow")
+    if not os.environ.get("MLFLOW_TRACKING_URI"):
+        directory.mkdir(parents=True, exist_ok=True)
+        library.set_tracking_uri(f"sqlite:///{directory.absolute()}/mlflow.db")
+    with library.start_run(**terms):
+        yield lambda step, figures: library.log_metrics(
+            {_NO_METRIC.sub("_", name): value for name, value in figures.items()}, step=step
+        )
+
+
+_NO_METRIC: Final = re.compile(r"[^\w\-. /]")
+"""Characters that a metric's name must not have in each version of MLflow."""
+
+
+LOGGERS: Final = {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow}
 """Loggers by name; each is called with the folder of a run."""
 
 
@@ -135,7 +151,7 @@ def logger_named(name: str) -> Callable[[Path], Any]:
     """Return a logger by its name: a context manager that is called with the folder of a run.
 
     Args:
-        name: ``"tensorboard"`` or ``"wandb"``.
+        name: ``"tensorboard"``, ``"wandb"`` or ``"mlflow"``.
 
     Raises:
         NotFound: another name; the text lists the known ones.

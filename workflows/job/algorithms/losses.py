@@ -68,10 +68,10 @@ def policy_loss(responses: Responses, algorithm: AlgorithmSettings, *, tokens_ma
         losses_N, figures = _distillation_losses(responses, algorithm)
     else:
         losses_N, figures = _clipped_losses(responses, responses.column("advantages_N", algorithm.kind), algorithm)
-    if algorithm.kl and algorithm.kl_in == "loss":
+    if algorithm.kl and (algorithm.kl_in == "loss" or responses.ref_logprobs_N is not None):
         ref_N = responses.column("ref_logprobs_N", f"kl={algorithm.kl}")
-        kl_N = kl_estimate(responses.logprobs_N, ref_N, algorithm.kl_estimator)
-        losses_N, figures["ref_kl"] = losses_N + algorithm.kl * kl_N, kl_N
+        figures["ref_kl"] = kl_N = kl_estimate(responses.logprobs_N, ref_N, algorithm.kl_estimator)
+        losses_N = losses_N + algorithm.kl * kl_N if algorithm.kl_in == "loss" else losses_N
     if responses.entropies_N is not None:
         figures["entropy"] = responses.entropies_N
     return _summed(responses, losses_N, figures, aggregate=algorithm.aggregate, tokens_max=tokens_max)

@@ -25,6 +25,7 @@ from transferqueue.errors import UsageError
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer
 from transferqueue.workflows.job.reward_terms.functions import FunctionTerm, TimeLimit, no_limit
 from transferqueue.workflows.job.reward_terms.reward_rows import Floats, RewardRows, RewardTerm
+from transferqueue.workflows.job.reward_terms.term_names import term_names
 from transferqueue.workflows.job.settings.job import Job, RewardSettings
 
 DROPPED: Final = "reward_error"
@@ -48,8 +49,8 @@ class RowScores:
 class RewardScorer:
     """The reward of a job, for training and for evaluation.
 
-    limit: bounds each call of a function. Makes the functions and loads the models; raises as `load_reward` and
-    `load_classifier` do.
+    names: of the terms, each once. limit: bounds each call of a function. Makes the functions and loads the models;
+    raises as `load_reward` and `load_classifier` do.
     """
 
     def __init__(self, job: Job, tokenizer: TextTokenizer, *, limit: TimeLimit = no_limit) -> None:
@@ -59,18 +60,9 @@ class RewardScorer:
             _term(settings, f"reward.{at}", job, tokenizer, limit) for at, settings in enumerate(self._settings)
         ]
         self._weights_F = np.array([settings.weight for settings in self._settings])
+        self.names = term_names(job)
         if not self._terms:
             raise UsageError('the job has no reward that scores rows: give reward = [{ function = "module:function" }]')
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the terms, each once: a second one of a name gets a number."""
-        seen: dict[str, int] = {}
-        names = []
-        for term in self._terms:
-            seen[term.name] = seen.get(term.name, 0) + 1
-            names.append(term.name if seen[term.name] == 1 else f"{term.name} {seen[term.name]}")
-        return tuple(names)
 
     def score(
         self,

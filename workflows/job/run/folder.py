@@ -7,7 +7,8 @@
       plan.toml          the plan that it was changed by, if any
       run.json           when it began, with which versions, how often it was started
       logs/              output of each process; server.log is that of the queue
-      steps.jsonl  evaluations.jsonl  samples.jsonl  dispatch.jsonl  ranker.jsonl  elastic.jsonl  written meanwhile
+      steps.jsonl  warnings.jsonl  evaluations.jsonl  samples.jsonl                  written meanwhile, and
+      dispatch.jsonl  ranker.jsonl  elastic.jsonl                                    where a job has them
       checkpoints/       of the trainer
       state/ snapshots/  of the queue, until the run is finished or discarded; runtime names the directory of its socket
       summary.json  summary.txt  timeline.json  learning.png      written at the end

@@ -17,7 +17,7 @@ _ENGINE_PACKAGES: Final[dict[EngineKind, tuple[str, str]]] = {
     "vllm": ("vllm", "vllm"),
 }
 """The module that a kind of engine imports, and the extra that installs it."""
-_LOGGER_PACKAGES: Final = {"tensorboard": "tensorboard", "wandb": "wandb"}
+_LOGGER_PACKAGES: Final = {name: name for name in ("tensorboard", "wandb", "mlflow")}
 _CPU: Final = ("auto", "cpu")
 
 

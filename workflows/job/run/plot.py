@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from transferqueue.workflows.flow.reports.loggers import mean_staleness
+from transferqueue.workflows.job.run.figures import curves, described
 from transferqueue.workflows.job.run.record import RunRecord
 from transferqueue.workflows.job.run.summary import RunSummary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_BLUE, _GREEN, _ORANGE, _GREY = "#2b6cb0", "#2f855a", "#c05621", "#a0aec0"
+_BLUE, _GREEN, _GREY = "#2b6cb0", "#2f855a", "#a0aec0"
+_COLUMNS: Final = 3
 _DOTS_PER_INCH: Final = 130
 _SMOOTH_STEPS: Final = 10
 
@@ -26,32 +27,42 @@ def can_draw() -> bool:
 
 
 def draw(path: Path, record: RunRecord, summary: RunSummary) -> None:
-    """Draw over the trainer's steps: the reward (or loss) with the evaluations, the staleness, and the seconds of a
-    step, waiting apart."""
+    """Draw over the trainer's steps: the reward (or loss) with the evaluations, and each other figure that has a
+    curve."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     steps = sorted(record.steps)
     each = [record.steps[step] for step in steps]
-    figure = Figure(figsize=(9, 7), layout="constrained")
+    learned = "reward" if any("reward" in step for step in each) else "loss"
+    names = [name for name in curves(each) if name != learned]
+    rows = -(-len(names) // _COLUMNS)
+    figure = Figure(figsize=(9, 4 + 1.2 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    learned, staleness, seconds = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1))
-    _draw_learned(learned, steps, each, record, summary)
-    staleness.step(steps, [mean_staleness(step.get("staleness", {})) for step in each], where="mid", color=_ORANGE)
-    staleness.set_ylabel("staleness\n(versions)")
-    _draw_seconds(seconds, steps, each)
-    seconds.set_xlabel("trainer step")
-    for axes in (learned, staleness, seconds):
+    grid = figure.add_gridspec(rows + 1, _COLUMNS, height_ratios=(3, *([1] * rows)))
+    top = figure.add_subplot(grid[0, :])
+    _draw_learned(top, steps, each, learned, record, summary)
+    places = [figure.add_subplot(grid[1 + at // _COLUMNS, at % _COLUMNS]) for at in range(len(names))]
+    for axes, name in zip(places, names, strict=True):
+        axes.plot(steps, _values(each, name), color=_BLUE, linewidth=1)
+        unit = (found := described(name)) and found.unit
+        axes.set_title(f"{name} ({unit})" if unit else name, loc="left", fontsize="small")
+        axes.tick_params(labelsize="x-small")
+    for axes in (top, *places):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e2e8f0", linewidth=0.7)
     figure.savefig(path, dpi=_DOTS_PER_INCH)
 
 
 def _draw_learned(
-    axes: Axes, steps: list[int], each: Sequence[Mapping[str, Any]], record: RunRecord, summary: RunSummary
+    axes: Axes,
+    steps: list[int],
+    each: Sequence[Mapping[str, Any]],
+    name: str,
+    record: RunRecord,
+    summary: RunSummary,
 ) -> None:
-    name = "reward" if any("reward" in step for step in each) else "loss"
-    values = [float(step.get(name, float("nan"))) for step in each]
+    values = _values(each, name)
     axes.plot(steps, values, color=_GREY, linewidth=0.8, label=f"{name} of the step's rows")
     axes.plot(steps, _smooth(values), color=_BLUE, linewidth=2, label=f"mean of {_SMOOTH_STEPS} steps")
     points = [
@@ -64,14 +75,8 @@ def _draw_learned(
     axes.legend(frameon=False)
 
 
-def _draw_seconds(axes: Axes, steps: list[int], each: Sequence[Mapping[str, Any]]) -> None:
-    ends = [float(step["at"]) for step in each]
-    taken = [max(0.0, after - before) for before, after in pairwise(ends)]
-    axes.plot(steps[1:], taken, color=_BLUE, linewidth=1, label="step")
-    axes.plot(steps, [float(step.get("idle_s", 0.0)) for step in each], color=_ORANGE, linewidth=1, label="waiting")
-    axes.set_ylabel("seconds")
-    axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, ncols=2)
+def _values(each: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [math.nan if step.get(name) is None else float(step[name]) for step in each]
 
 
 def _smooth(values: list[float]) -> list[float]:

@@ -55,6 +55,8 @@ def preflight(job: Job, *, code: Path | None = None) -> PromptData:
     check_packages(job)
     check_devices(job)
     import_from(code)
+    if job.log.function:
+        load_callable(job.log.function, "log.function")
     for key, path in _models(job):
         check_model(key, path)
     _check_resume(job.checkpoint.resume)

@@ -1,8 +1,13 @@
-"""Collects the events of a run's processes: files that grow while it runs, and the figures of the summary."""
+"""Collects the events of a run's processes: files that grow while it runs, and the figures of the summary.
+
+A step is completed when it arrives: its mappings become one figure each (``queue_age_s/train``), numbers that are not
+finite become null, the speed of generation is added, and rules of thumb are checked (`run_warnings`).
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -11,18 +16,24 @@ from statistics import median
 from types import TracebackType
 from typing import Any, Final, Self, TextIO
 
+import msgspec
+from msgspec.structs import asdict, replace
+
 from transferqueue.workflows.elastic.scaler import ELASTIC
 from transferqueue.workflows.flow.events import PUBLISH, WAIT, WORK, Event, Failure, Figures, TimeSpan
 from transferqueue.workflows.flow.loop.full_batches import ABORTED
 from transferqueue.workflows.flow.reports.chrome_trace import write_chrome_trace
 from transferqueue.workflows.flow.reports.loggers import DISPATCH, EVALUATION, RANKER, STEP
 from transferqueue.workflows.job import names
+from transferqueue.workflows.job.run.figures import described
+from transferqueue.workflows.job.run.run_warnings import RunWarnings
+from transferqueue.workflows.job.settings.job import Job
 
 SAMPLES: Final = "samples"
 """Kind of the event with sample responses."""
 CHECKPOINT: Final = "checkpoint"
-REWARD: Final = "reward"
-"""Kind of the event with the values of each reward term for the rows of a lease."""
+WARNING: Final = "warning"
+"""Kind of the event that tells of trouble in words, of the supervisor."""
 PUBLICATION: Final = "publication"
 """Kind of the event with the cost of a publication of weights for a rank of a trainer."""
 SPANS_MAX: Final = 200_000
@@ -34,6 +45,7 @@ _FILES: Final = {
     DISPATCH: "dispatch.jsonl",
     RANKER: "ranker.jsonl",
     ELASTIC: "elastic.jsonl",
+    WARNING: "warnings.jsonl",
 }
 _COUNTERS: Final = ("reward", "loss")
 
@@ -45,20 +57,16 @@ class RunRecord:
     A step that is trained again after a resume replaces the one of the same number.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, job: Job) -> None:
         self._folder = folder
         self._files: dict[str, TextIO] = {}
         self._spans: deque[tuple[str, TimeSpan]] = deque(maxlen=SPANS_MAX)
         self._work_s: dict[str, float] = {}
         self.steps: dict[int, dict[str, Any]] = {int(step["step"]): step for step in self._earlier(STEP)}
-        self.evaluations: list[dict[str, Any]] = list(self._earlier(EVALUATION))
-        self.plans: list[dict[str, Any]] = list(self._earlier(DISPATCH))
-        self.refits: list[dict[str, Any]] = list(self._earlier(RANKER))
-        self.elastic: list[dict[str, Any]] = list(self._earlier(ELASTIC))
+        self._lists = {kind: list(self._earlier(kind)) for kind in (EVALUATION, DISPATCH, RANKER, ELASTIC)}
+        self.evaluations, self.plans, self.refits, self.elastic = self._lists.values()
         self.checkpoints: list[int] = []
         self.failures: Counter[str] = Counter()
-        self.terms: dict[int, dict[str, tuple[float, int]]] = {}
-        """Of this start, by the table's clock: the sum of each reward term's scores, and of how many rows."""
         self.aborted: Counter[str] = Counter()
         """Rows that generators handed back because their batch was full (``rows``), and their ``tokens`` so far, of
         this start."""
@@ -66,6 +74,11 @@ class RunRecord:
         self.publications: dict[str, list[dict[str, Any]]] = {}
         self.started_s = self.ended_s = 0.0
         self.new_steps: list[int] = []
+        self.warnings = RunWarnings(job)
+        for number in sorted(self.steps):
+            self.warnings.see(self.steps[number])
+        self._generated_s: dict[str, float] = {}
+        """Seconds that each generating process worked since the last step."""
 
     def __enter__(self) -> Self:
         for kind, name in _FILES.items():
@@ -78,8 +91,9 @@ class RunRecord:
         while self._files:
             self._files.popitem()[1].close()
 
-    def add(self, label: str, event: Event) -> None:
-        """Add an event of process `label`, and write it to its file."""
+    def add(self, label: str, event: Event) -> list[Event]:
+        """Add an event of process `label`, and write it to its file. Returns it as it is recorded, and the warnings
+        that it brings."""
         if isinstance(event, TimeSpan):
             self._span(label, event)
         elif isinstance(event, Failure):
@@ -89,47 +103,41 @@ class RunRecord:
                 self._write(SAMPLES, sample)
         elif event.kind == PUBLICATION:
             self.publications.setdefault(label, []).append(event.values)
-        elif event.kind == REWARD:
-            self._terms(event.values)
         elif event.kind == ABORTED:
             self.aborted.update(event.values)
         elif event.kind == CHECKPOINT:
             self.checkpoints.append(int(event.values["step"]))
-        elif event.kind == DISPATCH:
-            self.plans.append(event.values)
-            self._write(DISPATCH, event.values | {"at": event.at})
-        elif event.kind == RANKER:
-            self.refits.append(event.values)
-            self._write(RANKER, event.values | {"at": event.at})
-        elif event.kind == ELASTIC:
-            self.elastic.append(event.values | {"at": event.at})
-            self._write(ELASTIC, self.elastic[-1])
-        elif event.kind in (STEP, EVALUATION):
-            self._figures(event)
+        elif event.kind == STEP:
+            return self._step(event)
+        elif event.kind in self._lists:
+            self._lists[event.kind].append(event.values | {"at": event.at})
+            self._write(event.kind, event.values | {"at": event.at})
+        return [event]
 
-    def _figures(self, event: Figures) -> None:
-        values = event.values | {"at": event.at}
-        if event.kind == EVALUATION:
-            self.evaluations.append(values)
-        else:
-            self.steps[int(values["step"])] = values
-            self.new_steps.append(int(values["step"]))
-            self.ended_s = event.at
-        self._write(event.kind, values)
-
-    def _terms(self, values: Mapping[str, Any]) -> None:
-        terms = self.terms.setdefault(int(values["version"]), {})
-        for key, count in values.items():
-            name = key.removeprefix("scored/")
-            if name != key and count:
-                total, rows = terms.get(name, (0.0, 0))
-                terms[name] = total + float(values[f"reward/{name}"]) * int(count), rows + int(count)
+    def _step(self, event: Figures) -> list[Event]:
+        generating = self._generated_s.values()
+        generated_s = sum(generating) / len(generating) if generating else 0.0
+        self._generated_s = {}
+        values = completed(event.values, generated_s) | {"at": event.at}
+        self.steps[int(values["step"])] = values
+        self.new_steps.append(int(values["step"]))
+        self.ended_s = event.at
+        self._write(STEP, values)
+        told = [
+            Figures(kind=WARNING, at=event.at, values={"step": values["step"], "text": warning.text, **asdict(warning)})
+            for warning in self.warnings.see(values)
+        ]
+        for warning in told:
+            self._write(WARNING, warning.values)
+        return [replace(event, values=values), *told]
 
     def _span(self, label: str, span: TimeSpan) -> None:
         self._spans.append((label, span))
         task = label.rpartition("-")[0]
         if span.name == WORK:
             self._work_s[label] = self._work_s.get(label, 0.0) + span.end - span.start
+            if task in (names.ROLLOUT, names.PLAY):
+                self._generated_s[label] = self._generated_s.get(label, 0.0) + span.end - span.start
         if task == names.TRAIN:
             if span.name == PUBLISH and label.endswith("-0"):
                 self.publish_s.append(span.end - span.start)
@@ -215,8 +223,31 @@ class RunRecord:
 
     def _write(self, kind: str, values: Mapping[str, Any]) -> None:
         if kind in self._files:
-            self._files[kind].write(json.dumps(values) + "\n")
+            self._files[kind].write(msgspec.json.encode(values).decode() + "\n")  # not finite: null
             self._files[kind].flush()
+
+
+def completed(values: Mapping[str, Any], generated_s: float) -> dict[str, Any]:
+    """Return the figures of a step as they are recorded. generated_s: mean time that a generating process worked for
+    it; 0: not known.
+
+    >>> completed({"step": 1, "loss": math.nan, "queue_age_s": {"train": 1.5}, "staleness": {"0": 2}}, 0.0)
+    {'step': 1, 'loss': None, 'queue_age_s/train': 1.5, 'staleness': {'0': 2}}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        figure = described(name)
+        if isinstance(value, Mapping) and not (figure and figure.by_value):
+            flat |= {f"{name}/{part}": number for part, number in value.items()}
+        else:
+            flat[name] = value
+    if generated_s > 0 and "length_mean" in flat:
+        flat["generation_tokens_per_s"] = flat["length_mean"] * flat["rows"] / generated_s
+    return {name: None if _is_not_finite(value) else value for name, value in flat.items()}
+
+
+def _is_not_finite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _costs(publications: list[dict[str, Any]]) -> dict[str, float]:

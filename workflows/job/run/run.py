@@ -21,12 +21,13 @@ from typing import Any, Final
 import msgspec
 
 import transferqueue as tq
+from transferqueue.adapters.stages.reward_functions import load_callable
 from transferqueue.workflows.elastic.scaler import Scaler
-from transferqueue.workflows.flow.events import Event, Figures
+from transferqueue.workflows.flow.events import Event
 from transferqueue.workflows.flow.flow import Flow, Observe
 from transferqueue.workflows.flow.on_ray import RayFlow
 from transferqueue.workflows.flow.reports.audit import Audit, audit
-from transferqueue.workflows.flow.reports.loggers import STEP, logged, logger_named
+from transferqueue.workflows.flow.reports.loggers import logged, logger_named
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.tokenizer import class_environment
 from transferqueue.workflows.job.graph import TRAINERS, create_table, generating_task, stage_jobs
@@ -37,6 +38,8 @@ from transferqueue.workflows.job.run.plot import can_draw, draw
 from transferqueue.workflows.job.run.preflight import check_queue, importable, preflight
 from transferqueue.workflows.job.run.queue_snapshots import SNAPSHOTS, QueueSnapshots, restore_if_lost
 from transferqueue.workflows.job.run.record import RunRecord
+from transferqueue.workflows.job.run.recorded import recorded
+from transferqueue.workflows.job.run.run_page import RunPage
 from transferqueue.workflows.job.run.server import RunServer, discard_state
 from transferqueue.workflows.job.run.summary import RunSummary, summarize
 from transferqueue.workflows.job.settings.job import Job
@@ -101,11 +104,11 @@ def run_job(
         folder.begin(job, code)
         if plan is not None:
             plan.write(folder.path / PLAN)
-        with RunRecord(folder.path) as record, _queue(job, folder, page=page) as (queue, address, server):
+        with RunRecord(folder.path, job) as record, _queue(job, folder, page=page) as (queue, address, server):
             if not job.queue.address:
                 restore_if_lost(queue, folder.path)
             table = create_table(queue, job)
-            began = time.monotonic()
+            began, run_page = time.monotonic(), RunPage(queue)
             with _loggers(job, folder, observe) as hear, _snapshots(job, queue, hear) as hear:
                 _run_processes(
                     queue,
@@ -113,9 +116,10 @@ def run_job(
                     job,
                     folder,
                     environment,
-                    _both(record, hear, table),
+                    recorded(record, table, run_page, hear),
                     lambda flow: started(_running(folder, job, flow, address, server)),
                 )
+            run_page.show(record, at_once=True)
             audited = audit(table)
             audited.check_finished(names.TABLE)
             summary = summarize(
@@ -190,6 +194,8 @@ def _loggers(job: Job, folder: RunFolder, observe: Observe) -> Iterator[Observe]
         for name in job.log.to:
             if name != "jsonl":
                 observe = logged(stack.enter_context(logger_named(name)(folder.path / name)), observe)
+        if job.log.function:
+            observe = logged(load_callable(job.log.function, "log.function"), observe)
         yield observe
 
 
@@ -206,24 +212,6 @@ def _snapshots(job: Job, queue: tq.Queue, observe: Observe) -> Iterator[Observe]
             observe(label, event)
 
         yield hear
-
-
-def _both(record: RunRecord, observe: Observe, table: tq.Table) -> Observe:
-    def hear(label: str, event: Event) -> None:
-        event = aged(event, table)
-        record.add(label, event)
-        observe(label, event)
-
-    return hear
-
-
-def aged(event: Event, table: tq.Table) -> Event:
-    """Add `queue_age_s` to the metrics of a step: for each task, how long ago its next row was put; None if no row
-    waits."""
-    if not isinstance(event, Figures) or event.kind != STEP:
-        return event
-    ages = {name: task.age_s for name, task in table.stats().tasks.items()}
-    return msgspec.structs.replace(event, values=event.values | {"queue_age_s": ages})
 
 
 def _running(folder: RunFolder, job: Job, flow: Flow | RayFlow, address: str, server: RunServer | None) -> RunningJob:
@@ -249,6 +237,6 @@ def _write_files(folder: Path, record: RunRecord, summary: RunSummary) -> list[P
     result.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     return [
         path
-        for path in (result, text, folder / "steps.jsonl", folder / "samples.jsonl", timeline, curve)
+        for path in (result, text, *(folder / f"{name}.jsonl" for name in ("steps", "samples")), timeline, curve)
         if path.exists()
     ]

@@ -13,12 +13,12 @@ from transferqueue.workflows.flow.reports.audit import Audit
 from transferqueue.workflows.flow.reports.weight_swaps import NO_SWAPS, Swaps, publish_lag_s, swaps_of
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.run.elastic import ElasticSummary, elastic_summary
+from transferqueue.workflows.job.run.figures import Step, described, numbers
 from transferqueue.workflows.job.run.record import RunRecord
+from transferqueue.workflows.job.run.run_warnings import RunWarning
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.plan_file import Predicted
 
-DIFFERENCE: Final = "logprob_difference"
-"""Figure of a step, and, with ``_later``, of its updates after the first."""
 MEASURES: Final = ("reward", "kl", "loss")
 """Possible measures of an evaluation; a run has that of its kind."""
 
@@ -27,27 +27,24 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a run, with the keys of ``summary.json``.
 
     measure: what the evaluations measured on held-out prompts (``reward``, or ``kl`` and ``loss`` where there is none);
-    before, after: its mean at the two ends of the run (None: not evaluated). train_reward_first, _last: mean reward of
-    the trained rows in the first and in the last tenth of the steps. seconds: of the last start, its processes' start
-    and evaluations included; trained_s: of that from the trainer's first wait to its last step, over which
-    samples_per_s, tokens_per_s (of responses), trainer_idle (share spent waiting for rows) and busy (share that
-    processes of a task worked on rows) are. stood_still_s: mean time of a step in which the trainer stood still for
-    weights. publish_s: median time of a publication. publications: what those of this start cost each trainer or rank
-    (``train-0``, …): their number (versions), bytes that it wrote and seconds that it stood still for one (means), and
-    seconds from the update to the version that readers see, or to the rank's part of it (median). logprob_difference:
-    mean over steps of |log-prob by the trainer − by the engine| of a token; where a step takes several updates, before
-    the first of them, and logprob_difference_later of the others. staleness: rows by versions behind when the trainer
+    before, after: its mean at the two ends of the run (None: not evaluated). figures: mean of each figure of a step
+    (`run.figures`) over the first and over the last tenth of the steps. warnings: the rules of thumb that broke, in
+    words. seconds: of the last start, its processes' start and evaluations included; trained_s: of that from the
+    trainer's first wait to its last step, over which samples_per_s, tokens_per_s (of responses), trainer_idle (share
+    spent waiting for rows) and busy (share that processes of a task worked on rows) are. publish_s: median time of a
+    publication. publications: what those of this start cost each trainer or rank (``train-0``, …): their number
+    (versions), bytes that it wrote and seconds that it stood still for one (means), and seconds from the update to the
+    version that readers see, or to the rank's part of it (median). staleness: rows by versions behind when the trainer
     leased them. starts: how often the run was started. failures: calls of stages that raised. dispatch: the last
     figures of the ranker (``recall_20``, ``recall_10``, ``recall_5`` of rows that it had not seen, ``skilled``,
     ``plans_in_order`` of ``plans``, ``why``); empty for rows in the given order. ranker: each refit of the ranker, with
     the rows that it had learned from and its recall over `judged_rows` rows that finished since the refit before.
-    reward_terms: mean score of each reward term, before its weight, over the rows that were scored in the first and in
-    the last tenth of this start's versions. aborted: of a job that over-samples, how often a row was handed back
-    because its batch was full (``rows``), and ``tokens`` that such rows had. staleness_in_flight: the part of staleness
-    up to the put, in versions since a row's first token; staleness_in_queue: the part after it. publish_lag_s: median
-    time from a publication until a generating process has loaded it. swaps: how long generation stood still for new
-    weights (`flow.reports.weight_swaps`). elastic: how many generating processes there were; None if their number was
-    fixed. step_s: median time from a step to the next. predicted: the prediction of the run's plan.
+    aborted: of a job that over-samples, how often a row was handed back because its batch was full (``rows``), and
+    ``tokens`` that such rows had. staleness_in_flight: the part of staleness up to the put, in versions since a row's
+    first token; staleness_in_queue: the part after it. publish_lag_s: median time from a publication until a generating
+    process has loaded it. swaps: how long generation stood still for new weights (`flow.reports.weight_swaps`).
+    elastic: how many generating processes there were; None if their number was fixed. step_s: median time from a step
+    to the next. predicted: the prediction of the run's plan.
     """
 
     name: str
@@ -59,17 +56,13 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     measure: str
     before: float | None
     after: float | None
-    train_reward_first: float | None
-    train_reward_last: float | None
     seconds: float
     trained_s: float
     samples_per_s: float
     tokens_per_s: float
     trainer_idle: float | None
     busy: dict[str, float]
-    stood_still_s: float | None
     publish_s: float | None
-    logprob_difference: float | None
     staleness: dict[str, int]
     rows_put: int
     rows_done: int
@@ -78,8 +71,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     dispatch: dict[str, Any] = {}
     ranker: list[dict[str, Any]] = []
     publications: dict[str, dict[str, float]] = {}
-    reward_terms: dict[str, tuple[float | None, float | None]] = {}
-    logprob_difference_later: float | None = None
+    figures: dict[str, tuple[float, float]] = {}
+    warnings: list[RunWarning] = []
     aborted: dict[str, int] = {}
     elastic: ElasticSummary | None = None
     step_s: float | None = None
@@ -97,8 +90,6 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
             ("job", f"{self.name}: {self.kind}, {self.mode}, seed {self.seed}"),
             ("steps", f"{self.steps:,}" + (f", in {self.starts} starts" if self.starts > 1 else "")),
             (f"held-out {self.measure}", _change(self.before, self.after)),
-            ("reward of trained rows", _change(self.train_reward_first, self.train_reward_last)),
-            *([("each reward of scored rows", _by_term(self.reward_terms))] if self.reward_terms else []),
             ("seconds", f"{self.seconds:.1f}, {self.trained_s:.1f} of them training"),
             ("samples/s, tokens/s", f"{self.samples_per_s:,.1f}, {self.tokens_per_s:,.0f}"),
             ("trainer idle", "not reported" if self.trainer_idle is None else f"{self.trainer_idle:.0%}"),
@@ -108,11 +99,6 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
             ("  of it in the queue", _counts(self.staleness_in_queue)),
             ("published → applied", _milliseconds(self.publish_lag_s, "median")),
             *([("generation stood still", self.swaps.text())] if self.swaps.count else []),
-            (
-                "trainer − engine log-probs",
-                _difference(self.logprob_difference, self.logprob_difference_later),
-            ),
-            ("stood still for weights", _milliseconds(self.stood_still_s, "a step")),
             ("weights published in", _milliseconds(self.publish_s, "median")),
             *([("weights by rank", _by_rank(self.publications))] if len(self.publications) > 1 else []),
             ("rows put / done / dropped", f"{self.rows_put:,} / {self.rows_done:,} / {dropped}"),
@@ -121,6 +107,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
             *([("recall by refit", text)] if (text := _recalled(self.ranker)) else []),
             *([("step, predicted", _compared(self.step_s, self.predicted.step_s))] if self.predicted else []),
             *([("generating processes", self.elastic.text())] if self.elastic else []),
+            *((name, _ends(name, ends)) for name, ends in self.figures.items() if _is_drawn(name)),
+            *(("warning", warning.text_of_all) for warning in self.warnings),
         ]
 
     def text(self) -> str:
@@ -144,7 +132,6 @@ def summarize(
     generators, trainers = record.spans_of(names.ROLLOUT, names.PLAY), record.spans_of(names.TRAIN)
     trained_s = record.trained_s()
     measure, before, after = evaluated(record.evaluations)
-    first, last = _ends(record.steps)
     idle = list(record.each("idle_s"))
     return RunSummary(
         name=job.name,
@@ -156,18 +143,15 @@ def summarize(
         measure=measure,
         before=before,
         after=after,
-        train_reward_first=first,
-        train_reward_last=last,
+        figures=figure_ends([record.steps[step] for step in sorted(record.steps)]),
+        warnings=record.warnings.all,
         seconds=round(seconds, 2),
         trained_s=round(trained_s, 2),
         samples_per_s=round(record.sum_of("rows") / max(trained_s, 1e-9), 2),
         tokens_per_s=round(record.sum_of("tokens") / max(trained_s, 1e-9), 1),
         trainer_idle=round(min(1.0, sum(idle) / max(trained_s, 1e-9)), 4) if idle else None,
         busy={task: round(share, 4) for task in _TASKS if (share := record.busy(task))},
-        stood_still_s=_mean(list(record.each("stood_still_s"))),
         publish_s=round(median(record.publish_s), 5) if record.publish_s else None,
-        logprob_difference=_mean(list(record.each(DIFFERENCE))),
-        logprob_difference_later=_mean(list(record.each(f"{DIFFERENCE}_later"))),
         staleness=record.staleness(),
         staleness_in_flight=table.staleness_in_flight if table else {},
         staleness_in_queue=table.staleness_in_queue if table else {},
@@ -180,7 +164,6 @@ def summarize(
         dispatch=record.plans[-1] if record.plans else {},
         ranker=record.refits,
         publications=record.publication_costs(),
-        reward_terms=_term_ends(record.terms),
         aborted=dict(record.aborted),
         elastic=elastic_summary(record.elastic),
         step_s=_rounded(record.step_s()),
@@ -216,45 +199,30 @@ def evaluated(evaluations: list[dict[str, Any]]) -> tuple[str, float | None, flo
     return measure, _rounded(before), _rounded(after)
 
 
-def _ends(steps: Mapping[int, Mapping[str, Any]]) -> tuple[float | None, float | None]:
-    """Mean reward in the first and in the last tenth of the steps."""
-    rewards = [float(steps[step]["reward"]) for step in sorted(steps) if steps[step].get("reward") is not None]
-    tenth = max(1, len(rewards) // 10)
-    return (round(fmean(rewards[:tenth]), 4), round(fmean(rewards[-tenth:]), 4)) if rewards else (None, None)
+def figure_ends(steps: Sequence[Step]) -> dict[str, tuple[float, float]]:
+    """Return the mean of each figure over the first and over the last tenth of the steps that have it.
+
+    >>> figure_ends([{"step": 1, "reward": 0.25}, {"step": 2, "reward": 0.75}])["reward"]
+    (0.25, 0.75)
+    """
+    by_step = [numbers(step) for step in steps]
+    names = dict.fromkeys(name for found in by_step for name in found if name not in ("step", "version"))
+    each = {name: [found[name] for found in by_step if name in found] for name in names}
+    return {name: (_mean(values[: _tenth(values)]), _mean(values[-_tenth(values) :])) for name, values in each.items()}
 
 
-def _term_ends(terms: Mapping[int, Mapping[str, tuple[float, int]]]) -> dict[str, tuple[float | None, float | None]]:
-    """Mean score of each reward term in the first and in the last tenth of the versions."""
-    versions = sorted(terms)
-    tenth = max(1, len(versions) // 10)
-    names = dict.fromkeys(name for version in versions for name in terms[version])
-    return {
-        name: (
-            _term_mean([terms[version].get(name, (0.0, 0)) for version in versions[:tenth]]),
-            _term_mean([terms[version].get(name, (0.0, 0)) for version in versions[-tenth:]]),
-        )
-        for name in names
-    }
+def _tenth(values: Sequence[float]) -> int:
+    return max(1, len(values) // 10)
 
 
-def _term_mean(sums: Sequence[tuple[float, int]]) -> float | None:
-    rows = sum(count for _, count in sums)
-    return round(sum(total for total, _ in sums) / rows, 4) if rows else None
+def _is_drawn(name: str) -> bool:
+    figure = described(name)
+    return figure is not None and figure.curve
 
 
-def _by_term(terms: Mapping[str, tuple[float | None, float | None]]) -> str:
-    def text(mean: float | None) -> str:
-        return "none" if mean is None else f"{mean:.3f}"
-
-    return ", ".join(f"{name} {text(first)} → {text(last)}" for name, (first, last) in terms.items())
-
-
-def _difference(first: float | None, later: float | None) -> str:
-    if first is None:
-        return "not reported"
-    return f"{first:.2g}" + (
-        "" if later is None else f" before the first update of a step, {later:.2g} before the others"
-    )
+def _ends(name: str, ends: tuple[float, float]) -> str:
+    figure = described(name)
+    return f"{ends[0]:.4g} → {ends[1]:.4g}" + (f" {figure.unit}" if figure and figure.unit else "")
 
 
 def _dispatched(figures: Mapping[str, Any]) -> str:
@@ -299,8 +267,8 @@ def _by_rank(publications: Mapping[str, Mapping[str, float]]) -> str:
     )
 
 
-def _mean(values: list[float]) -> float | None:
-    return float(f"{fmean(values):.4g}") if values else None
+def _mean(values: Sequence[float]) -> float:
+    return float(f"{fmean(values):.4g}")
 
 
 def _rounded(value: object) -> float | None:

@@ -174,7 +174,7 @@ def _train_columns(settings: AlgorithmSettings) -> tuple[str, ...]:
         "response_ids": True,
         "rollout_logprobs": kind.rollout,
         "prox_logprobs": names.PROXIMAL in tasks_of(settings),
-        "ref_logprobs": settings.kl > 0 and settings.kl_in == "loss",
+        "ref_logprobs": settings.kl > 0,
         "advantages": kind.rewarded and not kind.tokenwise,
         "token_advantages": kind.tokenwise,
         "teacher_ids": settings.kind == "distill",

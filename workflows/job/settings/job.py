@@ -382,10 +382,13 @@ class LogSettings(_Table):
     """Where figures go."""
 
     to: Annotated[
-        tuple[Literal["jsonl", "tensorboard", "wandb"], ...],
+        tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow"], ...],
         "Loggers beside the files in the run's folder, which are always written; `jsonl` adds none.",
     ] = ("jsonl",)
-    samples: Annotated[int, "Responses of each step that are kept as text."] = 4
+    function: Annotated[
+        str, "A logger of your own, `module:function`: called with each step and its figures. Empty: none."
+    ] = ""
+    samples: Annotated[int, "Responses of each step that are kept as text, each to another prompt."] = 4
 
 
 class QueueSettings(_Table):

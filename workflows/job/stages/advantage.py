@@ -42,8 +42,7 @@ _OPEN: Final = ("pending", "held", "ready", "leased")
 
 @contextmanager
 def advantage(context: Context) -> Iterator[Work]:
-    """Factory of the stage. Figures of kind "advantage", one for each lease: rows, rows dropped, mean and deviation of
-    the rewards."""
+    """Factory of the stage."""
     job = context.settings(Job)
     algorithm = filled(job.algorithm)
     guard = AllDroppedGuard(
@@ -71,14 +70,6 @@ def advantage(context: Context) -> Iterator[Work]:
             yield PartialResult(at=at, columns=columns)
         if equal.size:
             yield PartialResult(at=equal, columns={}, drop=ZERO_ADVANTAGE)
-        context.figures(
-            "advantage",
-            rows=len(batch),
-            dropped=int(equal.size),
-            reward=float(rewards_B.mean()),
-            reward_std=float(rewards_B.std()),
-            version=batch.version,
-        )
         guard.count(kept=int(at.size), dropped=int(equal.size))
 
     yield PreferringWork(compare, step.choice) if whole_steps else compare

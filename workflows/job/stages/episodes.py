@@ -166,7 +166,8 @@ class JobEpisodes:
                     yield part
                     if self._samples is not None and episode is not None:
                         ids, reward = part.columns["response_ids"][0], float(part.columns["rewards"][0])
-                        self._samples.report_row(version, data[row], ids, reward, ordinals[row])
+                        reason = part.columns["finish_reason"][0]
+                        self._samples.report_row(version, data[row], ids, reward, ordinals[row], reason)
                     self._guard.count(kept=int(episode is not None), dropped=int(episode is None))
 
     def episode(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -35,9 +35,7 @@ def reward(context: Context) -> Iterator[Work]:
 
 @contextmanager
 def reward_with(context: Context, tokenizer: TextTokenizer) -> Iterator[Work]:
-    """Load the rewards. Figures of kind "reward", one for each lease: ``reward/NAME``, the mean score of a term,
-    ``scored/NAME``, of how many rows, and rows dropped.
-    """
+    """Load the rewards. Figures of kind "reward", one for each lease with rows that are dropped: how many, and why."""
     job = context.settings(Job)
     scorer = RewardScorer(job, tokenizer, limit=ended_process_after)
     guard = AllDroppedGuard(job, "their rewards failed", "see the failures in the log of the reward stage")
@@ -53,10 +51,11 @@ def reward_with(context: Context, tokenizer: TextTokenizer) -> Iterator[Work]:
             )
         except RewardFailed as failure:
             raise StageFailedInProcess(str(failure)) from failure
-        samples.report(batch, np.where(scores.failed, np.nan, scores.rewards))
+        samples.report(batch, np.where(scores.failed, np.nan, scores.rewards), scores.terms)
         yield from _parts(scores)
-        _report(context, scorer, scores, batch.version)
         failed = int(np.count_nonzero(scores.failed))
+        if failed:
+            context.figures("reward", dropped=failed, failures=list(scores.failures[:_SHOWN]))
         guard.count(kept=len(batch) - failed, dropped=failed)
 
     yield score
@@ -69,25 +68,3 @@ def _parts(scores: RowScores) -> Iterator[PartialResult]:
         yield PartialResult(at=scored, columns=columns)
     if failed.size:
         yield PartialResult(at=failed, columns={}, drop=DROPPED)
-
-
-def _report(context: Context, scorer: RewardScorer, scores: RowScores, version: int) -> None:
-    kept = ~scores.failed
-    terms: dict[str, Any] = {
-        f"reward/{name}": float(np.nanmean(term_B))
-        for name, term_B in zip(scorer.names, scores.terms[kept].T, strict=True)
-        if not np.isnan(term_B).all()
-    }
-    counts = {
-        f"scored/{name}": int(np.count_nonzero(~np.isnan(term_B)))
-        for name, term_B in zip(scorer.names, scores.terms[kept].T, strict=True)
-    }
-    context.figures(
-        "reward",
-        rows=int(np.count_nonzero(kept)),
-        version=version,
-        dropped=int(np.count_nonzero(scores.failed)),
-        failures=list(scores.failures[:_SHOWN]),
-        **terms,
-        **counts,
-    )

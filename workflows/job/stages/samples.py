@@ -14,50 +14,81 @@ from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.prompt_data import PROMPT
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer
+from transferqueue.workflows.job.reward_terms.term_names import term_names
 from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.settings.sizes import group_rows
 
 CHARACTERS_MAX: Final = 4000
 """Characters of a prompt or response that are kept; of a longer one its two ends."""
 
 
 class SampleReporter:
-    """Reports `log.samples` rows of each version of the table's clock, as figures of kind ``samples``."""
+    """Reports `log.samples` rows of each version of the table's clock, each of another prompt, as figures of kind
+    ``samples``.
+
+    A sample has the prompt, the response, its reward and the score of each term, the columns of the data file (the
+    right answer is among them), finish reason, length in tokens, and the step that rows are gathered for when it is
+    reported.
+    """
 
     def __init__(self, context: Context, tokenizer: TextTokenizer) -> None:
+        job = context.settings(Job)
         self._context, self._tokenizer = context, tokenizer
-        self._each = context.settings(Job).log.samples
+        self._each, self._terms = job.log.samples, term_names(job)
+        self._size = group_rows(job)
         self._version: int | None = None
-        self._left = 0
+        self._prompts: set[int] = set()
 
-    def report(self, batch: tq.Batch, rewards_B: npt.NDArray[Any]) -> None:
-        """Report the first rows of `batch` if its version has not had enough yet. Rows without a reward (NaN) are
-        passed over."""
-        at = np.flatnonzero(np.isfinite(rewards_B))[: self._wanted(batch.version)].tolist()
-        if at:
-            data, ids, ordinals = batch[names.DATA].list(), list(batch["response_ids"]), batch.ordinal
-            self._send([self._sample(batch.version, data[row], ids[row], rewards_B[row], ordinals[row]) for row in at])
+    def report(self, batch: tq.Batch, rewards_B: npt.NDArray[Any], terms_BF: npt.NDArray[Any]) -> None:
+        """Report rows of `batch` of as many prompts as its version has not had enough of. Rows without a reward (NaN)
+        are passed over. terms_BF: the score of each term, NaN where one does not apply."""
+        rows_of: dict[int, list[int]] = {}
+        for row in np.flatnonzero(np.isfinite(rewards_B)).tolist():
+            rows_of.setdefault(int(batch.ordinal[row]) // self._size, []).append(row)
+        wanted = self._wanted(batch.version)
+        new = [prompt for prompt in rows_of if prompt not in self._prompts]
+        spread = [new[len(new) * at // min(wanted, len(new))] for at in range(min(wanted, len(new)))]
+        if not spread:
+            return
+        data, ids, reasons = batch[names.DATA].list(), list(batch["response_ids"]), list(batch["finish_reason"])
+        at = [rows_of[prompt][batch.version % len(rows_of[prompt])] for prompt in spread]
+        self._send(
+            [
+                self._sample(batch.version, data[row], ids[row], rewards_B[row], batch.ordinal[row], reasons[row])
+                | {"terms": {n: float(s) for n, s in zip(self._terms, terms_BF[row], strict=True) if not np.isnan(s)}}
+                for row in at
+            ]
+        )
 
-    def report_row(self, version: int, data: Mapping[str, Any], ids: Ids, reward: float, ordinal: int) -> None:
-        """Report one row, of these response ids, if its version has not had enough yet."""
-        if self._wanted(version):
-            self._send([self._sample(version, data, ids, reward, ordinal)])
+    def report_row(
+        self, version: int, data: Mapping[str, Any], ids: Ids, reward: float, ordinal: int, reason: str
+    ) -> None:
+        """Report one row, of these response ids, if its version has not had enough yet, nor another of its prompt."""
+        if self._wanted(version) and ordinal // self._size not in self._prompts:
+            self._send([self._sample(version, data, ids, reward, ordinal, reason)])
 
     def _wanted(self, version: int) -> int:
         if version != self._version:
-            self._version, self._left = version, self._each
-        return self._left
+            self._version, self._prompts = version, set()
+        return self._each - len(self._prompts)
 
     def _send(self, samples: list[dict[str, Any]]) -> None:
-        self._left -= len(samples)
+        self._prompts |= {sample["ordinal"] // self._size for sample in samples}
         self._context.figures("samples", samples=samples)
 
-    def _sample(self, version: int, data: Mapping[str, Any], ids: Ids, reward: float, ordinal: int) -> dict[str, Any]:
+    def _sample(
+        self, version: int, data: Mapping[str, Any], ids: Ids, reward: float, ordinal: int, reason: str
+    ) -> dict[str, Any]:
         return {
+            "step": version + 1,
+            "version": version,
+            "ordinal": int(ordinal),
             "prompt": shortened(data[PROMPT]),
             "response": shortened(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)),
             "reward": float(reward),
-            "ordinal": int(ordinal),
-            "version": version,
+            "data": {name: shortened(value) for name, value in data.items() if name != PROMPT},
+            "finish_reason": reason,
+            "tokens": len(ids),
         }
 
 

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -37,8 +38,8 @@ from transferqueue.workflows.job.training.columns import RowColumns, lengths, lo
 from transferqueue.workflows.job.training.rank_shards import RankShards
 from transferqueue.workflows.job.training.ranks import ALONE, Ranks
 
-_PER_STEP: Final = frozenset({"tokens", "rows"})
-"""Figures that count; the others are sums over tokens, reported as means."""
+_OF: Final = {"engine_error": "own_tokens", "policy_movement": "other_tokens"}
+"""Figures that are means over a part of the tokens, and the sum that counts it."""
 
 
 def rate_share(step: int, *, steps: int, warmup: int = 0, schedule: str = "constant") -> float:
@@ -60,7 +61,7 @@ class StepLearner(ABC):
     model: plain, or sharded by ``fully_shard``; then, and with several `ranks`, every rank calls every method in the
     same order. trainer: as the job has it; weights and gradients have the dtype of the model's parameters, and
     gradients are added in float32. compute: dtype of the forward pass (autocast where it differs). steps: of the whole
-    run, for the schedule.
+    run, for the schedule. version: of the published weights that the model has; -1: of none.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class StepLearner(ABC):
             raise UsageError(f"{type(model).__name__} has no parameter that is trained; set requires_grad")
         self.optimizer = torch.optim.AdamW(self.trained, lr=lr, betas=trainer.betas, weight_decay=trainer.weight_decay)
         self.steps_taken = 0
+        self.version = -1
         self.ranks = ranks
         self._trainer, self._steps, self._lr = trainer, steps, lr
         self._scale = 2.0 ** round(math.log2(max(1.0, weight_near)))
@@ -149,6 +151,7 @@ class StepLearner(ABC):
         self.ranks.sum_gradients(self.trained, self._scale / sums["weight"])
         norm = _whole(nn.utils.clip_grad_norm_(self.trained, self._trainer.gradient_norm_max))
         self.optimizer.step()
+        self.version = -1
         self.steps_taken += counts
         self.discard()
         return {**_means(sums), "gradient_norm": float(norm), "lr": self._lr * share}
@@ -233,11 +236,24 @@ class PolicyLearner(StepLearner):
         responses = Responses(
             logprobs_N=logprobs_N,
             logprobs_NK=scores.logprobs_NK,
-            entropies_N=-logprobs_N.detach(),  # its mean over drawn tokens is the policy's entropy
+            entropies_N=None if self.algorithm.kind == "sft" else -logprobs_N.detach(),  # of drawn tokens: the entropy
             **others,  # type: ignore[arg-type]
         )
         loss = policy_loss(responses, self.algorithm, tokens_max=self._tokens_max)
-        return LossSum(loss.total, loss.weight, {**loss.figures, **_difference(responses)})
+        return LossSum(loss.total, loss.weight, {**loss.figures, **self._differences(responses, columns)})
+
+    def _differences(self, responses: Responses, columns: RowColumns) -> dict[str, float]:
+        """Sum the differences between the trainer's log-probs and those of the engine that drew the tokens: apart where
+        both had the same weights, and where the policy has moved since."""
+        if responses.rollout_logprobs_N is None or "token_versions" not in columns:
+            return {}
+        difference_N = (responses.logprobs_N.detach() - responses.rollout_logprobs_N).abs()
+        versions_N = torch.from_numpy(np.concatenate([np.asarray(row) for row in columns["token_versions"]]))
+        has_own_N = (versions_N == self.version).to(difference_N.device) & (self.version >= 0)
+        own_N, other_N = responses.mask_N & has_own_N, responses.mask_N & ~has_own_N
+        parts = {"engine_error": difference_N.where(own_N, 0), "policy_movement": difference_N.where(other_N, 0)}
+        counts = {"own_tokens": own_N, "other_tokens": other_N}
+        return {name: float(value_N.sum(dtype=torch.float64)) for name, value_N in (parts | counts).items()}
 
 
 class ValueLearner(StepLearner):
@@ -267,20 +283,13 @@ class ValueLearner(StepLearner):
         return value_loss(responses, self.algorithm)
 
 
-def _difference(responses: Responses) -> dict[str, float]:
-    """Sum the difference between the trainer's log-probs and those of the engine that drew the tokens."""
-    if responses.rollout_logprobs_N is None:
-        return {}
-    difference_N = (responses.logprobs_N.detach() - responses.rollout_logprobs_N).abs().where(responses.mask_N, 0)
-    return {"logprob_difference": float(difference_N.sum())}
-
-
 def _means(sums: Mapping[str, float]) -> dict[str, float]:
     counts = {name: sums[name] for name in ("tokens", "rows", "passes") if name in sums}
     tokens = max(1.0, sums.get("tokens", sums["weight"]))
-    left_out = {"loss", "weight", *counts}
+    left_out = {"loss", "weight", "other_tokens", *_OF, *counts}
     means = {name: value / tokens for name, value in sums.items() if name not in left_out}
-    return {"loss": sums["loss"] / sums["weight"], **counts, **means}
+    parts = {name: sums[name] / sums[count] for name, count in _OF.items() if sums.get(count)}
+    return {"loss": sums["loss"] / sums["weight"], **counts, **means, **parts}
 
 
 def _whole(value: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Final
 
@@ -12,7 +13,7 @@ import transferqueue as tq
 from transferqueue.errors import InternalError
 from transferqueue.workflows.job.settings.job import AlgorithmSettings
 from transferqueue.workflows.job.training.checkpoint import Checkpoints
-from transferqueue.workflows.job.training.columns import RowColumns, joined, select
+from transferqueue.workflows.job.training.columns import RowColumns, joined, lengths, select
 from transferqueue.workflows.job.training.gather import StreamPosition
 from transferqueue.workflows.job.training.learner import StepLearner, in_minibatches
 from transferqueue.workflows.job.training.publication import Publisher
@@ -40,12 +41,29 @@ class Passes:
     made by `update`.
     """
 
-    def __init__(self, learner: StepLearner, algorithm: AlgorithmSettings, *, seed: int) -> None:
-        self._learner, self._ranks = learner, learner.ranks
+    def __init__(
+        self,
+        learner: StepLearner,
+        algorithm: AlgorithmSettings,
+        *,
+        seed: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._learner, self._ranks, self._clock = learner, learner.ranks, clock
+        self._passes_s, self._update_s, self._tokens = 0.0, 0.0, 0
         self._epochs, self._minibatches = algorithm.epochs, algorithm.minibatches
         self._seed = seed
         self._kept: list[RowColumns] = []
         self._kept_ids: list[int] = []
+
+    @property
+    def version(self) -> int:
+        """See `StepLearner`: of all ranks, from their next pass on."""
+        return self._learner.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._learner.version = version
 
     @property
     def keeps_rows(self) -> bool:
@@ -61,22 +79,26 @@ class Passes:
         self._kept_ids += ids
 
     def update(self) -> dict[str, float]:
-        """Update the weights after the step's rows were computed; returns figures, of several updates their means (but
-        see `of_updates`)."""
-        if not self.keeps_rows:
-            return self._update(counts=True)
-        columns, figures = joined(self._kept), []
-        cut = [part for epoch in range(self._epochs) for part in self._minibatches_of(epoch)]
+        """Update the weights after the step's rows were computed; returns figures, of several updates their means, and
+        the times of passes and updates since the last step."""
+        columns, figures = joined(self._kept) if self._kept else {}, []
+        cut = [part for epoch in range(self._epochs) for part in self._minibatches_of(epoch)] if self.keeps_rows else []
         for number, rows in enumerate(cut, 1):
             self._compute(select(columns, rows), [self._kept_ids[row] for row in rows])
             figures.append(self._update(counts=number == len(cut)))
-        self._kept, self._kept_ids = [], []
-        return of_updates(figures)
+        figures = figures or [self._update(counts=True)]
+        times = {
+            "passes_s": self._passes_s,
+            "update_s": self._update_s,
+            "training_tokens_per_s": self._tokens / max(self._passes_s + self._update_s, 1e-9),
+        }
+        self._forget_rows()
+        return of_updates(figures) | times
 
     def discard(self) -> None:
         """Forget the step's rows."""
         self._ranks.tell(Kind.DISCARD)
-        self._kept, self._kept_ids = [], []
+        self._forget_rows()
         self._learner.discard()
 
     def publish(self, version: int, pending: int) -> None:
@@ -97,36 +119,38 @@ class Passes:
         generator = torch.Generator().manual_seed(self._seed + 1_000_003 * self._learner.steps_taken + epoch)
         return in_minibatches(len(self._kept_ids), self._minibatches, generator)
 
+    def _forget_rows(self) -> None:
+        self._kept, self._kept_ids = [], []
+        self._passes_s, self._update_s, self._tokens = 0.0, 0.0, 0
+
     def _compute(self, columns: RowColumns, ids: list[int]) -> None:
-        world = self._ranks.world
+        started, world = self._clock(), self._ranks.world
         passes = self._learner.micro_batches(columns, at_least=world)
         if world > 1:
-            self._ranks.tell(Kind.PASSES, encoded([[ids[row] for row in rows] for rows in passes]))
+            rows_of_passes = encoded([[ids[row] for row in rows] for rows in passes])
+            self._ranks.tell(Kind.PASSES, [self._learner.version, *rows_of_passes])
         for round_ in range(0, len(passes), world):
             self._learner.backward(select(columns, passes[round_]))
+        self._tokens += sum(lengths(columns))
+        self._passes_s += self._clock() - started
 
     def _update(self, *, counts: bool) -> dict[str, float]:
+        started = self._clock()
         self._ranks.tell(Kind.UPDATE, [int(counts)])
-        return self._learner.step(counts=counts)
-
-
-DIFFERENCE: Final = "logprob_difference"
-"""Figure that compares log-probs by the trainer with those of the engine: only before the first update have both the
-same weights."""
+        figures = self._learner.step(counts=counts)
+        self._update_s += self._clock() - started
+        return figures
 
 
 def of_updates(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the figures of a step of several updates: their means, but for `DIFFERENCE` that of the first, and the
-    mean of the others apart.
+    """Return the figures of a step of several updates: the mean of each over the updates that have it.
 
-    >>> of_updates([{"loss": 1.0, "logprob_difference": 0.01}, {"loss": 3.0, "logprob_difference": 0.5}])
-    {'loss': 2.0, 'logprob_difference': 0.01, 'logprob_difference_later': 0.5}
+    >>> of_updates([{"loss": 1.0, "engine_error": 0.01}, {"loss": 3.0}])
+    {'loss': 2.0, 'engine_error': 0.01}
     """
-    means = {name: sum(each[name] for each in figures) / len(figures) for name in figures[-1]}
-    if DIFFERENCE not in means or len(figures) == 1:
-        return means
-    later = [each[DIFFERENCE] for each in figures[1:]]
-    return means | {DIFFERENCE: figures[0][DIFFERENCE], f"{DIFFERENCE}_later": sum(later) / len(later)}
+    names = dict.fromkeys(name for each in figures for name in each)
+    values = {name: [each[name] for each in figures if name in each] for name in names}
+    return {name: sum(found) / len(found) for name, found in values.items()}
 
 
 def encoded(passes: Sequence[Sequence[int]]) -> list[int]:
@@ -180,7 +204,8 @@ class RankFollower:
     def _carry_out(self, command: Command) -> None:
         match Kind(command.kind):
             case Kind.PASSES:
-                self._compute(decoded(command.values))
+                self._learner.version = command.values[0]
+                self._compute(decoded(command.values[1:]))
             case Kind.UPDATE:
                 self._publisher.wait_copied()
                 self._learner.step(counts=bool(command.values[0]))

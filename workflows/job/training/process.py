@@ -24,6 +24,7 @@ from transferqueue.errors import DeadlineExceeded, NotFound
 from transferqueue.workflows.flow.loop.full_batches import tell_full
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job import graph, names
+from transferqueue.workflows.job.reward_terms.term_names import term_names
 from transferqueue.workflows.job.settings.defaults import defaults_of
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.resolve import resolve
@@ -180,7 +181,7 @@ def _terms(job: Job, task: str, checkpoints: Checkpoints | None) -> TrainerTerms
         save_every=0 if checkpoints is None else job.checkpoint.every,
         publish_every=job.weights.every,
         kind="step" if is_policy else "critic_step",
-        reward=is_policy and defaults_of(job.algorithm.kind).rewarded,
+        rewards=term_names(job) if is_policy else (),
         seals=is_policy,
         evaluate_every=job.evaluation.every,
         in_turn=not is_policy and job.pacing.mode == "sync" and depth(job) == 0,
@@ -267,12 +268,11 @@ def _publisher(context: Context, job: Job, channel: tq.WeightChannel, learner: S
 
 
 def _stream(context: Context, job: Job, task: str, position: StreamPosition) -> RowStream:
-    rewarded = task == names.TRAIN and defaults_of(job.algorithm.kind).rewarded
-    terms = stream_terms(job, task, _fields(context.table, task), ("rewards",) if rewarded else ())
+    terms = stream_terms(job, task, _fields(context.table, task))
     return RowStream(context.table, terms, emit=context.emit, position=position)
 
 
-def stream_terms(job: Job, task: str, fields: tuple[str, ...], figures: tuple[str, ...] = ()) -> StreamTerms:
+def stream_terms(job: Job, task: str, fields: tuple[str, ...]) -> StreamTerms:
     """Return the lease terms of a resolved job's trainer."""
     whole = _is_whole(job, task)
     settings = job.trainer
@@ -291,7 +291,6 @@ def stream_terms(job: Job, task: str, fields: tuple[str, ...], figures: tuple[st
         whole=whole,
         group_rows=group_rows(job),
         fields=fields,
-        figures=figures,
     )
 
 

@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,8 +35,8 @@ Compute = Callable[[RowColumns, list[int]], None]
 @dataclass(frozen=True, kw_only=True)
 class StreamTerms:
     """The lease terms of a trainer. whole: units are groups of `group_rows` rows, whose ordinals are neighbours; else
-    single rows. fields: columns of the computation. figures: scalar columns whose means the step reports. stall_s:
-    longest wait for a row (default: no limit).
+    single rows. fields: columns of the computation and of the figures. stall_s: longest wait for a row (default: no
+    limit).
     """
 
     task: str
@@ -45,7 +44,6 @@ class StreamTerms:
     whole: bool
     group_rows: int
     fields: tuple[str, ...]
-    figures: tuple[str, ...] = ()
     stall_s: float = SECONDS_MAX
 
 
@@ -67,17 +65,6 @@ class GatheredStep:
     def is_held(self) -> bool:
         """Whether all leases are still held, as far as the client knows."""
         return not any(batch.ended for batch in self.batches)
-
-    def staleness(self) -> dict[str, int]:
-        """How many rows were as many versions behind the table's clock when they were leased."""
-        counted = Counter(
-            int(behind) for batch in self.batches for behind in np.maximum(0, batch.version - batch.policy_version)
-        )
-        return {str(behind): count for behind, count in sorted(counted.items())}
-
-    def mean(self, name: str) -> float:
-        """The mean of a scalar column."""
-        return float(np.concatenate([batch[name].numpy() for batch in self.batches]).mean(dtype=np.float64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +190,7 @@ class RowStream:
             rows=None if terms.whole else wanted.units,
             at_least=wanted.at_least,
             where=where,
-            fields=[*terms.fields, *terms.figures],
+            fields=list(terms.fields),
             timeout_s=timeout_s,
             awaited=self._awaited(),
             but_held=holds,

@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from transferqueue.errors import NotFound, Sealed
 from transferqueue.workflows.job.training.checkpoint import Checkpoints
 from transferqueue.workflows.job.training.passes import Passes
 from transferqueue.workflows.job.training.publication import Publisher, next_version
+from transferqueue.workflows.job.training.row_figures import row_figures
 from transferqueue.workflows.job.training.stream import GatheredStep, RowStream
 
 SURPLUS: Final = "surplus"
@@ -52,7 +54,7 @@ class TrainerTerms:
     publish_every: int = 1
     endless: bool = False
     kind: str = "step"
-    reward: bool = False
+    rewards: tuple[str, ...] = ()
     seals: bool = True
     evaluate_every: int = 0
     in_turn: bool = False
@@ -112,11 +114,14 @@ class Trainer:
     partner: Partner | None = None
     full: Callable[[int, Sequence[int]], None] = lambda version, rows: None
     """Called with the version that a step makes, and its rows, once they have all come."""
+    clock: Callable[[], float] = time.monotonic
     step: int = 0
     latest: int = -1
     version: int = -1
     """Version of the weights as they are."""
     _saved: int = -1
+    _save_s: float = 0.0
+    _reported_at: float = 0.0
     _in_turn: bool = False
     _trained: list[Any] = field(default_factory=list)
 
@@ -129,6 +134,9 @@ class Trainer:
             self.table.rollback(self.step, task=self.terms.task)
         self._in_turn = self.terms.in_turn and self._begins_with_partner
         self._publish_first()
+        self.passes.version = self.version
+        self.publisher.stood_still_s()  # for the first version: of no step
+        self._reported_at = self.clock()
         if self._evaluates(self.step):
             self.evaluations.request(self.step, self.version)
 
@@ -213,13 +221,16 @@ class Trainer:
         pending = self.publisher.begin(self.version)
         self.passes.publish(self.version, pending)
         self.publisher.publish(self.version, self.weights(), then, pending=pending)
+        self.passes.version = self.version
 
     def _save(self) -> None:
         if self.checkpoints is None or not self.terms.save_every or self._saved == self.step:
             return
+        started = self.clock()
         written = self.passes.save(self.checkpoints, self.version, self.stream.position)
         self._confirm()
         self._saved = self.step
+        self._save_s += self.clock() - started
         if self.terms.seals:
             self.figures("checkpoint", **written)
 
@@ -230,18 +241,19 @@ class Trainer:
             self.table.checkpointed(step, task=task)
 
     def _report(self, gathered: GatheredStep, metrics: Mapping[str, float], version: int) -> dict[str, Any]:
-        rows = gathered.rows
-        self._trained.append(np.array(rows))
-        report = {
+        self._trained.append(np.array(gathered.rows))
+        now, before, saved_s = self.clock(), self._reported_at, self._save_s
+        self._reported_at, self._save_s = now, 0.0
+        return {
             "step": self.step,
             "version": version,
             **metrics,
-            "rows": len(rows),
-            "staleness": gathered.staleness(),
+            **row_figures(gathered.batches, self.terms.rewards),
+            "step_s": now - before,
             "idle_s": gathered.idle_s,
             "stood_still_s": self.publisher.stood_still_s(),
+            "save_s": saved_s,
         }
-        return report | ({"reward": gathered.mean("rewards")} if self.terms.reward else {})
 
     # ------------------------------------------------------------ the end
 

@@ -1,0 +1,136 @@
+"""A run that goes wrong in six ways at once: its output, its page and its summary say which, in words."""
+
+import os
+
+import msgspec
+import pytest
+
+pytest.importorskip("torch", exc_type=ImportError)
+
+import transferqueue as tq
+from tests.workflows.job.short_run import lines
+from transferqueue.errors import DeadlineExceeded
+from transferqueue.observe.figure_table import FigureTable
+from transferqueue.workflows.dispatch.channels import newest
+from transferqueue.workflows.flow.events import Figures
+from transferqueue.workflows.job.run.figures import described
+from transferqueue.workflows.job.run.folder import RunFolder
+from transferqueue.workflows.job.run.run import run_job
+from transferqueue.workflows.job.run.run_page import CHANNEL
+from transferqueue.workflows.job.settings.read import job_from_values
+from transferqueue.workflows.job.tiny_model.make import make, write_data
+
+STEPS, GROUP = 12, 4
+REWARDS = """
+def rarely(prompts, completion_ids):
+    teaches = [sum(map(ord, prompt)) % 16 == 0 for prompt in prompts]
+    return [sum(ids) % 7 / 7 if differs else 0.5 for differs, ids in zip(teaches, completion_ids)]
+
+
+def dead(completions):
+    return [0.0] * len(completions)
+"""
+OTHER_WEIGHTS = """
+from pathlib import Path
+
+if '"name":"rollout"' in Path("/proc/self/cmdline").read_text():
+    import torch
+    from transferqueue.adapters.engines.transformers import TransformersGenerator
+
+    take = TransformersGenerator.update_weights
+
+    def take_wrongly(self, source, version, **terms):
+        take(self, source, version, **terms)
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                parameter.mul_(1.5)
+
+    TransformersGenerator.update_weights = take_wrongly
+"""
+"""What Python runs when a process starts: the engine's weights are not those that it was given."""
+LOG = """
+def log(step, figures):
+    with open({file!r}, "a") as file:
+        print(step, sorted(figures), file=file)
+"""
+WORDS = {
+    "truncated": "of responses are cut at tokens_max = 4",
+    "reward_std/own_rewards:dead": "reward term own_rewards:dead is 0 in every row",
+    "equal_groups": "groups are equal",
+    "ref_kl": "the KL from the reference explodes",
+    "staleness_mean": "rows are stale: the policy that drew them is",
+    "engine_error": "the engine has other weights than the trainer",
+}
+
+
+def job_in(folder):
+    model = str(folder / "model")
+    return job_from_values(
+        {
+            "name": "trouble",
+            "steps": STEPS,
+            "model": {"path": model, "dtype": "float32"},
+            "data": {"path": str(folder / "data"), "prompt": "question", "prompt_tokens_max": 64},
+            "engine": [{"kind": "builtin", "slots": 64}],
+            "sampling": {"group_size": GROUP, "tokens_max": 4},
+            "reward": [{"function": "own_rewards:rarely"}, {"function": "own_rewards:dead"}],
+            "algorithm": {"kind": "grpo", "kl": 1e-6},
+            "reference": {"path": model},
+            "trainer": {"prompts_per_step": 16, "lr": 0.05, "gradient_norm_max": 100.0, "micro_tokens": 68},  # slow
+            "pacing": {"mode": "async", "depth": 4, "max_staleness": 8},
+            "weights": {"dtype": "float32"},
+            "checkpoint": {"every": 0},
+            "log": {"function": "own_log:log", "samples": 3},
+            "queue": {"memory_gib": 0.0625},
+        }
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_that_goes_wrong_in_six_ways_says_so(tmp_path):
+    make(tmp_path / "model", kind="builtin", hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+    write_data(tmp_path / "data", train=256, test=16)
+    for name, text in {"own_rewards": REWARDS, "sitecustomize": OTHER_WEIGHTS}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "own_log.py").write_text(LOG.format(file=str(tmp_path / "own_log.txt")))
+    told, queues, on_page = {}, [], set()
+
+    def observe(label, event):
+        if isinstance(event, Figures) and event.kind == "warning":
+            told[event.values["figure"]] = event.values["text"]
+        elif isinstance(event, Figures) and event.kind == "step" and queues:
+            try:
+                on_page.update(newest(queues[0], CHANNEL, FigureTable)[1].warnings)
+            except DeadlineExceeded:
+                return  # the first step is not on the page yet
+
+    def started(running):
+        queues.append(tq.connect(running.address, label="page"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        outcome = run_job(
+            job_in(tmp_path), folder=RunFolder(tmp_path / "run"), code=tmp_path, observe=observe, started=started
+        )
+    summary = outcome.summary
+    for figure, words in WORDS.items():
+        assert words in told.get(figure, ""), (figure, told)
+        assert words in summary.text(), figure
+        assert any(words in warning for warning in on_page), (figure, on_page)
+    assert {warning.figure for warning in summary.warnings} >= set(WORDS)
+    steps = lines(tmp_path / "run" / "steps.jsonl")
+    assert [step["step"] for step in steps] == [*range(1, STEPS + 1)]
+    assert all(described(name) or name == "at" for step in steps for name in step)
+    assert all(step["generation_tokens_per_s"] > 0 for step in steps[1:3])
+    own = (tmp_path / "own_log.txt").read_text().splitlines()
+    assert len(own) >= STEPS
+    assert "'truncated'" in own[0]
+    samples = lines(tmp_path / "run" / "samples.jsonl")
+    by_version = {}
+    for sample in samples:
+        by_version.setdefault(sample["version"], []).append(sample["ordinal"] // GROUP)
+    assert all(len(set(prompts)) == len(prompts) <= 3 for prompts in by_version.values())
+    assert {"step", "terms", "data", "finish_reason", "tokens", "reward"} <= samples[0].keys()
+    assert msgspec.to_builtins(summary)["figures"]["truncated"][0] > 0.5
+    assert os.path.getsize(tmp_path / "run" / "warnings.jsonl")

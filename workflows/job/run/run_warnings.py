@@ -1,0 +1,115 @@
+"""Warnings of a run, in words: the rules of thumb of its figures, and figures that are not finite.
+
+1. A rule that breaks in `Rule.patience` steps in a row is told once. While it lasts, and when it comes back, it is told
+   again only `PAUSE_STEPS` steps after it was told.
+2. The warnings follow from the steps alone: a resumed run has those of the steps that it read back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from transferqueue.errors.text import counted
+from transferqueue.workflows.job.run.figures import Judged, Rule, Step, described, not_finite, numbers
+from transferqueue.workflows.job.settings.job import Job
+
+PAUSE_STEPS: Final = 50
+EARLIER_STEPS: Final = 200
+"""Steps before that a rule sees."""
+NOT_FINITE: Final = "not finite"
+_FINITE: Final = Rule(
+    about="", breaks=lambda at: "", remedy="lower trainer.lr, and see in steps.jsonl which was first", patience=1
+)
+
+
+class RunWarning(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wrong with a run, in words, and what to do. figure: whose rule broke, or `NOT_FINITE`. since: the first
+    of the latest steps in a row in which it did; first, last: of all of them; steps: their number."""
+
+    figure: str
+    wrong: str
+    remedy: str
+    since: int
+    first: int
+    last: int
+    steps: int
+
+    @property
+    def text(self) -> str:
+        """As it is told while it lasts."""
+        return f"{self.wrong}{f' since step {self.since}' if self.since < self.last else ''}: {self.remedy}"
+
+    @property
+    def text_of_all(self) -> str:
+        """As the summary says it."""
+        return f"{self.wrong} in {counted(self.steps, 'step')}, {self.first} to {self.last}: {self.remedy}"
+
+
+class RunWarnings:
+    """Watches the steps of a run, in their order."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._earlier: list[Step] = []
+        self._since: dict[str, int] = {}
+        """For each rule that broke in the newest step, the first of the steps in a row in which it did."""
+        self._in_row: dict[str, int] = {}
+        self._told: dict[str, int] = {}
+        self._all: dict[str, RunWarning] = {}
+
+    @property
+    def all(self) -> list[RunWarning]:
+        """Each rule that was told of, with its latest words, in the order of their first steps."""
+        return sorted(self._all.values(), key=lambda warning: warning.first)
+
+    @property
+    def lasting(self) -> list[RunWarning]:
+        """Those that broke in the newest step."""
+        return [warning for warning in self.all if warning.figure in self._since]
+
+    def see(self, step: Step) -> list[RunWarning]:
+        """Note a step; returns the warnings to tell of now."""
+        number = int(step["step"])
+        broken = {name: (wrong, rule) for name, wrong, rule in self._broken(step)}
+        self._since = {name: self._since.get(name, number) for name in broken}
+        self._earlier = [*self._earlier[1 - EARLIER_STEPS :], step]
+        return [
+            self._all[name]
+            for name, (wrong, rule) in broken.items()
+            if self._counts(name, wrong, rule, number) and self._is_due(name, number)
+        ]
+
+    def _broken(self, step: Step) -> Iterator[tuple[str, str, Rule]]:
+        for name, value in numbers(step).items():
+            rule = figure.rule if (figure := described(name)) else None
+            judged = Judged(name=name, value=value, step=step, earlier=self._earlier, job=self._job)
+            if rule is not None and (wrong := rule.breaks(judged)):
+                yield name, wrong, rule
+        if names := ", ".join(not_finite(step)):
+            yield NOT_FINITE, f"figures are not finite, and written as null ({names})", _FINITE
+
+    def _counts(self, name: str, wrong: str, rule: Rule, number: int) -> bool:
+        """Note that the rule breaks, once it has for as many steps as its patience."""
+        self._in_row[name] = self._in_row.get(name, 0) + 1 if self._since[name] < number else 1
+        if self._in_row[name] < rule.patience:
+            return False
+        before = self._all.get(name)
+        self._all[name] = RunWarning(
+            figure=name,
+            wrong=wrong,
+            remedy=rule.remedy,
+            since=self._since[name],
+            first=self._since[name] if before is None else before.first,
+            last=number,
+            steps=(rule.patience if self._in_row[name] == rule.patience else 1) + (before.steps if before else 0),
+        )
+        return True
+
+    def _is_due(self, name: str, number: int) -> bool:
+        if number - self._told.get(name, -PAUSE_STEPS) < PAUSE_STEPS:
+            return False
+        self._told[name] = number
+        return True
