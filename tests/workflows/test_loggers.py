@@ -110,6 +110,19 @@ def test_tensorboard_keeps_them(tmp_path: Path) -> None:
     assert [(one.step, one.value) for one in found.Scalars("staleness/1")] == [(1, 6.0), (2, 6.0)]
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    log_two_steps("mlflow", tmp_path / "mlflow")
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow/mlflow.db")
+    (run,) = client.search_runs(["0"])
+    assert {"reward", "staleness/1", "queue_age_s/train", "evaluation/after/accuracy"} <= set(run.data.metrics)
+    history = client.get_metric_history(run.info.run_id, "staleness/1")
+    assert [(each.step, each.value) for each in history] == [(1, 6.0), (2, 6.0)]
+
+
 def records_of(log: bytes) -> Iterator[bytes]:
     """The records of a run's file: LevelDB's log format (blocks of 32 KiB) after a header of 7 bytes."""
     at, parts = 7, b""

@@ -40,7 +40,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-class FigureTable(msgspec.Struct, frozen=True, kw_only=True):
+class FigureTable(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A title, names of columns, and lines of as many cells; curves, and warnings in words. Raises `UsageError` for
     other shapes and beyond the bounds of this module.
 
