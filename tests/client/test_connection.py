@@ -175,20 +175,18 @@ def test_an_interrupted_lease_is_given_back_when_its_reply_comes(
 ) -> None:
     main = threading.main_thread().ident
     assert main is not None
-    leased = threading.Event()
 
     def interrupt() -> None:
         call = server.next(m.LeaseRequest)
-        until(lambda: connection._io.role.driver_waits)  # before its wait an interrupt has it connect again
         signal.pthread_kill(main, signal.SIGINT)
-        leased.wait(20)
+        again = server.next(m.LeaseRequest)  # over another connection
+        assert (again.id, again.request.wait_s) == (call.id, 0.0)
         server.answer(call.id, LEASED)
 
     other = threading.Thread(target=interrupt)
     other.start()
     with pytest.raises(KeyboardInterrupt):
         connection.call(LEASE)
-    leased.set()
     other.join()
     released = server.next(m.ReleaseRequest)
     assert (released.request.lease, released.request.token, released.request.failed) == (4, 9, False)

@@ -132,7 +132,7 @@ class PendingCall:
         self.blocks_loop = False
         """Whether it was made by a thread in whose event loop nothing else runs meanwhile."""
         self.by_loop = False
-        """Whether an event loop that reads (see `asyncio_io`) waits for it."""
+        """Whether an event loop that reads (see `driver`) waits for it."""
         self.id = 0
         self.tries = 0
         self.deadline = self.next_send = self.sent_at = self.told_at = 0.0
@@ -286,7 +286,7 @@ class PendingCalls:
         """The frames of all calls and notices that the server may not have, in order (rule 6)."""
         for pending in self.by_id.values():
             if (waits := wait_of(pending.request)) > 0:
-                left = max(pending.deadline - ANSWER_S - now, min(waits, LAST_WAIT_S))
+                left = 0.0 if pending.gave_up else max(pending.deadline - ANSWER_S - now, min(waits, LAST_WAIT_S))
                 pending.payload = encode(msgspec.structs.replace(pending.request, wait_s=left))
         return [
             self._frame(call, self.by_id[call].payload if call in self.by_id else self._notices[call])

@@ -1,14 +1,10 @@
 """One session with a server: calls from any thread and any event loop.
 
-There are three ways to make a call:
+There are two ways to make a call:
 
-1. A caller that finds the role free and nothing else to do *drives* (`caller_io`): it sends its request and waits on
-   the socket itself. As soon as anything else happens it gives the role up, and waits as in 2.
-2. Otherwise it appends the request to a queue and wakes the I/O thread (`io_thread`), which has the role whenever it is
-   awake. The caller waits on a bare lock that the I/O thread releases. Calls beside others on their way, and posted
-   requests, take this way too.
-3. An event loop sends its calls, and reads their replies when they come (`asyncio_io`), wherever a caller in 1 could
-   drive. Otherwise as in 2.
+1. A lone caller or an event loop *drives* the channel (`driver`): it sends its requests and reads their replies itself.
+2. All others append the request to a queue and wake the I/O thread (`io_thread`). The caller waits on a bare lock that
+   the I/O thread releases. A driver ends this way too as soon as anything happens but the reply.
 """
 
 from __future__ import annotations
@@ -21,12 +17,10 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final, NoReturn
 
-from transferqueue.client.session.asyncio_io import LoopReader
-from transferqueue.client.session.caller_io import drive_if_free, send_if_free
 from transferqueue.client.session.calls import Deadline, PendingCall
-from transferqueue.client.session.channel_role import RoleClaim
 from transferqueue.client.session.deferred_interrupts import DeferredInterrupts
 from transferqueue.client.session.discard_reply import unanswered
+from transferqueue.client.session.driver import LoopReader, call_if_free, send_if_free
 from transferqueue.client.session.io_thread import IoThread
 from transferqueue.client.session.lease_renewal import RenewedLease
 from transferqueue.errors import Forked, InternalError, TransferQueueError, Unreachable
@@ -96,9 +90,9 @@ class Connection:
     ) -> m.Reply:
         """Send a request and wait for its reply; raises the server's refusal.
 
-        An interrupt ends the wait at once and leaves the connection usable: when the reply comes, it is undone. So does
-        the deadline, whatever the server does (see `unanswered`). Without a deadline the call is `Unreachable` if there
-        is no reply long after the request's own wait has passed.
+        An interrupt ends the wait at once and leaves the session usable: the connection is made again, and when the
+        reply comes, it is undone. So does the deadline, whatever the server does (see `unanswered`). Without a deadline
+        the call is `Unreachable` if there is no reply long after the request's own wait has passed.
 
         `interrupts` are deferred from before this returns a reply, since a returned reply is not undone any more. The
         caller ends that.
@@ -106,17 +100,16 @@ class Connection:
         io, gate = self._io, threading.Lock()
         gate.acquire()
         pending = PendingCall(request, gate.release)
-        claim = RoleClaim(io.role)
         try:  # from here on: an interrupt that comes after the request was queued must not lose its reply
             since = self.clock()
             until = None
             if deadline is not None:
                 until = since + deadline.patience(since)
                 pending.blocks_loop = _in_event_loop()
-            if io.role.drivable is not None:
+            if io.drivable is not None:
                 if os.getpid() != self._pid:
                     self._check_process()
-                drive_if_free(io, pending, until, claim)
+                call_if_free(io, pending, until)
             if pending.reply is None:
                 if not pending.id:
                     self._submit(pending)
@@ -132,7 +125,6 @@ class Connection:
         except TransferQueueError:
             raise
         except BaseException:
-            claim.give_up()
             self._abandon(pending)
             raise
 
@@ -145,16 +137,14 @@ class Connection:
         gate.acquire()
         pending = PendingCall(request, gate.release)
         until = None if deadline is None else self.clock() + deadline.patience()
-        claim = RoleClaim(self._io.role)
         try:
             self._check_process()
-            send_if_free(self._io, pending, claim)
+            send_if_free(self._io, pending)
             if not pending.id:
                 self._submit(pending)
         except TransferQueueError:
             raise
         except BaseException:
-            claim.give_up()
             self._abandon(pending)
             raise
 
@@ -207,12 +197,11 @@ class Connection:
                 self._abandon(pending)
 
         pending = PendingCall(request, tell)
-        claim = RoleClaim(self._io.role)
         try:
             self._check_process()
             pending.by_loop = self._reader.begin(loop)
             if pending.by_loop:
-                send_if_free(self._io, pending, claim)
+                send_if_free(self._io, pending)
             if not pending.id:
                 self._submit(pending)
             if deadline is None:
@@ -229,7 +218,6 @@ class Connection:
         except TransferQueueError:
             raise
         except BaseException:
-            claim.give_up()
             self._abandon(pending)
             raise
 
@@ -289,6 +277,7 @@ class Connection:
         nothing."""
         if os.getpid() != self._pid or self._io.thread.ident is None:
             return
+        self._io.stop_own_driver()
         self._io.closing = True
         if self._io.over is None:
             self._io.wakeup.set()

@@ -1,8 +1,8 @@
 """The thread of a session: sends the calls that callers queued, reads replies, and does all work that is due by time.
 
 It resends calls, renews leases, sends heartbeats, returns pins, undoes replies of abandoned calls, and greets the
-server again after a reconnection. While a caller drives (see `caller_io`), or an event loop reads (see `asyncio_io`),
-it sleeps until work is due. Finalizers and signal handlers only append and wake: they run in the middle of this code,
+server again after a reconnection. While a caller or an event loop drives the channel (see `driver`), it sleeps until
+work is due. Finalizers and signal handlers only append and wake: they run in the middle of this code,
 where they could deadlock on a lock.
 """
 
@@ -18,7 +18,6 @@ from itertools import chain
 from typing import Final
 
 from transferqueue.client.session.calls import PendingCall, PendingCalls, outcome, wait_of
-from transferqueue.client.session.channel_role import ChannelRole
 from transferqueue.client.session.discard_reply import discard_reply, in_doubt
 from transferqueue.client.session.lease_renewal import LeaseRenewer, RenewedLease
 from transferqueue.client.session.liveness import ServerLiveness
@@ -40,6 +39,7 @@ from transferqueue.errors import (
 from transferqueue.limits import ANSWER_S, HEARTBEAT_S, SERVER_CHECK_S, UNPIN_S
 from transferqueue.storage.memory.private_pages import end_interrupted
 from transferqueue.transport import ClientChannel, Wakeup
+from transferqueue.transport.control.channel import DrivableChannel
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_answer, explain_answer
 from transferqueue.wire.requests import declaration, is_notice
@@ -50,6 +50,8 @@ _log: Final = logging.getLogger("transferqueue.client")
 HEARTBEAT_PACES: Final = 64
 GOODBYE_S: Final = 1.0
 """How long a closing client waits for the server to have heard it."""
+_INTERRUPTED: Final = object()
+"""Stands for a driver whose lock was released under it."""
 
 
 class IoThread:
@@ -57,7 +59,7 @@ class IoThread:
 
     Any thread, and any finalizer, may append to `inbox` (calls to send), `abandoned` (calls whose callers went away),
     `unpinned` (pins to return) and `renewer`, and then set `wakeup`. `calls`, `outbox`, `server` and the channel belong
-    to the holder of the `role`.
+    to the holder of `lock`.
     """
 
     def __init__(self, channel: ClientChannel, address: str, clock: Callable[[], float]) -> None:
@@ -65,7 +67,13 @@ class IoThread:
         self.address: Final = address
         self.clock: Final = clock
         self.wakeup: Final = Wakeup()
-        self.role: Final = ChannelRole(channel, self.wakeup)
+        self.drivable: Final = channel if isinstance(channel, DrivableChannel) else None
+        """The channel; None: callers cannot drive this kind of channel."""
+        self.lock: Final = threading.RLock()
+        """Which knows its owner, also if an interrupt comes right after it was taken."""
+        self.driver: object | None = None
+        """The call, or the event loop, that drives the channel now. If the lock is free: it was interrupted, and the
+        channel is broken."""
         now = clock()
         self.calls: Final = PendingCalls()
         self.outbox: Final = Outbox(channel, self.calls, now)
@@ -87,7 +95,7 @@ class IoThread:
         self.hello: m.Hello | None = None
         self.on_welcome: Callable[[m.Welcome], object] = _nothing
         self.loop_frames: select.epoll | None = None
-        """What an event loop that reads watches (see `asyncio_io`); None: none does."""
+        """What an event loop that reads watches (see `driver`); None: none does."""
         self.on_over: Callable[[], object] = _done
         """Called when the thread ends."""
         self.heartbeat_s = HEARTBEAT_S
@@ -108,24 +116,51 @@ class IoThread:
     def _run(self) -> None:
         try:
             while self.over is None:
-                self.role.take(self.abandoned)
+                self._take_channel()
                 try:
                     self._turn()
-                    if self.over is None and self.loop_frames is not None and self.role.drivable is not None:
-                        self.role.drivable.have_loop_read(None if self._reads() else self.loop_frames)
+                    if self.over is None and self.loop_frames is not None and self.drivable is not None:
+                        self.drivable.have_loop_read(None if self._reads() else self.loop_frames)
                 finally:
-                    self.role.lock.release()
+                    self.lock.release()
                 if self.over is None:
                     self.channel.sleep(self.wakeup, max(0.0, self.check_at - self.clock()))
         except BaseException as error:
             self._end(InternalError(f"the connection to {self.address} failed: {error!r}"))
             raise
         finally:
-            self.role.take(self.abandoned)
+            self._take_channel()
             self.channel.close()
             self.wakeup.close()
-            self.role.lock.release()
+            self.lock.release()
             self.on_over()
+
+    def _take_channel(self) -> None:
+        """Take the lock, which a driver gives up when it is woken. If a driver was interrupted, connect again."""
+        if not self.lock.acquire(blocking=False):
+            self.wakeup.set()
+            self.lock.acquire()
+        if self.driver is not None and self.drivable is not None:
+            self.driver = None
+            self.drivable.end_driving()
+            self.drivable.reset()
+
+    def begin_driving(self, driver: object) -> bool:
+        """Take the lock for a driver if it is free, and the channel not broken. The driver releases it, whatever this
+        returns or raises."""
+        self.stop_own_driver()
+        if not self.lock.acquire(blocking=False) or self.driver is not None:
+            return False
+        self.driver = driver
+        return bool(self.lock._is_owned())  # type: ignore[attr-defined]  # not so if a signal handler has released it
+
+    def stop_own_driver(self) -> None:
+        """Release the lock if this thread has it: its driver was interrupted by the signal handler that calls this, and
+        goes on after it. The channel counts as broken."""
+        while self.lock._is_owned():  # type: ignore[attr-defined]  # threading.Condition uses it, too
+            self.driver = _INTERRUPTED
+            self.lock.release()
+            self.wakeup.set()
 
     def _turn(self) -> None:
         try:
@@ -180,7 +215,6 @@ class IoThread:
         calls = self.calls
         return not (
             self.over is not None
-            or self.role.suspect
             or calls.greeting is not None
             or not calls.session
             or self.channel.connections_made != self.connections_made
@@ -188,7 +222,7 @@ class IoThread:
 
     def _reads(self) -> bool:
         """Whether arriving frames wake this thread, and not the event loop that reads."""
-        channel = self.role.drivable
+        channel = self.drivable
         if not self.stands() or channel is None or channel.is_behind or self.outbox.backlog:
             return True
         return not all(pending.by_loop for pending in self.calls.by_id.values())

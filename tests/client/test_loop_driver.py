@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -20,14 +20,13 @@ import pytest
 
 import transferqueue as tq
 from tests.client.deployments import in_this_process
-from tests.client.test_caller_io import CALLS, OTHER_WAKES, Sleeps
+from tests.client.test_driver import CALLS, OTHER_WAKES, Sleeps
 from tests.client.test_interrupted_finalizers import Interrupts, until
-from transferqueue.client.session.calls import PendingCall
-from transferqueue.client.session.channel_role import RoleClaim
 from transferqueue.client.session.connection import Connection
 from transferqueue.limits import HEARTBEAT_S
 from transferqueue.transport.control.channel import DrivableChannel
 from transferqueue.transport.control.unix_socket import HEARD_AFTER
+from transferqueue.transport.system.wakeup import Wakeup
 from transferqueue.wire import messages as m
 
 TASKS = [tq.Task("train", needs=["x"], lease_s=1)]
@@ -49,7 +48,7 @@ async def reading(address: str) -> AsyncIterator[tuple[tq.AsyncQueue, Connection
     async with tq.aconnect(address) as queue:
         await queue.create_table("t", tasks=TASKS)
         connection = connection_of(queue)
-        channel = connection._io.role.drivable
+        channel = connection._io.drivable
         assert channel is not None
         yield queue, connection, channel
 
@@ -342,20 +341,20 @@ def test_after_an_interrupted_read_the_loop_leaves_the_channel_to_the_thread_tha
 
     async def work() -> set[int]:
         async with reading(address) as (queue, connection, channel):
-            role = connection._io.role
-            take, end_driving = role.take, channel.end_driving
+            io = connection._io
+            take, end_driving = io._take_channel, channel.end_driving
             comes, go_on, used_by = threading.Event(), threading.Event(), set[int]()
 
             def interrupt() -> None:
                 monkeypatch.undo()
-                monkeypatch.setattr(role, "take", wait_and_take)
+                monkeypatch.setattr(io, "_take_channel", wait_and_take)
                 monkeypatch.setattr(channel, "end_driving", end)
                 raise KeyboardInterrupt
 
-            def wait_and_take(left: Iterable[PendingCall]) -> None:
+            def wait_and_take() -> None:
                 comes.set()
                 assert go_on.wait(20)
-                take(left)
+                take()
 
             def end() -> None:
                 used_by.add(threading.get_ident())
@@ -375,22 +374,26 @@ def test_after_an_interrupted_read_the_loop_leaves_the_channel_to_the_thread_tha
     assert asyncio.run(work()) == set()
 
 
-def test_a_second_interrupt_before_the_role_was_given_back_loses_no_reply(
+def test_a_second_interrupt_before_the_io_thread_was_woken_loses_no_reply(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was read is nowhere else than in the channel, and this thread has it and does nothing: the I/O thread has
-    the loop give it back."""
+    """The I/O thread looks at its next heartbeat, and connects again."""
 
     async def work() -> list[str]:
         async with reading(address) as (queue, connection, channel):
             hear, told = channel.hear, list[str]()
+            wake, thread = Wakeup.set, threading.get_ident()
 
             def first() -> None:
                 hear()
                 told.append("first")
+                monkeypatch.setattr(Wakeup, "set", second)
                 raise KeyboardInterrupt
 
-            def second(_: RoleClaim) -> None:
+            def second(wakeup: Wakeup) -> None:
+                if threading.get_ident() != thread:
+                    wake(wakeup)
+                    return
                 monkeypatch.undo()
                 told.append("second")
                 raise KeyboardInterrupt
@@ -402,7 +405,6 @@ def test_a_second_interrupt_before_the_role_was_given_back_loses_no_reply(
             assert connection._reader._frames is not None
             asyncio.get_running_loop().add_reader(connection._reader._frames.fileno(), read)
             monkeypatch.setattr(channel, "hear", first)
-            monkeypatch.setattr(RoleClaim, "give_up", second)
             while not told:  # the I/O thread may still read
                 assert await asyncio.wait_for(queue.tables(), 20) == ["t"]
             return told
@@ -451,7 +453,7 @@ def _interrupted(address: str) -> int:
         loop.add_reader(frames.fileno(), read)
         at, tries = 1, 0
         while tries < 5:
-            assert until(lambda: run(asyncio.sleep(0)) or not connection._io.role.lock.locked())
+            assert until(lambda: run(asyncio.sleep(0)) or connection._io.driver is None)
             interrupts = now = InterruptedRead(at)
             pending = loop.create_task(cycle())
             with suppress(KeyboardInterrupt):
