@@ -163,62 +163,76 @@ def crowd(queue: tq.Queue, timer: Timer, rounds: int, seed: int) -> list[Account
     return accounts
 
 
-def loop(address: str, timer: Timer, rounds: int, seed: int) -> tuple[list[Account], Callable[[], object]]:
-    """An event loop into which KeyboardInterrupt comes anywhere, and which runs again afterwards."""
-    events, account = asyncio.new_event_loop(), Account(seed, 0)
-    events.set_exception_handler(lambda *_: None)
+class InLoop:
+    """The turns of an event loop, which is interrupted and runs again."""
 
-    async def opened() -> tuple[tq.AsyncQueue, tq.AsyncTable, tq.AsyncTable]:
+    def __init__(self, address: str, seed: int, events: asyncio.AbstractEventLoop, run: Callable[[Any], Any]) -> None:
+        self._events, self._run, self._account = events, run, Account(seed, 0)
+        events.set_exception_handler(lambda *_: None)
+        self._queue, self._table, self._empty = self._in_order(lambda: self._opened(address))
+        self._account.begin(lambda: self._in_order(self._turn))
+
+    async def _opened(self, address: str) -> tuple[tq.AsyncQueue, tq.AsyncTable, tq.AsyncTable]:
         queue = await tq.aconnect(address, label="interrupted")
         return queue, await queue.table("t"), await queue.table("empty")
 
-    queue, table, empty = events.run_until_complete(opened())
+    async def _turn(self) -> None:
+        await self._account.aturn(self._table, self._empty)
 
-    account.begin(lambda: events.run_until_complete(account.aturn(table, empty)))
+    def _in_order(self, begin: Callable[[], Any]) -> Any:
+        """Run to the end. A task that an interrupted run left may stop the loop when it ends."""
+        while True:
+            try:
+                return self._run(begin())
+            except RuntimeError as error:
+                if "stopped before" not in str(error):
+                    raise
 
-    def end(task: asyncio.Task[None]) -> None:
-        task.cancel()
-        events.run_until_complete(asyncio.wait({task}, timeout=ENDS_S))
-        if task.done():
-            task.cancelled() or task.exception()
-            return
-        task._log_destroy_pending = False  # type: ignore[attr-defined]
+    def _end_tasks(self) -> None:
+        left = asyncio.all_tasks(self._events)
+        for task in left:
+            task.cancel()
+        self._in_order(lambda: _ended(left))
+        for task in left:
+            if task.done():
+                task.cancelled() or task.exception()
+            else:
+                task._log_destroy_pending = False  # type: ignore[attr-defined]
 
-    for _ in range(rounds):
-        tasks: list[asyncio.Task[None]] = []
+    def rounds(self, timer: Timer, rounds: int) -> list[Account]:
+        """Be interrupted so often."""
+        for _ in range(rounds):
+            timer.round(lambda: self._in_order(self._turn), lambda: self._in_order(self._queue.tables))
+            self._end_tasks()
+        return [self._account]
 
-        def work() -> None:
-            tasks.append(events.create_task(account.aturn(table, empty)))  # noqa: B023  (used in this round)
-            events.run_until_complete(tasks[-1])  # noqa: B023
-
-        timer.round(work, lambda: events.run_until_complete(queue.tables()))
-        for task in tasks:
-            end(task)
-    return [account], lambda: events.run_until_complete(queue.close())
+    def close(self) -> None:
+        """End the session."""
+        self._in_order(lambda: _closed(self._queue))
 
 
-def cancelled(address: str, timer: Timer, rounds: int, seed: int) -> tuple[list[Account], Callable[[], object]]:
-    """An event loop of `asyncio.Runner`, as of `asyncio.run`: Ctrl-C cancels its main task."""
-    runner, account = asyncio.Runner(), Account(seed, 0)
-
-    async def opened() -> tuple[tq.AsyncQueue, tq.AsyncTable, tq.AsyncTable]:
-        queue = await tq.aconnect(address, label="interrupted")
-        return queue, await queue.table("t"), await queue.table("empty")
-
-    queue, table, empty = runner.run(opened())
-
-    runner.get_loop().set_exception_handler(lambda *_: None)
-    account.begin(lambda: runner.run(account.aturn(table, empty)))
-    for _ in range(rounds):
-        timer.round(lambda: runner.run(account.aturn(table, empty)), lambda: runner.run(queue.tables()))
-    return [account], lambda: runner.run(_closed(queue))
+async def _ended(tasks: set[asyncio.Task[Any]]) -> None:
+    if tasks:
+        await asyncio.wait(tasks, timeout=ENDS_S)
 
 
 async def _closed(queue: tq.AsyncQueue) -> None:
     await queue.close()
 
 
-MODES: Final[dict[str, Any]] = {"alone": alone, "crowd": crowd, "loop": loop, "cancelled": cancelled}
+def in_loop(address: str, seed: int) -> InLoop:
+    """A loop into which KeyboardInterrupt comes anywhere."""
+    events = asyncio.new_event_loop()
+    return InLoop(address, seed, events, events.run_until_complete)
+
+
+def in_runner(address: str, seed: int) -> InLoop:
+    """A loop of `asyncio.Runner`, as of `asyncio.run`: Ctrl-C cancels its main task."""
+    runner = asyncio.Runner()
+    return InLoop(address, seed, runner.get_loop(), runner.run)
+
+
+MODES: Final[dict[str, Any]] = {"alone": alone, "crowd": crowd, "loop": in_loop, "cancelled": in_runner}
 
 
 def main(mode: str, address: str, rounds: int, seed: int) -> None:
@@ -227,7 +241,8 @@ def main(mode: str, address: str, rounds: int, seed: int) -> None:
     timer = Timer(seed)
     close: Callable[[], object]
     if mode in ("loop", "cancelled"):
-        accounts, close = MODES[mode](address, timer, rounds, seed)
+        looping = MODES[mode](address, seed)
+        accounts, close = looping.rounds(timer, rounds), looping.close
     else:
         queue = tq.connect(address, label="interrupted")
         accounts, close = MODES[mode](queue, timer, rounds, seed), queue.close

@@ -22,7 +22,7 @@ from transferqueue.wire.answers.sessions import SessionStats
 GRANTS_KEPT = 4
 """Extents that a session keeps open for its next puts."""
 ROWS = 1 << 17
-FEW, MANY = 150, 2500
+FEW, MANY = 100, 2500
 """Interrupts of one run: four modes of many are ten thousand."""
 
 
@@ -31,9 +31,8 @@ def test_interrupts_at_random_lose_nothing(mode: str, tmp_path: Path) -> None:
     interrupted("ipc", mode, FEW, tmp_path)
 
 
-@pytest.mark.parametrize("mode", ["alone", "loop"])
-def test_interrupts_at_random_lose_nothing_over_tcp(mode: str, tmp_path: Path) -> None:
-    interrupted("keyed", mode, FEW // 3, tmp_path)
+def test_interrupts_at_random_lose_nothing_over_tcp(tmp_path: Path) -> None:
+    interrupted("keyed", "alone", FEW // 2, tmp_path)
 
 
 @pytest.mark.long

@@ -174,7 +174,12 @@ class Connection:
         task = asyncio.ensure_future(self.acall(request, deadline))
         return lambda: task, task.cancel
 
-    async def acall(self, request: m.Request, deadline: Deadline | None = None) -> m.Reply:
+    async def acall(
+        self,
+        request: m.Request,
+        deadline: Deadline | None = None,
+        interrupts: DeferredInterrupts | None = None,
+    ) -> m.Reply:
         """`call` for an event loop; a cancelled wait is an interrupted one."""
         import asyncio  # 18 ms of processor time, which programs without an event loop need not spend
 
@@ -206,15 +211,20 @@ class Connection:
                 self._submit(pending)
             if deadline is None:
                 await done
-                return _result(pending)
-            since = self.clock()
-            timer = loop.call_later(deadline.patience(), wake)
-            try:
-                await done
-            finally:
-                timer.cancel()
-            deadline.waited(since)
-            return _result(pending) if pending.is_settled else self._give_up(pending, deadline)
+            else:
+                since = self.clock()
+                timer = loop.call_later(deadline.patience(), wake)
+                try:
+                    await done
+                finally:
+                    timer.cancel()
+                deadline.waited(since)
+                if not pending.is_settled:
+                    self._give_up(pending, deadline)
+            reply = _result(pending)
+            if interrupts is not None:
+                interrupts.begin()
+            return reply
         except TransferQueueError:
             raise
         except BaseException:

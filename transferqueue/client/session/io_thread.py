@@ -148,7 +148,8 @@ class IoThread:
     def begin_driving(self, driver: object) -> bool:
         """Take the lock for a driver if it is free, and the channel not broken. The driver releases it, whatever this
         returns or raises."""
-        self.stop_own_driver()
+        if self.lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
+            self.stop_own_driver()
         if not self.lock.acquire(blocking=False) or self.driver is not None:
             return False
         self.driver = driver
@@ -157,7 +158,7 @@ class IoThread:
     def stop_own_driver(self) -> None:
         """Release the lock if this thread has it: its driver was interrupted by the signal handler that calls this, and
         goes on after it. The channel counts as broken."""
-        while self.lock._is_owned():  # type: ignore[attr-defined]  # threading.Condition uses it, too
+        while self.lock._is_owned():  # type: ignore[attr-defined]
             self.driver = _INTERRUPTED
             self.lock.release()
             self.wakeup.set()

@@ -203,10 +203,13 @@ async def run_async(
     """`run_sync` for an event loop."""
     step: Callable[[Any], m.Request | BlockingWork | StartDeadline] = operation.send
     sent: Any = None
+    interrupts = DeferredInterrupts()  # ended before each await, so other tasks do not see them
     if answer is not None:
         try:
             sent = await answer()
+            interrupts.begin()
         except BaseException as error:  # noqa: BLE001  (thrown into the operation, as below)
+            interrupts.begin()
             step, sent = operation.throw, error
     try:
         while True:
@@ -217,18 +220,22 @@ async def run_async(
             except TransferQueueError as error:
                 raise trimmed(error) from error.__cause__
             try:
+                interrupts.end()
                 if isinstance(wanted, StartDeadline):
                     sent = deadline = Deadline(connection.clock, wanted.wait_s)
                 elif isinstance(wanted, BlockingWork):
                     sent = await _work(_bounded(wanted, deadline))  # type: ignore[func-returns-value]
+                    interrupts.begin()
                 elif pipelined and isinstance(wanted, pipelined):
                     return PipelinedOperation(operation, wanted, connection.astart(wanted, deadline), deadline)
                 else:
-                    sent = await connection.acall(wanted, deadline)
+                    sent = await connection.acall(wanted, deadline, interrupts)
                 step = operation.send
             except BaseException as error:  # noqa: BLE001  (thrown into the operation, which cleans up and raises it)
+                interrupts.begin()
                 step, sent = operation.throw, error
     finally:
+        interrupts.end()
         sent = None  # as in `run_sync`
 
 
