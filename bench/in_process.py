@@ -23,7 +23,8 @@ from transferqueue.policies import Task
 from transferqueue.schema import Field, align
 from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.identity import ServerIdentity
-from transferqueue.server.shards.own_memory import OwnShardMemory
+from transferqueue.server.memory.own_memory import OwnShardMemory
+from transferqueue.server.shards.part import Shards
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.transport import this_host
 from transferqueue.transport.control.unix_socket import FrameStream, UnixPeer
@@ -56,6 +57,10 @@ class Core:
             lock_directory=None
         )  # fmt: skip
         self.coordinator = Coordinator(Ledger(epoch=1), OwnShardMemory(self._arena), identity, watcher=NoProcess())
+        coordinator = self.coordinator
+        coordinator.attach(
+            Shards(coordinator.ledger, coordinator.lending, coordinator.sessions, coordinator.waiting.wake)
+        )
         here, self._there = socket.socketpair()
         self.peer = UnixPeer(FrameStream(here), 0.0)
         self._calls = self._session = 0

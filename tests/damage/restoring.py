@@ -20,10 +20,8 @@ from transferqueue.ledger.persistence.snapshot import LedgerSnapshot, TableSnaps
 from transferqueue.limits import MIB
 from transferqueue.server.durability.snapshot_files import _placement
 from transferqueue.server.durability.snapshots import SnapshotJobs
-from transferqueue.server.shards.block_fetches import BlockFetches
-from transferqueue.server.shards.own_memory import OwnShardMemory
-from transferqueue.server.shards.registry import ShardRegistry
-from transferqueue.server.shards.tickets import TicketIssuer
+from transferqueue.server.memory.lending import Lending
+from transferqueue.server.memory.own_memory import OwnShardMemory
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.wire import messages as m
@@ -53,12 +51,8 @@ class Restorer:
         offset, nbytes = self.memory.take(100) or (0, 0)
         self.ledger.grant(1, 0, offset, nbytes, NOW, call=1)
         self._stirred = threading.Event()
-        shards = ShardRegistry(
-            self.memory, TicketIssuer(), 1, wake=lambda _: None, live_set=lambda _: m.LiveSet(0, b"", 0, b"")
-        )
-        fetches = BlockFetches(self.ledger, shards, lambda _: None)
         self.snapshots = SnapshotJobs(
-            self.root, self.ledger, fetches, wake=lambda _: None, stir=lambda: self._stirred.set()
+            self.root, self.ledger, Lending(self.memory), wake=lambda _: None, stir=lambda: self._stirred.set()
         )
 
     def restore(self, path: str) -> TransferQueueError | None:

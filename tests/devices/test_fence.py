@@ -95,7 +95,7 @@ class Job:
 def trims(monkeypatch: pytest.MonkeyPatch) -> None:
     """The arena returns free pages at once."""
     monkeypatch.setattr("transferqueue.storage.memory.arena.surplus", lambda backed, used: max(0, backed - used))
-    monkeypatch.setattr("transferqueue.server.shards.own_memory.TRIM_AFTER_S", 0)
+    monkeypatch.setattr("transferqueue.server.memory.own_memory.TRIM_AFTER_S", 0)
 
 
 @pytest.mark.parametrize("order", [tq.Fifo(), tq.LongestFirst()], ids=["runs", "gathered"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from transferqueue.limits import DEVICE_IDLE_S, MIB
-from transferqueue.server.shards.own_memory import OwnShardMemory
+from transferqueue.server.memory.own_memory import OwnShardMemory
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.storage.memory.page_holds import claim, hold, let_go, open_again, unheld

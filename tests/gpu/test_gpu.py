@@ -328,7 +328,7 @@ class LateJob(Job):
 
 def test_g10_growth_and_reuse_under_late_copies(device: Any, dry: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transferqueue.storage.memory.arena.surplus", lambda backed, used: max(0, backed - used))
-    monkeypatch.setattr("transferqueue.server.shards.own_memory.TRIM_AFTER_S", 0)
+    monkeypatch.setattr("transferqueue.server.memory.own_memory.TRIM_AFTER_S", 0)
     for order in (tq.Fifo(), tq.LongestFirst()):
         job = LateJob(1, order)
         job.device = device

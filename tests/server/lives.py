@@ -3,14 +3,14 @@
 import os
 from pathlib import Path
 
-from tests.server.nodes import Bench, Client, Watched
+from tests.server.nodes import Bench, Client, Watched, reach_shards
 from transferqueue.limits import MIB
 from transferqueue.schema import Field, layout
 from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.durability.state_directory import StateDirectory
 from transferqueue.server.identity import ServerIdentity
+from transferqueue.server.memory.own_memory import OwnShardMemory
 from transferqueue.server.resume import resume_sessions
-from transferqueue.server.shards.own_memory import OwnShardMemory
 from transferqueue.storage.memory.checksum import checksum
 from transferqueue.wire import messages as m
 
@@ -30,6 +30,7 @@ class Life(Bench):
             epoch=ledger.epoch, address="ipc:///x", runtime="/r", version="0", pid=os.getpid(), started_at=0.0
         )
         self.coordinator = Coordinator(ledger, memory, place, watcher=self.watched, durability=self.state)
+        self.remote = reach_shards(self.coordinator)
         self.now = self.state.clock()
         self.lost = resume_sessions(self.coordinator, self.state)
         self.deliver()

@@ -2,6 +2,7 @@
 
 import os
 import struct
+from importlib.util import find_spec
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from transferqueue.policies import Task
 from transferqueue.schema import Field
 from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.identity import ServerIdentity
-from transferqueue.server.shards.own_memory import OwnShardMemory
+from transferqueue.server.memory.own_memory import OwnShardMemory
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.transport import this_host
 from transferqueue.wire import codec
@@ -55,8 +56,8 @@ class Bench:
             place,
             watcher=self.watched,
             authorizer=door,
-            tickets=tickets,
         )
+        self.remote = reach_shards(self.coordinator, tickets)
         self.now = 0.0
         self.clients = 0
         self.answered = {}
@@ -90,6 +91,17 @@ class Bench:
 
     def client(self, **hello):
         return Client(self, **hello)
+
+
+def reach_shards(coordinator, tickets=None):
+    """Attach the part for shards, if it is there (tests.test_parts)."""
+    if find_spec("transferqueue.server.shards") is None:
+        return None
+    from transferqueue.server.shards.part import Shards
+
+    remote = Shards(coordinator.ledger, coordinator.lending, coordinator.sessions, coordinator.waiting.wake, tickets)
+    coordinator.attach(remote)
+    return remote
 
 
 class Client:

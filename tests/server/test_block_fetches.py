@@ -38,7 +38,7 @@ class Fetching:
         for _ in range(shards):
             joined = Joined(bench)
             joined.work()
-            self.shards[max(bench.coordinator.shards.remote)] = joined
+            self.shards[max(bench.remote.shards.remote)] = joined
         assert isinstance(self.client.ask(table), m.TableTerms)
         for _ in range(puts):
             put = copied if table is REPLICATED else put_away
@@ -46,7 +46,7 @@ class Fetching:
 
     @property
     def fetches(self):
-        return self.bench.coordinator.operations.fetches
+        return self.bench.remote.fetches
 
     @property
     def used(self):
@@ -56,7 +56,7 @@ class Fetching:
         blocks = self.bench.coordinator.ledger.take_snapshot(self.bench.now).blocks
         self.held = [number for at in blocks.values() for number in (at.extent, *(copy.extent for copy in at.copies))]
         self.fetches.begin(blocks.values(), self.arrived.append, self.bench.now)
-        self.bench.coordinator.shards.hold(self.held)
+        self.bench.coordinator.lending.hold(self.held)
         self.settle()
 
     def settle(self):
@@ -65,7 +65,7 @@ class Fetching:
 
     def end(self):
         self.fetches.end(self.bench.now)
-        self.bench.coordinator.shards.release(self.held, self.bench.now)
+        self.bench.coordinator.lending.release(self.held, self.bench.now)
         self.settle()
 
     def kill(self, number):
@@ -150,7 +150,7 @@ def test_a_waiting_shard_gets_an_order_into_the_coordinators_memory(bench):
         1, shard.client.session, 0, target.extent, target.offset, target.nbytes, target.ticket, order.offsets[0],
         source.nbytes,
     )  # fmt: skip
-    bench.coordinator.tickets.check_write(write)
+    bench.remote.tickets.check_write(write)
     call = wait(shard, reported(order))
     (arrived,) = made.arrived
     assert [(at.block, offset) for at, offset in arrived.blocks] == [(source.block, order.offsets[0])]
@@ -343,7 +343,7 @@ def test_rows_that_end_meanwhile_keep_their_bytes_until_the_snapshot_ends(bench)
     finish(made.client)
     assert bench.coordinator.ledger.blocks_of(1) == []
     assert shard.work() == [], "nothing is revoked"
-    live = bench.coordinator._live_set(1)
+    live = bench.remote._live_set(1)
     assert order.blocks[0].extent in struct.unpack(f"<{len(live.extents) // 8}q", live.extents)
     made.end()
     assert any(isinstance(command, m.Revoke) for command in shard.work())

@@ -42,7 +42,7 @@ class Deployment:
     def join(self, **offer):
         shard = Joined(self.bench, **offer)
         shard.work()
-        self.shards[max(self.bench.coordinator.shards.remote)] = shard
+        self.shards[max(self.bench.remote.shards.remote)] = shard
         return shard
 
     def kill(self, number):
@@ -85,7 +85,7 @@ def test_an_order_names_places_with_tickets_even_where_memory_is_mapped(bench):
     (number,) = made.shards
     order = made.shards[number].client.ask(m.TakeCopies())
     source = order.blocks[0]
-    issuers = {0: bench.coordinator.tickets, number: TicketIssuer(SECRET, LiveExtents(), LiveExtents())}
+    issuers = {0: bench.remote.tickets, number: TicketIssuer(SECRET, LiveExtents(), LiveExtents())}
     session = made.shards[number].client.session
     located = b.BulkBlock(source.block, source.extent, source.offset, source.nbytes, 1, 0, [0], source.ticket)
     issuers[source.shard].check_read(session, source.shard, [located])

@@ -43,8 +43,8 @@ def stats(client):
         ("ledger", "forget_replies", m.ListTables()),
         ("ledger", "message_received", m.Heartbeat()),
         ("waiting", "count_ahead", m.ListTables()),
-        ("shards", "take", m.Grant(5)),
-        ("shards", "issue", m.ListTables()),
+        ("lending", "take", m.Grant(5)),
+        ("remote", "issue", m.ListTables()),
     ],
 )
 def test_a_defect_ends_the_session_that_met_it_and_no_other(bench, monkeypatch, caplog, target, name, request_):
@@ -56,7 +56,7 @@ def test_a_defect_ends_the_session_that_met_it_and_no_other(bench, monkeypatch, 
     waits = victim.post(lease(9, wait_s=60.0))
     victim.seen = 2
     with monkeypatch.context() as patch:
-        patch.setattr(getattr(bench.coordinator, target), name, broken)
+        patch.setattr(bench.remote if target == "remote" else getattr(bench.coordinator, target), name, broken)
         call = victim.post(request_)
     failed = victim.take(call)
     assert failed.error == "InternalError"
@@ -90,10 +90,10 @@ def test_a_request_that_waits_meets_its_defect_for_its_own_session(bench, monkey
 
 def test_a_hello_that_meets_a_defect_leaves_no_half_of_a_session(bench, monkeypatch):
     other = bench.client(**local())
-    for target, name in [("ledger", "open_session"), ("shards", "join"), ("_watcher", "watch")]:
+    for target, name in [("ledger", "open_session"), ("clients", "watch"), ("remote", "session_opened")]:
         before = set(os.listdir("/proc/self/fd"))
         with monkeypatch.context() as patch:
-            where = bench.coordinator._watcher if target == "_watcher" else getattr(bench.coordinator, target)
+            where = bench.remote if target == "remote" else getattr(bench.coordinator, target)
             patch.setattr(where, name, broken)
             assert bench.client(**local()).welcome.error == "InternalError"
         assert len(bench.coordinator.sessions) == len(bench.coordinator.ledger.state.sessions) == 1
@@ -142,7 +142,7 @@ def test_what_is_due_meets_a_defect_and_all_else_that_is_due_happens(bench, monk
 
 def test_an_answer_that_cannot_be_told_is_told_so(bench):
     client = bench.client(**local())
-    bench.coordinator._answer(client.peer, 7, m.Failed("UsageError", "a file named \udcff"))
+    bench.coordinator.answers.send(client.peer, 7, m.Failed("UsageError", "a file named \udcff"))
     bench.deliver()
     assert "cannot be sent" in client.take(7).text
 
@@ -192,7 +192,7 @@ def test_a_torn_ledger_ends_the_server_whatever_tore_it(bench, monkeypatch, what
 def test_what_follows_a_request_ends_the_server_if_there_is_no_memory_for_it(bench, monkeypatch):
     client = bench.client(**local())
     client.create_table()
-    monkeypatch.setattr(bench.coordinator, "_apply_effects", half)
+    monkeypatch.setattr(bench.coordinator._calls, "_apply_effects", half)
     waits = client.post(lease(1, wait_s=60.0))
     with pytest.raises(LedgerTorn, match=r"what follows .* met MemoryError .* was not done"):
         client.post(client.put(1))

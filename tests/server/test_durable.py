@@ -567,7 +567,7 @@ def test_what_a_client_had_in_a_further_shard_is_free_if_it_died_while_no_server
     second = lives()
     shard.client, shard.epoch, shard.done, shard.waiting = again(second, shard.client), 101, 0, None
     shard.work()
-    (there,) = second.coordinator.shards
+    (there,) = second.remote.shards.remote.values()
     assert there.used == 0
 
 
@@ -580,4 +580,4 @@ def test_the_number_of_a_shard_is_not_given_again_in_a_later_life(lives):
     shard.client.ask(m.Goodbye())
     second = lives()
     Joined(second)
-    assert [one.number for one in second.coordinator.shards] == [2]
+    assert list(second.remote.shards.remote) == [2]

@@ -41,7 +41,8 @@ class World:
         self.snapshots = SnapshotJobs(
             root,
             bench.coordinator.ledger,
-            bench.coordinator.operations.fetches,
+            bench.coordinator.lending,
+            bench.remote.fetches,
             wake=bench.coordinator.waiting.wake,
             stir=self.stirred.release,
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from transferqueue.limits import ARENA_SLICE_BYTES, ARENA_STEP_BYTES, GIB, MIB
-from transferqueue.server.shards.own_memory import OwnShardMemory
+from transferqueue.server.memory.own_memory import OwnShardMemory
 from transferqueue.storage import Arena
 
 

@@ -188,10 +188,10 @@ def test_a_dead_process_gives_its_leases_back_at_once(bench):
     assert bench.watched.pidfds == {}
 
 
-def test_memory_of_a_dead_session_stays_while_its_lock_is_held(bench, tmp_path):
+def test_memory_of_a_dead_session_stays_while_its_lock_is_held(tmp_path):
     sessions = tmp_path / "sessions"
     sessions.mkdir()
-    bench.coordinator.identity = msgspec.structs.replace(bench.coordinator.identity, lock_directory=sessions)
+    bench = Bench(swept=sessions)
     lock = FileLock(sessions / "client")
     assert lock.take()
     client, other = bench.client(**local(lock.path)), bench.client()
@@ -207,6 +207,7 @@ def test_memory_of_a_dead_session_stays_while_its_lock_is_held(bench, tmp_path):
     bench.pass_time(LOCK_CHECK_S)
     assert isinstance(other.take(waiting), m.Granted)
     assert not lock.path.exists()
+    bench.close()
 
 
 def test_a_peer_that_does_not_read_is_dropped(bench):

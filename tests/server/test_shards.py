@@ -297,7 +297,7 @@ def test_a_shard_without_pages_counts_for_no_more_than_it_has(bench):
     first = client.ask(m.Grant(ARENA_STEP_BYTES - PAGE_BYTES))
     assert first.shard == 1
     shard.work(fail=m.AllocatePages)
-    (there,) = bench.coordinator.shards
+    (there,) = bench.remote.shards.remote.values()
     assert there.grantable == ARENA_STEP_BYTES
     refused = client.ask(m.Grant(ARENA_STEP_BYTES, use="rows"))
     assert refused.error == "Impossible"

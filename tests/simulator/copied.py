@@ -24,7 +24,7 @@ from transferqueue.errors import (
 )
 from transferqueue.limits import PAGE_BYTES, Limits
 from transferqueue.policies import Task
-from transferqueue.server.shards.own_memory import SHARD
+from transferqueue.server.memory.own_memory import SHARD
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 

@@ -32,9 +32,9 @@ from transferqueue.ledger.tasks.reservations import FlowControl
 from transferqueue.ledger.tasks.task_state import TaskState
 from transferqueue.policies import AckedColumns
 from transferqueue.server.durability import recorded_ledger
+from transferqueue.server.memory.backlog import Backlog
+from transferqueue.server.memory.own_memory import OwnShardMemory
 from transferqueue.server.sessions.waiting import WaitQueue
-from transferqueue.server.shards.backlog import Backlog
-from transferqueue.server.shards.own_memory import OwnShardMemory
 from transferqueue.server.spill.spiller import Spiller
 from transferqueue.wire import messages as m
 

@@ -20,11 +20,12 @@ from transferqueue.limits import SIZE_BYTES_MAX, WAITERS_AT_ONCE
 from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.durability.recorded_ledger import RecordedLedger, replay_journal
 from transferqueue.server.identity import ServerIdentity
+from transferqueue.server.memory.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.resume import resume_sessions
 from transferqueue.server.sessions.authorization import Authorizer
 from transferqueue.server.sessions.liveness import ProcessHandle
 from transferqueue.server.sessions.session_table import Peer
-from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
+from transferqueue.server.shards.part import Shards
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.server.spill.spilling import Spilling
 from transferqueue.storage.memory.allocator import Allocator
@@ -191,7 +192,7 @@ class SimDurability:
     shortage: Final = ""
     due_at: Final = None
 
-    def refuse(self, request: object, shard_of: object) -> None:
+    def refuse(self, request: object) -> None:
         """Refuse nothing."""
 
     def look(self, now: float) -> None:
@@ -284,13 +285,17 @@ class SimServer:
                 watcher=self,
                 open_process=self._open_process,
                 authorizer=self._authorizer,
-                tickets=TicketIssuer(TICKET_KEY),
             )
+            self._reach_shards(self.node)
             self.node.waiters_at_once = WAITERS_AT_ONCE
             if self._spills:
                 self._spill(self.node)
         if self.node is not None:
             self.on_up()
+
+    def _reach_shards(self, node: Coordinator) -> None:
+        tickets = TicketIssuer(TICKET_KEY)
+        node.attach(Shards(node.ledger, node.lending, node.sessions, node.waiting.wake, tickets))
 
     def _spill(self, node: Coordinator) -> None:
         def stir() -> None:
@@ -319,8 +324,8 @@ class SimServer:
             open_process=self._open_process,
             authorizer=self._authorizer,
             durability=kept,
-            tickets=TicketIssuer(TICKET_KEY),
         )
+        self._reach_shards(self.node)
         self._guarded(lambda node: resume_sessions(node, kept, self._find_again))
 
     def _place(self) -> ServerIdentity:

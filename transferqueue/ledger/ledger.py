@@ -468,10 +468,14 @@ class Ledger:
         """Whether a session is open, or closed and still holds pins or grants."""
         return session in self.state.sessions
 
+    @property
+    def extents(self) -> list[ExtentState]:
+        """The extents that are neither freed nor lost, in the order in which they were granted."""
+        return [extent for extent in self.state.core.blocks.extents.values() if not extent.lost]
+
     def extents_of(self, shard: int) -> list[ExtentState]:
-        """The extents of a shard that are not freed, in the order in which they were granted. A lost shard has none."""
-        extents = self.state.core.blocks.extents.values()
-        return [extent for extent in extents if extent.shard == shard and not extent.lost]
+        """The extents of a shard, as `extents`."""
+        return [extent for extent in self.extents if extent.shard == shard]
 
     def shard_of_extent(self, extent: int) -> int | None:
         """The shard in which an extent is; None if it is freed, or was never granted."""

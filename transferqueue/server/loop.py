@@ -137,7 +137,7 @@ class Loop:
         self._clock = ListeningClock(clock)
         self._meter = Meter(clock, processor)
         self._batch = batch
-        coordinator.on_hello = self._admit
+        coordinator.clients.on_hello = self._admit
         if not batch:
             coordinator.waiters_at_once = WAITERS_AT_ONCE
         self._poller = zmq.Poller()

@@ -1,8 +1,9 @@
 """The door between a coordinator and its optional parts.
 
-A part is a folder of the server: `durability` (journal and snapshots) and `spill`. The assembly imports it when its
-option is chosen, and `Coordinator.attach` joins it. The coordinator calls all its parts, in order, at the same points
-of each turn; one without options has none. No other module outside a part imports it.
+A part is a folder of the server: `shards` (remote memory and replicas), `durability` (journal and snapshots) and
+`spill`. The assembly imports it when its option is chosen, and `Coordinator.attach` joins it. The coordinator calls all
+its parts, in order, at the same points of each turn; one without options has none. No other module outside a part
+imports it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from transferqueue.storage.elements.dtypes import U8
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
+    from transferqueue.ledger.rows.blocks import ExtentState
     from transferqueue.server.sessions.session_table import OpenSession
 
 Operation = Callable[["OpenSession", int, Any, float], Outcome]
@@ -30,6 +32,42 @@ class Part:
     def requests(self) -> Mapping[type[m.Request], Operation]:
         """The requests that this part carries out."""
         return {}
+
+    # ------------------------------------------------------------ sessions
+
+    def admit(self, hello: m.Hello, *, keyed: bool) -> m.Hello:
+        """The Hello of a client that opens a session, with what the part adds. Raises if the part refuses it.
+
+        Args:
+            hello: of the client.
+            keyed: it authenticated with a key.
+        """
+        return hello
+
+    def session_opened(self, session: OpenSession) -> None:
+        """A session is open in the ledger, and its process is about to be watched."""
+
+    def sessions_resumed(self, granted: Collection[ExtentState]) -> None:
+        """The sessions of an earlier run that continue are known. `granted`: the extents that it had granted."""
+
+    def session_ends(self, session: OpenSession, now: float) -> None:
+        """A session is about to end in the ledger. A defect ends the server."""
+
+    def session_ended(self, hello: m.Hello, now: float) -> None:
+        """The session of this client has ended in the ledger. A defect ends the server."""
+
+    def welcome(self) -> Mapping[str, Any]:
+        """Facts for clients that connect: fields of `Welcome` by name."""
+        return {}
+
+    def issue(self, session: OpenSession, reply: m.Reply) -> m.Reply:
+        """The reply as this session gets it."""
+        return reply
+
+    def waits_ended(self, keys: Collection[WakeKey], now: float) -> None:
+        """No request waits on these keys any more: the sessions of those that did have ended."""
+
+    # ------------------------------------------------------------ time and memory
 
     def tick(self, now: float) -> None:
         """Do the work that is due."""
@@ -48,8 +86,10 @@ class Part:
     def memory_lacking(self, nbytes: int, use: m.GrantPurpose) -> None:
         """A request waits for memory that the coordinator's own shard may grant."""
 
-    def waits_ended(self, keys: Collection[WakeKey], now: float) -> None:
-        """No request waits on these keys any more: the sessions of those that did have ended."""
+    def memory_freed(self, extent: int) -> None:
+        """The memory of this extent of the coordinator's own shard may be granted again once this returns."""
+
+    # ------------------------------------------------------------ reports, and the end
 
     def explain(self, request: Any) -> str:
         """Why a request of this part waits, or what the part adds to the reason why another one does; "": nothing."""
@@ -92,13 +132,8 @@ class Durability(Protocol):
     def checksums(self) -> bool:
         """Whether each block must be committed with the checksum of its bytes."""
 
-    def refuse(self, request: m.Request, shard_of: Callable[[int], int | None] | None) -> UsageError | None:
-        """Why a request may not commit its blocks; None: it may. Asked only where `checksums` is true.
-
-        Args:
-            request: may commit blocks.
-            shard_of: the shard of an extent; None if the coordinator has no remote shards.
-        """
+    def refuse(self, request: m.Request) -> UsageError | None:
+        """Why a request may not commit its blocks; None: it may. Asked only where `checksums` is true."""
 
     @property
     def shortage(self) -> str:
@@ -125,7 +160,7 @@ class NoDurability:
     shortage: Final = ""
     due_at: Final = None
 
-    def refuse(self, request: m.Request, shard_of: Callable[[int], int | None] | None) -> None:
+    def refuse(self, request: m.Request) -> None:
         """Refuse nothing."""
 
     def look(self, now: float) -> None:

@@ -2,109 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import islice
 from typing import Final
 
 from msgspec.structs import replace
 
-from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.reports.answers import Observation
 from transferqueue.ledger.table_state import Absence
-from transferqueue.server.identity import ServerIdentity
-from transferqueue.server.loop_latency import Turns
-from transferqueue.server.parts import Part
-from transferqueue.server.sessions.session_table import OpenSession, SessionTable, Workers
-from transferqueue.server.sessions.waiting import WaitingRequest, WaitQueue, wait_of
-from transferqueue.server.shards.registry import ShardRegistry
-from transferqueue.server.shards.remote_shard import RemoteShard
+from transferqueue.server.sessions.session_table import OpenSession
+from transferqueue.server.sessions.waiting import WaitingRequest, wait_of
+from transferqueue.server.state import ServerState
 from transferqueue.transport.control.unix_socket import UnixPeer
 from transferqueue.wire import messages as m
 from transferqueue.wire.answers.doctor import Departed, DoctorAnswer, PipelineStage, TablePipeline
 from transferqueue.wire.answers.events import EventsAnswer
 from transferqueue.wire.answers.row import RowLife
 from transferqueue.wire.answers.sessions import Sessions, SessionStats
-from transferqueue.wire.answers.stats import ServerStats, ShardStats, Stats, Waiting
-from transferqueue.wire.home_coordinator import CoordinatorIndex
+from transferqueue.wire.answers.stats import ServerStats, Stats, Waiting
 
 IDLE_S: Final = 3.0
 """A worker that asked for rows within this time is assumed to work on them, or to be about to ask again."""
 WAITING_SHOWN_MAX: Final = 100
 """A report explains at most this many waiting requests, the oldest first: about a screen."""
+Explain = Callable[[WaitingRequest, float], str]
+"""Why a request still waits, at the given time."""
 
 
-class Counters:
-    """Events since the server started, for `stats`. Each counter only grows."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.garbage = 0
-        self.unauthenticated_peers = 0
-        self.repeated = 0
-        self.leases_ended = 0
-        self.sessions_dropped = 0
-        self.internal_errors = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ReportSources:
-    """The parts of a coordinator that its reports read.
-
-    Args:
-        explain: why a request still waits, at the given time.
-        bulk_port: of the own shard; 0: it does not listen.
-        bulk_sent: bytes of reads there, by carrier.
-        bulk_received: bytes of writes there, by carrier.
-    """
-
-    identity: ServerIdentity
-    index: CoordinatorIndex
-    ledger: Ledger
-    sessions: SessionTable
-    waiting: WaitQueue
-    workers: Workers
-    shards: ShardRegistry
-    counters: Counters
-    turns: Turns
-    explain: Callable[[WaitingRequest, float], str]
-    bulk_port: Callable[[], int]
-    bulk_sent: Callable[[], dict[str, int]]
-    bulk_received: Callable[[], dict[str, int]]
-    parts: Sequence[Part]
-
-
-def observe(sources: ReportSources, request: m.Observe, now: float) -> Observation:
+def observe(state: ServerState, explain: Explain, request: m.Observe, now: float) -> Observation:
     """The report that `request` asks for. `UsageError` for an unknown report."""
-    report = sources.ledger.observe(request, now)
+    report = state.ledger.observe(request, now)
     match report:
         case Stats():
-            return _stats(sources, report, request.table, now)
+            return _stats(state, explain, report, request.table, now)
         case DoctorAnswer():
-            return _doctor(sources, report, request.table, now)
+            return _doctor(state, explain, report, request.table, now)
         case RowLife():
-            return replace(report, labels=_labels(sources, report))
+            return replace(report, labels=_labels(state, report))
         case Sessions():
-            return _sessions(sources, report, now)
+            return _sessions(state, report, now)
         case _:
             return report
 
 
-def events(sources: ReportSources, request: m.ListEvents, now: float) -> EventsAnswer:
+def events(state: ServerState, request: m.ListEvents, now: float) -> EventsAnswer:
     """The events of rows of a table, by the clock of this life of the coordinator."""
-    return replace(sources.ledger.events(request, now), epoch=sources.identity.epoch)
+    return replace(state.ledger.events(request, now), epoch=state.identity.epoch)
 
 
-def absence(sources: ReportSources, table: str, task: str, now: float) -> Absence | None:
+def absence(state: ServerState, table: str, task: str, now: float) -> Absence | None:
     """The time since when no worker has leased from a task, and the last worker. None if a session holds or waits for
     rows of it, or asked for rows less than `IDLE_S` ago."""
-    if sources.waiting.is_waited_for(("task", table, task)) or sources.ledger.has_leased(table, task):
+    if state.waiting.is_waited_for(("task", table, task)) or state.ledger.has_leased(table, task):
         return None
-    asked, gone = sources.workers.last_to_ask(table, task), sources.workers.last_gone(table, task)
+    asked, gone = state.workers.last_to_ask(table, task), state.workers.last_gone(table, task)
     if asked is not None:
         number, at = asked
         text = (
-            f'no worker asks for "{task}": {sources.sessions.label_of(number)} is connected, and last asked for rows '
+            f'no worker asks for "{task}": {state.sessions.label_of(number)} is connected, and last asked for rows '
             f"{now - at:.0f} s ago"
         )
         return Absence(text, now - at) if now - at >= IDLE_S else None
@@ -113,14 +68,14 @@ def absence(sources: ReportSources, table: str, task: str, now: float) -> Absenc
         last = f"left {left_s:.0f} s ago ({gone.label}, {gone.ending.text})"
         text = f'no worker of "{task}" is connected; the last {last}; start it again'
         return Absence(text, left_s, died=not gone.ending.was_announced)
-    up_s = now - sources.identity.started_at
+    up_s = now - state.identity.started_at
     return Absence(f'no worker of "{task}" has connected since this server started {up_s:.0f} s ago; start it', up_s)
 
 
-def holders(sources: ReportSources, now: float) -> str:
+def holders(state: ServerState, now: float) -> str:
     """The tables and sessions that hold bytes of the arena, the largest first, for error texts."""
-    tables = _largest({f'table "{name}"': size for name, size in sources.ledger.bytes_of_tables().items()})
-    sessions = _largest_holders(sources, now)
+    tables = _largest({f'table "{name}"': size for name, size in state.ledger.bytes_of_tables().items()})
+    sessions = _largest_holders(state, now)
     return "; ".join(part for part in (tables, sessions) if part) or "extents that are granted and not yet written"
 
 
@@ -129,8 +84,8 @@ def _largest(sizes: dict[str, int]) -> str:
     return ", ".join(f"{name} ({size:,} bytes)" for size, name in ranked[:6])
 
 
-def _largest_holders(sources: ReportSources, now: float) -> str:
-    ranked = sorted(sources.ledger.sessions(now).values(), key=lambda session: -session.grants - session.pins)
+def _largest_holders(state: ServerState, now: float) -> str:
+    ranked = sorted(state.ledger.sessions(now).values(), key=lambda session: -session.grants - session.pins)
     return ", ".join(
         f"{session.label} ({session.grants} grants, {session.pins} blocks in view)"
         for session in ranked[:6]
@@ -138,43 +93,43 @@ def _largest_holders(sources: ReportSources, now: float) -> str:
     )
 
 
-def _labels(sources: ReportSources, life: RowLife) -> dict[str, str]:
+def _labels(state: ServerState, life: RowLife) -> dict[str, str]:
     """The labels of the sessions in the life of a row, by session number as text."""
     numbers = {life.put_by, *(event.session for event in life.events)}
     numbers |= {task.session for task in life.tasks.values()}
-    return {str(number): sources.sessions.label_of(number) for number in numbers if number}
+    return {str(number): state.sessions.label_of(number) for number in numbers if number}
 
 
-def _doctor(sources: ReportSources, report: DoctorAnswer, table: str, now: float) -> DoctorAnswer:
+def _doctor(state: ServerState, explain: Explain, report: DoctorAnswer, table: str, now: float) -> DoctorAnswer:
     return replace(
         report,
-        pipelines={name: _with_workers(sources, name, pipeline, now) for name, pipeline in report.pipelines.items()},
-        waiting=_all_waiting(sources, table, now),
-        sessions=_sessions(sources, sources.ledger.sessions(now), now),
+        pipelines={name: _with_workers(state, name, pipeline, now) for name, pipeline in report.pipelines.items()},
+        waiting=_all_waiting(state, explain, table, now),
+        sessions=_sessions(state, state.ledger.sessions(now), now),
     )
 
 
-def _with_workers(sources: ReportSources, table: str, pipeline: TablePipeline, now: float) -> TablePipeline:
+def _with_workers(state: ServerState, table: str, pipeline: TablePipeline, now: float) -> TablePipeline:
     """Add to each stage of a table its workers, and the last that left."""
-    return replace(pipeline, stages=[_with_worker(sources, table, stage, now) for stage in pipeline.stages])
+    return replace(pipeline, stages=[_with_worker(state, table, stage, now) for stage in pipeline.stages])
 
 
-def _with_worker(sources: ReportSources, table: str, stage: PipelineStage, now: float) -> PipelineStage:
-    gone = sources.workers.last_gone(table, stage.task)
+def _with_worker(state: ServerState, table: str, stage: PipelineStage, now: float) -> PipelineStage:
+    gone = state.workers.last_gone(table, stage.task)
     left = gone and Departed(
         label=gone.label, ago_s=now - gone.at, how=gone.ending.text, died=not gone.ending.was_announced
     )
-    return replace(stage, workers=sources.workers.of(table, stage.task), left=left)
+    return replace(stage, workers=state.workers.of(table, stage.task), left=left)
 
 
-def _stats(sources: ReportSources, report: Stats, table: str, now: float) -> Stats:
+def _stats(state: ServerState, explain: Explain, report: Stats, table: str, now: float) -> Stats:
     return replace(
         report,
         now_s=now,
-        epoch=sources.identity.epoch,
-        sessions=len(sources.sessions),
-        waiting=_all_waiting(sources, table, now),
-        server=_server(sources, now),
+        epoch=state.identity.epoch,
+        sessions=len(state.sessions),
+        waiting=_all_waiting(state, explain, table, now),
+        server=_server(state, now),
     )
 
 
@@ -182,56 +137,37 @@ _POLLS: Final = frozenset({m.PollCommands, m.TakeCopies})
 """Shards wait for work by these requests. Reports leave them out, since they miss nothing."""
 
 
-def _all_waiting(sources: ReportSources, table: str, now: float) -> list[Waiting]:
-    asked = (waiting for waiting in sources.waiting if type(waiting.request) not in _POLLS)
+def _all_waiting(state: ServerState, explain: Explain, table: str, now: float) -> list[Waiting]:
+    asked = (waiting for waiting in state.waiting if type(waiting.request) not in _POLLS)
     requests = (waiting for waiting in asked if not table or _table_of(waiting) == table)
-    return [_waiting(sources, waiting, now) for waiting in islice(requests, WAITING_SHOWN_MAX)]
+    return [_waiting(state, explain, waiting, now) for waiting in islice(requests, WAITING_SHOWN_MAX)]
 
 
-def _server(sources: ReportSources, now: float) -> ServerStats:
-    counters, identity, memory = sources.counters, sources.identity, sources.shards.own
+def _server(state: ServerState, now: float) -> ServerStats:
+    counters, identity, memory = state.counters, state.identity, state.lending.own
     return ServerStats(
         address=identity.address,
-        coordinator=str(sources.index),
+        coordinator=str(state.index),
         version=identity.version,
         pid=identity.pid,
-        bulk_port=sources.bulk_port(),
-        bulk_sent_bytes=sources.bulk_sent(),
-        bulk_received_bytes=sources.bulk_received(),
         uptime_s=now - identity.started_at,
         capacity_bytes=memory.allocator.capacity,
         used_bytes=memory.used,
         backed_bytes=memory.arena.backed,
         extents=memory.extents,
-        shards=[_shard(shard) for shard in sources.shards],
         calls=counters.calls,
         garbage=counters.garbage,
         repeated=counters.repeated,
         leases_ended=counters.leases_ended,
         sessions_dropped=counters.sessions_dropped,
         internal_errors=counters.internal_errors,
-        turns=sources.turns.stats(),
-        **{name: figure for part in sources.parts for name, figure in part.statistics().items()},
+        turns=state.turns.stats(),
+        **{name: figure for part in state.parts for name, figure in part.statistics().items()},
     )
 
 
-def _shard(shard: RemoteShard) -> ShardStats:
-    return ShardStats(
-        shard=shard.number,
-        label=shard.session.label,
-        host=shard.session.hello.host,
-        endpoint=shard.offer.endpoint,
-        capacity_bytes=shard.offer.capacity,
-        used_bytes=shard.used,
-        backed_bytes=shard.used + shard.allocator.warm,
-        drains=shard.draining,
-        bulk_sent_bytes=shard.sent_bytes,
-        bulk_received_bytes=shard.received_bytes,
-    )
-
-
-def _waiting(sources: ReportSources, waiting: WaitingRequest, now: float) -> Waiting:
-    session = sources.sessions.get(waiting.session)
+def _waiting(state: ServerState, explain: Explain, waiting: WaitingRequest, now: float) -> Waiting:
+    session = state.sessions.get(waiting.session)
     return Waiting(
         session=waiting.session,
         label=session.label if session else "",
@@ -240,7 +176,7 @@ def _waiting(sources: ReportSources, waiting: WaitingRequest, now: float) -> Wai
         task=str(getattr(waiting.request, "task", "")),
         waited_s=now - waiting.since,
         left_s=max(waiting.since + wait_of(waiting.request) - now, 0.0),
-        why=sources.explain(waiting, now),
+        why=explain(waiting, now),
     )
 
 
@@ -249,21 +185,19 @@ def _table_of(waiting: WaitingRequest) -> str:
     return str(getattr(request, "table", getattr(request, "name", "")))
 
 
-def _sessions(sources: ReportSources, reports: Sessions, now: float) -> Sessions:
+def _sessions(state: ServerState, reports: Sessions, now: float) -> Sessions:
     """The ledger's report of each session, with the server's facts about its client."""
-    states = [("open", session) for session in sources.sessions]
-    states += [("ended", session) for session in sources.sessions.lingering]
+    sessions = [("open", session) for session in state.sessions]
+    sessions += [("ended", session) for session in state.sessions.lingering]
     return Sessions(
         {
-            str(session.number): _session(sources, reports[str(session.number)], session, state, now)
-            for state, session in states
+            str(session.number): _session(state, reports[str(session.number)], session, stage, now)
+            for stage, session in sessions
         }
     )
 
 
-def _session(
-    sources: ReportSources, report: SessionStats, session: OpenSession, state: str, now: float
-) -> SessionStats:
+def _session(state: ServerState, report: SessionStats, session: OpenSession, stage: str, now: float) -> SessionStats:
     return replace(
         report,
         label=session.hello.label,
@@ -271,8 +205,8 @@ def _session(
         host=session.hello.host,
         opened_s=now - session.opened_at,
         silent_s=now - session.last_message_at,
-        state=state,
+        state=stage,
         remote=session.remote,
-        waits=sources.waiting.count(session.number),
+        waits=state.waiting.count(session.number),
         unsent_bytes=session.peer.stream.unsent_bytes if isinstance(session.peer, UnixPeer) else 0,
     )

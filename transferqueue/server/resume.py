@@ -3,7 +3,7 @@
 - A client that is alive continues its session with its leases, grants and pins. No other client got them meanwhile.
 - The kernel tells which clients died while no server ran. Their leases end at once. Their memory returns when their
   lock is free.
-- A remote shard is a session too: either it continues with all its extents, or it is lost.
+- A remote shard is a session too: either it continues with all its extents, or it is lost (`Part.sessions_resumed`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from transferqueue.errors import listing
-from transferqueue.ledger.rows.blocks import ExtentState
 from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.sessions import liveness
+from transferqueue.server.sessions.exit_status import DIED
 from transferqueue.server.sessions.session_table import decode_hello
 from transferqueue.wire import messages as m
 
@@ -75,36 +75,25 @@ def _listed(values: dict[str, dict[str, list[int]]]) -> str:
 
 def _find_sessions(coordinator: Coordinator, now: float, reopen: ReopenProcess, *, rebooted: bool) -> None:
     ledger = coordinator.ledger
-    hellos = {known.id: decode_hello(known.id, known.origin) for known in ledger.known_sessions()}
-    shards = [hello.shard.number for hello in hellos.values() if hello.shard is not None]
-    # before any session is closed: a shard keeps the memory that this frees until the coordinator tells it
-    extents = {shard: ledger.extents_of(shard) for shard in shards}
+    granted = ledger.extents  # before any session ends: a remote shard keeps the memory that this frees until told
     for known in ledger.known_sessions():
-        hello = hellos[known.id]
+        hello = decode_hello(known.id, known.origin)
         process, alive = (None, False) if rebooted else reopen(hello)
         if process is None:
             _close_dead_session(coordinator, known.id, hello, now)
         else:
             session = coordinator.sessions.restore(known.id, hello, process, now)
             if alive and known.open:
-                coordinator.watch(session)
+                coordinator.clients.watch(session)
             else:
-                coordinator.end(session, now)
-    _join_shards(coordinator, extents)
-
-
-def _join_shards(coordinator: Coordinator, extents: dict[int, list[ExtentState]]) -> None:
-    """Join the shards whose sessions continue. `extents`: the extents that the previous run granted, by shard."""
-    sessions = list(coordinator.sessions)
-    for session in sessions:
-        if (offer := session.hello.shard) is not None:
-            granted = {extent.id: (extent.offset, extent.nbytes) for extent in extents[offer.number]}
-            coordinator.shards.join(session, granted, [other.number for other in sessions])
+                coordinator.clients.end(session, now, "", how=DIED)
+    for part in coordinator.parts:
+        part.sessions_resumed(granted)
 
 
 def _close_dead_session(coordinator: Coordinator, session: int, hello: m.Hello, now: float) -> None:
     coordinator.ledger.close_session(session, now)
     if coordinator.ledger.knows_session(session):  # it was closed before, and its memory was still in view
         coordinator.ledger.end_pins(session)
-    if hello.shard is not None:
-        coordinator.ledger.shard_lost(hello.shard.number, now)
+    for part in coordinator.parts:
+        part.session_ended(hello, now)

@@ -27,7 +27,7 @@ from transferqueue.server.durability.journal import JournalContents, read_journa
 from transferqueue.server.durability.journal_head import MARGIN_BYTES, Notes
 from transferqueue.server.durability.recorded_ledger import STATE, Tail, replay_journal
 from transferqueue.server.durability_level import Level
-from transferqueue.server.shards.own_memory import SHARD
+from transferqueue.server.memory.own_memory import SHARD
 from transferqueue.storage.memory.allocator import Allocator
 
 JOURNAL: Final = "journal.sqlite"

@@ -29,7 +29,7 @@ from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 from msgspec.structs import replace
@@ -62,9 +62,9 @@ from transferqueue.server.durability.snapshot_files import (
 )
 from transferqueue.server.durability.snapshot_job import SnapshotJob
 from transferqueue.server.durability.spool import BlockSpool
+from transferqueue.server.memory.lending import Lending
+from transferqueue.server.memory.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.parts import ColdStore, Operation, Part
-from transferqueue.server.shards.block_fetches import ArrivedBlocks, BlockFetches
-from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.inputs.block_writer import BlockWriter
 from transferqueue.storage.inputs.from_snapshot import columns_from_arrow
@@ -72,6 +72,9 @@ from transferqueue.storage.memory.checksum import UNCHECKED, checksum
 from transferqueue.wire import messages as m
 from transferqueue.wire.home_coordinator import CoordinatorIndex
 from transferqueue.wire.versions import VERSION
+
+if TYPE_CHECKING:
+    from transferqueue.server.shards.block_fetches import ArrivedBlocks, BlockFetches
 
 _log: Final = logging.getLogger("transferqueue.server")
 SNAPSHOTS_VARIABLE: Final = "TRANSFERQUEUE_SNAPSHOTS"
@@ -82,7 +85,7 @@ LOOP_ANSWER_S: Final = 60.0
 """The loop answers a thread within milliseconds. After this time it has ended."""
 JOBS_KEPT: Final = 16
 T = TypeVar("T")
-Arrivals = queue.SimpleQueue[ArrivedBlocks | TransferQueueError]
+Arrivals = queue.SimpleQueue["ArrivedBlocks | TransferQueueError"]
 
 
 class SnapshotJobs(Part):
@@ -91,8 +94,8 @@ class SnapshotJobs(Part):
 
     Args:
         root: the directory of all snapshots; paths of clients are relative to it.
-        memory: of the coordinator's own shard.
-        fetches: brings blocks of remote shards.
+        lending: the memory of the coordinator.
+        fetches: brings blocks of remote shards; None: there are none.
         cold: has the blocks that are not in the arena; None: all are.
         wake: makes the requests due that wait on a key.
         stir: has the loop call `tick` soon.
@@ -103,7 +106,8 @@ class SnapshotJobs(Part):
         self,
         root: Path,
         ledger: Ledger,
-        fetches: BlockFetches,
+        lending: Lending,
+        fetches: BlockFetches | None = None,
         cold: ColdStore | None = None,
         *,
         wake: Callable[[tuple[str, ...]], None],
@@ -113,7 +117,7 @@ class SnapshotJobs(Part):
         self.root: Final = root
         self._ledger, self._fetches = ledger, fetches
         self._cold: Final = cold
-        self._shards, self._memory = fetches.shards, fetches.shards.own
+        self._lending, self._memory = lending, lending.own
         self._wake, self._wake_loop = wake, stir
         self._index = index
         self._jobs: dict[int, SnapshotJob] = {}
@@ -212,7 +216,8 @@ class SnapshotJobs(Part):
         """Cancel the running job. Blocks until its thread ends, at the next piece that it reads or writes."""
         for job in self._jobs.values():
             job.give_up(Disconnected(f"{job.path} was given up: the server stops"))
-        self._fetches.fail(Disconnected("the snapshot was given up: the server stops"))
+        if self._fetches is not None:
+            self._fetches.fail(Disconnected("the snapshot was given up: the server stops"))
         while any(not job.ended for job in self._jobs.values()):
             try:
                 self._posted.get(timeout=LOOP_ANSWER_S)(time.monotonic())
@@ -298,19 +303,21 @@ class SnapshotJobs(Part):
         remote = _take_own_copies(contents)
         arrivals: Arrivals = queue.SimpleQueue()
         try:
-            self._fetches.begin(remote, arrivals.put, now)
+            if self._fetches is not None:
+                self._fetches.begin(remote, arrivals.put, now)
         except BaseException:
             self._release_cold()
             raise
         extents = [
             number for at in contents.blocks.values() for number in (at.extent, *(copy.extent for copy in at.copies))
         ]
-        self._shards.hold(extents)
+        self._lending.hold(extents)
 
         def end(now: float) -> None:
             self._release_cold()
-            self._fetches.end(now)
-            self._shards.release(extents, now)
+            if self._fetches is not None:
+                self._fetches.end(now)
+            self._lending.release(extents, now)
             self._wake(("memory",))
 
         try:
@@ -366,16 +373,17 @@ class SnapshotJobs(Part):
 
     def _fetch(self, job: SnapshotJob, arena: U8, spool: BlockSpool, count: int, arrivals: Arrivals) -> None:
         """Have the spool take `count` blocks as they arrive from remote shards."""
-        while len(spool) < count:
+        fetches = self._fetches
+        while fetches is not None and len(spool) < count:
             try:
                 arrived = arrivals.get(timeout=SNAPSHOT_FETCH_S)
             except queue.Empty:
-                self._call_loop(job, self._fetches.expire)
+                self._call_loop(job, fetches.expire)
                 continue
             if isinstance(arrived, TransferQueueError):
                 raise arrived
             damaged = self._spool(job, arena, spool, arrived)
-            self._call_loop(job, partial(self._fetches.read, arrived, damaged))
+            self._call_loop(job, partial(fetches.read, arrived, damaged))
 
     def _spool(self, job: SnapshotJob, arena: U8, spool: BlockSpool, arrived: ArrivedBlocks) -> list[int]:
         """Add blocks to the spool. Returns those that do not match their checksum."""

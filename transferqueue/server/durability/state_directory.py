@@ -44,6 +44,7 @@ from transferqueue.server.durability.journal_head import MARGIN_BYTES, ArenaHead
 from transferqueue.server.durability.recorded_ledger import STATE, RecordedLedger, Tail
 from transferqueue.server.durability.recovery import LostAtReboot, PreviousState
 from transferqueue.server.durability_level import Level
+from transferqueue.server.memory.own_memory import SHARD
 from transferqueue.server.runtime_directory import (
     SHARED_MEMORY,
     ArenaDirectory,
@@ -52,7 +53,6 @@ from transferqueue.server.runtime_directory import (
     remove_arena,
     remove_stale_arenas,
 )
-from transferqueue.server.shards.own_memory import SHARD
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.storage.memory.arena import Arena, available_bytes
 from transferqueue.storage.memory.checksum import UNCHECKED, checksum
@@ -177,11 +177,11 @@ class StateDirectory:
         """See `Durability`. At level ``disk``: the memory of another process does not survive a reboot."""
         return self.level.survives_reboot
 
-    def refuse(self, request: m.Request, shard_of: Callable[[int], int | None] | None) -> UsageError | None:
+    def refuse(self, request: m.Request) -> UsageError | None:
         """See `Durability`."""
         if self.checksums and (refused := _without_checksum(request)) is not None:
             return refused
-        return _without_own_copy(request, shard_of) if self.keeps_own_copy and shard_of is not None else None
+        return _without_own_copy(request, self.ledger.shard_of_extent) if self.keeps_own_copy else None
 
     def _checksum(self, offset: int, nbytes: int) -> int:
         if not 0 <= offset <= offset + nbytes <= self.allocator.capacity:

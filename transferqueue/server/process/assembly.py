@@ -16,12 +16,10 @@ from transferqueue.limits import FAREWELL_S
 from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.loop import Loop, ProcessExits
+from transferqueue.server.memory.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.resume import resume_sessions
 from transferqueue.server.runtime_directory import ArenaDirectory, RuntimeDirectory
 from transferqueue.server.sessions.authorization import Authorizer
-from transferqueue.server.shards.bulk_endpoint import BulkEndpoint
-from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
-from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage.memory.backing import ArenaBacking
 from transferqueue.transport import IpcAddress, TcpAddress, Wakeup
 from transferqueue.transport.bulk.carriers import Carrier
@@ -35,10 +33,13 @@ from transferqueue.wire.versions import VERSION
 if TYPE_CHECKING:
     from transferqueue.server.durability.state_directory import StateDirectory
     from transferqueue.server.parts import ColdStore
+    from transferqueue.server.shards.block_fetches import BlockFetches
+    from transferqueue.server.shards.part import Shards
     from transferqueue.server.spill.spill_file import SpillPolicy
 
 _SNAPSHOTS: Final = "transferqueue.server.durability"
-"""The part that every server has by default, if it is installed."""
+_SHARDS: Final = "transferqueue.server.shards"
+"""The parts that every server has, if they are installed."""
 
 
 class ServerProcess:
@@ -95,32 +96,60 @@ class ServerProcess:
             self.inproc_address = hub.address
             if isinstance(storage, ArenaDirectory):
                 self.coordinator = _new(storage, directory, exits, Authorizer(keyring), index)
-                clock, batch = time.monotonic, False
+                clock, batch, secret = time.monotonic, False, None
             else:
-                self.coordinator = _resumed(storage, directory, exits, Authorizer(keyring), index)
-                clock, batch = storage.clock, True
+                self.coordinator = _continued(storage, directory, exits, Authorizer(keyring), index)
+                clock, batch, secret = storage.clock, True, storage.secret
             self.loop = Loop(self.coordinator, local, port, hub, wakeup, exits, clock, batch=batch)
-            if self.tcp_addresses:
-                self._serve_bytes(made, None if plain_bytes else keyring, carrier)
+            remote = None if find_spec(_SHARDS) is None else self._reach_shards(secret)
+            if not isinstance(storage, ArenaDirectory):
+                resume_sessions(self.coordinator, storage)
+            if self.tcp_addresses and remote is not None:
+                self._serve_bytes(made, remote, None if plain_bytes else keyring, carrier)
             cold = None if spill is None else self._spill(made, spill, wakeup)
             if find_spec(_SNAPSHOTS) is not None:
-                self._keep_snapshots(made, cold, snapshots, wakeup)
+                fetches = None if remote is None else remote.fetches
+                self._keep_snapshots(made, fetches, cold, snapshots, wakeup)
             self._files = made.pop_all()
 
-    def _serve_bytes(self, made: ExitStack, keyring: Keyring | None, carrier: Carrier | None) -> None:
+    def _reach_shards(self, secret: bytes | None) -> Shards:
+        from transferqueue.server.shards.part import Shards
+        from transferqueue.server.shards.tickets import TicketIssuer
+
+        coordinator = self.coordinator
+        remote = Shards(
+            coordinator.ledger,
+            coordinator.lending,
+            coordinator.sessions,
+            coordinator.waiting.wake,
+            TicketIssuer(secret),
+        )
+        coordinator.attach(remote)
+        return remote
+
+    def _serve_bytes(self, made: ExitStack, remote: Shards, keyring: Keyring | None, carrier: Carrier | None) -> None:
         """Start the bulk endpoint on the hosts of the tcp addresses. `keyring`: None: it demands no keys."""
+        from transferqueue.server.shards.bulk_endpoint import BulkEndpoint
+
         backing = ArenaBacking(self.coordinator.memory.arena)
         if carrier is not None:
             _check_carrier(carrier, self._storage, keyring)
         beside = carrier.open_shard(backing) if carrier is not None else None
-        shard = BulkEndpoint(backing, self.coordinator.tickets, keyring and Keyring(keyring.directory), beside)
+        shard = BulkEndpoint(backing, remote.tickets, keyring and Keyring(keyring.directory), beside)
         made.callback(shard.stop)
-        self.coordinator.bulk_sent = lambda: shard.sent_bytes
-        self.coordinator.bulk_received = lambda: shard.received_bytes
-        self.coordinator.bulk_port, self.coordinator.bulk_plain = shard.listen(self.tcp_addresses), keyring is None
+        remote.bulk_sent = lambda: shard.sent_bytes
+        remote.bulk_received = lambda: shard.received_bytes
+        remote.bulk_port, remote.bulk_plain = shard.listen(self.tcp_addresses), keyring is None
         shard.start()
 
-    def _keep_snapshots(self, made: ExitStack, cold: ColdStore | None, root: Path | None, wakeup: Wakeup) -> None:
+    def _keep_snapshots(
+        self,
+        made: ExitStack,
+        fetches: BlockFetches | None,
+        cold: ColdStore | None,
+        root: Path | None,
+        wakeup: Wakeup,
+    ) -> None:
         from transferqueue.server.durability.snapshots import SNAPSHOTS_VARIABLE, SnapshotJobs
 
         root = root or Path(os.environ.get(SNAPSHOTS_VARIABLE) or "snapshots")
@@ -128,7 +157,8 @@ class ServerProcess:
         jobs = SnapshotJobs(
             root.absolute(),
             coordinator.ledger,
-            coordinator.operations.fetches,
+            coordinator.lending,
+            fetches,
             cold,
             wake=coordinator.waiting.wake,
             stir=wakeup.set,
@@ -212,7 +242,7 @@ def _new(
     )
 
 
-def _resumed(
+def _continued(
     state: StateDirectory,
     directory: RuntimeDirectory,
     exits: ProcessExits,
@@ -221,23 +251,17 @@ def _resumed(
 ) -> Coordinator:
     """A coordinator that continues from the state of an earlier server."""
     index.check_kept(state.ledger.table_names, state.ledger.channel_names, f"state {state.path}")
-    extents = [extent.id for extent in state.ledger.extents_of(SHARD)]
-    memory = OwnShardMemory(state.arena.arena, state.allocator, len(extents))
+    memory = OwnShardMemory(state.arena.arena, state.allocator, len(state.ledger.extents_of(SHARD)))
     identity = _identity(state.ledger.epoch, directory, state.clock())
-    tickets = TicketIssuer(state.secret)
-    coordinator = Coordinator(
+    return Coordinator(
         state.ledger,
         memory,
         identity,
         watcher=exits,
         authorizer=authorizer,
         durability=state,
-        tickets=tickets,
         index=index,
     )
-    resume_sessions(coordinator, state)
-    tickets.resume([session.number for session in coordinator.sessions if session.remote], extents)
-    return coordinator
 
 
 def first_epoch() -> int:

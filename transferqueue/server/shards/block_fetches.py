@@ -4,7 +4,7 @@ The server opens no connections, so a shard brings its blocks. It gets a copy or
 coordinator's own memory (`CopyOrder`), and carries it out like an order for lost copies (`cluster.copier`).
 See docs/decisions/durability.md.
 
-1. The extents of the blocks are held (`ShardRegistry.hold`), so their bytes stay as at the moment of the snapshot.
+1. The extents of the blocks are held (`Lending.hold`), so their bytes stay as at the moment of the snapshot.
 2. A shard has one order at a time, of about `COPY_ORDER_BYTES`. All orders together have `SNAPSHOT_FETCH_BYTES`, or
    there is only one. An order takes memory as new rows do; the only order may take memory that is reserved for results.
 3. The extent of a reported order is held until the thread has read it. Then the grant returns.
@@ -35,8 +35,9 @@ from transferqueue.limits import (
     SNAPSHOT_FETCH_S,
 )
 from transferqueue.schema import align
+from transferqueue.server.memory.lending import Lending
+from transferqueue.server.memory.own_memory import SHARD
 from transferqueue.server.sessions.waiting import WakeKey
-from transferqueue.server.shards.own_memory import SHARD
 from transferqueue.server.shards.registry import ShardRegistry
 from transferqueue.wire import messages as m
 
@@ -80,9 +81,10 @@ class BlockFetches:
     """The blocks that one coordinator fetches from remote shards, for one snapshot at a time. Used by the loop's
     thread. `wake` makes the requests due that wait on a key."""
 
-    def __init__(self, ledger: Ledger, shards: ShardRegistry, wake: Callable[[WakeKey], None]) -> None:
-        self.shards: Final = shards
-        self._ledger, self._wake = ledger, wake
+    def __init__(
+        self, ledger: Ledger, lending: Lending, shards: ShardRegistry, wake: Callable[[WakeKey], None]
+    ) -> None:
+        self._ledger, self._lending, self._shards, self._wake = ledger, lending, shards, wake
         self._deliver: Deliver | None = None
         """None: no snapshot fetches blocks."""
         self._wanted: dict[int, dict[int, _WantedBlock]] = {}
@@ -97,7 +99,6 @@ class BlockFetches:
         """Shards whose next order found no memory."""
         self._resumed: set[int] = set()
         """Sessions without a grant of an earlier run."""
-        shards.on_gone = self._shard_gone
 
     # ------------------------------------------------------------ the snapshot's side
 
@@ -108,7 +109,7 @@ class BlockFetches:
         """
         wanted = [_wanted(at) for at in blocks]
         for block in wanted:
-            self.shards.own.check(block.at.nbytes)
+            self._lending.own.check(block.at.nbytes)
         self._deliver = deliver
         for block in wanted:
             self._enqueue(block, now, _gone)
@@ -117,7 +118,7 @@ class BlockFetches:
     def read(self, arrived: ArrivedBlocks, damaged: Iterable[int], now: float) -> None:
         """The thread has read these blocks. `damaged`: the numbers of blocks that do not match their checksum."""
         order = self._arrived.pop(arrived.extent)
-        self.shards.release([arrived.extent], now)
+        self._lending.release([arrived.extent], now)
         for number in damaged:
             self._try_again(order.blocks[number][0], now, _damaged)
         self._return(order, now)
@@ -164,7 +165,7 @@ class BlockFetches:
         for block in missing:
             self._try_again(block, now, _not_copied)
         if order.blocks and self._deliver is not None:
-            self.shards.hold([extent])
+            self._lending.hold([extent])
             self._arrived[extent] = order
             self._deliver(ArrivedBlocks(extent, [(block.at, offset) for block, offset in order.blocks.values()]))
         else:
@@ -204,7 +205,7 @@ class BlockFetches:
             return None
         self._lacks_room.discard(shard)
         self._progress[shard] = now
-        with self.shards.granting(SHARD, *extent, now):
+        with self._lending.granting(SHARD, *extent, now):
             target = self._ledger.grant(session, SHARD, *extent, now)
         order = self._orders[session] = _FetchOrder(session, shard, target)
         for number, at in chosen.items():
@@ -228,15 +229,15 @@ class BlockFetches:
 
     def _room(self) -> int:
         """The largest extent that an order may take."""
-        largest = self.shards.own.allocator.largest
-        return min(largest, self.shards.rooms_for_rows().get(SHARD, 0)) if self._bytes_under_way() else largest
+        largest = self._lending.own.allocator.largest
+        return min(largest, self._lending.rooms_for_rows().get(SHARD, 0)) if self._bytes_under_way() else largest
 
     def _take(self, nbytes: int) -> tuple[int, int] | None:
         under_way, size = self._bytes_under_way(), align(nbytes, PAGE_BYTES)
         if size > self._room() or (under_way and under_way + size > SNAPSHOT_FETCH_BYTES):
             return None
         try:
-            return self.shards.own.take(nbytes)
+            return self._lending.own.take(nbytes)
         except OutOfMemory:  # the file system has no pages now; it may have some later
             return None
 
@@ -252,7 +253,7 @@ class BlockFetches:
             self._ledger.apply(m.ReturnGrant(order.target.extent), session=order.session, call=0, now=now)
         self._wake(_COPIES)
 
-    def _shard_gone(self, shard: int, session: int, now: float) -> None:
+    def shard_gone(self, shard: int, session: int, now: float) -> None:
         """The session of a shard ended, and its grants with it."""
         self._resumed.discard(session)
         lost = self._orders.pop(session, None)
@@ -281,7 +282,7 @@ class BlockFetches:
 
     def _enqueue(self, block: _WantedBlock, now: float, why: _Reason) -> None:
         """Fetch a block from its shard, or else from the next one that has it. `why` makes the error if none has."""
-        while block.at.shard not in self.shards.remote or block.tries >= FETCH_TRIES:
+        while block.at.shard not in self._shards.remote or block.tries >= FETCH_TRIES:
             if not block.elsewhere:
                 self.fail(why(block.at))
                 return

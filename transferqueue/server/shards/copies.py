@@ -23,6 +23,7 @@ from transferqueue.ledger.effects import Blocked
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import COPIES_IN_FLIGHT_BYTES, PAGE_BYTES
 from transferqueue.schema import align
+from transferqueue.server.memory.lending import Lending
 from transferqueue.server.sessions.session_table import OpenSession
 from transferqueue.server.sessions.waiting import WakeKey
 from transferqueue.server.shards.block_fetches import BlockFetches
@@ -36,8 +37,8 @@ _MEMORY: Final[WakeKey] = ("memory",)
 class CopyOrders:
     """The copy orders of one coordinator."""
 
-    def __init__(self, ledger: Ledger, shards: ShardRegistry, fetches: BlockFetches) -> None:
-        self._ledger, self._shards, self._fetches = ledger, shards, fetches
+    def __init__(self, ledger: Ledger, lending: Lending, shards: ShardRegistry, fetches: BlockFetches) -> None:
+        self._ledger, self._lending, self._shards, self._fetches = ledger, lending, shards, fetches
 
     def take(self, session: OpenSession, request: m.TakeCopies, now: float) -> m.CopyOrder | Blocked:
         """The next order of a shard, which has reported the one before. `UsageError` if the session is no shard."""
@@ -57,13 +58,13 @@ class CopyOrders:
 
     def _begin(self, session: OpenSession, shard: int, now: float) -> bool:
         """Begin an order of the shard. Returns False if there is nothing to copy for it, or no room."""
-        rooms = self._shards.rooms_for_rows()
+        rooms = self._lending.rooms_for_rows()
         while (choice := self._ledger.copies_for(shard, rooms)) is not None:
             under_way = self._ledger.bytes_being_copied
             if under_way and under_way + align(choice.nbytes, PAGE_BYTES) > COPIES_IN_FLIGHT_BYTES:
                 return False
             if (taken := self._take(choice.target, max(choice.nbytes, 1))) is not None:
-                with self._shards.granting(choice.target, *taken, now):
+                with self._lending.granting(choice.target, *taken, now):
                     self._ledger.order_copies(session.number, choice.target, *taken, choice.blocks, now)
                 return True
             if not choice.nbytes:
@@ -73,7 +74,7 @@ class CopyOrders:
 
     def _take(self, target: int, nbytes: int) -> tuple[int, int] | None:
         try:
-            return self._shards.lender(target).take(nbytes)
+            return self._lending.lender(target).take(nbytes)
         except OutOfMemory:  # the file system has no pages now; it may have some later
             return None
 

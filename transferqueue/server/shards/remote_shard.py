@@ -26,9 +26,9 @@ from transferqueue.errors import ProtocolError
 from transferqueue.ledger.effects import Blocked
 from transferqueue.limits import ARENA_STEP_BYTES, ITEMS_MAX, PAGE_BYTES
 from transferqueue.schema import align
+from transferqueue.server.memory.own_memory import TRIM_AFTER_S, check_size
 from transferqueue.server.sessions.session_table import OpenSession
 from transferqueue.server.sessions.waiting import WakeKey
-from transferqueue.server.shards.own_memory import TRIM_AFTER_S, check_size
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.storage.memory.arena import surplus
@@ -109,6 +109,10 @@ class RemoteShard:
     def grantable(self) -> int:
         """The most bytes that it can grant, as far as known: after a failed request for pages, the existing pages."""
         return self.used + self.allocator.warm if self._full else self.allocator.capacity
+
+    def is_near(self, session: OpenSession) -> bool:
+        """Whether it is on the host of the session."""
+        return bool(session.hello.host) and session.hello.host == self.session.hello.host
 
     def _continue(self, extents: Iterable[int], sessions: Iterable[int]) -> None:
         """Continue a shard of an earlier run. Which commands it received is unknown, so it gets the live set, and frees

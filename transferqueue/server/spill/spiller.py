@@ -4,7 +4,7 @@ See docs/decisions/spill.md. `ledger.rows.cold_blocks` says which blocks are col
 
 1. Extents are spilled when more than `SPILL_ABOVE` of the arena is in use, down to `SPILL_TO`, and when a request for
    memory, or a load, finds no room.
-2. Parts of the arena and of the disk are for loads (`shards.backlog`). If new rows could fill both, no block could come
+2. Parts of the arena and of the disk are for loads (`memory.backlog`). If new rows could fill both, no block could come
    back. A load does not take the share for results: a worker whose rows were loaded can write its results. While a load
    finds no memory, and a job under way may free some, no request is granted it.
 3. If a block cannot be written (a full disk, a full file, an error of the disk), it stays in memory, and spilling
@@ -36,8 +36,8 @@ from transferqueue.limits import (
     SPILL_TO,
 )
 from transferqueue.schema import align
-from transferqueue.server.shards.backlog import Backlog
-from transferqueue.server.shards.own_memory import OwnShardMemory
+from transferqueue.server.memory.backlog import Backlog
+from transferqueue.server.memory.own_memory import OwnShardMemory
 from transferqueue.server.spill.spill_jobs import (
     BlocksLoaded,
     BlocksWritten,
@@ -145,7 +145,7 @@ class Spiller:
         return bool(self.has_work or self._wanted or self.load_wants or self.is_above)
 
     def _share_memory(self) -> None:
-        """Have other requests wait for memory, or not (rules 3 and 4 of `shards.backlog`)."""
+        """Have other requests wait for memory, or not (rules 3 and 4 of `memory.backlog`)."""
         backlog, was_held, was_stuck = self.backlog, self.backlog.is_held, self.backlog.is_stuck
         backlog.is_held = self.load_wants > 0 and self.has_work and not self.cold.is_silent
         backlog.is_stuck = self.load_wants > 0 and not backlog.is_held

@@ -19,10 +19,10 @@ from transferqueue.ledger.effects import WakeKey
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.rows.cold_arena import LoadOrder
 from transferqueue.limits import LOAD_STUCK_S, SPILL_SILENT_S
+from transferqueue.server.memory.backlog import Backlog
+from transferqueue.server.memory.lending import for_loads
+from transferqueue.server.memory.own_memory import OwnShardMemory
 from transferqueue.server.parts import Part
-from transferqueue.server.shards.backlog import Backlog
-from transferqueue.server.shards.own_memory import OwnShardMemory
-from transferqueue.server.shards.registry import for_loads
 from transferqueue.server.spill.spill_jobs import SpilledBlock, SpillSpace
 from transferqueue.server.spill.spiller import Spiller
 from transferqueue.storage.elements.dtypes import U8

@@ -7,7 +7,7 @@ from typing import Final
 from transferqueue.errors import Impossible
 from transferqueue.limits import ARENA_STEP_BYTES, DEVICE_IDLE_S, PAGE_BYTES
 from transferqueue.schema import align
-from transferqueue.server.shards.backlog import Backlog
+from transferqueue.server.memory.backlog import Backlog
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.storage.memory.arena import Arena
 

@@ -1,0 +1,1 @@
+"""Memory of a server: its own arena, and which memory grants the next extent."""
