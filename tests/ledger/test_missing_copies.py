@@ -35,7 +35,7 @@ class Shard:
 
     def order(self, rooms: dict[int, int] | None = None) -> m.CopyOrder | None:
         """Begin an order; None if there is nothing for this shard."""
-        choice = self.world.ledger.copies_for(self.number, ROOM if rooms is None else rooms)
+        choice = self.world.ledger.missing_copies.choose(self.number, ROOM if rooms is None else rooms)
         if choice is None:
             return None
         offset, size = self.world.allocate(choice.nbytes, choice.target)
@@ -98,7 +98,7 @@ def test_a_copy_counts_when_it_is_reported_and_outlives_the_next_loss(
     world: World, client: Driver, third: Shard
 ) -> None:
     client.put(2, ["text"])
-    assert not world.ledger.lacks_copies
+    assert not world.ledger.missing_copies
     world.lose_shard(1)
     assert ("copies",) in world.woken
     assert one_copy(world) == 2
@@ -108,7 +108,7 @@ def test_a_copy_counts_when_it_is_reported_and_outlives_the_next_loss(
     assert one_copy(world) == 2, "a copy that is not reported is none"
     assert only(world).copies == []
     assert third.report(order) == 1
-    assert (one_copy(world), world.ledger.lacks_copies) == (0, False)
+    assert (one_copy(world), bool(world.ledger.missing_copies)) == (0, False)
     assert only(world).copies == [m.CopyLocation(3, order.target.extent, order.offsets[0])]
     assert world.lose_shard(2) == {}
     assert (only(world).shard, one_copy(world)) == (3, 2)
@@ -116,7 +116,7 @@ def test_a_copy_counts_when_it_is_reported_and_outlives_the_next_loss(
     client.ack(lease)
     client.unpin(lease.blocks())
     assert world.freed == [order.target.extent]
-    assert not world.ledger.lacks_copies
+    assert not world.ledger.missing_copies
 
 
 def test_without_replicas_nothing_lacks_a_copy(world: World) -> None:
@@ -124,7 +124,7 @@ def test_without_replicas_nothing_lacks_a_copy(world: World) -> None:
     client.create(tasks=TASKS)
     client.put(1, ["text"])
     world.lose_shard(5)
-    assert not world.ledger.lacks_copies
+    assert not world.ledger.missing_copies
 
 
 @pytest.mark.parametrize("end", ["ack", "drop", "drop_table"])
@@ -145,7 +145,7 @@ def test_a_row_that_ends_while_it_is_copied_leaves_nothing(
     assert order.target.extent not in world.freed, "its shard may still write there"
     assert third.report(order) == 0
     assert order.target.extent in world.freed
-    assert not world.ledger.lacks_copies
+    assert not world.ledger.missing_copies
     assert not world.ledger.state.core.blocks.extents
 
 
@@ -153,7 +153,7 @@ def test_a_row_that_ends_while_it_waits_for_an_order_waits_no_more(world: World,
     client.put(1, ["text"])
     world.lose_shard(1)
     client.drop([0])
-    assert not world.ledger.lacks_copies
+    assert not world.ledger.missing_copies
     assert third.order() is None
 
 
@@ -208,7 +208,7 @@ def test_the_death_of_the_last_source_loses_the_rows_and_a_late_report_changes_n
     assert world.lose_shard(2) == {"t": [0]}
     assert third.report(order) == 0
     assert order.target.extent in world.freed
-    assert (world.audit().tables["t"].rows_lost, world.ledger.lacks_copies) == (1, False)
+    assert (world.audit().tables["t"].rows_lost, bool(world.ledger.missing_copies)) == (1, False)
 
 
 def test_a_copy_of_three_that_is_lost_during_an_order_is_made_after_it(world: World) -> None:
@@ -223,9 +223,9 @@ def test_a_copy_of_three_that_is_lost_during_an_order_is_made_after_it(world: Wo
     world.lose_shard(2)
     assert one_copy(world) == 1
     assert third.report(order) == 1
-    assert (one_copy(world), world.ledger.lacks_copies) == (0, True)
+    assert (one_copy(world), bool(world.ledger.missing_copies)) == (0, True)
     assert fourth.report(given(fourth.order({4: MIB}))) == 1
-    assert not world.ledger.lacks_copies
+    assert not world.ledger.missing_copies
     assert {only(world).shard, *(copy.shard for copy in only(world).copies)} == {0, 3, 4}
 
 
@@ -292,7 +292,7 @@ def test_a_late_report_counts_while_the_copy_is_still_missing(world: World, clie
     order = given(third.order())
     world.pass_time(COPY_ORDER_S + 1)
     assert third.report(order) == 1
-    assert not world.ledger.lacks_copies
+    assert not world.ledger.missing_copies
     assert missing(world).bytes_ordered == 0
 
 
@@ -338,7 +338,7 @@ def test_a_block_that_cannot_be_copied_is_tried_less_and_less_often(world: World
         assert third.report(given(third.order()), []) == 0
         assert third.order() is None
         assert one_copy(world) == 1, "it still lacks one"
-        assert world.ledger.lacks_copies
+        assert world.ledger.missing_copies
         began, due = world.now, world.ledger.next_deadline()
         assert due is not None
         world.pass_time(due - world.now)
@@ -365,7 +365,7 @@ def test_a_shard_to_which_every_copy_fails_keeps_no_block_from_the_others(
     order = given(fourth.order({3: MIB, 4: MIB}))
     assert len(order.blocks) == 3, "at once"
     assert fourth.report(order) == 3
-    assert not world.ledger.lacks_copies
+    assert not world.ledger.missing_copies
     assert (missing(world).failures, missing(world).postponed, missing(world).late) == ({}, {}, {})
     world.pass_time(COPY_POSTPONED_S)
     assert third.order() is None
@@ -383,7 +383,7 @@ def test_the_coordinator_gets_what_no_other_shard_can_be_given_now(world: World,
     assert (own.target.shard, [at.block for at in own.blocks]) == (0, [at.block for at in order.blocks])
     assert second.report(own) == 1
     assert third.report(given(third.order())) == 1
-    assert not world.ledger.lacks_copies
+    assert not world.ledger.missing_copies
 
 
 def test_a_shard_to_which_copies_fail_and_one_whose_source_is_damaged_do_not_hide_the_good_place(world: World) -> None:
@@ -399,7 +399,7 @@ def test_a_shard_to_which_copies_fail_and_one_whose_source_is_damaged_do_not_hid
             fourth.report(broken, [])
         if (order := fifth.order({4: MIB, 5: MIB})) is not None:
             fifth.report(order, [at.block for at in order.blocks if at.shard == 3])
-    assert not world.ledger.lacks_copies
+    assert not world.ledger.missing_copies
 
 
 def test_doctor_tells_that_copies_fail(world: World, client: Driver, third: Shard) -> None:
@@ -422,7 +422,7 @@ def test_a_block_that_ends_while_it_is_postponed_leaves_nothing(
         client.drop([0])
     else:
         world.lose_shard(2)
-    assert not world.ledger.lacks_copies
+    assert not world.ledger.missing_copies
     assert (missing(world).failures, missing(world).postponed) == ({}, {})
     world.pass_time(COPY_POSTPONED_S)
     assert third.order() is None
@@ -577,7 +577,7 @@ def test_an_image_goes_on_in_the_middle_of_an_order(world: World, client: Driver
     assert world.ledger.copy_order(third.driver.session, 3) == order
     assert third.report(order) == 1
     assert third.report(given(third.order())) == 1
-    assert not world.ledger.lacks_copies
+    assert not world.ledger.missing_copies
 
 
 def test_restored_rows_of_a_table_with_replicas_lack_their_copies(world: World, client: Driver) -> None:

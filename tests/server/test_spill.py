@@ -9,8 +9,9 @@ import pytest
 from tests.server.nodes import lease
 from tests.server.spilling import ARENA, BODY, SpillBench
 from transferqueue.errors import Impossible
-from transferqueue.ledger.effects import Blocked
+from transferqueue.ledger.effects import Blocked, Effects
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot
+from transferqueue.ledger.rows.blocks import BlockRegistry
 from transferqueue.ledger.rows.cold_arena import ON_DISK, ColdArena
 from transferqueue.ledger.rows.cold_blocks import ColdBlocks
 from transferqueue.ledger.table_state import SharedState
@@ -504,9 +505,9 @@ def test_a_load_wakes_those_who_wait_for_it_and_nobody_else(bench, monkeypatch):
 def test_small_blocks_count_as_they_are_loaded_side_by_side():
     def cold(rooms):
         at = {number: m.BlockLocation(number, ON_DISK, 0, 0, 64, 1, [], []) for number in range(640)}
-        blocks = {number: SimpleNamespace(at=at[number], extents=[], extent=None, replicas=2) for number in at}
-        found = ColdBlocks(SimpleNamespace(blocks={}), list, lambda: rooms * PAGE_BYTES)
-        found._blocks.blocks = blocks
+        blocks = {number: SimpleNamespace(at=at[number], extents=[], extent=None) for number in at}
+        found = ColdBlocks(BlockRegistry(Effects()), list, lambda: rooms * PAGE_BYTES)
+        found._blocks.blocks.update(blocks)
         found.on_disk.update(blocks)
         return found
 

@@ -307,4 +307,4 @@ def _blocks_that_lack_copies(process: Process) -> int:
     """Counted without the ledger's own index."""
     ledger = process.server.ledger
     blocks = ledger.state.core.blocks.blocks.values() if ledger is not None else ()
-    return sum(block.refs > 0 and len(block.extents) < block.replicas for block in blocks)
+    return sum(block.refs > 0 and len(block.extents) < block.usage.replicas for block in blocks)

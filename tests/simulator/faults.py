@@ -21,6 +21,7 @@ from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.requests import ack, flow_control, lease, put, weight_channels
 from transferqueue.ledger.rows import GroupIndex, StepIndex
 from transferqueue.ledger.rows.blocks import BlockRegistry
+from transferqueue.ledger.rows.copies import Copies
 from transferqueue.ledger.rules import finish, groups_and_staleness
 from transferqueue.ledger.rules.column_ends import free_values
 from transferqueue.ledger.rules.finish import finish_rows
@@ -126,7 +127,9 @@ def _oldest(was: Any) -> Any:
 def _copies_too(was: Any) -> Any:
     def lose_shard(self: Any, shard: int) -> list[int]:
         touched = [
-            number for number, block in self.blocks.items() if any(extent.shard == shard for extent in block.extents)
+            number
+            for number, block in self._blocks.blocks.items()
+            if any(extent.shard == shard for extent in block.extents)
         ]
         was(self, shard)
         return touched
@@ -135,13 +138,13 @@ def _copies_too(was: Any) -> Any:
 
 
 def _counted_at_once(was: Any) -> Any:
-    def order_copies(self: Any, session: int, shard: int, offset: int, nbytes: int, blocks: Any) -> Any:
+    def begin(self: Any, session: int, shard: int, offset: int, nbytes: int, blocks: Any) -> Any:
         order = was(self, session, shard, offset, nbytes, blocks)
         for member, at in order.offsets.items():
-            self._add_copy(self.blocks[member], self.extents[order.extent], at)
+            self._add(self._blocks.blocks[member], self._blocks.extents[order.extent], at)
         return order
 
-    return order_copies
+    return begin
 
 
 def _all(_was: Any) -> Any:
@@ -221,11 +224,11 @@ FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
     "a column is never freed": ((finish, "end_columns", _nothing),),
     "the bytes of a table are not "
     "bounded": ((put, "no_room", lambda was: lambda table, rows, _nbytes: was(table, rows, 0)),),
-    "a lost shard is not noticed": ((BlockRegistry, "lose_shard", lambda _was: lambda _self, _shard: []),),
-    "a copy does not take the place of what is lost": ((BlockRegistry, "_lose_copies", _nothing),),
-    "a lost shard takes the copies elsewhere with it": ((BlockRegistry, "lose_shard", _copies_too),),
-    "a lost copy is not made again": ((BlockRegistry, "_await_copies", _nothing),),
-    "a copy counts before it is written": ((BlockRegistry, "order_copies", _counted_at_once),),
+    "a lost shard is not noticed": ((Copies, "lose_shard", lambda _was: lambda _self, _shard: []),),
+    "a copy does not take the place of what is lost": ((Copies, "_lose", _nothing),),
+    "a lost shard takes the copies elsewhere with it": ((Copies, "lose_shard", _copies_too),),
+    "a lost copy is not made again": ((Copies, "_await", _nothing),),
+    "a copy counts before it is written": ((Copies, "begin", _counted_at_once),),
     "a turn goes on for a due request that has "
     "ended": ((WaitQueue, "__init__", _always_some), (WaitQueue, "next_due", _if_any)),
     "a turn ends though a request is due": ((WaitQueue, "may_have_due", lambda _was: False),),

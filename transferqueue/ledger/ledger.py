@@ -21,8 +21,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from msgspec.structs import replace
-
 from transferqueue.errors import Full, InternalError, LedgerTorn, ProtocolError, UsageError
 from transferqueue.ledger.data_loss import lose_blocks, values_in
 from transferqueue.ledger.dispatch import OPERATIONS
@@ -38,7 +36,8 @@ from transferqueue.ledger.requests.lease import is_loading
 from transferqueue.ledger.requests.pending_versions import PendingVersion
 from transferqueue.ledger.rows.blocks import ExtentState, OwnerBytes
 from transferqueue.ledger.rows.cold_blocks import ColdBlocks
-from transferqueue.ledger.rows.missing_copies import CopyChoice, CopyOrderState, PostponedCopy
+from transferqueue.ledger.rows.copies import Copies, copies_of
+from transferqueue.ledger.rows.missing_copies import CopyOrderState, MissingCopies, PostponedCopy
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules
 from transferqueue.ledger.rules.retry import resume_due, trial_due
 from transferqueue.ledger.session_state import SessionState
@@ -285,10 +284,8 @@ class Ledger:
             self._end_forming(subject, now)
         elif isinstance(subject, weight_channels.UpdateSlot):
             weight_channels.end_turn(self.state.channels[subject.channel], subject.session, self.state.core.effects)
-        elif isinstance(subject, CopyOrderState):
-            self.state.core.blocks.expire_order(subject)
-        elif isinstance(subject, PostponedCopy):
-            self.state.core.blocks.resume_copy(subject)
+        elif isinstance(subject, CopyOrderState | PostponedCopy):
+            self._copies.due(subject)
         elif isinstance(subject, PendingVersion):
             self.state.give_up_version(subject, f"{subject.length_s:g} s have passed")
 
@@ -346,73 +343,53 @@ class Ledger:
         """
         self.tick(now)
         with self._changes("the loss of a shard"):
-            lost = lose_blocks(self.state, self.state.core.blocks.lose_shard(shard), f"lost with shard {shard}")
+            lost = lose_blocks(self.state, self._copies.lose_shard(shard), f"lost with shard {shard}")
             self._note("shard_lost", shard, self.state.now)
         return lost
 
     # ------------------------------------------------------------ new copies
 
     @property
-    def lacks_copies(self) -> bool:
-        """Whether a block lies in fewer shards than its table keeps."""
-        return bool(self.state.core.blocks.missing)
+    def _copies(self) -> Copies:
+        return copies_of(self.state.core.blocks)
 
     @property
-    def bytes_being_copied(self) -> int:
-        """Bytes of the extents of all copy orders."""
-        return self.state.core.blocks.missing.bytes_ordered
-
-    def copies_for(self, shard: int, rooms: Mapping[int, int]) -> CopyChoice | None:
-        """See `MissingCopies.choose`. Changes nothing."""
-        return self.state.core.blocks.missing.choose(shard, rooms)
+    def missing_copies(self) -> MissingCopies:
+        """The blocks that lie in fewer shards than their tables keep. Callers change nothing."""
+        return self._copies.missing
 
     def order_copies(
         self, session: int, shard: int, offset: int, nbytes: int, blocks: Collection[int], now: float
     ) -> None:
-        """Have the session of a shard process copy blocks that `copies_for` chose into an extent, which the caller has
-        allocated in `shard`. The extent closes by `finish_copies`, or with the session.
+        """Have the session of a shard process copy blocks that `MissingCopies.choose` chose into an extent, which the
+        caller has allocated in `shard`. The extent closes by `finish_copies`, or with the session.
         """
         self.tick(now)
         self.state.session(session)
         with self._changes("an order of copies"):
-            order = self.state.core.blocks.order_copies(session, shard, offset, nbytes, blocks)
+            order = self._copies.begin(session, shard, offset, nbytes, blocks)
             self.state.core.deadlines.add(order, self.state.now + COPY_ORDER_S)
             self._note("copies_ordered", session, shard, offset, nbytes, list(blocks), self.state.now)
 
     def ordered_extent(self, session: int) -> int:
         """The extent of the copy order that a session has; 0 if it has none."""
-        order = self.state.core.blocks.order_of(session)
+        order = self._copies.of_session(session)
         return order.extent if order is not None else 0
 
     def copy_order(self, session: int, shard: int) -> m.CopyOrder | None:
-        """The copy order of a session, which is that of `shard`; None if it has none. Each block is named where it is
-        to be read: in this shard if it lies there, and elsewhere after a copy from there failed.
-        """
-        blocks = self.state.core.blocks
-        order = blocks.order_of(session)
-        if order is None:
-            return None
-        extent = blocks.extents[order.extent]
-        needed = {number: at for number, at in order.offsets.items() if number in blocks.blocks}
-        return m.CopyOrder(
-            shard,
-            m.Granted(extent.id, extent.shard, extent.offset, extent.nbytes),
-            [
-                _read_from(blocks.blocks[number].at, blocks.missing.tries(number, extent.shard), shard)
-                for number in needed
-            ],
-            list(needed.values()),
-        )
+        """The copy order of a session, which is that of `shard`; None if it has none. See `Copies.message`."""
+        order = self._copies.of_session(session)
+        return None if order is None else self._copies.message(order, shard)
 
     def finish_copies(self, session: int, extent: int, written: Collection[int], now: float) -> int:
         """The session reports which blocks of its copy order it wrote. Returns how many copies count from now on: see
-        `BlockRegistry.finish_copies`.
+        `Copies.finish`.
         """
         self.tick(now)
         if self.ordered_extent(session) != extent:
             return 0
         with self._changes("a report of copies"):
-            added, postponed = self.state.core.blocks.finish_copies(session, extent, frozenset(written))
+            added, postponed = self._copies.finish(session, extent, frozenset(written))
             for copy in postponed:
                 self.state.core.deadlines.add(copy, self.state.now + copy.delay_s)
             self._note("copies_finished", session, extent, list(written), self.state.now, added)
@@ -592,13 +569,3 @@ class Ledger:
         """The events of a table's rows since an earlier answer: the content of `m.Observed`."""
         self.tick(now)
         return listed_events(self.state.table(request.table), request, self.state.now)
-
-
-def _read_from(at: m.BlockLocation, failures: int, shard: int) -> m.BlockLocation:
-    """The block where it is to be read after so many failures: first in `shard`, if it lies there, then at its other
-    places in turn. Fields that a copy does not need are left out."""
-    places = sorted(
-        [m.CopyLocation(at.shard, at.extent, at.offset), *at.copies], key=lambda place: place.shard != shard
-    )
-    here = places[failures % len(places)]
-    return replace(at, shard=here.shard, extent=here.extent, offset=here.offset, fields=[], counts=[], copies=[])

@@ -26,6 +26,7 @@ from transferqueue.ledger.rows import (
     VersionIndex,
 )
 from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
+from transferqueue.ledger.rows.copies import Copies
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.leases import LeaseTable
 from transferqueue.ledger.tasks.reservations import FlowControl
@@ -107,6 +108,7 @@ class SharedState:
 
     def __post_init__(self) -> None:
         self.blocks = BlockRegistry(self.effects)
+        Copies(self.blocks)
 
     def silent_s(self, session: int, now: float) -> float:
         """For how long a session has sent nothing."""
@@ -124,7 +126,6 @@ class TableState:
         self.limits = limits
         self.pacing = pacing
         self.retention = retention
-        self.replicas = replicas
         """Number of shards to which each block is committed."""
         self.extra_fields: bool | None = None
         """Whether rows may add fields that the terms do not name. None: yes, but clients refuse near misses."""
@@ -146,7 +147,7 @@ class TableState:
         self.versions = VersionIndex(self.rows) if pacing and pacing.max_staleness is not None else None
         self.ordinals = FinishedOrdinals(self.rows)
         self.history = TableHistory()
-        self.usage = OwnerBytes()
+        self.usage = OwnerBytes(replicas)
         self.shared_batches: dict[tuple[str, int, int], SharedBatches] = {}
         """(task, world, replicas) -> the batches that its ranks share."""
         self.rows_put = 0
@@ -196,7 +197,7 @@ class TableState:
         """The terms of the table, as a reply."""
         return TableTerms(
             self.name, list(self.rows.fields.values()), [state.task for state in self.tasks.values()], self.limits,
-            self.pacing, self.retention, self.sealed, self.clock, self.replicas, self.extra_fields,
+            self.pacing, self.retention, self.sealed, self.clock, self.usage.replicas, self.extra_fields,
         )  # fmt: skip
 
     def restrict_fields(self, extra_fields: bool | None) -> None:

@@ -42,7 +42,7 @@ class Answers:
         """Answer a call of a session. A reply that is too large to send is undone, and the call refused."""
         if type(reply) is m.Failed and DECLARED[type(request)].repeat != "again":
             session.refuse(call, reply)
-        for part in self._state.parts:
+        for part in self._state.parts.issuing:
             reply = part.issue(session, reply)
         try:
             frame = codec.encode_answer(m.AnswerFrame(self._epoch, call, reply))

@@ -49,12 +49,8 @@ class Calls:
         self._clients, self._operations = clients, operations
         self._ledger, self._waiting = state.ledger, state.waiting
 
-    def is_repeated(self, session: OpenSession, call: int) -> bool:
-        """Whether the client has the answer to this call, or the call waits already."""
-        return call <= session.seen or (bool(self._waiting.requests) and self._waiting.holds(session.number, call))
-
     def repeated(self, session: OpenSession, call: int, request: m.Request, now: float) -> None:
-        """A call came again that `is_repeated`."""
+        """A call came again whose client has the answer, or which waits already."""
         self._state.counters.repeated += 1
         self._ledger.message_received(session.number, now)
         self._waiting.shorten_wait(session.number, call, now + wait_of(request))
@@ -131,7 +127,7 @@ class Calls:
                     continue  # it has effects
                 due = waiting.next_due() if waiting.requests else None
                 if due is None:
-                    may_go_on = [part.go_on(now) for part in self._state.parts]
+                    may_go_on = [part.go_on(now) for part in self._state.parts.going_on]
                     if not any(may_go_on) and not (waiting.requests and waiting.may_have_due):
                         return
                     continue

@@ -43,7 +43,7 @@ from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.loop_latency import Turns
 from transferqueue.server.memory.lending import Lending
 from transferqueue.server.memory.own_memory import OwnShardMemory
-from transferqueue.server.parts import Durability, NoDurability, Part
+from transferqueue.server.parts import Durability, NoDurability, Part, Parts
 from transferqueue.server.server_requests import ServerRequests
 from transferqueue.server.sessions import authorization, liveness
 from transferqueue.server.sessions.exit_status import DIED, GOODBYE
@@ -96,7 +96,7 @@ class Coordinator:
         self.sessions: Final = SessionTable(identity.epoch)
         self.waiting: Final = WaitQueue()
         self.counters: Final = Counters()
-        self.parts: Final[list[Part]] = []
+        self.parts: Final = Parts()
         self.workers: Final = Workers()
         self.turns: Final = Turns()
         self.waiters_at_once = COUNT_MAX
@@ -138,7 +138,7 @@ class Coordinator:
 
     def attach(self, part: Part) -> None:
         """Add an optional part (see `parts`). Call it before the first frame."""
-        self.parts.append(part)
+        self.parts.attach(part)
         self.operations.attach(part)
 
     # ------------------------------------------------------------ frames
@@ -224,7 +224,7 @@ class Coordinator:
         request = call.request
         if type(request) is m.Heartbeat:
             self.ledger.message_received(session.number, now)  # it has no answer
-        elif self._calls.is_repeated(session, call.id):
+        elif call.id <= session.seen or (self.waiting.requests and self.waiting.holds(session.number, call.id)):
             self._calls.repeated(session, call.id, request, now)
         elif (role not in declared.roles or declared.home is not None or self._durability.checksums) and (
             refused := self._refused(role, request, declared)

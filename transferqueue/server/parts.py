@@ -8,7 +8,7 @@ imports it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from transferqueue.errors import UsageError
@@ -101,6 +101,31 @@ class Part:
 
     def stop(self) -> None:
         """End threads and give back what the part has. Called once, at the end."""
+
+
+class Parts:
+    """The parts of a coordinator, in the order in which they were attached."""
+
+    def __init__(self) -> None:
+        self.going_on: Final[list[Part]] = []
+        """Those with a `go_on`, which every call passes."""
+        self.issuing: Final[list[Part]] = []
+        """Those with an `issue`, which every reply passes."""
+        self._all: Final[list[Part]] = []
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter(self._all)
+
+    def attach(self, part: Part) -> None:
+        """Add a part."""
+        self._all.append(part)
+        if type(part).go_on is not Part.go_on:
+            self.going_on.append(part)
+        if type(part).issue is not Part.issue:
+            self.issuing.append(part)
 
 
 class ColdStore(Protocol):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.loop_latency import Turns
 from transferqueue.server.memory.lending import Lending
-from transferqueue.server.parts import Durability, Part
+from transferqueue.server.parts import Durability, Parts
 from transferqueue.server.sessions.session_table import SessionTable, Workers
 from transferqueue.server.sessions.waiting import WaitQueue
 from transferqueue.wire.home_coordinator import CoordinatorIndex
@@ -42,4 +41,4 @@ class ServerState:
     counters: Counters
     turns: Turns
     durability: Durability
-    parts: Sequence[Part]
+    parts: Parts

@@ -36,6 +36,7 @@ from transferqueue.ledger.requests.weight_channels import (
 from transferqueue.ledger.rows.blocks import BlockRegistry, CommittedBlock, ExtentState, OwnerBytes
 from transferqueue.ledger.rows.column_places import ColumnGroup, ColumnGroups
 from transferqueue.ledger.rows.commit import MemberRows, StagedCommit
+from transferqueue.ledger.rows.copies import Copies
 from transferqueue.ledger.rows.dropped import LastFailure, SpentRow, SpentRows
 from transferqueue.ledger.rows.groups import GroupIndex, GroupState
 from transferqueue.ledger.rows.indexes import FinishedOrdinals, StepIndex, VersionIndex
@@ -70,7 +71,7 @@ _WHOLE: Final = (
     PublishedVersion, AppliedVersion, UpdateSlot, PendingVersion, VersionPart, StagedCommit, MemberRows, CheckedFacts,
 )  # fmt: skip
 
-_OMITTED: Final[dict[type, frozenset[str]]] = {BlockRegistry: frozenset({"cold"})}
+_OMITTED: Final[dict[type, frozenset[str]]] = {BlockRegistry: frozenset({"parts", "cold"})}
 
 _FORMS: Final = [
     *(ClassLayout(cls, omitted=_OMITTED.get(cls, frozenset())) for cls in _WHOLE),
@@ -141,6 +142,7 @@ def read(image: bytes, selectors: Mapping[str, PluginFactory]) -> tuple[LedgerSt
 
 def _complete(state: LedgerState, selectors: Mapping[str, PluginFactory]) -> None:
     state.core.plugins = dict(selectors)
+    Copies(state.core.blocks)
     state.core.absence, state.core.writing = unknown, False
     for table in state.tables.values():
         for task in table.tasks.values():

@@ -153,20 +153,20 @@ class _SnapshotRestore:
         for blocks, _ in snapshot.places.values():
             for number, count in tally(blocks[blocks > 0]):
                 refs[number] = refs.get(number, 0) + count
-        new = {number: self._commit(number, table.usage, count, table.replicas) for number, count in refs.items()}
+        new = {number: self._commit(number, table.usage, count) for number, count in refs.items()}
         for name, (blocks, slots) in snapshot.places.items():
             parts = table.parts.parts_of((name,))
             for number, count in tally(blocks[blocks > 0]):
                 chosen = blocks == number
                 table.parts.write(at[chosen], count, parts, new[number], slots[chosen])
 
-    def _commit(self, number: int, usage: OwnerBytes, refs: int, replicas: int = 1) -> int:
+    def _commit(self, number: int, usage: OwnerBytes, refs: int) -> int:
         blocks, at = self._state.core.blocks, self._snapshot.blocks[number]
         extent = blocks.grant(RESTORE_SESSION, at.shard, at.offset, align(max(at.nbytes, 1), PAGE_BYTES))
         placed = WrittenBlock(
             extent.id, at.offset, at.nbytes, at.rows, list(at.fields), list(at.counts), None, at.checksum
         )
-        return blocks.commit([placed], usage, [refs], replicas)[0]
+        return blocks.commit([placed], usage, [refs])[0]
 
     def _task(self, task: TaskState, snapshot: TableSnapshot, name: str, ids: IntArray, at: IntArray) -> None:
         columns = snapshot.tasks[name]

@@ -96,7 +96,7 @@ def _of_lease(state: LedgerState, request: m.LeaseRequest) -> str:
 def _of_put(state: LedgerState, request: m.PutRequest) -> str:
     table = state.table(request.table)
     nbytes = sum(block.nbytes for block in request.columns.blocks if block.extent)  # a reference takes none
-    why = no_room(table, request.rows, table.replicas * nbytes)
+    why = no_room(table, request.rows, table.usage.replicas * nbytes)
     return explain_room(table, why or "there is room now", state.now)
 
 

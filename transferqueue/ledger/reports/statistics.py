@@ -79,7 +79,7 @@ def table_stats(table: TableState, now: float) -> TableStats:
         version=table.clock,
         cursor=table.ordinals.cursor(),
         sealed=table.sealed,
-        replicas=table.replicas,
+        replicas=table.usage.replicas,
         rows_one_copy=rows_with_one_copy(table),
         age_s=_oldest(table, now),
         staleness=_by_lag(table.staleness),
@@ -421,7 +421,7 @@ def _copies_lines(table: TableState) -> list[str]:
             f"copies of {blocks} failed from each place; they are tried again within {COPY_POSTPONED_S:g} s, and shard "
             "processes log why"
         )
-    return [f"{counted(rows, 'row', 'has', 'have')} one copy left of {table.replicas}: {progress}"]
+    return [f"{counted(rows, 'row', 'has', 'have')} one copy left of {table.usage.replicas}: {progress}"]
 
 
 def _task_line(table: TableState, task: TaskState, now: float) -> str:

@@ -142,7 +142,7 @@ def other_terms(table: TableState, request: CreateTable) -> list[str]:
         "limits": (table.limits, request.limits),
         "pacing": (table.pacing, request.pacing),
         "retention": (table.retention, request.retention or Acked()),
-        "replicas": (table.replicas, request.replicas),
+        "replicas": (table.usage.replicas, request.replicas),
         "extra_fields": (table.extra_fields, _extra_fields(request)),
     }
     return different + [name for name, (existing, wanted) in terms.items() if existing != wanted]

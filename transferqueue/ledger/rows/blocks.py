@@ -11,8 +11,8 @@ columns of one commit inside an extent. Invariants:
   page (a put that asked for exactly its size: nothing more fits).
 - An extent is freed, once, when it is closed and no block in it is live or pinned.
 - An extent of a *lost* shard is removed at that point, but not freed: its memory is not reused.
-- A block may have *copies*: the same bytes in extents of other shards, committed with it and needed as long as it is.
-  The rules about its extent hold for each copy. If the shard of the block is lost, a copy replaces it.
+- A block may have *copies*: the same bytes in extents of other shards, committed with it and needed as long as it is
+  (`copies`). The rules about its extent hold for each copy.
 - A block of one value may have a *content*: the digest of its bytes. Later commits of its owner refer to it by that
   instead of writing the bytes again (`OwnerBytes.contents`). Such a reference counts as those of the rows that came
   with the block, and is found and added in one call: there is no moment between. When the last reference ends, the
@@ -20,8 +20,6 @@ columns of one commit inside an extent. Invariants:
 - A row reads a field in the block of the highest number. So rows that exist already refer to a content only if none of
   them has the field in a newer block that the reference does not replace (`may_refer`). Otherwise the bytes are
   written, and the new block has the content from then on.
-- A block that lost a copy lacks it until another one is written (`missing_copies`). The bytes of that copy still count
-  for the owner of the block: so there is room for it when it comes.
 - A block whose bytes were spilled to a disk has no extent until they are loaded (`cold_blocks`). It still counts, and
   is not pinned.
 """
@@ -29,17 +27,14 @@ columns of one commit inside an extent. Invariants:
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, Protocol
-
-from msgspec.structs import replace
 
 from transferqueue.errors import NotFound, ProtocolError, ShardLost, UsageError, listing
 from transferqueue.errors.text import counted
 from transferqueue.ledger.effects import Blocked, Effects, FreeExtent, WakeKey, Writes
-from transferqueue.ledger.rows.missing_copies import CopyOrderState, MissingCopies, PostponedCopy, Shards
+from transferqueue.ledger.rows.missing_copies import MissingCopies, Shards
 from transferqueue.limits import ALIGNMENT, PAGE_BYTES
-from transferqueue.schema import align
 from transferqueue.wire.messages import BlockLocation, CopyLocation, WrittenBlock
 
 _NO_COPIES: Final[list[CopyLocation]] = []
@@ -49,12 +44,13 @@ Written = dict[int, tuple[int, int]]
 
 
 class OwnerBytes:
-    """Bytes of the live blocks of one owner. `contents`: the newest live block of each field and content
-    (`_content_key`) to which commits may refer."""
+    """Bytes of the live blocks of one owner, each of which lies in `replicas` shards. `contents`: the newest live block
+    of each field and content (`_content_key`) to which commits may refer."""
 
-    __slots__ = ("bytes", "contents")
+    __slots__ = ("bytes", "contents", "replicas")
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: int = 1) -> None:
+        self.replicas = replicas
         self.bytes = 0
         self.contents: dict[bytes, CommittedBlock] = {}
 
@@ -97,18 +93,16 @@ class CommittedBlock:
 
     Args:
         extents: the places of the bytes, `at` first, then its copies.
-        replicas: the number of shards that must have them.
         refs: the number of rows that need them (counted once per part).
         pins: the number of views that may exist.
     """
 
-    __slots__ = ("at", "extents", "pins", "refs", "replicas", "usage")
+    __slots__ = ("at", "extents", "pins", "refs", "usage")
 
-    def __init__(self, at: BlockLocation, extents: tuple[ExtentState, ...], usage: OwnerBytes, replicas: int) -> None:
+    def __init__(self, at: BlockLocation, extents: tuple[ExtentState, ...], usage: OwnerBytes) -> None:
         self.at = at
         self.extents = extents
         self.usage = usage
-        self.replicas = replicas
         self.refs = 0
         self.pins = 0
 
@@ -120,12 +114,12 @@ class CommittedBlock:
     @property
     def nbytes(self) -> int:
         """Bytes of the block and its copies, also of those that it lacks."""
-        return self.at.nbytes * self.replicas
+        return self.at.nbytes * self.usage.replicas
 
     @property
     def lacks_copies(self) -> bool:
         """Whether rows need it and it lies in too few shards."""
-        return self.refs > 0 and len(self.extents) < self.replicas
+        return self.refs > 0 and len(self.extents) < self.usage.replicas
 
     @property
     def shards(self) -> Shards:
@@ -133,19 +127,39 @@ class CommittedBlock:
         return tuple(sorted(extent.shard for extent in self.extents))
 
 
-class Spill(Protocol):
-    """Calls of the registry about blocks that may be spilled (`cold_blocks.ColdBlocks`)."""
+class BlockPart:
+    """Base of the optional parts of a registry: copies in several shards (`copies`), and bytes that leave memory for a
+    disk (`cold_blocks`). A registry calls all its parts, in order, at the same points. Each method does nothing, so a
+    part overrides those that concern it."""
 
-    on_disk: dict[int, CommittedBlock]
+    __slots__ = ()
+
+    def owns(self, extent: int) -> bool:
+        """Whether no session may commit into this extent, or return it, since the part alone writes there."""
+        return False
 
     def committed(self, block: CommittedBlock) -> None:
         """A block was committed."""
 
-    def forget(self, block: CommittedBlock) -> None:
-        """This block is unreferenced."""
+    def retired(self, block: CommittedBlock) -> None:
+        """The last row that needs this block has ended."""
 
-    def may_be_cold(self, extent: ExtentState) -> None:
-        """The last reader of a block of this extent, or its writer, is gone."""
+    def forgotten(self, block: CommittedBlock) -> None:
+        """This block is gone: no row needs it, and no view of it may exist."""
+
+    def closed(self, extent: ExtentState) -> None:
+        """Nothing more is written into this extent by its session."""
+
+    def unread(self, extent: ExtentState) -> None:
+        """The last reader of a block of this extent is gone."""
+
+
+class Cold(Protocol):
+    """The part that has blocks on a disk, for requests that need their bytes."""
+
+    @property
+    def on_disk(self) -> Mapping[int, CommittedBlock]:
+        """These blocks."""
 
     def want(self, numbers: Collection[int], core: Writes) -> Blocked | None:
         """The condition that a request naming these blocks waits for."""
@@ -155,9 +169,13 @@ class Spill(Protocol):
 
 
 class BlockRegistry:
-    """All extents, blocks and pins. `cold`: None: no block is ever spilled."""
+    """All extents, blocks and pins. No image contains its parts.
 
-    cold: Spill | None = None
+    `cold` has the blocks that are on a disk; None: all are in memory.
+    """
+
+    parts: tuple[BlockPart, ...] = ()
+    cold: Cold | None = None
 
     def __init__(self, effects: Effects) -> None:
         self.extents: dict[int, ExtentState] = {}
@@ -182,6 +200,16 @@ class BlockRegistry:
         """Number of extents ever granted, which is the id of the last one."""
         return self._next_extent - 1
 
+    def attach(self, part: BlockPart) -> None:
+        """Have this part follow the registry, instead of an earlier one of its class."""
+        self.parts = (*(one for one in self.parts if type(one) is not type(part)), part)
+
+    def _is_of_part(self, extent: int) -> bool:
+        for part in self.parts:  # noqa: SIM110  (each put passes here)
+            if part.owns(extent):
+                return True
+        return False
+
     # ------------------------------------------------------------ grants
 
     def grant(self, session: int, shard: int, offset: int, nbytes: int) -> ExtentState:
@@ -200,7 +228,7 @@ class BlockRegistry:
             return False
         if extent.session != session:
             raise UsageError(f"extent {number} is granted to another session; return only your own grants")
-        if number in self.missing.orders:
+        if self._is_of_part(number):
             raise _ordered(number)
         return True
 
@@ -217,142 +245,23 @@ class BlockRegistry:
         extent.session = 0
         extent.open = False
         extent.spans.clear()
-        if self.missing.orders:
-            self._end_order(extent)
-        if self.cold is not None:
-            self.cold.may_be_cold(extent)
-        self._free_if_unused(extent)
+        for part in self.parts:
+            part.closed(extent)
+        self.free_if_unused(extent)
 
-    def _free_if_unused(self, extent: ExtentState) -> None:
+    def free_if_unused(self, extent: ExtentState) -> None:
+        """Free an extent that is closed and in which no block is left."""
         if extent.open or extent.blocks or self.extents.pop(extent.id, None) is None:
             return
         if not extent.lost:
             self._effects.add(FreeExtent(extent.id, extent.shard, extent.offset, extent.nbytes))
 
-    # ------------------------------------------------------------ losses
-
-    def lose_shard(self, shard: int) -> list[int]:
-        """Mark the extents of a shard as lost. Returns the blocks without a copy elsewhere; the caller must retire
-        them."""
-        for extent in self.extents.values():
-            extent.lost |= extent.shard == shard
-        for order in [number for number in self.missing.orders if self.extents[number].lost]:
-            self._end_order(self.extents[order])
-        lost = []
-        for number, block in reversed(self.blocks.items()):
-            if block.extents and all(extent.lost for extent in block.extents):
-                lost.append(number)
-            elif any(extent.lost for extent in block.extents):
-                self._lose_copies(block)
-        return lost
-
-    def _lose_copies(self, block: CommittedBlock) -> None:
-        """Remove lost extents from the block. Its first remaining copy becomes its main location."""
-        at = block.at
-        self.missing.forget(at.block, block.shards)
-        places = [CopyLocation(at.shard, at.extent, at.offset), *at.copies]
-        first, *copies = [place for place, extent in zip(places, block.extents, strict=True) if not extent.lost]
-        block.at = replace(at, shard=first.shard, extent=first.extent, offset=first.offset, copies=copies)
-        gone = [extent for extent in block.extents if extent.lost]
-        block.extents = tuple([extent for extent in block.extents if not extent.lost])
-        for extent in gone:
-            extent.blocks -= 1
-            self._free_if_unused(extent)
-        self._await_copies(block)
-
-    # ------------------------------------------------------------ new copies
-
-    def _await_copies(self, block: CommittedBlock) -> None:
-        """Have the block wait for a copy order, if it lacks copies and is in none."""
-        number = block.at.block
-        if block.lacks_copies and not self.missing.is_ordered(number):
-            self.missing.add(number, block.at.nbytes, block.shards)
-            self._effects.wake("copies")
-
-    def order_copies(self, session: int, shard: int, offset: int, nbytes: int, blocks: Iterable[int]) -> CopyOrderState:
-        """Grant an extent to the session of a shard process, to copy these blocks into it."""
-        extent, at, offsets = self.grant(session, shard, offset, nbytes), offset, dict[int, int]()
-        for number in blocks:
-            block = self.blocks[number]
-            self.missing.remove(number, block.shards)
-            offsets[number] = at
-            at = align(at + block.at.nbytes)
-        return self.missing.begin(extent.id, extent.nbytes, offsets)
-
-    def order_of(self, session: int) -> CopyOrderState | None:
-        """The copy order that a session has; None if it has none."""
-        orders = self.missing.orders.values()
-        return next((order for order in orders if self.extents[order.extent].session == session), None)
-
-    def expire_order(self, order: CopyOrderState) -> None:
-        """The order is overdue: another shard may copy its blocks, and from another place, since this place may not
-        answer."""
-        self.missing.expire(order)
-        for number in order.offsets:
-            if number in self.blocks and len(self.blocks[number].extents) > 1:
-                self.missing.late[number] = self.missing.late.get(number, 0) + 1
-        self._await_again(order)
-
-    def finish_copies(self, session: int, number: int, written: Collection[int]) -> tuple[int, list[PostponedCopy]]:
-        """End the order of this extent; `written` are the blocks that were copied. Returns the number of new copies,
-        and the postponed blocks, whose deadlines the caller sets.
-
-        Does nothing if the session has no such order: it reported that before, or the order ended. An unreferenced
-        block counts no copy.
-        """
-        extent = self.extents.get(number)
-        if extent is None or extent.session != session or number not in self.missing.orders:
-            return 0, []
-        order = self.missing.orders[number]
-        added = 0
-        postponed = [] if order.overdue else self._failed(order, written)
-        for member, offset in order.offsets.items():
-            block = self.blocks.get(member)
-            if member in written and block is not None and block.lacks_copies and extent.shard not in block.shards:
-                self._add_copy(block, extent, offset)
-                added += 1
-        self._disown(extent)
-        self._effects.wake("copies")
-        return added, postponed
-
-    def _failed(self, order: CopyOrderState, written: Collection[int]) -> list[PostponedCopy]:
-        """Count the failures of an order. Returns the blocks that are postponed."""
-        lacking = [self.blocks[number] for number in order.offsets if number in self.blocks and number not in written]
-        target = self.extents[order.extent].shard
-        failed = [self.missing.fail(at.at.block, target, len(at.extents)) for at in lacking if at.lacks_copies]
-        return [postponed for postponed in failed if postponed is not None]
-
-    def resume_copy(self, postponed: PostponedCopy) -> None:
-        """A postponed block may be copied again."""
-        self.missing.resume(postponed)
-        if (block := self.blocks.get(postponed.block)) is not None:
-            self._await_copies(block)
-
-    def _add_copy(self, block: CommittedBlock, extent: ExtentState, offset: int) -> None:
-        self.missing.forget(block.at.block, block.shards)
-        copy = CopyLocation(extent.shard, extent.id, offset)
-        block.at = replace(block.at, copies=[*block.at.copies, copy])
-        block.extents = (*block.extents, extent)
-        extent.blocks += 1
-
-    def _end_order(self, extent: ExtentState) -> None:
-        """If the extent is that of a copy order: end it, and have blocks that still lack copies wait again."""
-        if (order := self.missing.end(extent.id)) is not None:
-            self._await_again(order)
-
-    def _await_again(self, order: CopyOrderState) -> None:
-        for number in order.offsets:
-            if (block := self.blocks.get(number)) is not None:
-                self._await_copies(block)
-                self.missing.move_back(block.shards)
-
     # ------------------------------------------------------------ commits
 
-    def check(
-        self, session: int, placed: Sequence[WrittenBlock], replicas: int = 1, usage: OwnerBytes | None = None
-    ) -> None:
-        """Raise unless `session` may commit all of `placed` together, each in `replicas` shards. `usage` is of the
-        owner; None: it has no contents."""
+    def check(self, session: int, placed: Sequence[WrittenBlock], usage: OwnerBytes | None = None) -> None:
+        """Raise unless `session` may commit all of `placed` together. `usage` is of the owner; None: it has neither
+        copies nor contents."""
+        copies = 1 if usage is None else usage.replicas
         written: dict[int, ExtentState] | None = {} if len(placed) > 1 else None
         for block in placed:
             if block.content and _is_reference(block, usage):
@@ -360,10 +269,10 @@ class BlockRegistry:
             shards = [self._check_place(session, written, block, block.extent, block.offset)]
             if block.copies:
                 shards += [self._check_place(session, written, block, at.extent, at.offset) for at in block.copies]
-            if len(shards) != replicas or (replicas > 1 and len(set(shards)) != replicas):
+            if len(shards) != copies or (copies > 1 and len(set(shards)) != copies):
                 raise UsageError(
                     f"block of {', '.join(block.fields)} was written to shards {listing(shards)}; each block goes to "
-                    f"{replicas} different ones here"
+                    f"{copies} different ones here"
                 )
 
     def _check_place(
@@ -373,7 +282,7 @@ class BlockRegistry:
         the blocks before it; None: it is the only one (its copies lie in other shards).
         """
         extent, end = self.extents.get(number), start + block.nbytes
-        if extent is None or extent.session != session or extent.lost or number in self.missing.orders:
+        if extent is None or extent.session != session or extent.lost or self._is_of_part(number):
             raise _not_granted(number, extent, session)
         if start % ALIGNMENT:
             raise UsageError(f"block at offset {start} is not aligned; blocks begin at multiples of {ALIGNMENT} bytes")
@@ -400,7 +309,6 @@ class BlockRegistry:
         placed: Sequence[WrittenBlock],
         usage: OwnerBytes,
         refs: Sequence[int],
-        replicas: int = 1,
         anew: Collection[int] = (),
     ) -> list[int]:
         """Add the blocks that `check` accepted. Returns their numbers, in order.
@@ -409,19 +317,18 @@ class BlockRegistry:
             placed: the blocks.
             usage: of their owner.
             refs: references of rows to each.
-            replicas: the number of shards that must have each, if that is more than have it now.
             anew: those of `placed` that are needed even if another block has the same content.
         """
         written: Written = {}
         numbers: list[int] = []
         for block, count in zip(placed, refs, strict=True):
             known = _same_content(block, usage) if block.content and len(numbers) not in anew else None
-            numbers.append(self._commit(block, usage, count, written, replicas, known))
+            numbers.append(self._commit(block, usage, count, written, known))
         for number, (start, end) in written.items():
             extent = self.extents[number]
             if start == extent.offset and end > extent.offset + extent.nbytes - PAGE_BYTES:  # it is full
                 extent.open = False
-                self._free_if_unused(extent)
+                self.free_if_unused(extent)
         return numbers
 
     def _commit(
@@ -430,7 +337,6 @@ class BlockRegistry:
         usage: OwnerBytes,
         refs: int,
         written: Written,
-        replicas: int,
         known: CommittedBlock | None,
     ) -> int:
         """Add one block. `known` is the block of the same content to which the commit refers instead."""
@@ -449,17 +355,15 @@ class BlockRegistry:
             return known.at.block
         if refs:
             at = self._latest = _block_at(number, placed, extents, self._latest)
-            block = self.blocks[number] = CommittedBlock(at, extents, usage, max(replicas, len(extents)))
+            block = self.blocks[number] = CommittedBlock(at, extents, usage)
             block.refs = refs
-            usage.bytes += placed.nbytes * block.replicas
+            usage.bytes += block.nbytes
             if placed.content:
                 usage.contents[_content_key(placed)] = block
             for extent in extents:
                 extent.blocks += 1
-            if block.replicas > len(extents):
-                self._await_copies(block)
-            if self.cold is not None:
-                self.cold.committed(block)
+            for part in self.parts:
+                part.committed(block)
         return number
 
     def _write(self, number: int, start: int, nbytes: int, written: Written) -> ExtentState:
@@ -482,19 +386,19 @@ class BlockRegistry:
             block.usage.bytes -= block.nbytes
             if block.at.content and block.usage.contents.get(key := _content_key(block.at)) is block:
                 del block.usage.contents[key]
-            if len(block.extents) < block.replicas:
-                self.missing.forget(number, block.shards)
+            for part in self.parts:
+                part.retired(block)
             self._forget_if_unused(block)
 
     def _forget_if_unused(self, block: CommittedBlock) -> None:
         if block.refs or block.pins:
             return
         del self.blocks[block.at.block]
-        if self.cold is not None:
-            self.cold.forget(block)
+        for part in self.parts:
+            part.forgotten(block)
         for extent in block.extents:
             extent.blocks -= 1
-            self._free_if_unused(extent)
+            self.free_if_unused(extent)
 
     # ------------------------------------------------------------ bytes that leave memory, and come back
 
@@ -503,7 +407,7 @@ class BlockRegistry:
         extents, block.extents = block.extents, ()
         for extent in extents:
             extent.blocks -= 1
-            self._free_if_unused(extent)
+            self.free_if_unused(extent)
 
     def arrive(self, block: CommittedBlock, number: int) -> None:
         """The bytes of a block that had none in memory are in this extent, which is open."""
@@ -558,8 +462,9 @@ class BlockRegistry:
         block = self.blocks[number]
         block.pins -= count
         self._forget_if_unused(block)
-        if self.cold is not None and not block.pins and block.extents:
-            self.cold.may_be_cold(block.extent)
+        if not block.pins and block.extents:
+            for part in self.parts:
+                part.unread(block.extent)
 
 
 CONTENT_BYTES: Final = 16

@@ -25,13 +25,13 @@ from typing import Final
 
 from transferqueue.errors import Full, Impossible
 from transferqueue.ledger.effects import Blocked, WakeKey, Writes
-from transferqueue.ledger.rows.blocks import BlockRegistry, CommittedBlock, ExtentState, OwnerBytes
+from transferqueue.ledger.rows.blocks import BlockPart, BlockRegistry, CommittedBlock, ExtentState, OwnerBytes
 from transferqueue.ledger.rows.cold_arena import ColdArena, LoadOrder
 from transferqueue.ledger.rows.missing_copies import OWN_SHARD
 from transferqueue.limits import LOAD_ORDERS_MAX
 
 
-class ColdBlocks:
+class ColdBlocks(BlockPart):
     """The blocks of a registry that may be spilled, or are. `tables` and `room`: see `ColdArena`."""
 
     def __init__(
@@ -51,6 +51,7 @@ class ColdBlocks:
     def attach(self, blocks: BlockRegistry) -> None:
         """Follow this registry from now on. None of its blocks is on the disk."""
         self._blocks = blocks
+        blocks.attach(self)
         blocks.cold = self
         self.arena.attach(blocks)
         for block in blocks.blocks.values():
@@ -62,12 +63,12 @@ class ColdBlocks:
     # ------------------------------------------------------------ calls of the registry
 
     def committed(self, block: CommittedBlock) -> None:
-        """A block was committed."""
-        if block.replicas == 1 and block.extent.shard == OWN_SHARD:
+        """See `BlockPart`."""
+        if block.usage.replicas == 1 and block.extent.shard == OWN_SHARD:
             self.arena.committed(block)
 
-    def forget(self, block: CommittedBlock) -> None:
-        """This block is unreferenced."""
+    def forgotten(self, block: CommittedBlock) -> None:
+        """See `BlockPart`."""
         if block.extents:
             if block.extent.shard == OWN_SHARD:
                 self.arena.forget(block)
@@ -75,10 +76,12 @@ class ColdBlocks:
             self.arena.forget_on_disk(block)
             self._may_end = self.stirred = True
 
-    def may_be_cold(self, extent: ExtentState) -> None:
-        """The last reader of a block of this extent, or its writer, is gone."""
+    def closed(self, extent: ExtentState) -> None:
+        """See `BlockPart`. The extent may be cold now."""
         if extent.shard == OWN_SHARD:
             self.arena.may_be_cold(extent.id)
+
+    unread = closed
 
     # ------------------------------------------------------------ requests that need blocks
 

@@ -41,7 +41,6 @@ class CommitTable(Protocol):
 
     name: str
     limits: Limits
-    replicas: int
     rows: RowStore
     parts: ColumnGroups
     usage: OwnerBytes
@@ -105,11 +104,11 @@ def check_columns(table: CommitTable, columns: Columns, count: int, session: int
         check_layout(placed, block)
         slots.append(_check_slots(placed, 1 if len(slots) in members else count))
         nbytes += placed.nbytes if placed.extent else 0
-    table.core.blocks.check(session, columns.blocks, table.replicas, table.usage)
+    table.core.blocks.check(session, columns.blocks, table.usage)
     facts = NO_FACTS if columns.facts == NO_FACTS_GIVEN else check_facts(columns.facts, count)
     if fields.new:
         table.rows.check_added(field.name for field in fields.new)
-    nbytes *= table.replicas
+    nbytes *= table.usage.replicas
     staged = StagedCommit(count, fields.new, columns.blocks, slots, inline, facts, fields.names, nbytes)
     staged.members = members
     return staged

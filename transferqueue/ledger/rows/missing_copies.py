@@ -3,10 +3,10 @@
 See docs/decisions/shards.md.
 
 1. A block *lacks copies* while a row needs it and it lies in fewer shards than its table keeps
-   (`CommittedBlock.replicas`).
+   (`OwnerBytes.replicas`).
 2. A *copy order* has one shard process write some of these blocks into one extent, which is granted to its session. A
    block is in at most one order. While it waits for one it is in `waiting`.
-3. A copy counts, and is reported, once the shard has acknowledged its write (`BlockRegistry.finish_copies`).
+3. A copy counts, and is reported, once the shard has acknowledged its write (`Copies.finish`).
 4. An order ends when the shard reports it, or when its session ends. Then its extent is closed, and the blocks that
    still lack a copy wait again, behind all others. After `COPY_ORDER_S` it is *overdue*: its blocks wait again, so that
    another shard may copy them, but its extent stays with the session, which may still write there, and a late report

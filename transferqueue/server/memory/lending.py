@@ -78,7 +78,7 @@ class Lending:
     def __init__(
         self,
         own: OwnShardMemory,
-        parts: Sequence[Part] = (),
+        parts: Iterable[Part] = (),
         wake: Callable[[WakeKey], None] = lambda _: None,
         *,
         own_first: bool = False,

@@ -47,7 +47,7 @@ class CopyOrders:
             self._ledger.finish_copies(session.number, request.extent, request.written, now)
         order = self._ledger.copy_order(session.number, shard) or self._fetches.order(session.number, shard, now)
         if order is None:
-            if not self._ledger.lacks_copies:
+            if not self._ledger.missing_copies:
                 return Blocked((_COPIES,))
             if not self._begin(session, shard, now):
                 return Blocked((_COPIES, _MEMORY))
@@ -59,8 +59,8 @@ class CopyOrders:
     def _begin(self, session: OpenSession, shard: int, now: float) -> bool:
         """Begin an order of the shard. Returns False if there is nothing to copy for it, or no room."""
         rooms = self._lending.rooms_for_rows()
-        while (choice := self._ledger.copies_for(shard, rooms)) is not None:
-            under_way = self._ledger.bytes_being_copied
+        while (choice := self._ledger.missing_copies.choose(shard, rooms)) is not None:
+            under_way = self._ledger.missing_copies.bytes_ordered
             if under_way and under_way + align(choice.nbytes, PAGE_BYTES) > COPIES_IN_FLIGHT_BYTES:
                 return False
             if (taken := self._take(choice.target, max(choice.nbytes, 1))) is not None:

@@ -96,7 +96,7 @@ class Shards(Part):
 
     def issue(self, session: OpenSession, reply: m.Reply) -> m.Reply:
         """See `Part`. Adds tickets."""
-        return self.shards.issue(session, reply)
+        return self.shards.issue(session, reply) if session.remote or self.shards.remote else reply
 
     # ------------------------------------------------------------ requests
 
