@@ -6,7 +6,7 @@ import math
 import pytest
 
 from transferqueue.limits import GAP_S
-from transferqueue.server.loop import ListeningClock
+from transferqueue.server.process.loop import ListeningClock
 
 
 class Clock:

@@ -21,7 +21,7 @@ from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.durability.recorded_ledger import RecordedLedger, replay_journal
 from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.memory.own_memory import SHARD, OwnShardMemory
-from transferqueue.server.resume import resume_sessions
+from transferqueue.server.process.resume import resume_sessions
 from transferqueue.server.sessions.authorization import Authorizer
 from transferqueue.server.sessions.liveness import ProcessHandle
 from transferqueue.server.sessions.session_table import Peer

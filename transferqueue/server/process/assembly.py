@@ -15,9 +15,9 @@ from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import FAREWELL_S
 from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.identity import ServerIdentity
-from transferqueue.server.loop import Loop, ProcessExits
 from transferqueue.server.memory.own_memory import SHARD, OwnShardMemory
-from transferqueue.server.resume import resume_sessions
+from transferqueue.server.process.loop import Loop, ProcessExits
+from transferqueue.server.process.resume import resume_sessions
 from transferqueue.server.runtime_directory import ArenaDirectory, RuntimeDirectory
 from transferqueue.server.sessions.authorization import Authorizer
 from transferqueue.storage.memory.backing import ArenaBacking
