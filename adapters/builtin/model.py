@@ -67,7 +67,6 @@ class ModelShape:
             "bos_token_id": BOS_ID,
             "eos_token_id": EOS_ID,
             "pad_token_id": PAD_ID,
-            "torch_dtype": "float32",
         }
 
 
@@ -194,14 +193,20 @@ class BuiltinModel(nn.Module):
             x_BTW = layer(x_BTW, turns, mask, past_key_values, number)
         return ModelOutput(self.lm_head(self.model.norm(x_BTW[:, -logits_to_keep:])), past_key_values)
 
-    def save_pretrained(self, directory: str | Path) -> None:
-        """Write ``config.json`` and ``model.safetensors``, which other engines read too."""
+    def save_pretrained(self, directory: str | Path, **_: Any) -> None:
+        """Write ``config.json`` and ``model.safetensors``, which other engines read too. Options of transformers are
+        not read."""
         from safetensors.torch import save_file
 
         place = Path(directory)
         place.mkdir(parents=True, exist_ok=True)
-        (place / "config.json").write_text(json.dumps(self.config.llama(), indent=1) + "\n", encoding="utf-8")
+        self.save_config(place)
         save_file(self.state_dict(), place / "model.safetensors", metadata={"format": "pt"})
+
+    def save_config(self, directory: Path) -> None:
+        """Write ``config.json``, for weights in the dtype that they have here."""
+        config = {**self.config.llama(), "torch_dtype": str(self.lm_head.weight.dtype).removeprefix("torch.")}
+        (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:

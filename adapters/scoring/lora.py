@@ -174,12 +174,26 @@ def save_adapter(model: nn.Module, directory: str | Path, *, base: str) -> None:
     """
     from safetensors.torch import save_file
 
+    config = peft_config(model, base)
+    tensors = {
+        peft_name(name): whole(part.detach()).contiguous()
+        for name, part in model.named_parameters()
+        if _is_adapter(name)
+    }
+    place = Path(directory)
+    place.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, place / "adapter_model.safetensors")
+    (place / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def peft_config(model: nn.Module, base: str) -> dict[str, Any]:
+    """Return peft's ``adapter_config.json`` of a model whose base is at `base`. `UsageError` if it has no adapters."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
     if not layers:
         raise UsageError(f"{type(model).__name__} has no adapters; call add_lora first")
     first = next(iter(layers.values()))
     rank = first.lora_a.shape[0]
-    config = {
+    return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -189,15 +203,30 @@ def save_adapter(model: nn.Module, directory: str | Path, *, base: str) -> None:
         "bias": "none",
         "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
     }
-    tensors = {
-        f"base_model.model.{name}.{kind}.weight": whole(part.detach()).contiguous()
-        for name, layer in layers.items()
-        for kind, part in (("lora_A", layer.lora_a), ("lora_B", layer.lora_b))
-    }
-    place = Path(directory)
-    place.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, place / "adapter_model.safetensors")
-    (place / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def peft_name(name: str) -> str:
+    """Return peft's name of a trained weight of a model with adapters.
+
+    >>> peft_name("model.q_proj.lora_a")
+    'base_model.model.model.q_proj.lora_A.weight'
+    """
+    for own, theirs in ((_A, "lora_A.weight"), (_B, "lora_B.weight")):
+        if name.endswith(f".{own}"):
+            name = name.removesuffix(own) + theirs
+    return f"base_model.model.{name}"
+
+
+def merge_lora(model: nn.Module) -> None:
+    """Add each product to its weight, and turn the layers into plain ones again.
+
+    Args:
+        model: a model with adapters, whole on this process; it is changed.
+    """
+    for layer in [module for module in model.modules() if isinstance(module, LoraLinear)]:
+        layer.weight.data = layer.merged()
+        del layer.lora_a, layer.lora_b, layer.lora_scale
+        layer.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 def whole(tensor: Tensor) -> Tensor:
