@@ -44,12 +44,11 @@ def test_a_directory_without_a_state_is_no_checkpoint(tmp_path: Path) -> None:
         checkpoint_state(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["state.json", "model.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize("name", ["state.json", "model.safetensors", "trainer/optimizer.safetensors"])
 def test_a_damaged_file_is_named_and_changes_nothing(name: str, saved: Path, tmp_path: Path) -> None:
     damaged = tmp_path / saved.name
-    damaged.mkdir()
-    for file in saved.iterdir():
-        (damaged / file.name).write_bytes(file.read_bytes()[: 20 if file.name == name else None])
+    shutil.copytree(saved, damaged)
+    (damaged / name).write_bytes((damaged / name).read_bytes()[:20])
     one = learner("sft")
     before = [parameter.clone() for parameter in one.trained]
     with pytest.raises(Corruption, match=r"(cannot be read: .*|is damaged.*); put it back, or start a new run"):
@@ -59,9 +58,9 @@ def test_a_damaged_file_is_named_and_changes_nothing(name: str, saved: Path, tmp
 
 
 def test_another_format_is_refused(saved: Path, tmp_path: Path) -> None:
-    text = (saved / "state.json").read_text().replace('"format": 1', '"format": 7')
+    text = (saved / "state.json").read_text().replace('"format": 2', '"format": 7')
     (tmp_path / "state.json").write_text(text)
-    with pytest.raises(UsageError, match="has format 7, and this version reads 1"):
+    with pytest.raises(UsageError, match="has format 7, and this version reads 2"):
         checkpoint_state(tmp_path)
 
 
@@ -116,7 +115,7 @@ def test_a_checkpoint_that_finds_no_room_leaves_nothing_and_the_one_before(tmp_p
 
 
 def test_what_the_other_of_a_pair_needs_is_kept(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1, needed_from=lambda: 1)
+    checkpoints = Checkpoints(tmp_path, keep=1, keeps=lambda steps: [step for step in steps if step >= 1])
     for step in (0, 1, 2, 3):
         checkpoints.save(trained(step), step, POSITION)
     assert checkpoints.steps() == [1, 2, 3]

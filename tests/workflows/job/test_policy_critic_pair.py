@@ -17,11 +17,10 @@ from transferqueue.errors import Corruption
 from transferqueue.workflows.flow.events import Event, Figures
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job import graph, names
+from transferqueue.workflows.job.run_files import checkpoint_path, checkpoint_steps
 from transferqueue.workflows.job.training.policy_critic_pair import (
     PolicyCriticPair,
     begin_pair,
-    checkpoint_path,
-    checkpoint_steps,
     newest_pair,
 )
 
@@ -114,6 +113,7 @@ def test_the_critic_leaves_rows_of_the_next_step_until_the_policy_has_finished_i
     wanted = job(
         "ppo",
         f"critic.path='{tmp_path}/critic'",
+        f"model.path='{tmp_path}/critic'",
         f"trainer.prompts_per_step={TURN_ROWS}",
         "trainer.order=ordinal",
         "algorithm.whiten=false",

@@ -16,6 +16,7 @@ from transferqueue.workflows.job.run.folder import RunFolder, new_folder, unfini
 from transferqueue.workflows.job.run.plot import draw
 from transferqueue.workflows.job.run.record import RunRecord
 from transferqueue.workflows.job.run.summary import evaluated, summarize
+from transferqueue.workflows.job.run_files import first_prompt, json_lines
 
 AUDIT = Audit(put=32, live=0, done=30, dropped={"equal": 2})
 
@@ -159,6 +160,22 @@ def test_a_resumed_run_goes_on_with_what_was_written(tmp_path):
     assert list(record.each("reward")) == [0.9, 0.4]
     assert evaluated(record.evaluations)[1] == 0.25
     assert json.loads((tmp_path / "samples.jsonl").read_text()) == {"prompt": "1+1", "reward": 1.0}
+    assert [line["reward"] for line in json_lines(tmp_path / "steps.jsonl")] == [0.1, 0.2, 0.9, 0.4]
+
+
+def test_each_step_and_evaluation_is_once_in_its_file_whatever_the_trainer_took_back(tmp_path):
+    filled(tmp_path, [1, 2, 3, 4])
+    with RunRecord(tmp_path) as record:
+        for at, number in enumerate([3, 4, 5, 4, 5, 6]):  # a resume, then the death of the trainer
+            record.add("train-0", step(number, 20.0 + at, reward=at))
+            record.add("evaluate-0", evaluation("during", at, number))
+        assert [line["step"] for line in json_lines(tmp_path / "steps.jsonl")] == [1, 2, 3, 4, 5, 6]
+    for name in ("steps.jsonl", "evaluations.jsonl"):
+        found = {line["step"]: line["reward"] for line in json_lines(tmp_path / name) if line["step"] > 2}
+        assert found == {3: 0, 4: 3, 5: 4, 6: 5}
+    assert len(list(json_lines(tmp_path / "evaluations.jsonl"))) == 5
+    assert record.new_steps == [3, 4, 5, 6]
+    assert not list(tmp_path.glob("*.partial"))
 
 
 def test_the_first_evaluation_before_and_the_last_one_after_count():
@@ -228,6 +245,52 @@ def test_a_folder_is_run_by_one_process_at_a_time(tmp_path):
         pass
     with RunFolder(tmp_path).locked():
         pass
+
+
+def checkpoint(folder, step, position=(0, [])):
+    place = folder / "checkpoints" / "train" / f"step-{step:08}"
+    place.mkdir(parents=True)
+    (place / "state.json").write_text(json.dumps({"step": step, "version": step, "position": position}))
+
+
+def test_a_run_says_where_it_goes_on_and_why(tmp_path):
+    folder, settings = RunFolder(tmp_path), job("grpo", "steps=9", "checkpoint.every=4")
+    folder.begin(settings, None)
+    assert folder.goes_on(settings) == "at step 0: it ended before its first checkpoint (checkpoint.every=4)"
+    filled(tmp_path, [1, 2, 3])
+    assert folder.goes_on(settings).endswith("(checkpoint.every=4), and 3 trained steps come again")
+    assert folder.goes_on(job("grpo", "checkpoint.resume=old")).startswith("with old: it ended before its first")
+    assert "writes no checkpoint" in folder.goes_on(job("grpo", "checkpoint.every=0"))
+    checkpoint(tmp_path, 2)
+    assert folder.goes_on(settings) == (
+        "after step 2 of 9, that of its newest checkpoint; steps 3 to 3 are trained again"
+    )
+    checkpoint(tmp_path, 3)
+    assert folder.goes_on(settings) == "after step 3 of 9, that of its newest checkpoint"
+
+
+def test_a_finished_run_is_lengthened_by_more_steps_alone(runs):
+    settings, path = job("grpo", "name=mine", "steps=9"), runs / "mine-1"
+    RunFolder(path).begin(settings, None)
+    (path / "summary.json").write_text("{}")
+    (path / "model").mkdir()
+    for changes in ([], ["steps=9"], ["steps=3"]):
+        with pytest.raises(
+            UsageError, match=r"is finished: .*; .* lengthen this one by --set steps=N, more than its 9"
+        ):
+            unfinished_folder("mine", path, changes)
+    folder, longer = unfinished_folder("mine", path, ["steps=12"]), job("grpo", "name=mine", "steps=12")
+    with pytest.raises(NotFound, match="has no checkpoint"):
+        folder.begin(longer, None)
+    assert folder.finished
+    checkpoint(path, 9, (36, [38, 41]))
+    folder.begin(longer, None)
+    assert (folder.finished, folder.job().steps, first_prompt(path)) == (False, 12, 42)
+    assert not (path / "model").exists()
+    (path / "summary.json").write_text("{}")
+    (path / "job.toml").write_text((path / "job.toml").read_text().replace('address = ""', 'address = "tcp://h:1"'))
+    with pytest.raises(UsageError, match=r"its table on queue.address='tcp://h:1' has ended; start a new run"):
+        unfinished_folder("mine", path, ["steps=20"])
 
 
 @pytest.mark.parametrize(("file", "why"), [("summary.json", "is finished"), ("discarded", "was discarded")])

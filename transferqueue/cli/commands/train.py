@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from transferqueue.cli.options import folder_to_write
 from transferqueue.cli.running import ended_like_ctrl_c, last_words_shown, run_watched
@@ -33,6 +34,7 @@ EXAMPLES = (
     ("transferqueue train grpo.toml --plan plan.toml", "as the planner chose, with predicted beside measured"),
     ("transferqueue train grpo.toml --resume", "go on with its latest unfinished run"),
     ("transferqueue train --resume --out runs/grpo-20260101-120000", "go on with the run in a folder"),
+    ("transferqueue train --resume --out runs/grpo-20260101-120000 --set steps=200", "and further: a finished one too"),
     ("transferqueue train --discard --out runs/grpo-20260101-120000", "give it up: its shared memory is freed"),
 )
 VALUES: Final = "Values"
@@ -77,7 +79,8 @@ ResumeOption = Annotated[
     bool,
     typer.Option(
         "--resume",
-        help="Go on with a run that was ended or killed, from its last checkpoint.",
+        help="Go on with a run that was ended or killed, from its last checkpoint; with --set steps=N also with a "
+        "finished one.",
         rich_help_panel=BEFORE_AND_AFTER,
     ),
 ]
@@ -163,6 +166,8 @@ def train(
         return
     settings, folder, code = _chosen(job, changes, resume=resume, out=out)
     screen = console(stderr=as_json)
+    if resume:
+        screen.print(Text.assemble(("goes on", "dim"), f" {folder.goes_on(settings)}"), soft_wrap=True)
     outcome = run_watched(settings, folder, screen, code=code, page=_with_page(page, screen), plan=planned)
     if as_json:
         show_json(outcome.summary)
@@ -187,7 +192,8 @@ def _chosen(
         if settings is None or job is None:
             raise UsageError("train needs a job file: transferqueue train JOB.toml")
         return settings, new_folder(settings, out), job.parent
-    folder = RunFolder(unfinished_folder("" if settings is None else settings.name, out).path.absolute())
+    chosen = unfinished_folder("" if settings is None else settings.name, out, changes)
+    folder = RunFolder(chosen.path.absolute())
     starts = folder.starts()
     if starts and Path(starts[-1].place).is_dir():
         os.chdir(starts[-1].place)  # the paths of the job are relative to it

@@ -28,6 +28,7 @@ from transferqueue.workflows.job.data.prompt_data import open_prompts
 from transferqueue.workflows.job.data.sequence import NumberedPrompt, PromptSequence
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
 from transferqueue.workflows.job.graph import in_parts
+from transferqueue.workflows.job.run_files import first_prompt
 from transferqueue.workflows.job.settings.defaults import filled
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import group_rows, rows_ahead
@@ -72,8 +73,8 @@ def groups_per_put(job: Job) -> int:
 
 
 class JobPrompts:
-    """The producer (`adapters.protocols.Producer`) of a job's prompts. rows_put: rows that the table received
-    before."""
+    """The producer (`adapters.protocols.Producer`) of a job's prompts. rows_put: rows that the run's
+    tables received before."""
 
     def __init__(self, job: Job, sequence: PromptSequence, *, rows_put: int) -> None:
         self._size, self._in_parts = group_rows(job), in_parts(job)
@@ -143,7 +144,8 @@ def source_with(context: Context, tokenizer: TextTokenizer) -> Iterator[Produce]
     job = context.settings(Job)
     data = open_prompts(job, tokenizer)
     sequence = PromptSequence(data, job.data, seed=job.seed, tokens_max=job.sampling.tokens_max)
-    produce = JobPrompts(job, sequence, rows_put=audit(context.table).put)
+    before = first_prompt(context.directory) * group_rows(job)
+    produce = JobPrompts(job, sequence, rows_put=before + audit(context.table).put)
     yield produce
     context.figures("prompts", put=sequence.number, data_rows=len(data.rows), overlong=sequence.dropped)
     if produce.data_ended:

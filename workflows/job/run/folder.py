@@ -9,14 +9,17 @@
       logs/              output of each process; server.log is that of the queue
       steps.jsonl  warnings.jsonl  evaluations.jsonl  samples.jsonl                  written meanwhile, and
       dispatch.jsonl  ranker.jsonl  elastic.jsonl                                    where a job has them
-      checkpoints/       of the trainer
+      checkpoints/       of the trainer, each a model directory too
+      first-prompt       of a run that was lengthened: where its table begins in the data
       state/ snapshots/  of the queue, until the run is finished or discarded; runtime names the directory of its socket
-      summary.json  summary.txt  timeline.json  learning.png      written at the end
+      model/  summary.json  summary.txt  timeline.json  learning.png      written at the end
 """
 
 from __future__ import annotations
 
+import json
 import platform
+import shutil
 import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -29,13 +32,28 @@ import msgspec
 
 from transferqueue.errors import AddressInUse, NotFound, UsageError
 from transferqueue.transport import FileLock
+from transferqueue.workflows.job import names
+from transferqueue.workflows.job.run_files import (
+    CHECKPOINTS,
+    JOB,
+    MODEL,
+    STATE,
+    STEPS,
+    checkpoint_path,
+    checkpoint_steps,
+    json_lines,
+    no_checkpoint,
+    set_first_prompt,
+)
 from transferqueue.workflows.job.settings.changes import apply
+from transferqueue.workflows.job.settings.defaults import defaults_of
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.plan_file import Predicted, read_plan
 from transferqueue.workflows.job.settings.read import job_from_values, read_toml
+from transferqueue.workflows.job.settings.sizes import group_rows
 from transferqueue.workflows.job.settings.write import job_as_toml
+from transferqueue.workflows.job.training.policy_critic_pair import PolicyCriticPair
 
-JOB: Final = "job.toml"
 ABOUT: Final = "run.json"
 SUMMARY: Final = "summary.json"
 PLAN: Final = "plan.toml"
@@ -91,12 +109,13 @@ class RunFolder:
         return (self.path / DISCARDED).exists()
 
     def begin(self, job: Job, code: Path | None) -> None:
-        """Make the folder, and note the job and this start. Call it within `locked`.
+        """Make the folder, and note the job and this start; a finished run begins again, to be lengthened. Call it
+        within `locked`.
 
-        `UsageError` if the run has been finished or discarded, or another has begun in a new folder, since the folder
-        was chosen.
+        `UsageError` if the run has been discarded, or finished with as many steps as `job` has, or another has begun in
+        a new folder, since the folder was chosen.
         """
-        self.check_open()
+        self.check_open(job.steps)
         if self._is_new:
             self.check_new()
             self._is_new = False
@@ -109,21 +128,58 @@ class RunFolder:
             code="" if code is None else str(code.absolute()),
             place=str(Path.cwd()),
         )
+        if self.finished:
+            self._reopen(job)
         _replace(self.path / JOB, job_as_toml(job))
         _replace(self.path / ABOUT, msgspec.json.format(msgspec.json.encode([*self.starts(), start])).decode() + "\n")
 
-    def check_open(self) -> None:
-        """`UsageError` if the run was finished or discarded."""
-        if self.finished:
+    def _reopen(self, job: Job) -> None:
+        """Let a finished run go on: its new table begins in the data after what the run has trained."""
+        newest = self.checkpoint(job)
+        if newest is None:
+            raise no_checkpoint(self.path)
+        checkpoint = checkpoint_path(self.path / CHECKPOINTS / names.TRAIN, newest)
+        set_first_prompt(self.path, _prompts_trained(checkpoint, job))
+        (self.path / SUMMARY).unlink()
+        shutil.rmtree(self.path / MODEL, ignore_errors=True)
+
+    def check_open(self, steps: int = 0) -> None:
+        """`UsageError` if the run was discarded, or finished and `steps` are no more than it has."""
+        if self.finished and steps <= (last := self.job().steps):
             raise UsageError(
                 f"the run in {self.path} is finished: {self.path / SUMMARY} says how it went; start a new one without "
-                "--resume"
+                f"--resume, or lengthen this one by --set steps=N, more than its {last}"
+            )
+        if self.finished and self.job().queue.address:
+            raise UsageError(
+                f"the run in {self.path} is finished, and its table on queue.address={self.job().queue.address!r} "
+                f"has ended; start a new run that begins at its checkpoints, with --set checkpoint.resume={self.path}"
             )
         if self.discarded:
             raise UsageError(
                 f"the run in {self.path} was discarded, and its rows are gone; start a new one with --set "
                 f"checkpoint.resume={self.path}, which begins at its checkpoints"
             )
+
+    def checkpoint(self, job: Job) -> int | None:
+        """Return the step of the checkpoint that the run goes on from; None without."""
+        if job.critic.path:
+            return PolicyCriticPair(self.path, job.steps).newest().get(names.TRAIN)
+        return max(checkpoint_steps(self.path / CHECKPOINTS / names.TRAIN), default=None)
+
+    def goes_on(self, job: Job) -> str:
+        """Return where the run goes on with `job`, and why there."""
+        trained = max((int(line["step"]) for line in json_lines(self.path / STEPS)), default=0)
+        newest, again = self.checkpoint(job), ""
+        if newest is not None:
+            if trained > newest:
+                again = f"; steps {newest + 1} to {trained} are trained again"
+            return f"after step {newest} of {job.steps}, that of its newest checkpoint{again}"
+        if not job.checkpoint.every:
+            return "with the newest weights of its queue, since checkpoint.every=0 writes no checkpoint"
+        begins = f"with {job.checkpoint.resume}" if job.checkpoint.resume else "at step 0"
+        again = f", and {trained} trained steps come again" if trained else ""
+        return f"{begins}: it ended before its first checkpoint (checkpoint.every={job.checkpoint.every}){again}"
 
     def check_new(self) -> None:
         """`UsageError` if a run has begun here."""
@@ -170,21 +226,23 @@ def new_folder(job: Job, out: Path | None = None) -> RunFolder:
     return folder
 
 
-def unfinished_folder(name: str, out: Path | None = None) -> RunFolder:
+def unfinished_folder(name: str, out: Path | None = None, changes: Iterable[str] = ()) -> RunFolder:
     """Return the folder of the run to go on with: `out`, or the latest unfinished one of the job `name` in ``runs/``.
 
-    `NotFound` if there is none; `UsageError` if the run in `out` is finished.
+    changes: to its job. `NotFound` if there is none; `UsageError` if the run in `out` is finished and has no fewer
+    steps.
     """
     if out is not None:
         folder = RunFolder(out)
         if not (out / JOB).exists():
             raise NotFound(f"{out} is no folder of a run: it has no {JOB}")
-        folder.check_open()
+        folder.check_open(folder.job(changes).steps if folder.finished else 0)
         return folder
     found = [path.parent for path in RUNS.glob(f"*/{JOB}") if _name(path) == name and _is_open(RunFolder(path.parent))]
     if not found:
         raise NotFound(
-            f"{RUNS}/ has no unfinished run of job {name!r}; start one without --resume, or give its folder by --out"
+            f"{RUNS}/ has no unfinished run of job {name!r}; start one without --resume, or give its folder by --out, "
+            "as for a finished one that --set steps=N lengthens"
         )
     return RunFolder(max(found, key=lambda path: (path / ABOUT).stat().st_mtime))
 
@@ -198,6 +256,13 @@ def _name(path: Path) -> str:
         return str(tomllib.loads(path.read_text(encoding="utf-8")).get("name"))
     except (OSError, ValueError):
         return ""
+
+
+def _prompts_trained(checkpoint: Path, job: Job) -> int:
+    """The number of the first prompt after those that a checkpoint has trained."""
+    oldest, finished = json.loads((checkpoint / STATE).read_bytes())["position"]
+    places: int = max([oldest, *(place + 1 for place in finished)])
+    return places if defaults_of(job.algorithm.kind).compares else -(-places // group_rows(job))
 
 
 def _installed() -> Iterator[tuple[str, str]]:

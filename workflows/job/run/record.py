@@ -6,10 +6,9 @@ finite become null, the speed of generation is added, and rules of thumb are che
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -27,6 +26,7 @@ from transferqueue.workflows.flow.reports.loggers import DISPATCH, EVALUATION, R
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.run.figures import described
 from transferqueue.workflows.job.run.run_warnings import RunWarnings
+from transferqueue.workflows.job.run_files import EVALUATIONS, STEPS, json_lines
 from transferqueue.workflows.job.settings.job import Job
 
 SAMPLES: Final = "samples"
@@ -39,8 +39,8 @@ PUBLICATION: Final = "publication"
 SPANS_MAX: Final = 200_000
 """Spans that are kept for the timeline; of a longer run the last ones."""
 _FILES: Final = {
-    STEP: "steps.jsonl",
-    EVALUATION: "evaluations.jsonl",
+    STEP: STEPS,
+    EVALUATION: EVALUATIONS,
     SAMPLES: "samples.jsonl",
     DISPATCH: "dispatch.jsonl",
     RANKER: "ranker.jsonl",
@@ -54,7 +54,8 @@ class RunRecord:
     """Collects the events of a run in `folder`, and goes on with what earlier starts of the run wrote there. A context
     manager.
 
-    A step that is trained again after a resume replaces the one of the same number.
+    A step that is trained again, after a resume or the death of a trainer, replaces the one of the same number and all
+    after it, and so does an evaluation: each is in its file once.
     """
 
     def __init__(self, folder: Path, job: Job) -> None:
@@ -74,15 +75,16 @@ class RunRecord:
         self.publications: dict[str, list[dict[str, Any]]] = {}
         self.started_s = self.ended_s = 0.0
         self.new_steps: list[int] = []
-        self.warnings = RunWarnings(job)
-        for number in sorted(self.steps):
-            self.warnings.see(self.steps[number])
+        self._job = job
+        self.warnings = self._warnings()
         self._generated_s: dict[str, float] = {}
         """Seconds that each generating process worked since the last step."""
 
     def __enter__(self) -> Self:
         for kind, name in _FILES.items():
             self._files[kind] = (self._folder / name).open("a", encoding="utf-8")
+        self._rewrite(STEP, self.steps.values())  # without what a killed process left of a line
+        self._rewrite(EVALUATION, self.evaluations)
         return self
 
     def __exit__(
@@ -109,6 +111,8 @@ class RunRecord:
             self.checkpoints.append(int(event.values["step"]))
         elif event.kind == STEP:
             return self._step(event)
+        elif event.kind == EVALUATION:
+            self._evaluation(event.values | {"at": event.at})
         elif event.kind in self._lists:
             self._lists[event.kind].append(event.values | {"at": event.at})
             self._write(event.kind, event.values | {"at": event.at})
@@ -119,8 +123,14 @@ class RunRecord:
         generated_s = sum(generating) / len(generating) if generating else 0.0
         self._generated_s = {}
         values = completed(event.values, generated_s) | {"at": event.at}
-        self.steps[int(values["step"])] = values
-        self.new_steps.append(int(values["step"]))
+        step = int(values["step"])
+        if any(each >= step for each in self.steps):
+            self.steps = {each: figures for each, figures in self.steps.items() if each < step}
+            self.new_steps = [each for each in self.new_steps if each < step]
+            self._rewrite(STEP, self.steps.values())
+            self.warnings = self._warnings()
+        self.steps[step] = values
+        self.new_steps.append(step)
         self.ended_s = event.at
         self._write(STEP, values)
         told = [
@@ -130,6 +140,21 @@ class RunRecord:
         for warning in told:
             self._write(WARNING, warning.values)
         return [replace(event, values=values), *told]
+
+    def _warnings(self) -> RunWarnings:
+        """The rules of thumb, as the steps so far have them."""
+        warnings = RunWarnings(self._job)
+        for number in sorted(self.steps):
+            warnings.see(self.steps[number])
+        return warnings
+
+    def _evaluation(self, values: dict[str, Any]) -> None:
+        step = int(values["step"])
+        if any(each["step"] >= step for each in self.evaluations):
+            self.evaluations[:] = [each for each in self.evaluations if each["step"] < step]
+            self._rewrite(EVALUATION, self.evaluations)
+        self.evaluations.append(values)
+        self._write(EVALUATION, values)
 
     def _span(self, label: str, span: TimeSpan) -> None:
         self._spans.append((label, span))
@@ -211,15 +236,18 @@ class RunRecord:
         write_chrome_trace(path, spans, counters)
 
     def _earlier(self, kind: str) -> Iterator[dict[str, Any]]:
-        """Yield what earlier starts wrote. A line that a killed process left unfinished is passed over."""
-        path = self._folder / _FILES[kind]
-        if not path.exists():
-            return
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                yield json.loads(line)
-            except ValueError:
-                continue
+        """Yield what earlier starts wrote."""
+        return json_lines(self._folder / _FILES[kind])
+
+    def _rewrite(self, kind: str, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Replace a file that is written."""
+        if kind in self._files:
+            path = self._folder / _FILES[kind]
+            partial = path.with_name(f"{path.name}.partial")
+            partial.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+            partial.replace(path)
+            self._files.pop(kind).close()
+            self._files[kind] = path.open("a", encoding="utf-8")
 
     def _write(self, kind: str, values: Mapping[str, Any]) -> None:
         if kind in self._files:

@@ -42,6 +42,7 @@ from transferqueue.workflows.job.run.recorded import recorded
 from transferqueue.workflows.job.run.run_page import RunPage
 from transferqueue.workflows.job.run.server import RunServer, discard_state
 from transferqueue.workflows.job.run.summary import RunSummary, summarize
+from transferqueue.workflows.job.run_files import MODEL
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.plan_file import PlanFile
 from transferqueue.workflows.job.settings.read import checked
@@ -237,6 +238,13 @@ def _write_files(folder: Path, record: RunRecord, summary: RunSummary) -> list[P
     result.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     return [
         path
-        for path in (result, text, *(folder / f"{name}.jsonl" for name in ("steps", "samples")), timeline, curve)
+        for path in (
+            folder / MODEL,
+            result,
+            text,
+            *(folder / f"{name}.jsonl" for name in ("steps", "samples")),
+            timeline,
+            curve,
+        )
         if path.exists()
     ]

@@ -28,7 +28,11 @@ class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class ModelSettings(_Table):
     """The policy: the model that is trained, and its tokenizer."""
 
-    path: Annotated[str, "The policy: a Hugging Face directory or id, or the directory of a built-in model."]
+    path: Annotated[
+        str,
+        "The policy: a Hugging Face directory or id, the directory of a built-in model, or a run's folder or checkpoint"
+        " `step-N`, whose weights alone are taken.",
+    ]
     revision: Annotated[
         str, "Branch, tag or commit of a model that is given by its id. Empty: the default branch of the hub."
     ] = ""
@@ -353,6 +357,11 @@ class CheckpointSettings(_Table):
 
     every: Annotated[int, "Steps between two checkpoints. 0: none is written."] = 50
     keep: Annotated[int, "Checkpoints, and snapshots of the queue, that stay."] = 2
+    best: Annotated[
+        Literal["evaluation", ""],
+        "`evaluation`: the checkpoint that was evaluated best stays too, for `transferqueue export --best`.",
+        "Empty: the newest ones alone.",
+    ] = ""
     resume: Annotated[
         str,
         "Checkpoint that a new run begins with: a run's folder, or a directory `step-N`. Empty: none, it begins with"

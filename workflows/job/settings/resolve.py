@@ -1,7 +1,7 @@
 """Fills in the open settings of a job: an empty text, None, "auto". No torch here.
 
 What depends on the machine (device "auto") or on the model's files stays open, and the process that loads the model
-decides.
+decides. A path that names a run becomes that of the run's model as it is now, so a resumed job has the same one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Final, TypeVar
 
 from msgspec.structs import replace
 
+from transferqueue.workflows.job.run_files import model_directory
 from transferqueue.workflows.job.settings.defaults import filled, updates
 from transferqueue.workflows.job.settings.job import Job, ScorerSettings
 
@@ -23,7 +24,9 @@ def resolve(job: Job) -> Job:
     """Return `job` with nothing left open that the job itself decides. Resolving twice changes nothing."""
     algorithm = filled(job.algorithm)
     job = replace(job, algorithm=algorithm, name=job.name or f"{algorithm.kind}-{_last(job.model.path)}")
-    job = replace(job, model=replace(job.model, tokenizer=job.model.tokenizer or job.model.path))
+    path = model_directory(job.model.path)
+    tokenizer = model_directory(job.model.tokenizer or path)
+    job = replace(job, model=replace(job.model, path=path, tokenizer=tokenizer))
     job = replace(job, pacing=replace(job.pacing, depth=_depth(job), max_staleness=_staleness(job)))
     job = replace(job, trainer=replace(job.trainer, stream=_stream(job)))
     return replace(
@@ -61,5 +64,5 @@ def _stream(job: Job) -> str:
 
 
 def _scorer(scorer: Scorer, job: Job, path: str) -> Scorer:
-    scorer = replace(scorer, path=scorer.path or path)
+    scorer = replace(scorer, path=model_directory(scorer.path or path))
     return replace(scorer, dtype=scorer.dtype or job.model.dtype) if scorer.path else scorer

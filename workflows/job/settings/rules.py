@@ -445,6 +445,30 @@ def _pacing(job: Job) -> None:
         )
 
 
+# ---------------------------------------------------------------- checkpoints
+
+
+def _best(job: Job) -> None:
+    if not job.checkpoint.best:
+        return
+    needed = {
+        "evaluation.path": job.evaluation.path,
+        "evaluation.every": job.evaluation.every,
+        "checkpoint.every": job.checkpoint.every,
+    }
+    if missing := [key for key, value in needed.items() if not value]:
+        raise UsageError(
+            f'checkpoint.best="evaluation" without {missing[0]}: it compares evaluations of checkpoints; set it'
+        )
+    every = math.lcm(job.checkpoint.every, job.weights.every)
+    if job.evaluation.every % every:
+        raise UsageError(
+            f'checkpoint.best="evaluation" with evaluation.every={job.evaluation.every}, '
+            f"checkpoint.every={job.checkpoint.every} and weights.every={job.weights.every}: some evaluated steps "
+            f"would have no checkpoint of their weights; give evaluation.every a multiple of {every}"
+        )
+
+
 # ---------------------------------------------------------------- memory
 
 
@@ -497,6 +521,7 @@ _RULES: Final[tuple[Callable[[Job], None], ...]] = (
     _sites,
     _on_ray,
     _pacing,
+    _best,
     _tokens,
     _memory,
 )

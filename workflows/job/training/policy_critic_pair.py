@@ -17,7 +17,6 @@ run uses it too.
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,11 +28,9 @@ import msgspec
 import transferqueue as tq
 from transferqueue.errors import Corruption, DeadlineExceeded
 from transferqueue.workflows.job import names
+from transferqueue.workflows.job.run_files import CHECKPOINTS, checkpoint_path, checkpoint_steps
 
-CHECKPOINTS: Final = "checkpoints"
-"""Folder of a run that holds the checkpoints of each trainer."""
 _START: Final = "start.json"
-_NAMED: Final = re.compile(r"step-(\d{8,})")
 
 
 class PairStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,19 +53,6 @@ def begin_pair(queue: tq.Queue, folder: Path, last: int) -> None:
     Raises as `PolicyCriticPair.begin_again`."""
     newest = max(latest_version(queue.weights(channel)) for channel in (names.POLICY, names.CRITIC))
     PolicyCriticPair(folder, last).begin_again(newest + 1)
-
-
-def checkpoint_path(directory: Path, step: int) -> Path:
-    """Return where the checkpoint of a step is."""
-    return directory / f"step-{step:08}"
-
-
-def checkpoint_steps(directory: Path) -> list[int]:
-    """Return the steps of all complete checkpoints in `directory`, ascending."""
-    if not directory.is_dir():
-        return []
-    named = (_NAMED.fullmatch(entry.name) for entry in directory.iterdir())
-    return sorted(int(match.group(1)) for match in named if match)
 
 
 def newest_pair(policy: Sequence[int], critic: Sequence[int], last: int) -> tuple[int, int] | None:

@@ -16,30 +16,28 @@ import numpy as np
 import torch
 
 import transferqueue as tq
-from transferqueue.adapters.scoring import load_causal_lm, load_value_model
+from transferqueue.adapters.scoring import load_value_model
 from transferqueue.adapters.scoring.load import checkpoint_gradients, torch_dtype
-from transferqueue.adapters.scoring.lora import add_lora
 from transferqueue.adapters.weights import TensorWeights, copy_weights
-from transferqueue.errors import DeadlineExceeded, NotFound
+from transferqueue.errors import DeadlineExceeded, NotFound, UsageError
 from transferqueue.workflows.flow.loop.full_batches import tell_full
+from transferqueue.workflows.flow.loop.serving import StageFailedInProcess
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job import graph, names
 from transferqueue.workflows.job.reward_terms.term_names import term_names
+from transferqueue.workflows.job.run_files import CHECKPOINTS, MODEL, checkpoint_path, first_prompt
 from transferqueue.workflows.job.settings.defaults import defaults_of
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.resolve import resolve
 from transferqueue.workflows.job.settings.sizes import batch_rows, depth, group_rows
 from transferqueue.workflows.job.stages.evaluate import end_evaluations, request_evaluation
+from transferqueue.workflows.job.training.best_checkpoint import judged_steps
 from transferqueue.workflows.job.training.checkpoint import Checkpoints, CheckpointState, load_checkpoint
 from transferqueue.workflows.job.training.gather import StepShape, StreamPosition
 from transferqueue.workflows.job.training.learner import PolicyLearner, StepLearner, ValueLearner
+from transferqueue.workflows.job.training.model_files import export_checkpoint, load_policy, write_model_files
 from transferqueue.workflows.job.training.passes import Passes, RankFollower
-from transferqueue.workflows.job.training.policy_critic_pair import (
-    CHECKPOINTS,
-    PolicyCriticPair,
-    checkpoint_path,
-    latest_version,
-)
+from transferqueue.workflows.job.training.policy_critic_pair import PolicyCriticPair, latest_version
 from transferqueue.workflows.job.training.publication import Publisher
 from transferqueue.workflows.job.training.ranks import ALONE, Ranks, meeting
 from transferqueue.workflows.job.training.stream import RowStream, StreamTerms
@@ -71,16 +69,9 @@ def train_critic(context: Context) -> Iterator[Callable[[], None]]:
 def policy_learner(job: Job, ranks: Ranks = ALONE) -> PolicyLearner:
     """Load the policy of a resolved job, place it on this rank, and return its learner."""
     settings = job.trainer
-    model = load_causal_lm(
-        job.model.path,
-        dtype=_base_dtype(job),
-        device=settings.device,
-        revision=job.model.revision,
-        trust_remote_code=job.model.trust_remote_code,
-    )
     if settings.lora_rank:
         torch.manual_seed(job.seed)  # the same adapters on every rank, and in every life without a checkpoint
-        add_lora(model, rank=settings.lora_rank, alpha=settings.lora_alpha, dtype=torch_dtype(settings.master_dtype))
+    model = load_policy(job)
     _prepare(model, job)
     return PolicyLearner(
         ranks.placed(model, torch_dtype(job.model.dtype)),
@@ -93,15 +84,6 @@ def policy_learner(job: Job, ranks: Ranks = ALONE) -> PolicyLearner:
         compute=job.model.dtype,
         ranks=ranks,
     )
-
-
-def _base_dtype(job: Job) -> str:
-    """The dtype of the policy's weights in the trainer. Under adapters they do not change, so they need no more digits
-    than engines have."""
-    frozen = (
-        job.trainer.lora_rank > 0 and job.trainer.parallel != "fsdp2"
-    )  # which shards a layer as tensors of one dtype
-    return job.model.dtype if frozen else job.trainer.master_dtype
 
 
 def value_learner(job: Job) -> ValueLearner:
@@ -132,7 +114,7 @@ def _prepare(model: Any, job: Job) -> None:
 
 def _loop(context: Context, job: Job, learner: StepLearner, task: str) -> Callable[[], None]:
     """Return the loop of this process."""
-    checkpoints = _checkpoints(context, job, task)
+    checkpoints = _checkpoints(context, job, learner, task)
     state = _resumed(job, learner, checkpoints)
     channel = context.queue.weights(names.POLICY if task == names.TRAIN else names.CRITIC, keep=job.weights.keep)
     publisher = _publisher(context, job, channel, learner)
@@ -140,6 +122,9 @@ def _loop(context: Context, job: Job, learner: StepLearner, task: str) -> Callab
         return RankFollower(learner, context.table, _fields(context.table, task), checkpoints, publisher).run
     latest = latest_version(channel)
     version, position = (state.version, state.position) if state else (-1, StreamPosition())
+    first = first_prompt(context.directory) * (1 if _is_whole(job, task) else group_rows(job))
+    if position.oldest < first:  # a run that was lengthened: its table begins there
+        position = StreamPosition(first)
     if state is None and checkpoints is None and latest > 0 and learner.ranks.world == 1:
         version, position = _taken_up(context, job, learner, channel, task)
     trainer = Trainer(
@@ -159,7 +144,19 @@ def _loop(context: Context, job: Job, learner: StepLearner, task: str) -> Callab
         version=version,
     )
     trainer.begin(resumed=state is not None)
-    return trainer.run
+    return trainer.run if task == names.TRAIN_CRITIC else lambda: _to_the_end(trainer, context, job)
+
+
+def _to_the_end(trainer: Trainer, context: Context, job: Job) -> None:
+    """Train, and write the model of the last checkpoint into the folder of the run."""
+    trainer.run()
+    newest = trainer.checkpoints.newest() if trainer.checkpoints is not None else None
+    if newest is None or context.directory is None or (out := context.directory / MODEL).exists():
+        return
+    try:
+        export_checkpoint(newest, job, out, merge=job.trainer.lora_rank > 0)
+    except UsageError as error:
+        raise StageFailedInProcess(f"the model of the run: {error}; go on with train --resume") from error
 
 
 def _announcing(context: Context, job: Job, task: str) -> Callable[[int, Sequence[int]], None]:
@@ -306,12 +303,22 @@ def _fields(table: tq.Table, task: str) -> tuple[str, ...]:
 # ---------------------------------------------------------------- resume
 
 
-def _checkpoints(context: Context, job: Job, task: str) -> Checkpoints | None:
+def _checkpoints(context: Context, job: Job, learner: StepLearner, task: str) -> Checkpoints | None:
     if context.directory is None or not job.checkpoint.every:
         return None
-    pair = _pair(context, job)
-    needed = (lambda: None) if pair is None else (lambda: pair.needed_from(task))
-    return Checkpoints(context.directory / CHECKPOINTS / task, keep=job.checkpoint.keep, needed_from=needed)
+    folder, pair = context.directory, _pair(context, job)
+
+    def kept(steps: Sequence[int]) -> list[int]:
+        needed = [] if pair is None else [step for step in steps if step >= pair.needed_from(task)]
+        compared = judged_steps(folder, steps, job) if task == names.TRAIN and job.checkpoint.best else []
+        return needed + compared
+
+    return Checkpoints(
+        folder / CHECKPOINTS / task,
+        keep=job.checkpoint.keep,
+        keeps=kept,
+        describe=lambda place: write_model_files(place, learner.model, job.model, job.model.path),
+    )
 
 
 def _resumed(job: Job, learner: StepLearner, checkpoints: Checkpoints | None) -> CheckpointState | None:

@@ -1,0 +1,221 @@
+"""A model's directory: what it has beside the weights, and how a checkpoint becomes one that other tools read.
+
+1. A checkpoint is the directory of a model already, or of peft's adapters (`checkpoint`), with the names that the
+   trained module has. `write_model_files` writes what is beside its weights.
+2. `export_checkpoint` writes a checkpoint as ``save_pretrained`` does: the names of the model's publisher, weights in
+   parts of 5 GB with an index, in any dtype; adapters as they are, or added to the weights of their base.
+3. A directory is written beside its place and renamed, so it is complete or absent. Nothing that exists is replaced.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from msgspec.structs import replace
+from safetensors.torch import save_file
+from torch import Tensor
+
+from transferqueue.adapters.builtin.model import BuiltinModel
+from transferqueue.adapters.scoring import load_causal_lm
+from transferqueue.adapters.scoring.load import torch_dtype
+from transferqueue.adapters.scoring.lora import add_lora, has_lora, merge_lora, peft_config
+from transferqueue.errors import UsageError
+from transferqueue.limits import MIB
+from transferqueue.workflows.job.data.tokenizer import load_tokenizer
+from transferqueue.workflows.job.run_files import ADAPTER_CONFIG, CONFIG, STATE
+from transferqueue.workflows.job.settings.job import Job, ModelSettings
+from transferqueue.workflows.job.training.checkpoint import (
+    ADAPTERS,
+    TRAINER,
+    WEIGHTS,
+    checkpoint_state,
+    load_tensors,
+    set_weights,
+    sync_tree,
+    weights_name,
+)
+
+SHARD_BYTES: Final = 5 * 10**9
+"""Most bytes of a file with weights; one larger tensor is a file of its own."""
+_FILES_BYTES: Final = 64 * MIB
+"""Room for the other files: tokenizers have some ten million bytes."""
+GENERATION: Final = "generation_config.json"
+
+
+def load_policy(job: Job) -> Any:
+    """Load the policy of a resolved job as its trainer begins with it, on `trainer.device`: with the adapters that it
+    trains, whose values are drawn from torch's global generator."""
+    settings = job.trainer
+    model = load_causal_lm(
+        job.model.path,
+        dtype=_base_dtype(job),
+        device=settings.device,
+        revision=job.model.revision,
+        trust_remote_code=job.model.trust_remote_code,
+    )
+    if settings.lora_rank:
+        add_lora(model, rank=settings.lora_rank, alpha=settings.lora_alpha, dtype=torch_dtype(settings.master_dtype))
+    return model
+
+
+def _base_dtype(job: Job) -> str:
+    """The dtype of the policy's weights in the trainer. Under adapters they do not change, so they need no more digits
+    than engines have."""
+    frozen = (
+        job.trainer.lora_rank > 0 and job.trainer.parallel != "fsdp2"
+    )  # which shards a layer as tensors of one dtype
+    return job.model.dtype if frozen else job.trainer.master_dtype
+
+
+def write_model_files(directory: Path, model: Any, settings: ModelSettings, base: str) -> None:
+    """Write what a directory of `model` has beside its weights: of a whole model the configurations, of one with
+    adapters peft's; and tokenizer and chat template.
+
+    settings: of the tokenizer. base: path of the model that adapters belong to.
+    """
+    if has_lora(model):
+        place = Path(base).expanduser()
+        config = peft_config(model, str(place.absolute()) if place.is_dir() else base)
+        (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    else:
+        _write_config(directory, model)
+    save = getattr(load_tokenizer(settings), "save_pretrained", None)
+    if callable(save):
+        save(directory)
+
+
+def _write_config(directory: Path, model: Any) -> None:
+    if isinstance(model, BuiltinModel):
+        model.save_config(directory)
+        return
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # torch renames the class of a sharded module
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.to_json_file(directory / CONFIG)
+    if model.can_generate():  # as text: transformers refuses to save some settings that it loads
+        (directory / GENERATION).write_text(model.generation_config.to_json_string(), encoding="utf-8")
+    if model.is_remote_code():
+        from transformers.dynamic_module_utils import custom_object_save
+
+        custom_object_save(model, directory, config=config)
+
+
+# ---------------------------------------------------------------- export
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    job: Job,
+    out: Path,
+    *,
+    dtype: str = "",
+    merge: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    free_bytes: Callable[[Path], int] = lambda place: shutil.disk_usage(place).free,
+) -> int:
+    """Write the policy of a checkpoint as a model directory `out`; return the bytes of its weights.
+
+    job: of the run, resolved. dtype: of floating weights ("": that of the trained ones). merge: add adapters to the
+    weights of their base, which is loaded; else they are written in the format of peft. Holds the written weights in
+    host memory. shard_bytes: most bytes of a file. free_bytes: bytes that are free where a directory is.
+
+    Raises `UsageError` for an unknown dtype, an `out` that has files, a run without adapters that is to be merged, and
+    a disk without room, before anything is written; as `load_checkpoint` for a checkpoint that cannot be read.
+    """
+    out = out.absolute()
+    if dtype:
+        torch_dtype(dtype)
+    check_out(out)
+    state = checkpoint_state(checkpoint)
+    name = weights_name(state)
+    if merge and name == WEIGHTS:
+        raise UsageError("--merge: the run trains all weights and has no adapters; leave it out")
+    tensors = load_tensors(checkpoint, state, name)
+    if name == ADAPTERS and not merge:
+        if dtype:
+            tensors = {name: tensor.to(torch_dtype(dtype)) for name, tensor in tensors.items()}
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        with _written(out, nbytes, free_bytes) as unfinished:
+            save_file(tensors, unfinished / ADAPTERS, metadata={"format": "pt"})
+            _copy_others(checkpoint, unfinished)
+        return nbytes
+    model = _merged(checkpoint, job, tensors, dtype) if merge else _whole(checkpoint, job, tensors, dtype)
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    with _written(out, nbytes, free_bytes) as unfinished:
+        if isinstance(model, BuiltinModel):
+            model.save_pretrained(unfinished)
+        else:
+            settings, model.generation_config = model.generation_config, type(model.generation_config)()
+            model.save_pretrained(unfinished, max_shard_size=shard_bytes)
+            (unfinished / GENERATION).write_text(settings.to_json_string(), encoding="utf-8")
+        _copy_others(checkpoint, unfinished)
+    return nbytes
+
+
+def check_out(out: Path) -> None:
+    """Raise `UsageError` if `out` has files, or is one."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} exists already, and nothing is replaced; give a directory that is new or empty")
+
+
+def _whole(checkpoint: Path, job: Job, tensors: dict[str, Tensor], dtype: str) -> Any:
+    stored = str(next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()))
+    model = load_causal_lm(
+        checkpoint,
+        dtype=dtype or stored.removeprefix("torch."),
+        device="cpu",
+        trust_remote_code=job.model.trust_remote_code,
+    )
+    # A checkpoint has the names of the module, so loading converts none; saving would revert none.
+    model._weight_conversions = None
+    return model
+
+
+def _merged(checkpoint: Path, job: Job, tensors: dict[str, Tensor], dtype: str) -> Any:
+    model = load_policy(replace(job, trainer=replace(job.trainer, device="cpu")))
+    set_weights(model, tensors, checkpoint)
+    if dtype:
+        model.to(torch_dtype(dtype))
+    merge_lora(model)
+    return model
+
+
+def _copy_others(checkpoint: Path, into: Path) -> None:
+    """Copy what a checkpoint has beside weights, the trainer's state and what `into` has already."""
+    for entry in checkpoint.iterdir():
+        if entry.name in (WEIGHTS, ADAPTERS, STATE, TRAINER) or (into / entry.name).exists():
+            continue
+        if entry.is_dir():
+            shutil.copytree(entry, into / entry.name)
+        else:
+            shutil.copyfile(entry, into / entry.name)
+
+
+@contextmanager
+def _written(out: Path, nbytes: int, free_bytes: Callable[[Path], int]) -> Iterator[Path]:
+    """Yield the directory that becomes `out` at the end. Nothing is left of it after an error."""
+    unfinished = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        unfinished.parent.mkdir(parents=True, exist_ok=True)
+        free, needed = free_bytes(unfinished.parent), nbytes + _FILES_BYTES
+        if free < needed:
+            raise UsageError(
+                f"{out} needs {needed / MIB:,.0f} MiB, and its disk has {free / MIB:,.0f} MiB free; make room, or give "
+                "another directory"
+            )
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        yield unfinished
+        sync_tree(unfinished)
+        unfinished.rename(out)
+    except OSError as error:
+        raise UsageError(f"{out} cannot be written: {error}; give a directory of your own, with room") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
