@@ -13,9 +13,11 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", exc_type=ImportError)
 
 from safetensors.torch import load_file  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
 
 from tests.workflows.job.jobs import job as job_of  # noqa: E402
 from transferqueue.adapters.scoring import load_causal_lm, response_logprobs  # noqa: E402
+from transferqueue.cli.app import app  # noqa: E402
 from transferqueue.errors import Corruption, NotFound, UsageError  # noqa: E402
 from transferqueue.workflows.job.data.tokenizer import load_tokenizer  # noqa: E402
 from transferqueue.workflows.job.run.export import export_run  # noqa: E402
@@ -51,7 +53,9 @@ def run_of(place: Path, *changes: str, steps: tuple[int, ...] = (1, 2)) -> tuple
     learner, folder = policy_learner(job), place / "run"
     RunFolder(folder).begin(job, None)
     checkpoints = Checkpoints(
-        folder / RUN, keep=9, describe=lambda to: write_model_files(to, learner.model, job.model, job.model.path)
+        folder / RUN,
+        keep=9,
+        describe=lambda to: write_model_files(to, learner.model, load_tokenizer(job.model), job.model.path),
     )
     for step in range(1, max(steps) + 1):
         for number, weight in enumerate(learner.trained):
@@ -212,6 +216,15 @@ def test_a_refused_export_says_what_to_do_and_leaves_nothing(whole, adapted, tmp
         export_checkpoint(checkpoint, job, out, free_bytes=lambda place: 1 << 20)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     assert export_run(folder, tmp_path / "empty").step == 2
+
+
+def test_the_command_says_what_it_wrote_or_why_not(whole, tmp_path):
+    words = ["export", str(whole[0]), str(tmp_path / "out"), "--step", "1", "--dtype", "bfloat16"]
+    ran = CliRunner().invoke(app, words)
+    assert (ran.exit_code, ran.stdout) == (0, f"wrote {tmp_path / 'out'}: step 1, 0.0 MiB of weights\n"), ran.stderr
+    ran = CliRunner().invoke(app, words)
+    assert ran.exit_code == 2
+    assert ran.stderr.startswith(f"error: {tmp_path / 'out'} exists already")
 
 
 def test_a_damaged_checkpoint_is_not_exported(whole, tmp_path):

@@ -34,7 +34,7 @@ STEPS_MIN: Final = 3
 _SIMULATED: Final = 8
 _LEAN: Final = {
     "evaluation": {"path": ""},
-    "checkpoint": {"every": 0, "resume": ""},
+    "checkpoint": {"every": 0, "best": "", "resume": ""},
     "log": {"samples": 0, "to": ["jsonl"]},
     "elastic": {"max": 0},
     "queue": {"address": ""},

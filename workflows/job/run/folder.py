@@ -140,8 +140,9 @@ class RunFolder:
             raise no_checkpoint(self.path)
         checkpoint = checkpoint_path(self.path / CHECKPOINTS / names.TRAIN, newest)
         set_first_prompt(self.path, _prompts_trained(checkpoint, job))
-        (self.path / SUMMARY).unlink()
-        shutil.rmtree(self.path / MODEL, ignore_errors=True)
+        if (self.path / MODEL).exists():
+            shutil.rmtree(self.path / MODEL)
+        (self.path / SUMMARY).unlink()  # last: what is cut short can be repeated
 
     def check_open(self, steps: int = 0) -> None:
         """`UsageError` if the run was discarded, or finished and `steps` are no more than it has."""

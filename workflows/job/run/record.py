@@ -55,7 +55,7 @@ class RunRecord:
     manager.
 
     A step that is trained again, after a resume or the death of a trainer, replaces the one of the same number and all
-    after it, and so does an evaluation: each is in its file once.
+    after it; an evaluation replaces that of the same step. So each is in its file once.
     """
 
     def __init__(self, folder: Path, job: Job) -> None:
@@ -150,8 +150,8 @@ class RunRecord:
 
     def _evaluation(self, values: dict[str, Any]) -> None:
         step = int(values["step"])
-        if any(each["step"] >= step for each in self.evaluations):
-            self.evaluations[:] = [each for each in self.evaluations if each["step"] < step]
+        if any(each["step"] == step for each in self.evaluations):
+            self.evaluations[:] = [each for each in self.evaluations if each["step"] != step]
             self._rewrite(EVALUATION, self.evaluations)
         self.evaluations.append(values)
         self._write(EVALUATION, values)

@@ -28,9 +28,9 @@ from transferqueue.adapters.scoring.load import torch_dtype
 from transferqueue.adapters.scoring.lora import add_lora, has_lora, merge_lora, peft_config
 from transferqueue.errors import UsageError
 from transferqueue.limits import MIB
-from transferqueue.workflows.job.data.tokenizer import load_tokenizer
+from transferqueue.workflows.job.data.tokenizer import TextTokenizer
 from transferqueue.workflows.job.run_files import ADAPTER_CONFIG, CONFIG, STATE
-from transferqueue.workflows.job.settings.job import Job, ModelSettings
+from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.training.checkpoint import (
     ADAPTERS,
     TRAINER,
@@ -74,20 +74,17 @@ def _base_dtype(job: Job) -> str:
     return job.model.dtype if frozen else job.trainer.master_dtype
 
 
-def write_model_files(directory: Path, model: Any, settings: ModelSettings, base: str) -> None:
+def write_model_files(directory: Path, model: Any, tokenizer: TextTokenizer, base: str) -> None:
     """Write what a directory of `model` has beside its weights: of a whole model the configurations, of one with
-    adapters peft's; and tokenizer and chat template.
-
-    settings: of the tokenizer. base: path of the model that adapters belong to.
-    """
+    adapters peft's; and tokenizer and chat template. base: path of the model that adapters belong to."""
     if has_lora(model):
         place = Path(base).expanduser()
         config = peft_config(model, str(place.absolute()) if place.is_dir() else base)
         (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     else:
         _write_config(directory, model)
-    save = getattr(load_tokenizer(settings), "save_pretrained", None)
-    if callable(save):
+    save = getattr(tokenizer, "save_pretrained", None)
+    if callable(save):  # the built-in one has no files
         save(directory)
 
 

@@ -7,8 +7,10 @@ Each loads its model, goes on from the newest checkpoint of its run, and runs th
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +26,7 @@ from transferqueue.workflows.flow.loop.full_batches import tell_full
 from transferqueue.workflows.flow.loop.serving import StageFailedInProcess
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job import graph, names
+from transferqueue.workflows.job.data.tokenizer import load_tokenizer
 from transferqueue.workflows.job.reward_terms.term_names import term_names
 from transferqueue.workflows.job.run_files import CHECKPOINTS, MODEL, checkpoint_path, first_prompt
 from transferqueue.workflows.job.settings.defaults import defaults_of
@@ -153,6 +156,8 @@ def _to_the_end(trainer: Trainer, context: Context, job: Job) -> None:
     newest = trainer.checkpoints.newest() if trainer.checkpoints is not None else None
     if newest is None or context.directory is None or (out := context.directory / MODEL).exists():
         return
+    for left in context.directory.glob(f".{MODEL}.*"):  # of a process that died
+        shutil.rmtree(left)
     try:
         export_checkpoint(newest, job, out, merge=job.trainer.lora_rank > 0)
     except UsageError as error:
@@ -307,6 +312,7 @@ def _checkpoints(context: Context, job: Job, learner: StepLearner, task: str) ->
     if context.directory is None or not job.checkpoint.every:
         return None
     folder, pair = context.directory, _pair(context, job)
+    tokenizer = cache(lambda: load_tokenizer(job.model))
 
     def kept(steps: Sequence[int]) -> list[int]:
         needed = [] if pair is None else [step for step in steps if step >= pair.needed_from(task)]
@@ -317,7 +323,7 @@ def _checkpoints(context: Context, job: Job, learner: StepLearner, task: str) ->
         folder / CHECKPOINTS / task,
         keep=job.checkpoint.keep,
         keeps=kept,
-        describe=lambda place: write_model_files(place, learner.model, job.model, job.model.path),
+        describe=lambda place: write_model_files(place, learner.model, tokenizer(), job.model.path),
     )
 
 
