@@ -143,7 +143,7 @@ class Restorer:
             for task, state in table.tasks.items():
                 by = {"groups": 2} if state.task.groups else {"rows": 8}
                 requests += [
-                    m.Rollback(name, state.checkpoint),
+                    m.Rollback(name, state.counters.checkpoint),
                     m.LeaseRequest(name, task, **by),
                     m.LeaseRequest(name, task, **by),
                 ]

@@ -83,7 +83,7 @@ def state_of(ledger: Ledger, now: float) -> object:
     """What can be seen of a ledger, and what it has for its server to do."""
     seen = [ledger.observe(m.Observe(what), now) for what in ("stats", "audit", "sessions")]
     tables = ledger.state.tables.values()
-    rows = [[column.tobytes() for column in table.rows.pages.packed] for table in tables]
+    rows = [[column.tobytes() for column in table.rows.pages.stored] for table in tables]
     return (
         seen,
         rows,

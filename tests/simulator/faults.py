@@ -157,7 +157,7 @@ def _always(_was: Any) -> Any:
 
 def _freed_uncovered(was: Any) -> Any:
     def acked(table: Any, task: Any, rows: Any, request: Any, session: int, now: float) -> None:
-        covered = request.step <= task.checkpoint
+        covered = request.step <= task.counters.checkpoint
         was(table, task, rows, request, session, now)
         if not covered and isinstance(table.retention, AckedColumns):
             every = np.ones(rows.size, np.bool_)

@@ -5,9 +5,11 @@ Invariant: for any history, a ledger read from an image gives to any further req
 first ledger would give. An image omits the selectors that the server has installed, which the reader passes again; how
 a `Ranker` computes its keys, which follows from its selector; and pages without a row.
 
+Rows are written as the columns of their attributes (`ledger.attributes`), of which snapshots have those that outlive the
+server; all other objects as a graph (docs/decisions/durability.md).
+
 Only the version that wrote an image can read it, or one whose state has the same classes and attributes, which its
-fingerprint tells. To keep data across versions, take a snapshot. Why images and snapshots have two formats:
-docs/decisions/durability.md.
+fingerprint tells. To keep data across versions, take a snapshot.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import xxhash
 
 from transferqueue import limits, policies, schema
 from transferqueue.errors import Corruption, UsageError
-from transferqueue.ledger import effects
+from transferqueue.ledger import attributes, effects
 from transferqueue.ledger.effects import Deadlines
 from transferqueue.ledger.persistence import object_graph
 from transferqueue.ledger.persistence.object_graph import ClassLayout, ClassRegistry
@@ -33,6 +35,7 @@ from transferqueue.ledger.requests.weight_channels import (
     UpdateSlot,
     WeightChannelState,
 )
+from transferqueue.ledger.rows import row_state
 from transferqueue.ledger.rows.blocks import BlockRegistry, CommittedBlock, ExtentState, OwnerBytes
 from transferqueue.ledger.rows.column_places import ColumnGroup, ColumnGroups
 from transferqueue.ledger.rows.commit import MemberRows, StagedCommit
@@ -49,6 +52,7 @@ from transferqueue.ledger.rows.table_history import TableEvent, TableHistory
 from transferqueue.ledger.session_state import IntervalSet, ReplyCache, SessionState
 from transferqueue.ledger.state import LedgerState
 from transferqueue.ledger.table_state import SharedState, TableState, unknown
+from transferqueue.ledger.tasks import task_state
 from transferqueue.ledger.tasks.circuit import Circuit
 from transferqueue.ledger.tasks.errors import ErrorCount, TaskErrors
 from transferqueue.ledger.tasks.group_task import FormingGroup, GroupTaskState
@@ -58,14 +62,14 @@ from transferqueue.ledger.tasks.reservations import FlowControl, ReservationStat
 from transferqueue.ledger.tasks.retries import PostponedRows, RetryQueue
 from transferqueue.ledger.tasks.selectors import PluginFactory, Ranker
 from transferqueue.ledger.tasks.shared_batches import SharedBatch, SharedBatches
-from transferqueue.ledger.tasks.task_state import FilteredReady, TaskCounters, TaskState
+from transferqueue.ledger.tasks.task_state import FilteredReady, TaskState
 from transferqueue.wire import messages
 
 _WHOLE: Final = (
     LedgerState, TableState, SessionState, ReplyCache, IntervalSet, effects.Effects, Deadlines, LeaseTable, LeaseState,
     BlockRegistry, MissingCopies, CopyOrderState, PostponedCopy, CommittedBlock, ExtentState, OwnerBytes, RowStore,
     KnownPuts,
-    FieldMask, ColumnGroups, ColumnGroup, GroupIndex, GroupState, TaskState, GroupTaskState, TaskCounters, FormingGroup,
+    FieldMask, ColumnGroups, ColumnGroup, GroupIndex, GroupState, TaskState, GroupTaskState, FormingGroup,
     RetryQueue, Circuit, TaskErrors, ErrorCount, ReadyQueue, Arrivals, SortedRun, FlowControl, ReservationState,
     VersionIndex, StepIndex, FinishedOrdinals, TableHistory, SpentRows, SharedBatches, SharedBatch, WeightChannelState,
     PublishedVersion, AppliedVersion, UpdateSlot, PendingVersion, VersionPart, StagedCommit, MemberRows, CheckedFacts,
@@ -78,7 +82,11 @@ _FORMS: Final = [
     ClassLayout(SharedState, omitted=frozenset({"plugins", "absence", "writing"})),
     ClassLayout(Ranker, omitted=frozenset(Ranker.DERIVED)),
     ClassLayout(StateColumn, omitted=frozenset({"a"})),
-    ClassLayout(RowPages, derived=("packed",)),
+    ClassLayout(
+        RowPages,
+        omitted=frozenset({"_capacity", "_spare", "_frames", "_base", "_left", "next_row", "resident"}),
+        derived=("stored",),
+    ),
 ]
 
 
@@ -106,11 +114,12 @@ def _structs(*modules: ModuleType) -> list[type]:
 
 _KNOWN: Final = ClassRegistry(
     _FORMS,
-    structs=_structs(messages, policies, schema, limits, effects),
+    structs=_structs(messages, policies, schema, limits, effects, attributes, task_state),
     tuples=[TableEvent, FilteredReady, PostponedRows, SpentRow, LastFailure],
     methods=["alive"],
 )
-FINGERPRINT: Final = hashlib.blake2b(_KNOWN.fingerprint().encode(), digest_size=16).digest()
+_DECLARED: Final = repr((row_state.ATTRIBUTES, task_state.ATTRIBUTES))
+FINGERPRINT: Final = hashlib.blake2b((_KNOWN.fingerprint() + _DECLARED).encode(), digest_size=16).digest()
 """Hash of the classes and attributes that a state is made of."""
 
 

@@ -8,12 +8,14 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import numpy as np
 
 from transferqueue.errors import Corruption, NotFound, UsageError, listing
 from transferqueue.ledger.arrays import BoolArray, IntArray, tally
 from transferqueue.ledger.persistence import image
-from transferqueue.ledger.persistence.snapshot import ChannelSnapshot, LedgerSnapshot, TableSnapshot
+from transferqueue.ledger.persistence.snapshot import ChannelSnapshot, LedgerSnapshot, TableCounters, TableSnapshot
 from transferqueue.ledger.reports.statistics import table_audit
 from transferqueue.ledger.requests.tables import check_create, create_table
 from transferqueue.ledger.requests.weight_channels import PublishedVersion, WeightChannelState
@@ -128,11 +130,7 @@ class _SnapshotRestore:
 
     def _rows(self, table: TableState, snapshot: TableSnapshot, at: IntArray) -> None:
         rows = table.rows
-        rows.pages.fate.a[at] = snapshot.rows["fate"]
-        rows.put_at.a[at] = self._now - snapshot.rows["age_s"]
-        rows.stamped.a[at] = snapshot.rows["stamped"]
-        for name in rows.facts:
-            rows.set_fact(name, at, snapshot.rows[name])
+        rows.restore(at, snapshot.rows, self._now)
         for name, has_field in snapshot.has.items():
             rows.set_fields(at[has_field], rows.mask((name,)))
         for name, gone in snapshot.freed.items():
@@ -169,13 +167,8 @@ class _SnapshotRestore:
         return blocks.commit([placed], usage, [refs])[0]
 
     def _task(self, task: TaskState, snapshot: TableSnapshot, name: str, ids: IntArray, at: IntArray) -> None:
-        columns = snapshot.tasks[name]
-        task.restore(ids, at, columns["state"], columns["attempts"], columns["order"], columns["step"])
-        counts = snapshot.counts.tasks[name]
-        task.checkpoint = counts.checkpoint
-        tally = task.counters
-        tally.given, tally.done, tally.failed, tally.dropped = counts.given, counts.done, counts.failed, counts.dropped
-        tally.worker_deaths = counts.worker_deaths
+        task.restore(ids, at, snapshot.tasks[name])
+        task.counters = copy(snapshot.counts.tasks[name])
         if isinstance(task, GroupTaskState):
             task.restore_groups(snapshot.forming[name], ids, at, self._now)
         else:
@@ -205,13 +198,7 @@ class _SnapshotRestore:
 
 
 def _counts(table: TableState, snapshot: TableSnapshot) -> None:
-    counts = snapshot.counts
-    table.rows_put, table.rows_done, table.rows_dropped = counts.rows_put, counts.rows_done, dict(counts.rows_dropped)
-    table.staleness = dict(counts.staleness)
-    table.staleness_in_flight, table.staleness_in_queue = (
-        dict(counts.staleness_in_flight),
-        dict(counts.staleness_in_queue),
-    )
-    table.columns_freed, table.column_bytes_freed = counts.columns_freed, counts.column_bytes_freed
-    table.flow.refills = dict(counts.refills)
+    for name in TableCounters.__struct_fields__:
+        setattr(table, name, copy(getattr(snapshot.counts.table, name)))
+    table.flow.refills = dict(snapshot.counts.refills)
     table.ordinals.spans = snapshot.ordinals

@@ -14,52 +14,52 @@ ledger from it.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
 from transferqueue.ledger.arrays import AnyArray, BoolArray, IntArray
+from transferqueue.ledger.attributes import COUNT_MAX, SECONDS_MAX, Columns, Count
+from transferqueue.ledger.requests.flow_control import VERSION_MAX
 from transferqueue.ledger.requests.weight_channels import WeightChannelState
 from transferqueue.ledger.state import LedgerState
 from transferqueue.ledger.table_state import TableState
-from transferqueue.ledger.tasks.group_task import GroupTaskState
-from transferqueue.ledger.tasks.task_state import ACKED_WITH_STEP, TaskState
+from transferqueue.ledger.tasks.task_state import TaskCounters
+from transferqueue.limits import REASONS_MAX, TEXT_CHARS_MAX
 from transferqueue.policies import Tags
 from transferqueue.schema import Field
 from transferqueue.wire.messages import BlockLocation, TableTerms, TensorSlice
 
-Columns = dict[str, AnyArray]
-"""Named columns of equal length."""
+_REASONS_OURS_MAX = 64
+"""Reasons of the ledger itself for which rows are dropped. The limit for callers does not count them."""
+_Reason = Annotated[str, msgspec.Meta(max_length=TEXT_CHARS_MAX)]
+_Lags = dict[Annotated[int, msgspec.Meta(ge=-VERSION_MAX, le=VERSION_MAX)], Count]
 
 
-class TaskCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Counters of a task, and its last checkpoint."""
+class TableCounters(msgspec.Struct, forbid_unknown_fields=True):
+    """Counters of a table: attributes of `TableState` with these names."""
 
-    checkpoint: int
-    given: int
-    done: int
-    failed: int
-    dropped: int
-    worker_deaths: int = 0
+    rows_put: Count
+    rows_done: Count
+    rows_dropped: Annotated[dict[_Reason, Count], msgspec.Meta(max_length=REASONS_MAX + _REASONS_OURS_MAX)]
+    staleness: _Lags
+    staleness_in_flight: _Lags
+    staleness_in_queue: _Lags
+    columns_freed: Count
+    column_bytes_freed: Count
 
 
-class TableCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Counters of a table. `refills`: group -> members that are asked for again."""
+class TableCounts(msgspec.Struct, forbid_unknown_fields=True):
+    """Numbers of a table. `refills`: group -> members that are asked for again."""
 
-    next_row: int
-    rows_put: int
-    rows_done: int
-    rows_dropped: dict[str, int]
-    staleness: dict[int, int]
+    next_row: Count
+    cursor: Count
     refills: dict[int, int]
-    cursor: int
-    tasks: dict[str, TaskCounts]
-    staleness_in_flight: dict[int, int] = {}
-    staleness_in_queue: dict[int, int] = {}
-    columns_freed: int = 0
-    column_bytes_freed: int = 0
+    table: TableCounters
+    tasks: dict[str, TaskCounters]
 
 
 @dataclass(slots=True)
@@ -67,13 +67,13 @@ class TableSnapshot:
     """One table. Columns of `rows`, `inline`, `has`, `places` and `tasks` cover all resident rows, ascending.
 
     Args:
-        rows: row_id, fate, age_s, stamped and the facts.
+        rows: row_id, and `row_state.ATTRIBUTES`.
         has: which rows have a field.
         inline: values, where rows have the field.
         places: block number (0: none) and slot of fields in blocks.
-        tasks: state, attempts, order, step (-1: none).
-        groups: group_id, group_size, present.
-        forming: for tasks that take groups; left_s: seconds until the deadline, NaN: none.
+        tasks: `task_state.STORED`.
+        groups: `groups.ATTRIBUTES`.
+        forming: `group_task.ATTRIBUTES`, for tasks that take groups.
     """
 
     terms: TableTerms
@@ -93,24 +93,27 @@ class TableSnapshot:
     """Which rows had a field until it was freed; only fields of which a row did."""
 
 
-@dataclass(slots=True)
-class VersionSnapshot:
-    """One version of weights. `blocks`: their numbers. `slices`: fields that are slices of a tensor."""
+class VersionSnapshot(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """One version of weights.
 
-    version: int
+    Args:
+        slices: fields that are slices of a tensor.
+        blocks: numbers of its blocks; the files of a snapshot lack them.
+    """
+
+    version: Annotated[int, msgspec.Meta(ge=0, le=VERSION_MAX)]
     fields: list[Field]
-    blocks: list[int]
-    age_s: float
-    slices: list[TensorSlice] = field(default_factory=list)
+    age_s: Annotated[float, msgspec.Meta(ge=-SECONDS_MAX, le=SECONDS_MAX)]
+    slices: list[TensorSlice] = []
+    blocks: list[int] = []
 
 
-@dataclass(slots=True)
-class ChannelSnapshot:
+class ChannelSnapshot(msgspec.Struct, forbid_unknown_fields=True):
     """One weight channel."""
 
     name: str
-    keep: int
-    latest: int
+    keep: Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)]
+    latest: Annotated[int, msgspec.Meta(ge=-1, le=VERSION_MAX)]
     versions: list[VersionSnapshot]
 
 
@@ -121,15 +124,12 @@ class LedgerSnapshot:
     tables: list[TableSnapshot] = field(default_factory=list)
     channels: list[ChannelSnapshot] = field(default_factory=list)
     blocks: dict[int, BlockLocation] = field(default_factory=dict)
-    dropped_tables: dict[str, int] = field(default_factory=dict)
+    dropped_tables: dict[str, Count] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks."""
         return sum(at.nbytes for at in self.blocks.values())
-
-
-FORMING_COLUMNS: Final = ("unit", "state", "lost", "late", "order", "left_s")
 
 
 def take_snapshot(state: LedgerState) -> LedgerSnapshot:
@@ -150,27 +150,20 @@ def take_snapshot(state: LedgerState) -> LedgerSnapshot:
 def _table(table: TableState, now: float) -> TableSnapshot:
     rows = _kept_rows(table)
     at = table.rows.pages.index(rows)
-    facts = {name: column.a[at] for name, column in table.rows.facts.items()}
     table.ordinals.merge_pending()
     left_out = table.dropped.by_row if not table.keeps_ended else {}
     return TableSnapshot(
         terms=table.terms(),
         counts=_counts(table),
-        rows={
-            "row_id": rows,
-            "fate": table.rows.pages.fate.a[at],
-            "age_s": now - table.rows.put_at.a[at],
-            "stamped": table.rows.stamped.a[at],
-            **facts,
-        },
+        rows={"row_id": rows} | table.rows.stored(at, now),
         keys={row: key for row, key in table.rows.keys.items() if row not in left_out},
         tags={row: tags for row, tags in table.rows.tags.items() if row not in left_out},
         has={name: table.rows.has_all(at, table.rows.mask((name,))) for name in table.rows.fields},
         inline={name: column.a[at] for name, column in table.rows.inline.items()},
         places={name: _places(table, name, at) for name in table.rows.fields if name not in table.rows.inline},
-        tasks={name: _task(task, at) for name, task in table.tasks.items()},
-        groups=_groups(table),
-        forming={task.task.name: _forming(task, now) for task in table.group_tasks},
+        tasks={name: task.stored(at) for name, task in table.tasks.items()},
+        groups=table.groups.stored(),
+        forming={task.task.name: task.stored_groups(now) for task in table.group_tasks},
         ordinals=table.ordinals.spans.copy(),
         freed={name: gone for name in table.rows.fields if (gone := table.rows.were_freed(at, name)).any()},
     )
@@ -188,22 +181,9 @@ def _counts(table: TableState) -> TableCounts:
     refills = dict(table.flow.refills)
     for group, count in table.flow.promised.items():
         refills[group] = refills.get(group, 0) + count
-    tasks = {
-        name: TaskCounts(
-            task.checkpoint,
-            task.counters.given,
-            task.counters.done,
-            task.counters.failed,
-            task.counters.dropped,
-            task.counters.worker_deaths,
-        )
-        for name, task in table.tasks.items()
-    }
-    return TableCounts(
-        table.rows.pages.next_row, table.rows_put, table.rows_done, dict(table.rows_dropped), dict(table.staleness),
-        refills, table.ordinals.cursor(), tasks, dict(table.staleness_in_flight), dict(table.staleness_in_queue),
-        table.columns_freed, table.column_bytes_freed,
-    )  # fmt: skip
+    counters = TableCounters(*(copy(getattr(table, name)) for name in TableCounters.__struct_fields__))
+    tasks = {name: copy(task.counters) for name, task in table.tasks.items()}
+    return TableCounts(table.rows.pages.next_row, table.ordinals.cursor(), refills, counters, tasks)
 
 
 def _places(table: TableState, name: str, at: IntArray) -> tuple[IntArray, AnyArray]:
@@ -212,33 +192,9 @@ def _places(table: TableState, name: str, at: IntArray) -> tuple[IntArray, AnyAr
     return np.where(has_field, places.blocks, 0), places.slots
 
 
-def _task(task: TaskState, at: IntArray) -> Columns:
-    state = task.state.a[at]
-    step = np.where(state == ACKED_WITH_STEP, task.hold.a[at], -1)
-    return {"state": state, "attempts": task.attempts.a[at], "order": task.order.a[at], "step": step}
-
-
-def _groups(table: TableState) -> Columns:
-    ids = np.array(table.groups.known(), np.int64).reshape(-1, 3)
-    return {"group_id": ids[:, 0], "group_size": ids[:, 1], "present": ids[:, 2]}
-
-
-def _forming(task: GroupTaskState, now: float) -> Columns:
-    groups = list(task.forming.values())
-    left = [np.nan if group.deadline is None else group.deadline - now for group in groups]
-    return {
-        "unit": np.array([group.unit for group in groups], np.int64),
-        "state": np.array([group.state for group in groups], np.uint8),
-        "lost": np.array([group.lost for group in groups], np.int64),
-        "late": np.array([group.late for group in groups], np.bool_),
-        "order": np.array([group.order for group in groups], np.int64),
-        "left_s": np.array(left, np.float64),
-    }
-
-
 def _channel(channel: WeightChannelState, now: float) -> ChannelSnapshot:
     versions = [
-        VersionSnapshot(number, list(version.fields), list(version.blocks), now - version.at, list(version.slices))
+        VersionSnapshot(number, list(version.fields), now - version.at, list(version.slices), list(version.blocks))
         for number, version in channel.versions.items()
     ]
     return ChannelSnapshot(channel.name, channel.keep, channel.latest, versions)

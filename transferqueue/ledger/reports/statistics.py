@@ -120,7 +120,7 @@ def _task_stats(table: TableState, task: TaskState, now: float) -> TaskStats:
     grouped = isinstance(task, GroupTaskState)
     return TaskStats(
         **{STATES[state]: task.counts[state] for state in _COUNTED},
-        checkpoint=task.checkpoint,
+        checkpoint=counters.checkpoint,
         done=counters.done,
         dropped=counters.dropped,
         given=counters.given,

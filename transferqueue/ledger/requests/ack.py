@@ -150,7 +150,7 @@ def _finish_acked(table: TableState, task: TaskState, rows: IntArray, request: A
         table.to_drop.append((rows, request.drop))
         return
     table.history.add(now, "acked", rows, task.task.name, session, detail)
-    if request.step > task.checkpoint:
+    if request.step > task.counters.checkpoint:
         task.step(rows, table.rows.pages.index(rows), request.step)
     else:
         finish_rows(table, task, rows, now)

@@ -37,7 +37,7 @@ def checkpointed(table: TableState, request: CommitCheckpoint, session: int, now
     task = _task(table, request.task)
     table.begin(table.rows.pages.resident)
     rows = task.stepped.take(lambda step: step <= request.step)
-    task.checkpoint = max(task.checkpoint, request.step)
+    task.counters.checkpoint = max(task.counters.checkpoint, request.step)
     if rows.size:
         table.history.add(now, "checkpointed", rows, task.task.name, detail=f"step {request.step}")
         finish_rows(table, task, rows, now, ACKED_WITH_STEP)
@@ -82,11 +82,11 @@ def _task(table: TableState, name: str) -> TaskState:
 
 
 def _check_rollback(table: TableState, task: TaskState, request: Rollback) -> None:
-    if request.step < task.checkpoint:
+    checkpoint = task.counters.checkpoint
+    if request.step < checkpoint:
         raise UsageError(
             f'task "{task.task.name}" of table "{table.name}" cannot go back to step {request.step}: rows up to step '
-            f"{task.checkpoint} are final since checkpointed({task.checkpoint}); restore that checkpoint, or a later "
-            "one"
+            f"{checkpoint} are final since checkpointed({checkpoint}); restore that checkpoint, or a later one"
         )
     if request.version > table.clock:
         raise UsageError(

@@ -23,10 +23,13 @@ import numpy as np
 import numpy.typing as npt
 
 from transferqueue.ledger.arrays import NO_ROWS, BoolArray, Index, IntArray, are_equal, tally
+from transferqueue.ledger.attributes import Attribute
 from transferqueue.ledger.rows.row_pages import StateColumn
 from transferqueue.ledger.rows.row_state import RowStore
 from transferqueue.limits import PAGE_ROWS, PARTS_MAX
 
+_BLOCK: Final = Attribute("block", "i8")
+_SLOT: Final = Attribute("slot", "i4")
 Slots = npt.NDArray[np.int32]
 TOGETHER_KEPT = 64
 """Size of the cache of field sets that leases ask for; every step asks for the same few."""
@@ -76,7 +79,7 @@ class ColumnGroups:
 
     def _add(self, names: tuple[str, ...]) -> ColumnGroup:
         pages = self._rows.pages
-        part = ColumnGroup(names, pages.column(np.int64), pages.column(np.int32))
+        part = ColumnGroup(names, pages.column(_BLOCK), pages.column(_SLOT))
         self._by_fields[names] = part
         self._together.clear()
         for name in names:

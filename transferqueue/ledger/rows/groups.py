@@ -12,13 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Final
 
 import numpy as np
 
 from transferqueue.errors import Impossible, UsageError
 from transferqueue.errors.text import counted
 from transferqueue.ledger.arrays import NO_ROWS, AnyArray, Index, IntArray, runs_of, tally_in_order
+from transferqueue.ledger.attributes import COUNT_MAX, Attribute, Columns, columns_of, rows_of
 from transferqueue.ledger.rows.row_state import RowStore
+
+ATTRIBUTES: Final = {
+    "id": Attribute("group_id", "i8", -1, 0, COUNT_MAX),
+    "size": Attribute("group_size", "i8", 1, 1, COUNT_MAX),
+    "present": Attribute("present", "i8", 0, 0, COUNT_MAX),
+}
+"""What snapshots store of a `GroupState`."""
 
 
 class GroupState:
@@ -83,17 +92,19 @@ class GroupIndex:
         ids: IntArray = self._rows.group_id.a[at]
         return np.where(ids < 0, -2 - rows, ids)
 
-    def known(self) -> list[tuple[int, int, int]]:
-        """Id, size and present members of each known group."""
-        return [(group.id, group.size, group.present) for group in self._by_id.values()]
+    def stored(self) -> Columns:
+        """The known groups as a snapshot has them."""
+        return columns_of(self._by_id.values(), ATTRIBUTES)
 
-    def restore(self, known: dict[str, AnyArray], rows: IntArray, ids: AnyArray) -> None:
+    def restore(self, known: Columns, rows: IntArray, ids: AnyArray) -> None:
         """Restore the groups of a snapshot (columns `known`). `rows`: live rows, ascending. `ids`: the group of
         each."""
         sizes = dict(zip(known["group_id"].tolist(), known["group_size"].tolist(), strict=True))
         self.add(rows, ids, np.array([sizes.get(number, 1) for number in ids.tolist()], np.int64))
-        for number, present in zip(known["group_id"].tolist(), known["present"].tolist(), strict=True):
-            self._by_id[number].present = present
+        for stored in rows_of(known, ATTRIBUTES):
+            group = self._by_id[stored["id"]]
+            for name, value in stored.items():
+                setattr(group, name, value)
 
     # ------------------------------------------------------------ rows in
 

@@ -11,38 +11,26 @@ import numpy as np
 from transferqueue.errors import UsageError
 from transferqueue.errors.text import counted
 from transferqueue.ledger.arrays import AnyArray, decode
+from transferqueue.ledger.attributes import COUNT_MAX, Attribute
 from transferqueue.limits import ROWS_PER_REQUEST_MAX, TAGS_MAX, check_names, check_rows
 from transferqueue.policies import Tags
 from transferqueue.wire.messages import RowFacts
 
-DTYPES: Final = {
-    "group_id": "<i8",
-    "group_size": "<i4",
-    "ordinal": "<i8",
-    "policy_version": "<i8",
-    "policy_version_max": "<i8",
-    "tokens": "<i8",
-    "priority": "<f8",
-}
-"""Numeric facts and the dtype in which messages carry them."""
-
-UNSET: Final = {
-    "group_id": -1,
-    "group_size": 1,
-    "ordinal": -1,
-    "policy_version": -1,
-    "policy_version_max": -1,
-    "tokens": 0,
-    "priority": 0.0,
-}
-"""Values of facts that are not set. A row without a group is a group of one."""
-
-_LOWEST: Final = {"group_id": -1, "group_size": 1, "policy_version": -1, "policy_version_max": -1, "tokens": 0}
-_HIGHEST: Final = 1 << 53
-"""Selectors negate and compare facts as int64, and users read them as float64. Both are exact up to here."""
-NO_FACTS_GIVEN: Final = RowFacts()
 _TOKENS_MAX: Final = 1 << 40
 """Tokens are summed in int64 over a lease of up to 2**20 rows."""
+FACTS: Final = (
+    Attribute("group_id", "<i8", -1, -1, COUNT_MAX),
+    Attribute("group_size", "<i4", 1, 1, COUNT_MAX),
+    Attribute("ordinal", "<i8", -1, -COUNT_MAX, COUNT_MAX),
+    Attribute("policy_version", "<i8", -1, -1, COUNT_MAX),
+    Attribute("policy_version_max", "<i8", -1, -1, COUNT_MAX),
+    Attribute("tokens", "<i8", 0, 0, _TOKENS_MAX),
+    Attribute("priority", "<f8", 0.0),
+)
+"""Numeric facts, as messages carry them (`RowFacts`). Selectors negate and compare them as int64, and users read them
+as float64: both are exact up to `COUNT_MAX`. A row without a group is a group of one."""
+DTYPES: Final = {fact.name: fact.dtype for fact in FACTS}
+NO_FACTS_GIVEN: Final = RowFacts()
 
 
 @dataclass(slots=True)
@@ -75,12 +63,14 @@ def check_facts(facts: RowFacts, rows: int) -> CheckedFacts:
         return NO_FACTS
     if facts.keys is not None or facts.tags is not None:
         check_rows(rows, described=True)
-    numbers = {
-        name: decode(name, data, dtype, rows)
-        for name, dtype in DTYPES.items()
-        if (data := getattr(facts, name)) is not None
-    }
-    check_ranges(numbers)
+    numbers: dict[str, AnyArray] = {}
+    for fact in FACTS:
+        data = getattr(facts, fact.name)
+        if data is not None:
+            numbers[fact.name] = decode(fact.name, data, fact.dtype, rows)
+            _check_range(fact, numbers[fact.name])
+    if "group_id" in numbers or "group_size" in numbers:
+        check_groups(numbers)
     keys, tags = facts.keys, facts.tags
     for name, values in (("keys", keys), ("tags", tags)):
         if values is not None and len(values) != rows:
@@ -92,12 +82,12 @@ def check_facts(facts: RowFacts, rows: int) -> CheckedFacts:
     return CheckedFacts(numbers, keys, tags)
 
 
-def _check_range(name: str, values: AnyArray) -> None:
-    if name == "priority":
+def _check_range(fact: Attribute, values: AnyArray) -> None:
+    name, lowest, highest = fact.name, fact.lowest, fact.highest
+    if lowest is None or highest is None:
         if np.isnan(values).any():
-            raise UsageError("priority has a NaN, which cannot be ordered; give numbers")
+            raise UsageError(f"{name} has a NaN, which cannot be ordered; give numbers")
         return
-    lowest, highest = _LOWEST.get(name, -_HIGHEST), _TOKENS_MAX if name == "tokens" else _HIGHEST
     if not values.size:
         return
     least, most = (values.item(),) * 2 if values.size == 1 else (int(values.min()), int(values.max()))
@@ -106,14 +96,8 @@ def _check_range(name: str, values: AnyArray) -> None:
         raise UsageError(f"{name} {wrong} is out of range; {name} is {lowest} to {highest}")
 
 
-def check_ranges(numbers: dict[str, AnyArray]) -> None:
-    """Raise `UsageError` if a request could not carry these numeric facts (by name)."""
-    for name, values in numbers.items():
-        _check_range(name, values)
-    _check_groups(numbers)
-
-
-def _check_groups(numbers: dict[str, AnyArray]) -> None:
+def check_groups(numbers: dict[str, AnyArray]) -> None:
+    """Raise `UsageError` unless the group ids and sizes of these numeric facts (by name) fit each other."""
     ids, sizes = numbers.get("group_id"), numbers.get("group_size")
     if ids is None and sizes is None:
         return

@@ -11,10 +11,12 @@ because some stacks create a small table every step.
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
-import numpy.typing as npt
 
 from transferqueue.ledger.arrays import AnyArray, BoolArray, Index, IntArray, is_run, tally
+from transferqueue.ledger.attributes import Attribute
 from transferqueue.limits import PAGE_ROWS
 
 SHIFT = PAGE_ROWS.bit_length() - 1
@@ -25,16 +27,17 @@ COLUMN_BYTES = 2 * 8
 
 FREE, LIVE, DONE, DROPPED = 0, 1, 2, 3
 """Fate of a row in the `fate` column. FREE: the row is not resident (freed, or never put)."""
+FATE: Final = Attribute("fate", "u1", FREE, LIVE, DROPPED, codes=("free", "live", "done", "dropped"))
 
 
 class StateColumn:
     """One value per resident row. `a` is replaced when the pages grow: do not keep a reference across an append."""
 
-    __slots__ = ("a", "fill")
+    __slots__ = ("a", "attribute")
 
-    def __init__(self, a: AnyArray, fill: float) -> None:
+    def __init__(self, attribute: Attribute, a: AnyArray) -> None:
+        self.attribute = attribute
         self.a = a
-        self.fill = fill
 
 
 class RowPages:
@@ -51,16 +54,17 @@ class RowPages:
         """Number of resident rows in each page that is in use."""
         self.next_row = 0
         self.resident = 0
-        self.fate = self.column(np.uint8, FREE)
+        self.fate = self.column(FATE)
 
-    def column(self, dtype: npt.DTypeLike, fill: float = 0) -> StateColumn:
-        """Add a column filled with `fill`."""
+    def column(self, attribute: Attribute) -> StateColumn:
+        """Add a column of an attribute."""
         a: AnyArray
+        fill, dtype = attribute.fill, attribute.dtype
         if not self._left:
             a = np.empty(self._capacity, dtype)  # `_open_page` fills each page
         else:
             a = np.zeros(self._capacity, dtype) if fill == 0 else np.full(self._capacity, fill, dtype)
-        column = StateColumn(a, fill)
+        column = StateColumn(attribute, a)
         self._columns.append(column)
         return column
 
@@ -118,7 +122,7 @@ class RowPages:
         self._left[page] = 0
         at = slice(frame * PAGE_ROWS, (frame + 1) * PAGE_ROWS)
         for column in self._columns:
-            column.a[at] = column.fill
+            column.a[at] = column.attribute.fill
 
     def _grow(self) -> None:
         old, self._capacity = self._capacity, 2 * self._capacity
@@ -139,14 +143,43 @@ class RowPages:
         frames[: frames_in_use.size] = frames_in_use
         self._frames, self._base = frames, oldest
 
+    # ------------------------------------------------------------ stored rows
+
     def restore(self, next_row: int, rows: IntArray) -> None:
         """Fill pages that have no row. `rows` (ascending) become resident and the next id is `next_row`. The caller
-        sets fates.
+        sets their columns, fates too.
         """
-        for page, count in tally(rows >> SHIFT):
+        pages = tally(rows >> SHIFT)
+        if next_row & MASK and (not pages or pages[-1][0] != next_row >> SHIFT):
+            pages.append((next_row >> SHIFT, 0))  # the last page stays in use until it is full
+        while self._capacity < len(pages) * PAGE_ROWS:
+            self._capacity *= 2
+        self._spare = list(range(self._capacity // PAGE_ROWS - 1, -1, -1))
+        for column in self._columns:
+            column.a = np.empty(self._capacity, column.attribute.dtype)
+        for page, count in pages:
             self._open_page(page)
             self._left[page] = count
         self.next_row, self.resident = next_row, rows.size
+
+    @property
+    def stored(self) -> list[AnyArray]:
+        """The next row, the resident rows, and each column of theirs. Set it to have them back."""
+        rows = self.resident_rows()
+        at = self.index(rows)
+        return [np.array([self.next_row]), rows, *(column.a[at] for column in self._columns)]
+
+    @stored.setter
+    def stored(self, stored: list[AnyArray]) -> None:
+        """The next row, the resident rows, and each column of theirs. The setter restores them."""
+        next_row, rows, *columns = stored
+        self._capacity, self._frames, self._base, self._left = PAGE_ROWS, np.full(16, -1, np.int64), 0, {}
+        self.restore(int(next_row[0]), rows)
+        at = self.index(rows)
+        for column, values in zip(self._columns, columns, strict=True):
+            if (values.dtype, values.shape) != (column.a.dtype, rows.shape):
+                raise ValueError(f"column {column.attribute.name} has {values.dtype} {values.shape}")
+            column.a[at] = values
 
     # ------------------------------------------------------------ rows out
 
@@ -210,22 +243,3 @@ class RowPages:
         """All resident rows, ascending. Visits every page: for reports, and for tasks declared late."""
         pages = [self.rows_of(page) for page in self._left]
         return np.concatenate(pages) if pages else np.empty(0, np.int64)
-
-    # ------------------------------------------------------------ images
-
-    @property
-    def packed(self) -> list[AnyArray]:
-        """The frames of the pages in use, of each column, ``[pages * PAGE_ROWS]``. Set it to have them back."""
-        return [column.a.reshape(-1, PAGE_ROWS)[self._frames_in_use()].ravel() for column in self._columns]
-
-    @packed.setter
-    def packed(self, packed: list[AnyArray]) -> None:
-        """The frames in use of each column, ``[pages * PAGE_ROWS]``. The setter restores them."""
-        frames = self._frames_in_use()
-        for column, data in zip(self._columns, packed, strict=True):
-            column.a = np.zeros(self._capacity, data.dtype)
-            column.a.reshape(-1, PAGE_ROWS)[frames] = data.reshape(-1, PAGE_ROWS)
-
-    def _frames_in_use(self) -> IntArray:
-        frames: IntArray = self._frames[np.array(list(self._left), np.int64) - self._base]
-        return frames

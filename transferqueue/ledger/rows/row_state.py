@@ -14,12 +14,24 @@ import numpy as np
 from transferqueue.errors import AlreadyExists, NotFound, SchemaError, UsageError, listing
 from transferqueue.errors.text import SHOWN_CHARS, shortened
 from transferqueue.ledger.arrays import AnyArray, BoolArray, Index, IntArray, agreed, numbered
-from transferqueue.ledger.rows.row_metadata import DTYPES, UNSET, CheckedFacts
-from transferqueue.ledger.rows.row_pages import DONE, LIVE, RowPages, StateColumn
+from transferqueue.ledger.attributes import COUNT_MAX, Attribute, Columns
+from transferqueue.ledger.rows.row_metadata import DTYPES, FACTS, CheckedFacts
+from transferqueue.ledger.rows.row_pages import DONE, FATE, LIVE, RowPages, StateColumn
 from transferqueue.limits import FIELDS_MAX
 from transferqueue.policies import Tags
 from transferqueue.schema import Field, known, not_taken
 from transferqueue.wire.codec import encode_constant, encode_fields
+
+ATTRIBUTES: Final = (
+    FATE,
+    Attribute("age_s", "f8", time="age"),
+    Attribute("stamped", "i8", -1, -1, COUNT_MAX),
+    *FACTS,
+)
+"""What snapshots store of each row, beside its fields, key and tags. A new attribute of a row is declared here."""
+_TASKS_LEFT: Final = Attribute("tasks_left", "u1")
+_FIELDS: Final = Attribute("fields", "u8")
+_FREED: Final = Attribute("freed", "u8")
 
 WORD = 64
 MASKS_KEPT = 4096
@@ -28,7 +40,7 @@ MASKS_KEPT = 4096
 
 REPLY_FIELDS_KEPT = 64
 """As `MASKS_KEPT`, for `reply_fields`, whose entries are larger."""
-_UNSET_IN_REPLIES: Final = {name: encode_constant(np.array([UNSET[name]], dtype)) for name, dtype in DTYPES.items()}
+_UNSET_IN_REPLIES: Final = {fact.name: encode_constant(np.array([fact.fill], fact.dtype)) for fact in FACTS}
 _OF_NO_ROWS: Final = dict.fromkeys(DTYPES, b"")
 """A share of a batch may have no rows: one item would stand for at least one."""
 
@@ -51,15 +63,19 @@ class RowStore:
     def __init__(self, table: str) -> None:
         self.table = table
         self.pages = RowPages()
-        self.facts = {name: self.pages.column(dtype, UNSET[name]) for name, dtype in DTYPES.items()}
+        self.columns = {FATE.name: self.pages.fate} | {
+            one.name: self.pages.column(one) for one in ATTRIBUTES if one is not FATE
+        }
+        """The columns of `ATTRIBUTES`."""
+        self.facts = {name: self.columns[name] for name in DTYPES}
         self.facts_given: dict[str, None] = {}
-        """Facts that some row has. All others are as in `UNSET`, and replies do not read them."""
+        """Facts that some row has. All others are unset, and replies do not read them."""
         self.version = self.facts["policy_version"]
-        self.stamped = self.pages.column(np.int64, -1)
+        self.stamped = self.columns["stamped"]
         """The table's clock when the row last got its policy version."""
         self.group_id = self.facts["group_id"]
-        self.put_at = self.pages.column(np.float64)
-        self.tasks_left = self.pages.column(np.uint8)
+        self.put_at = self.columns["age_s"]
+        self.tasks_left = self.pages.column(_TASKS_LEFT)
         """Number of tasks that are not done with the row."""
         self.fields: dict[str, Field] = {}
         self.may_add: frozenset[str] | None = None
@@ -87,9 +103,9 @@ class RowStore:
         self.number[field.name] = len(self.fields)
         self.fields[field.name] = field = known(field)
         if len(self.words) * WORD < len(self.fields):
-            self.words.append(self.pages.column(np.uint64))
+            self.words.append(self.pages.column(_FIELDS))
         if field.inline:
-            self.inline[field.name] = self.pages.column(field.dtype)
+            self.inline[field.name] = self.pages.column(Attribute(field.name, field.dtype))
 
     def check_fields(self, fields: Sequence[Field]) -> dict[str, Field]:
         """Return the fields of the table with `fields` added; raise if they contradict it or are too many."""
@@ -191,7 +207,7 @@ class RowStore:
     def mark_freed(self, at: Index, mask: FieldMask) -> None:
         """Mark the fields of `mask` as freed."""
         while len(self.freed) < len(self.words):
-            self.freed.append(self.pages.column(np.uint64))
+            self.freed.append(self.pages.column(_FREED))
         for word, bits in mask.words:
             self.words[word].a[at] &= ~bits
             self.freed[word].a[at] |= bits
@@ -203,6 +219,18 @@ class RowStore:
             return np.zeros(self.pages.fate.a[at].size, np.bool_)
         freed: BoolArray = (self.freed[word].a[at] & bits) != 0
         return freed
+
+    # ------------------------------------------------------------ snapshots
+
+    def stored(self, at: IntArray, now: float) -> Columns:
+        """The attributes of rows at positions `at`, as a snapshot has them."""
+        return {name: column.attribute.saved(column.a[at], now) for name, column in self.columns.items()}
+
+    def restore(self, at: IntArray, stored: Columns, now: float) -> None:
+        """Set the attributes of rows at positions `at` to those of a snapshot."""
+        for name, column in self.columns.items():
+            column.a[at] = column.attribute.loaded(stored[name], now)
+        self.facts_given = dict.fromkeys(self.facts)
 
     # ------------------------------------------------------------ rows that a request names
 

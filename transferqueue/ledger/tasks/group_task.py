@@ -15,10 +15,12 @@ is OVER are ABSENT for this task.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
-from transferqueue.ledger.arrays import AnyArray, BoolArray, Index, IntArray
+from transferqueue.ledger.arrays import BoolArray, Index, IntArray
+from transferqueue.ledger.attributes import COUNT_MAX, Attribute, Columns, columns_of, rows_of
 from transferqueue.ledger.effects import Deadlines
 from transferqueue.ledger.rows import GroupIndex, RowStore
 from transferqueue.ledger.tasks.predicates import matches
@@ -38,6 +40,15 @@ from transferqueue.ledger.tasks.task_state import (
 from transferqueue.policies import Complete, Predicate, Task
 
 FORMING, QUEUED, OUT, OVER = range(4)
+ATTRIBUTES: Final = {
+    "unit": Attribute("unit", "i8"),
+    "state": Attribute("state", "u1", FORMING, FORMING, OVER),
+    "lost": Attribute("lost", "i8", 0, 0, COUNT_MAX),
+    "late": Attribute("late", "?"),
+    "order": Attribute("order", "i8", 0, 0, COUNT_MAX),
+    "deadline": Attribute("left_s", "f8", time="left"),
+}
+"""What snapshots store of a `FormingGroup`. The others follow from its members, and from the queue."""
 
 
 class FormingGroup:
@@ -236,21 +247,24 @@ class GroupTaskState(TaskState):
             group.deadline = None
         self.changed.pop(unit, None)
 
-    def restore_groups(self, forming: dict[str, AnyArray], rows: IntArray, at: IntArray, now: float) -> None:
+    def stored_groups(self, now: float) -> Columns:
+        """The groups as a snapshot has them."""
+        return columns_of(self.forming.values(), ATTRIBUTES, now)
+
+    def restore_groups(self, forming: Columns, rows: IntArray, at: IntArray, now: float) -> None:
         """Restore the groups of a snapshot (`forming`, as columns); after `restore`, and after `GroupIndex.restore`."""
         states = self.state.a[at]
         ready = dict(self.groups.counts(self.groups.units(rows, at)[(states == WAITING_FOR_GROUP) | (states == READY)]))
-        every = zip(
-            *(forming[name].tolist() for name in ("unit", "state", "lost", "late", "order", "left_s")), strict=True
-        )
         queued = []
-        for unit, state, lost, late, order, left_s in every:
+        for stored in rows_of(forming, ATTRIBUTES, now):
+            unit, deadline = stored["unit"], stored.pop("deadline")
             group = self._form(unit)
-            group.state, group.lost, group.late, group.order = state, lost, late, order
-            group.ready = ready.get(unit, 0) if state in (FORMING, QUEUED) else 0
-            if left_s == left_s:
-                self._deadlines.add(group, now + left_s)
-            queued += [unit] if state == QUEUED else []
+            for name, value in stored.items():
+                setattr(group, name, value)
+            group.ready = ready.get(unit, 0) if group.state in (FORMING, QUEUED) else 0
+            if deadline is not None:
+                self._deadlines.add(group, deadline)
+            queued += [unit] if group.state == QUEUED else []
         self._queued = len(queued)
         self._stamp = max(self._stamp, int(forming["order"].max(initial=0)))
         if queued:

@@ -22,12 +22,13 @@ returns keeps it, and with it its place.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 import numpy as np
 
-from transferqueue.ledger.arrays import AnyArray, BoolArray, Index, IntArray, is_run, tally
+from transferqueue.ledger.arrays import BoolArray, Index, IntArray, is_run, tally
+from transferqueue.ledger.attributes import COUNT_MAX, Attribute, Columns, Count
 from transferqueue.ledger.rows import FieldMask, RowStore, StepIndex
 from transferqueue.ledger.tasks.circuit import Circuit
 from transferqueue.ledger.tasks.errors import TaskErrors
@@ -40,15 +41,26 @@ from transferqueue.policies import Predicate, Task
 
 PENDING, WAITING_FOR_GROUP, RETRYING, READY, LEASED, ACKED_WITH_STEP, DONE, ABSENT, KEPT_STALE, GONE = range(10)
 STATES: Final = ("pending", "held", "retrying", "ready", "leased", "stepped", "done", "absent", "kept", "gone")
+ATTRIBUTES: Final = (
+    Attribute("state", "u1", PENDING, PENDING, GONE, codes=STATES),
+    Attribute("attempts", "i4", 0, 0),
+    Attribute("order", "i8", 0, 0, COUNT_MAX),
+)
+"""What is stored of each row in a task. A new attribute of a row in a task is declared here."""
+STEP: Final = Attribute("step", "i8", -1, -1, COUNT_MAX)
+"""Of snapshots, which lack `hold`: the step with which a row was acked and that no checkpoint covers; -1: none."""
+STORED: Final = (*ATTRIBUTES, STEP)
+_HOLD: Final = Attribute("hold", "i8")
 _READY: Final = bytes([READY])
 OPEN: Final = (PENDING, WAITING_FOR_GROUP, RETRYING, READY, LEASED)
 """States in which the task still has work with the row."""
 
 
-class TaskCounters:
+class TaskCounters(msgspec.Struct, forbid_unknown_fields=True):
     """Counters of rows in one task. Each only grows, so that a rate is a difference.
 
     Args:
+        checkpoint: the latest step that a checkpoint covers; -1: none.
         given: leased, or put into a share of a rank (twice counts as two).
         done: finished by the task.
         failed: returned from a lease that failed.
@@ -56,10 +68,12 @@ class TaskCounters:
         dropped: ended before the task was done with them.
     """
 
-    __slots__ = ("done", "dropped", "failed", "given", "worker_deaths")
-
-    def __init__(self) -> None:
-        self.given = self.done = self.failed = self.worker_deaths = self.dropped = 0
+    checkpoint: Annotated[int, msgspec.Meta(ge=-1, le=COUNT_MAX)] = -1
+    given: Count = 0
+    done: Count = 0
+    failed: Count = 0
+    dropped: Count = 0
+    worker_deaths: Count = 0
 
 
 class FilteredReady(NamedTuple):
@@ -80,17 +94,17 @@ class TaskState:
         self.task = task
         self.rows = rows
         self.ranker = ranker
-        self.state = rows.pages.column(np.uint8, PENDING)
-        self.hold = rows.pages.column(np.int64)
-        self.order = rows.pages.column(np.int64)
-        self.attempts = rows.pages.column(np.int32)
+        self.columns = {one.name: rows.pages.column(one) for one in ATTRIBUTES}
+        """The columns of `ATTRIBUTES`."""
+        self.state = self.columns["state"]
+        self.hold = rows.pages.column(_HOLD)
+        self.order = self.columns["order"]
+        self.attempts = self.columns["attempts"]
         """Leases of the row that failed."""
         self.retries = RetryQueue(rows.table, task.name)
         self.circuit = Circuit(rows.table, task.name)
         self.errors = TaskErrors()
         self.stepped = StepIndex(rows, self.state, self.hold, ACKED_WITH_STEP)
-        self.checkpoint = -1
-        """The latest step that a checkpoint covers."""
         self.needs = frozenset(task.needs)
         self.required_results: frozenset[str] = frozenset()
         """Fields that this task gives and another task needs. `TableState.add_task` updates it."""
@@ -217,13 +231,18 @@ class TaskState:
         self._stamp += count
         return np.arange(self._stamp - count + 1, self._stamp + 1)
 
-    def restore(
-        self, rows: IntArray, at: IntArray, state: AnyArray, attempts: AnyArray, order: IntArray, step: IntArray
-    ) -> None:
+    def stored(self, at: IntArray) -> Columns:
+        """What a snapshot has of rows at positions `at`: `STORED`."""
+        columns = {name: column.a[at] for name, column in self.columns.items()}
+        return columns | {STEP.name: np.where(columns["state"] == ACKED_WITH_STEP, self.hold.a[at], STEP.fill)}
+
+    def restore(self, rows: IntArray, at: IntArray, stored: Columns) -> None:
         """Restore the rows of a snapshot in a task without rows. Ready rows enter the queue by `rerank`."""
-        self.state.a[at], self.attempts.a[at], self.order.a[at] = state, attempts, order
-        self.counts = np.bincount(state, minlength=len(STATES)).tolist()
-        self._stamp = int(order.max(initial=0))
+        for name, column in self.columns.items():
+            column.a[at] = stored[name]
+        self.counts = np.bincount(stored["state"], minlength=len(STATES)).tolist()
+        self._stamp = int(stored["order"].max(initial=0))
+        step = stored[STEP.name]
         for number, _ in tally(step[step >= 0]):
             self.hold.a[at[step == number]] = number
             self.stepped.file(rows[step == number], number)

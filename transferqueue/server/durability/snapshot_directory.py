@@ -34,7 +34,7 @@ from transferqueue.transport.system.private_files import make_directories, sync_
 
 MANIFEST: Final = "MANIFEST.json"
 DIGEST: Final = "MANIFEST.xxh3"
-FORMAT: Final = 1
+FORMAT: Final = 2
 MANIFEST_BYTES_MAX: Final = 256 * MIB
 """The largest manifest that is read. 4,096 tables with 65,536 spans of ordinals each would need more; no table has so
 many."""
@@ -313,7 +313,10 @@ def _read_manifest(path: Path) -> _Manifest:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise Corruption(f"snapshot {path}: {MANIFEST} cannot be decoded ({error}); restore another") from error
     if manifest.format != FORMAT:
-        raise UsageError(f"snapshot {path} has format {manifest.format}; this version reads {FORMAT}")
+        raise UsageError(
+            f"snapshot {path} has format {manifest.format}; this version reads {FORMAT}: restore it with the version "
+            "of the package that wrote it, or start with empty tables"
+        )
     for name, entry in manifest.files.items():
         if not _NAME.fullmatch(name) or entry.bytes < 0 or entry.rows < 0:
             raise Corruption(

@@ -10,27 +10,28 @@ is stored once. The column ``at/<field>`` of the rows file says which value a ro
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from transferqueue.errors import Corruption
 from transferqueue.ledger.arrays import AnyArray, IntArray
+from transferqueue.ledger.attributes import Attribute, Columns, Count
 from transferqueue.ledger.persistence.snapshot import (
-    FORMING_COLUMNS,
     ChannelSnapshot,
-    Columns,
     LedgerSnapshot,
     TableCounts,
     TableSnapshot,
     VersionSnapshot,
 )
 from transferqueue.ledger.persistence.snapshot_checks import check
-from transferqueue.ledger.rows import DTYPES, UNSET
-from transferqueue.ledger.tasks.task_state import STATES
+from transferqueue.ledger.rows import groups, row_state
+from transferqueue.ledger.tasks import group_task
+from transferqueue.ledger.tasks.task_state import STORED
 from transferqueue.limits import MIB
 from transferqueue.schema import Field
 from transferqueue.server.durability.snapshot_directory import SnapshotReader, SnapshotWriter
@@ -38,12 +39,12 @@ from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.export import arrow_type
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.elements.dtypes import U8
-from transferqueue.wire.messages import BlockLocation, TableTerms, TensorSlice
+from transferqueue.wire.messages import BlockLocation, TableTerms
 
 CHUNK_ROWS: Final = 1 << 16
 CHUNK_BYTES: Final = 64 * MIB
 """The most rows and bytes of a record batch, unless a single row has more."""
-FATES: Final = ("free", "live", "done", "dropped")
+_ROWS: Final = (Attribute("row_id", "i8"), *row_state.ATTRIBUTES)
 _INT64_MAX: Final = (1 << 63) - 1
 Memory = Callable[[BlockLocation], U8]
 """Returns the bytes of a block. They do not change while the files are written."""
@@ -62,42 +63,14 @@ class TableManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gatherers: list[str]
 
 
-class SliceManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A field that holds some rows of a tensor, from row `first` on. The tensor has `rows`."""
-
-    field: str
-    tensor: str
-    first: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-    rows: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-
-
-class VersionManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A version of weights in the manifest."""
-
-    version: int
-    age_s: float
-    file: str
-    fields: list[Field]
-    slices: list[SliceManifest] = []
-
-
-class ChannelManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A weight channel in the manifest."""
-
-    name: str
-    keep: int
-    latest: int
-    versions: list[VersionManifest]
-
-
 class LedgerManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The manifest without the list of files. `made_at`: seconds since 1970. `package`: the version that wrote it."""
 
     made_at: float
     package: str
     tables: list[TableManifest]
-    channels: list[ChannelManifest]
-    dropped_tables: dict[str, int]
+    channels: list[ChannelSnapshot]
+    dropped_tables: dict[str, Count]
 
 
 # ---------------------------------------------------------------- writing
@@ -158,8 +131,7 @@ def _row_columns(table: TableSnapshot, values: dict[str, _Values]) -> dict[str, 
     import pyarrow as pa
 
     ids = table.rows["row_id"].tolist()
-    columns: dict[str, Any] = {"row_id": table.rows["row_id"], "fate": _coded(table.rows["fate"], FATES)}
-    columns |= {name: column for name, column in table.rows.items() if name not in columns}
+    columns = _arrays(_ROWS, table.rows)
     columns["key"] = pa.array([table.keys.get(row) for row in ids], pa.large_string())
     tags = [json.dumps(table.tags[row]) if row in table.tags else None for row in ids]
     columns["tags"] = pa.array(tags, pa.large_string())
@@ -168,8 +140,7 @@ def _row_columns(table: TableSnapshot, values: dict[str, _Values]) -> dict[str, 
     for name, distinct in values.items():
         columns[f"at/{name}"] = pa.array(distinct.of_row, mask=distinct.of_row < 0)
     for name, task in table.tasks.items():
-        columns[f"task/{name}/state"] = _coded(task["state"], STATES)
-        columns |= {f"task/{name}/{column}": task[column] for column in ("attempts", "order", "step")}
+        columns |= _arrays(STORED, task, f"task/{name}/")
     columns |= {f"freed/{name}": gone for name, gone in table.freed.items()}
     return columns
 
@@ -179,10 +150,28 @@ def _bits(values: AnyArray) -> AnyArray:
     return values.view(np.int64) if values.dtype.kind == "c" else values
 
 
-def _coded(codes: AnyArray, names: tuple[str, ...]) -> Any:
+def _arrays(attributes: Iterable[Attribute], columns: Columns, prefix: str = "") -> dict[str, Any]:
+    """The columns of attributes as a file has them."""
     import pyarrow as pa
 
-    return pa.DictionaryArray.from_arrays(pa.array(codes.astype(np.int8)), pa.array(names))
+    return {
+        prefix + one.name: pa.DictionaryArray.from_arrays(pa.array(columns[one.name].astype(np.int8)), one.codes)
+        if one.codes
+        else columns[one.name]
+        for one in attributes
+    }
+
+
+def _types(attributes: Iterable[Attribute], prefix: str = "") -> dict[str, Any]:
+    """The types of the columns of attributes in a file."""
+    import pyarrow as pa
+
+    return {
+        prefix + one.name: pa.dictionary(pa.int8(), pa.string())
+        if one.codes
+        else pa.from_numpy_dtype(np.dtype(one.dtype))
+        for one in attributes
+    }
 
 
 def _write_columns(writer: SnapshotWriter, name: str, columns: dict[str, Any] | Columns) -> None:
@@ -238,7 +227,7 @@ def _placement(
 
 def _write_channel(
     writer: SnapshotWriter, contents: LedgerSnapshot, channel: ChannelSnapshot, directory: str, memory: Memory
-) -> ChannelManifest:
+) -> ChannelSnapshot:
     import pyarrow as pa
 
     versions = []
@@ -250,14 +239,13 @@ def _write_channel(
             placement = _placement(fields, numbers, np.zeros(1, np.int64), contents, memory)
             arrays |= {name: Column(fields[name], placement).arrow() for name in contents.blocks[number].fields}
         batch = pa.RecordBatch.from_pydict(arrays)
-        slices = [
-            SliceManifest(tensor_slice.field, tensor_slice.tensor, tensor_slice.first, tensor_slice.rows)
-            for tensor_slice in version.slices
-        ]
-        file = f"{directory}/{version.version}.arrow"
-        versions.append(VersionManifest(version.version, version.age_s, file, version.fields, slices))
-        writer.write(versions[-1].file, batch.schema, [batch])
-    return ChannelManifest(channel.name, channel.keep, channel.latest, versions)
+        writer.write(_version_file(directory, version), batch.schema, [batch])
+        versions.append(replace(version, blocks=[]))
+    return replace(channel, versions=versions)
+
+
+def _version_file(directory: str, version: VersionSnapshot) -> str:
+    return f"{directory}/{version.version}.arrow"
 
 
 # ---------------------------------------------------------------- reading
@@ -274,7 +262,7 @@ def _decode(path: Path, about: bytes) -> LedgerManifest:
     try:
         return msgspec.json.decode(about, type=LedgerManifest)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise Corruption(f"snapshot {path}: the manifest has facts that this version does not know: {error}") from error
+        raise Corruption(f"snapshot {path}: the manifest has facts that no server writes: {error}") from error
 
 
 def read_manifest(snapshot: SnapshotReader) -> LedgerManifest:
@@ -282,7 +270,7 @@ def read_manifest(snapshot: SnapshotReader) -> LedgerManifest:
     manifest = _decode(snapshot.path, snapshot.about)
     wanted = {name for number, table in enumerate(manifest.tables) for name in _files_of_table(snapshot, number, table)}
     for number, channel in enumerate(manifest.channels):
-        wanted.update(_files_of_channel(snapshot, number, channel))
+        wanted.update(_version_file(f"weights/{number}", version) for version in channel.versions)
     if wanted != snapshot.files.keys():
         file = min(wanted ^ snapshot.files.keys())
         raise _not_written(snapshot, f"file {file} belongs to no table or channel, or is missing")
@@ -310,13 +298,6 @@ def _files_of_table(snapshot: SnapshotReader, number: int, table: TableManifest)
     return [f"{table.directory}/{name}.arrow" for name in names]
 
 
-def _files_of_channel(snapshot: SnapshotReader, number: int, channel: ChannelManifest) -> list[str]:
-    files = [f"weights/{number}/{version.version}.arrow" for version in channel.versions]
-    if [version.file for version in channel.versions] != files or len(set(files)) != len(files):
-        raise _not_written(snapshot, f"versions of channel {channel.name!r} lie in files of other names")
-    return files
-
-
 def chunks(snapshot: SnapshotReader, manifest: LedgerManifest) -> Iterator[ValueChunk]:
     """Read all values as chunks, numbered from 1 in the order that `read_contents` expects."""
     number = 0
@@ -327,15 +308,16 @@ def chunks(snapshot: SnapshotReader, manifest: LedgerManifest) -> Iterator[Value
             for batch in snapshot.batches(file, {name: _type_of(snapshot, file, fields[name])}):
                 number += 1
                 yield ValueChunk(number, file, [fields[name]], batch)
-    for channel in manifest.channels:
+    for at, channel in enumerate(manifest.channels):
         for version in channel.versions:
-            types = {field.name: _type_of(snapshot, version.file, field) for field in version.fields}
-            if snapshot.rows(version.file) != 1:
-                raise snapshot.wrong(version.file, f"{snapshot.rows(version.file)} rows; a version of weights is one")
-            for batch in snapshot.batches(version.file, types):
+            file = _version_file(f"weights/{at}", version)
+            types = {field.name: _type_of(snapshot, file, field) for field in version.fields}
+            if snapshot.rows(file) != 1:
+                raise snapshot.wrong(file, f"{snapshot.rows(file)} rows; a version of weights is one")
+            for batch in snapshot.batches(file, types):
                 for field in version.fields:
                     number += 1
-                    yield ValueChunk(number, version.file, [field], batch.select([field.name]))
+                    yield ValueChunk(number, file, [field], batch.select([field.name]))
 
 
 def _type_of(snapshot: SnapshotReader, file: str, field: Field) -> Any:
@@ -359,49 +341,21 @@ def read_contents(
             file_blocks = _blocks_of_file(blocks, numbers, snapshot.rows(f"{listed.directory}/field-{at}.arrow"))
             table.places[name] = _locate(table.places[name][0], file_blocks)
     for channel in manifest.channels:
-        versions = [
-            VersionSnapshot(
-                version.version,
-                version.fields,
-                [next(numbers) for _ in version.fields],
-                version.age_s,
-                _slices(version),
-            )
-            for version in channel.versions
-        ]
-        contents.channels.append(ChannelSnapshot(channel.name, channel.keep, channel.latest, versions))
+        versions = [replace(version, blocks=[next(numbers) for _ in version.fields]) for version in channel.versions]
+        contents.channels.append(replace(channel, versions=versions))
     return contents
 
 
 def check_contents(manifest: LedgerManifest, tables: list[TableSnapshot]) -> None:
     """`Corruption` unless a ledger can have such tables and channels. Needs no values."""
-    channels = [
-        ChannelSnapshot(
-            channel.name,
-            channel.keep,
-            channel.latest,
-            [VersionSnapshot(v.version, v.fields, [], v.age_s, _slices(v)) for v in channel.versions],
-        )
-        for channel in manifest.channels
-    ]
-    check(LedgerSnapshot(tables, channels, dropped_tables=manifest.dropped_tables))
-
-
-def _slices(version: VersionManifest) -> list[TensorSlice]:
-    return [
-        TensorSlice(tensor_slice.field, tensor_slice.tensor, tensor_slice.first, tensor_slice.rows)
-        for tensor_slice in version.slices
-    ]
+    check(LedgerSnapshot(tables, manifest.channels, dropped_tables=manifest.dropped_tables))
 
 
 def _row_types(manifest: TableManifest) -> dict[str, Any]:
     """The columns of a rows file."""
     import pyarrow as pa
 
-    code = pa.dictionary(pa.int8(), pa.string())
-    types = {"row_id": pa.int64(), "fate": code, "age_s": pa.float64(), "stamped": pa.int64()}
-    types |= {name: pa.from_numpy_dtype(np.dtype(DTYPES[name])) for name in UNSET}
-    types |= {"key": pa.large_string(), "tags": pa.large_string()}
+    types = _types(_ROWS) | {"key": pa.large_string(), "tags": pa.large_string()}
     for field in manifest.terms.fields:
         if field.inline:
             dtype = np.dtype(field.dtype)
@@ -409,9 +363,7 @@ def _row_types(manifest: TableManifest) -> dict[str, Any]:
         else:
             types[f"at/{field.name}"] = pa.int64()
     for task in manifest.terms.tasks:
-        types[f"task/{task.name}/state"] = code
-        types[f"task/{task.name}/attempts"] = pa.int32()
-        types |= {f"task/{task.name}/{column}": pa.int64() for column in ("order", "step")}
+        types |= _types(STORED, f"task/{task.name}/")
     return types
 
 
@@ -425,7 +377,7 @@ def _freed_types(manifest: TableManifest) -> dict[str, Any]:
 def _rows_file(snapshot: SnapshotReader, manifest: TableManifest, file: str) -> Any:
     """The rows file of a table as an Arrow table; None if it has no row."""
     freed = _freed_types(manifest)
-    return _whole(snapshot, file, _row_types(manifest) | freed, optional=("stamped", *freed))
+    return _whole(snapshot, file, _row_types(manifest) | freed, optional=tuple(freed))
 
 
 def _read_table(snapshot: SnapshotReader, manifest: TableManifest) -> TableSnapshot:
@@ -443,13 +395,7 @@ def _read_table(snapshot: SnapshotReader, manifest: TableManifest) -> TableSnaps
         return TableSnapshot(
             terms=manifest.terms,
             counts=manifest.counts,
-            rows={
-                "row_id": rows.numbers("row_id", np.int64),
-                "fate": rows.codes("fate", FATES),
-                "age_s": rows.numbers("age_s", np.float64),
-                "stamped": rows.numbers("stamped", np.int64, missing=-1),
-                **{name: rows.numbers(name, np.dtype(DTYPES[name])) for name in UNSET},
-            },
+            rows=rows.columns(_ROWS),
             keys=rows.texts("key"),
             tags={row: _read_tags(text) for row, text in tags.items()},
             has=has,
@@ -457,10 +403,12 @@ def _read_table(snapshot: SnapshotReader, manifest: TableManifest) -> TableSnaps
                 name: rows.numbers(f"field/{name}", np.dtype(field.dtype), nulls=True) for name, field in inline.items()
             },
             places=places,
-            tasks={task.name: _read_task(rows, task.name) for task in manifest.terms.tasks},
-            groups=_read_columns(snapshot, f"{manifest.directory}/groups.arrow", _GROUP_COLUMNS),
+            tasks={task.name: rows.columns(STORED, f"task/{task.name}/") for task in manifest.terms.tasks},
+            groups=_read_columns(snapshot, f"{manifest.directory}/groups.arrow", groups.ATTRIBUTES.values()),
             forming={
-                name: _read_columns(snapshot, f"{manifest.directory}/forming-{at}.arrow", _FORMING_DTYPES)
+                name: _read_columns(
+                    snapshot, f"{manifest.directory}/forming-{at}.arrow", group_task.ATTRIBUTES.values()
+                )
                 for at, name in enumerate(manifest.gatherers)
             },
             ordinals=np.array(manifest.ordinals, np.int64).reshape(-1, 2),
@@ -532,15 +480,6 @@ def read_values(snapshot: SnapshotReader, manifest: TableManifest, name: str) ->
     return pa.chunked_array([], kind) if table is None else table[name]
 
 
-def _read_task(rows: _Rows, name: str) -> Columns:
-    return {
-        "state": rows.codes(f"task/{name}/state", STATES),
-        "attempts": rows.numbers(f"task/{name}/attempts", np.int32),
-        "order": rows.numbers(f"task/{name}/order", np.int64),
-        "step": rows.numbers(f"task/{name}/step", np.int64),
-    }
-
-
 _TAGS: Final = msgspec.json.Decoder(dict[str, bool | int | float | str])
 
 
@@ -548,19 +487,9 @@ def _read_tags(text: str) -> dict[str, str | int | float | bool]:
     return _TAGS.decode(text)
 
 
-_GROUP_COLUMNS: Final = {"group_id": "int64", "group_size": "int64", "present": "int64"}
-_FORMING_DTYPES: Final = dict(
-    zip(FORMING_COLUMNS, ("int64", "uint8", "int64", "bool", "int64", "float64"), strict=True)
-)
-
-
-def _read_columns(snapshot: SnapshotReader, file: str, dtypes: dict[str, str]) -> Columns:
-    import pyarrow as pa
-
-    types = {name: pa.from_numpy_dtype(np.dtype(dtype)) for name, dtype in dtypes.items()}
+def _read_columns(snapshot: SnapshotReader, file: str, attributes: Collection[Attribute]) -> Columns:
     with snapshot.reading(file):
-        rows = _Rows(snapshot, file, _whole(snapshot, file, types))
-        return {name: rows.numbers(name, np.dtype(dtype)) for name, dtype in dtypes.items()}
+        return _Rows(snapshot, file, _whole(snapshot, file, _types(attributes))).columns(attributes)
 
 
 def _whole(snapshot: SnapshotReader, file: str, types: dict[str, Any], optional: tuple[str, ...] = ()) -> Any:
@@ -601,6 +530,14 @@ class _Rows:
         """Whether each row has a value."""
         column = self._column(name, nulls=True)
         return np.empty(0, np.bool_) if column is None else column.is_valid().to_numpy(zero_copy_only=False)
+
+    def columns(self, attributes: Iterable[Attribute], prefix: str = "") -> Columns:
+        """The columns of attributes."""
+        named = {prefix + one.name: one for one in attributes}
+        return {
+            one.name: self.codes(name, one.codes) if one.codes else self.numbers(name, one.dtype)
+            for name, one in named.items()
+        }
 
     def codes(self, name: str, names: tuple[str, ...]) -> AnyArray:
         """The index in `names` of each value of a column of names."""
