@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.server import recorded
+from transferqueue.errors import UsageError
 
 TOLD = {
     "ids": [[4]],
@@ -40,6 +41,15 @@ def test_a_recorded_snapshot_is_restored(tmp_path):
         found = recorded.told(queue)
         assert (found["ids"], found["note"], found["balanced"]) == (TOLD["ids"], TOLD["note"], True), recorded.REMEDY
         assert queue.table("rollouts").find("k2").tolist() == [1]
+
+
+@pytest.mark.slow
+def test_a_snapshot_of_an_earlier_format_is_refused(tmp_path):
+    recorded.unpack(recorded.HERE / "snapshot-1.tar.xz", tmp_path / "snapshots")
+    with recorded.serving(tmp_path / "run", None, tmp_path / "snapshots") as queue:
+        with pytest.raises(UsageError, match="has format 1; this version reads 2: restore it with the version of"):
+            queue.restore("kept")
+        assert queue.tables() == []
 
 
 @pytest.mark.slow
