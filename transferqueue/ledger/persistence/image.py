@@ -5,8 +5,8 @@ Invariant: for any history, a ledger read from an image gives to any further req
 first ledger would give. An image omits the selectors that the server has installed, which the reader passes again; how
 a `Ranker` computes its keys, which follows from its selector; and pages without a row.
 
-Rows are written as the columns of their attributes (`ledger.attributes`), of which snapshots have those that outlive the
-server; all other objects as a graph (docs/decisions/durability.md).
+Rows are written as the columns of their attributes (`ledger.attributes`), of which snapshots have those that outlive
+the server; all other objects as a graph (docs/decisions/durability.md).
 
 Only the version that wrote an image can read it, or one whose state has the same classes and attributes, which its
 fingerprint tells. To keep data across versions, take a snapshot.
