@@ -2,7 +2,7 @@
 trouble.
 
 Everything that shows a step reads this description: ``steps.jsonl`` and the loggers (all figures), the curves of the
-page, ``learning.png`` and the summary (those with `Figure.curve`), the warnings, and the tables of the reference
+page, ``learning.png`` and the summary (those with `StepFigure.curve`), the warnings, and the tables of the reference
 (``python -m tests.figures``). A name that ends in ``/`` stands for one figure for each term, reason or task.
 
 A rule looks at one step, and at the steps before it. `transferqueue.workflows.job.run.run_warnings` says when it is
@@ -72,7 +72,7 @@ class Rule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figure:
+class StepFigure:
     """A figure of a step. made: who measures it, and how. curve: it is drawn on the page and in ``learning.png``, and
     stands in the summary. by_value: a histogram, rows by value, and no number."""
 
@@ -176,11 +176,11 @@ _KL_RULE: Final = Rule(
     patience=1,
 )
 
-FIGURES: Final[tuple[Figure, ...]] = (
-    Figure(name="step", meaning="Number of the step, from 1.", made=_TRAINER),
-    Figure(name="version", meaning="Version of the weights after it.", made=_TRAINER),
-    Figure(name="reward", meaning="Mean reward.", made=_PER_ROW, curve=True),
-    Figure(
+FIGURES: Final[tuple[StepFigure, ...]] = (
+    StepFigure(name="step", meaning="Number of the step, from 1.", made=_TRAINER),
+    StepFigure(name="version", meaning="Version of the weights after it.", made=_TRAINER),
+    StepFigure(name="reward", meaning="Mean reward.", made=_PER_ROW, curve=True),
+    StepFigure(
         name="reward_std",
         meaning="Standard deviation of the rewards.",
         made=_PER_ROW,
@@ -191,13 +191,13 @@ FIGURES: Final[tuple[Figure, ...]] = (
             remedy="they teach nothing; see the rewards in samples.jsonl",
         ),
     ),
-    Figure(
+    StepFigure(
         name="group_std",
         meaning="Standard deviation of the rewards of a prompt's responses, mean over prompts.",
         made=_PER_ROW,
     ),
-    Figure(name="groups", meaning="Prompts with several responses.", made=_PER_ROW),
-    Figure(
+    StepFigure(name="groups", meaning="Prompts with several responses.", made=_PER_ROW),
+    StepFigure(
         name="equal_groups",
         unit="share",
         meaning="Share of groups whose rewards are all equal.",
@@ -209,8 +209,8 @@ FIGURES: Final[tuple[Figure, ...]] = (
             remedy="they teach nothing; choose prompts of which some answers are right, or raise sampling.group_size",
         ),
     ),
-    Figure(name="reward/", meaning="Mean score of a reward term, before its weight.", made=_PER_ROW, curve=True),
-    Figure(
+    StepFigure(name="reward/", meaning="Mean score of a reward term, before its weight.", made=_PER_ROW, curve=True),
+    StepFigure(
         name="reward_std/",
         meaning="Standard deviation of its scores.",
         made=_PER_ROW,
@@ -220,11 +220,11 @@ FIGURES: Final[tuple[Figure, ...]] = (
             remedy="it teaches nothing; see its scores in samples.jsonl, and what it looks for",
         ),
     ),
-    Figure(name="length_mean", unit="tokens", meaning="Mean length of a response.", made=_PER_ROW, curve=True),
-    Figure(name="length_p50", unit="tokens", meaning="Median length.", made=_PER_ROW),
-    Figure(name="length_p95", unit="tokens", meaning="Length that 95 % do not exceed.", made=_PER_ROW),
-    Figure(name="length_max", unit="tokens", meaning="Longest response.", made=_PER_ROW, curve=True),
-    Figure(
+    StepFigure(name="length_mean", unit="tokens", meaning="Mean length of a response.", made=_PER_ROW, curve=True),
+    StepFigure(name="length_p50", unit="tokens", meaning="Median length.", made=_PER_ROW),
+    StepFigure(name="length_p95", unit="tokens", meaning="Length that 95 % do not exceed.", made=_PER_ROW),
+    StepFigure(name="length_max", unit="tokens", meaning="Longest response.", made=_PER_ROW, curve=True),
+    StepFigure(
         name="truncated",
         unit="share",
         meaning="Share of responses that were cut at `sampling.tokens_max`.",
@@ -237,8 +237,8 @@ FIGURES: Final[tuple[Figure, ...]] = (
             patience=1,
         ),
     ),
-    Figure(name="loss", meaning="Loss, over its weight.", made=_PER_DRAWN, curve=True),
-    Figure(
+    StepFigure(name="loss", meaning="Loss, over its weight.", made=_PER_DRAWN, curve=True),
+    StepFigure(
         name="entropy",
         unit="nats",
         meaning="Entropy of the policy a token.",
@@ -250,7 +250,7 @@ FIGURES: Final[tuple[Figure, ...]] = (
             remedy="the policy has nearly one answer; lower trainer.lr, raise sampling.temperature or clip_high",
         ),
     ),
-    Figure(
+    StepFigure(
         name="ref_kl",
         unit="nats",
         meaning="KL from the reference, a token.",
@@ -258,7 +258,7 @@ FIGURES: Final[tuple[Figure, ...]] = (
         curve=True,
         rule=_KL_RULE,
     ),
-    Figure(
+    StepFigure(
         name="rollout_kl",
         unit="nats",
         meaning="KL between the trained policy and the one that drew the tokens, a token.",
@@ -266,11 +266,11 @@ FIGURES: Final[tuple[Figure, ...]] = (
         curve=True,
         rule=_KL_RULE,
     ),
-    Figure(name="teacher_kl", unit="nats", meaning="KL to the teacher, a token.", made=_PER_DRAWN, curve=True),
-    Figure(name="teacher_mass", meaning="Probability of the teacher's tokens, by the teacher.", made=_PER_DRAWN),
-    Figure(name="student_mass", meaning="The same by the student.", made=_PER_DRAWN),
-    Figure(name="ratio", meaning="Ratio of the trained policy to the one before the step.", made=_PER_DRAWN),
-    Figure(
+    StepFigure(name="teacher_kl", unit="nats", meaning="KL to the teacher, a token.", made=_PER_DRAWN, curve=True),
+    StepFigure(name="teacher_mass", meaning="Probability of the teacher's tokens, by the teacher.", made=_PER_DRAWN),
+    StepFigure(name="student_mass", meaning="The same by the student.", made=_PER_DRAWN),
+    StepFigure(name="ratio", meaning="Ratio of the trained policy to the one before the step.", made=_PER_DRAWN),
+    StepFigure(
         name="clipped_low",
         unit="share",
         meaning="Tokens whose loss the lower bound changed.",
@@ -282,16 +282,16 @@ FIGURES: Final[tuple[Figure, ...]] = (
             remedy="they teach nothing more; lower trainer.lr, or take fewer updates a step",
         ),
     ),
-    Figure(
+    StepFigure(
         name="clipped_high",
         unit="share",
         meaning="Tokens whose loss the upper bound changed.",
         made=_PER_DRAWN,
         curve=True,
     ),
-    Figure(name="dual_clipped", unit="share", meaning="Tokens whose loss `dual_clip` changed.", made=_PER_DRAWN),
-    Figure(name="tis_weight", meaning="Truncated importance weight.", made=_PER_DRAWN),
-    Figure(
+    StepFigure(name="dual_clipped", unit="share", meaning="Tokens whose loss `dual_clip` changed.", made=_PER_DRAWN),
+    StepFigure(name="tis_weight", meaning="Truncated importance weight.", made=_PER_DRAWN),
+    StepFigure(
         name="engine_error",
         unit="nats",
         meaning="Difference of a token's log-prob by the trainer and by the engine that had the same weights.",
@@ -304,7 +304,7 @@ FIGURES: Final[tuple[Figure, ...]] = (
             patience=1,
         ),
     ),
-    Figure(
+    StepFigure(
         name="policy_movement",
         unit="nats",
         meaning="The same difference where the weights differ: what the policy moved since, and the engine's error.",
@@ -316,22 +316,22 @@ FIGURES: Final[tuple[Figure, ...]] = (
             remedy="lower trainer.lr or pacing.max_staleness; if engine_error is high too, the engine is the cause",
         ),
     ),
-    Figure(
+    StepFigure(
         name="own_tokens",
         unit="share",
         meaning="Share of tokens that the trainer's own version drew.",
         made="trainer: by `token_versions`",
     ),
-    Figure(name="gradient_norm", meaning="Norm of the gradient before clipping.", made=_TRAINER, curve=True),
-    Figure(name="lr", meaning="Learning rate.", made=_TRAINER),
-    Figure(
+    StepFigure(name="gradient_norm", meaning="Norm of the gradient before clipping.", made=_TRAINER, curve=True),
+    StepFigure(name="lr", meaning="Learning rate.", made=_TRAINER),
+    StepFigure(
         name="staleness",
         unit="rows",
         meaning="Rows by versions behind the table's clock.",
         made="trainer: when it leased them",
         by_value=True,
     ),
-    Figure(
+    StepFigure(
         name="staleness_mean",
         unit="versions",
         meaning="Mean of it.",
@@ -343,37 +343,39 @@ FIGURES: Final[tuple[Figure, ...]] = (
             remedy="lower pacing.max_staleness or pacing.depth, or correct for it (algorithm.tis_max)",
         ),
     ),
-    Figure(name="rows", unit="rows", meaning="Rows of the step.", made=_TRAINER),
-    Figure(name="tokens", unit="tokens", meaning="Tokens of the loss, over all updates' mean.", made=_TRAINER),
-    Figure(name="passes", meaning="Forward and backward passes.", made=_TRAINER),
-    Figure(name="lost_rows", unit="rows", meaning="Rows whose lease was lost after the update.", made=_TRAINER),
-    Figure(name="step_s", unit="s", meaning="Time of the step.", made=_TIMES, curve=True),
-    Figure(name="idle_s", unit="s", meaning="Of it: waiting for rows.", made=_TIMES, curve=True),
-    Figure(name="passes_s", unit="s", meaning="Of it: forward and backward passes.", made=_TIMES, curve=True),
-    Figure(name="update_s", unit="s", meaning="Of it: sums over ranks, clipping, optimizer.", made=_TIMES, curve=True),
-    Figure(
+    StepFigure(name="rows", unit="rows", meaning="Rows of the step.", made=_TRAINER),
+    StepFigure(name="tokens", unit="tokens", meaning="Tokens of the loss, over all updates' mean.", made=_TRAINER),
+    StepFigure(name="passes", meaning="Forward and backward passes.", made=_TRAINER),
+    StepFigure(name="lost_rows", unit="rows", meaning="Rows whose lease was lost after the update.", made=_TRAINER),
+    StepFigure(name="step_s", unit="s", meaning="Time of the step.", made=_TIMES, curve=True),
+    StepFigure(name="idle_s", unit="s", meaning="Of it: waiting for rows.", made=_TIMES, curve=True),
+    StepFigure(name="passes_s", unit="s", meaning="Of it: forward and backward passes.", made=_TIMES, curve=True),
+    StepFigure(
+        name="update_s", unit="s", meaning="Of it: sums over ranks, clipping, optimizer.", made=_TIMES, curve=True
+    ),
+    StepFigure(
         name="stood_still_s",
         unit="s",
         meaning="Of it: standing still for the publication of weights.",
         made=_TIMES,
         curve=True,
     ),
-    Figure(name="save_s", unit="s", meaning="Of it: writing a checkpoint.", made=_TIMES),
-    Figure(
+    StepFigure(name="save_s", unit="s", meaning="Of it: writing a checkpoint.", made=_TIMES),
+    StepFigure(
         name="generation_tokens_per_s",
         unit="tokens/s",
         meaning="Speed of generation.",
         made="run: the step's response tokens over the mean time that a generating process worked since the last step",
         curve=True,
     ),
-    Figure(
+    StepFigure(
         name="training_tokens_per_s",
         unit="tokens/s",
         meaning="Speed of training.",
         made="trainer: prompt and response tokens of all passes over `passes_s` and `update_s`",
         curve=True,
     ),
-    Figure(
+    StepFigure(
         name="dropped/",
         unit="rows",
         meaning="Rows that were dropped for a reason.",
@@ -385,7 +387,7 @@ FIGURES: Final[tuple[Figure, ...]] = (
             "see the log of the stage",
         ),
     ),
-    Figure(
+    StepFigure(
         name="queue_age_s/",
         unit="s",
         meaning="Age of the next row of a task; null: none waits.",
@@ -396,7 +398,7 @@ FIGURES: Final[tuple[Figure, ...]] = (
 _BY_NAME: Final = {figure.name: figure for figure in FIGURES}
 
 
-def described(name: str) -> Figure | None:
+def described(name: str) -> StepFigure | None:
     """Return the description of a figure by its name in ``steps.jsonl``; None for a name that has none.
 
     >>> described("reward/exact").name
