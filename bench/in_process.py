@@ -73,7 +73,7 @@ class Core:
 
     def take(self) -> list[bytes]:
         """The answers that the loop would send."""
-        sent, self.coordinator.outbox = self.coordinator.outbox, []
+        sent, self.coordinator.answers.outbox = self.coordinator.answers.outbox, []
         return [frame for _, frame in sent]
 
     def ask(self, request: m.Request) -> Any:

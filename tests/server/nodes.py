@@ -73,11 +73,11 @@ class Bench:
         self.deliver()
 
     def deliver(self):
-        for peer, frame in self.coordinator.outbox:
+        for peer, frame in self.coordinator.answers.outbox:
             answer = codec.decode_answer(frame)
             assert answer.epoch == self.coordinator.identity.epoch
             self.answered.setdefault(peer, []).append((answer.id, answer.reply))
-        self.coordinator.outbox = []
+        self.coordinator.answers.outbox = []
 
     def pass_time(self, seconds):
         """Every deadline on the way is kept, as the loop would."""

@@ -183,7 +183,7 @@ def test_a_torn_ledger_ends_the_server_whatever_tore_it(bench, monkeypatch, what
         acts[what]()
     with pytest.raises(LedgerTorn):  # nothing further is done
         bench.coordinator.ledger.apply(m.ListTables(), session=other.session, call=99, now=bench.now)
-    bench.coordinator.outbox.clear()
+    bench.coordinator.answers.outbox.clear()
     bench.coordinator.stop("the server has ended: why")
     bench.deliver()
     assert other.take(0).text == "the server has ended: why"

@@ -595,8 +595,8 @@ def test_a_table_of_numbers_comes_back(bench):
 
 def test_a_client_of_another_protocol_is_answered_once_and_changes_nothing(bench):
     bench.coordinator.receive(b"old", OLD_HELLO, bench.now)
-    ((peer, answer),) = bench.coordinator.outbox
-    bench.coordinator.outbox = []
+    ((peer, answer),) = bench.coordinator.answers.outbox
+    bench.coordinator.answers.outbox = []
     assert peer == b"old"
     assert msgspec.msgpack.decode(answer)[2][:2] == ["Failed", "ProtocolError"]
     assert len(bench.coordinator.sessions) == 0

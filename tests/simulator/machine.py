@@ -438,9 +438,9 @@ class SimServer:
             raise PromiseBroken(f"{defect.error.__name__} tore the ledger, and the server goes on")
 
     def _send(self, node: Coordinator) -> None:
-        while node.outbox or node.unfinished:
+        while node.answers.outbox or node.unfinished:
             node.commit()
-            answers, node.outbox = node.outbox, []
+            answers, node.answers.outbox = node.answers.outbox, []
             for peer, frame in answers:
                 if self._world.strikes(self._world.rates.killed_at_send, "server crashed between answers"):
                     raise Crashed

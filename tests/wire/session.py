@@ -60,6 +60,6 @@ def play() -> Iterator[tuple[str, bytes]]:
 def answers(bench: Bench, call: bytes) -> list[bytes]:
     """What the node says to a frame."""
     bench.coordinator.receive(PEER, call, bench.now)
-    said = [frame for _, frame in bench.coordinator.outbox]
-    bench.coordinator.outbox = []
+    said = [frame for _, frame in bench.coordinator.answers.outbox]
+    bench.coordinator.answers.outbox = []
     return said

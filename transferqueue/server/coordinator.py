@@ -2,7 +2,7 @@
 wait.
 
 It opens no socket, reads no clock and starts no thread. The loop brings events and the time (`receive`, `tick`,
-`process_exited`, `peer_lost`), and sends the answers in `outbox`.
+`process_exited`, `peer_lost`), and sends the answers in `answers.outbox`.
 
 - A peer whose key is unknown or withdrawn gets no answer. When a key is withdrawn, each of its open sessions is told.
 - A request that its role may not send (`sessions.authorization`), or that belongs to another coordinator
@@ -191,7 +191,7 @@ class Coordinator:
         except ProtocolError as error:
             self.counters.garbage += 1
             if (refusal := self._refusal_of_version(frame)) is not None:
-                self.outbox.append((peer, refusal))
+                self.answers.outbox.append((peer, refusal))
             else:
                 number, id_ = codec.call_of(frame)
                 session = self.clients.session_of(peer, number)
@@ -245,16 +245,7 @@ class Coordinator:
             return authorization.not_allowed(role, declared)
         return None if declared.home is None else wrong_coordinator(self.index, request)
 
-    # ------------------------------------------------------------ answers
-
-    @property
-    def outbox(self) -> list[tuple[Peer, bytes]]:
-        """The answers that the loop has not taken yet."""
-        return self.answers.outbox
-
-    @outbox.setter
-    def outbox(self, answers: list[tuple[Peer, bytes]]) -> None:
-        self.answers.outbox = answers
+    # ------------------------------------------------------------ waiting requests
 
     @property
     def unfinished(self) -> bool:
@@ -354,7 +345,7 @@ class Coordinator:
     def disk_failed(self, why: str) -> list[tuple[Peer, bytes]]:
         """End the server because its disk is full or fails: drop all answers, which are not durable. Returns the
         messages that tell its clients."""
-        self.outbox, self._calls.unfinished = [], False
+        self.answers.outbox, self._calls.unfinished = [], False
         answer = m.AnswerFrame(self.identity.epoch, 0, failed(DiskFailed(why)))
         return [(session.peer, codec.encode_answer(answer)) for session in self.sessions if session.peer != NOWHERE]
 

@@ -129,6 +129,7 @@ class Loop:
     ) -> None:
         self.turns = 0
         self._coordinator = coordinator
+        self._answers = coordinator.answers
         self._local = local
         self._port = port
         self._hub = hub
@@ -226,7 +227,7 @@ class Loop:
             self._local.tick()
         for session in self._exits.take() if ready and self._exits.fileno() in ready else ():
             self._coordinator.process_exited(session, now)
-        if self._coordinator.outbox:
+        if self._answers.outbox:
             self._send()
         until = math.inf if due is None or due <= settled else math.nextafter(due, -math.inf)
         drained = self._drain(self._local.take, until)
@@ -236,7 +237,7 @@ class Loop:
             drained += self._drain(self._port.recv_nowait, until)
         if woken or (due is not None and due <= now):
             self._tick()
-        if self._coordinator.outbox:
+        if self._answers.outbox:
             self._send()
         self._more = drained >= FRAMES_DRAINED_MAX
 
@@ -263,7 +264,7 @@ class Loop:
             else:
                 self._coordinator.receive(peer, frame, now)
             subject = self._coordinator.handled
-            if not self._batch and (self._coordinator.outbox or self._coordinator.unfinished):
+            if not self._batch and (self._answers.outbox or self._coordinator.unfinished):
                 self._send()  # before the next frame: requests that this frame served have waited long enough
             self._meter.took(self._coordinator.turns.requests, began, subject)
         return FRAMES_DRAINED_MAX
@@ -275,13 +276,13 @@ class Loop:
             self._port.admit(peer)
 
     def _send(self) -> None:
-        while self._coordinator.outbox or self._coordinator.unfinished:
+        while self._answers.outbox or self._coordinator.unfinished:
             if self._coordinator.has_journal:
                 self._clock()
                 began = self._clock.read_at
                 self._coordinator.commit()
                 self._meter.took(self._coordinator.turns.commits, began, "commit")
-            answers, self._coordinator.outbox = self._coordinator.outbox, []
+            answers, self._answers.outbox = self._answers.outbox, []
             for peer in self._deliver(answers if len(answers) == 1 else _waiters_first(answers)):
                 self._coordinator.peer_lost(peer, self._clock())
             if self._coordinator.unfinished:
