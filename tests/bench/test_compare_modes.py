@@ -15,7 +15,9 @@ from transferqueue.workflows.job.run.record import RunRecord
 from transferqueue.workflows.job.run.summary import summarize
 
 SPEEDS = {"sync": (100.0, 200.0), "delayed": (150.0, 200.0), "async": (200.0, 500.0)}
-EMPTY = summarize(RunRecord(Path()), job("grpo"), Audit(put=8, live=0, done=8, dropped={}), starts=1, seconds=1.0)
+EMPTY = summarize(
+    RunRecord(Path(), job("grpo")), job("grpo"), Audit(put=8, live=0, done=8, dropped={}), starts=1, seconds=1.0
+)
 RUNS = [
     ComparisonRun(mode, seed, replace(EMPTY, samples_per_s=SPEEDS[mode][seed], after=0.5 + seed / 10))
     for seed in (0, 1)

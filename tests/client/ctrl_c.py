@@ -120,7 +120,7 @@ class Timer:
         """Do the work until it is interrupted. Before every other round `settle` has the client connect again."""
         if self._random.random() < 0.5:
             settle()
-        with suppress(KeyboardInterrupt):
+        with suppress(KeyboardInterrupt, asyncio.CancelledError):  # which `Runner` raises if a signal comes as it begins
             self._armed = True
             signal.setitimer(signal.ITIMER_REAL, self._random.uniform(1e-6, LATEST_S))
             while self._armed:

@@ -165,7 +165,7 @@ def test_a_resumed_run_goes_on_with_what_was_written(tmp_path):
 
 def test_each_step_and_evaluation_is_once_in_its_file_whatever_the_trainer_took_back(tmp_path):
     filled(tmp_path, [1, 2, 3, 4])
-    with RunRecord(tmp_path) as record:
+    with RunRecord(tmp_path, job("grpo")) as record:
         for at, number in enumerate([3, 4, 5, 4, 5, 6]):  # a resume, then the death of the trainer
             record.add("train-0", step(number, 20.0 + at, reward=at))
             record.add("evaluate-0", evaluation("during", at, number))

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from weakref import proxy
 
 from msgspec.structs import replace
 
@@ -25,7 +26,7 @@ class Copies(BlockPart):
     __slots__ = ("_blocks",)
 
     def __init__(self, blocks: BlockRegistry) -> None:
-        self._blocks = blocks
+        self._blocks: BlockRegistry = proxy(blocks)  # it has its parts: two references would be a circle
         blocks.attach(self)
 
     @property
