@@ -120,7 +120,8 @@ class Timer:
         """Do the work until it is interrupted. Before every other round `settle` has the client connect again."""
         if self._random.random() < 0.5:
             settle()
-        with suppress(KeyboardInterrupt, asyncio.CancelledError):  # which `Runner` raises if a signal comes as it begins
+        # A `Runner` raises CancelledError if the signal comes as it begins.
+        with suppress(KeyboardInterrupt, asyncio.CancelledError):
             self._armed = True
             signal.setitimer(signal.ITIMER_REAL, self._random.uniform(1e-6, LATEST_S))
             while self._armed:
