@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import transferqueue
 from tests.markdown import ROOT
 from transferqueue.lazy import EXTRAS, naming_extra
 
@@ -69,10 +70,19 @@ def test_names_that_need_an_engine_are_listed_as_they_are_looked_up(package):
     call = next(
         node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "lazy_names"
     )
-    modules = ast.literal_eval(call.args[1])
+    _check_lists(package, tree, ast.literal_eval(call.args[1]))
+
+
+def test_the_public_names_of_the_package_are_listed_as_they_are_looked_up():
+    tree = ast.parse(Path(find_spec("transferqueue").origin).read_text())
+    _check_lists("transferqueue", tree, transferqueue._MODULES)
+
+
+def _check_lists(package, tree, modules):
+    """Compare the names that are looked up, those imported for type checkers, and `__all__`."""
     looked_up = {name: f"{package}.{module}" for module, names in modules.items() for name in names.split()}
     assert looked_up == _imported_for_type_checkers(tree)
-    assert sorted(looked_up) == sorted(import_module(package).__all__)
+    assert sorted(looked_up) == sorted(set(import_module(package).__all__) - {"__version__"})
 
 
 def test_a_missing_library_names_the_extra_that_installs_it():

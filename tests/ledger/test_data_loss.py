@@ -37,7 +37,7 @@ def give(client: Driver, task: str, rows: int, **columns: object) -> list[int]:
 def lose(world: World, rows: list[int], field: str) -> dict[str, list[int]]:
     """Lose the blocks that hold a field of rows."""
     table = world.table()
-    (places,) = table.parts.locate([field], table.rows.pages.index(np.array(rows)))
+    (places,) = table.column_groups.locate([field], table.rows.pages.index(np.array(rows)))
     lost = world.ledger.blocks_lost(set(places.blocks.tolist()) - {0}, world.now)
     world.collect()
     return lost

@@ -277,7 +277,7 @@ class Fuzz:
         refs: dict[int, int] = {}
         rows = table.rows.pages.resident_rows()
         at = table.rows.pages.index(rows)
-        for part in table.parts._by_fields.values():
+        for part in table.column_groups._by_fields.values():
             for number in part.block.a[at].tolist():
                 if number:
                     refs[number] = refs.get(number, 0) + 1

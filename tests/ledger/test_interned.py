@@ -733,14 +733,14 @@ class Course:
         """Each row reads what it was given last, from a block that needs exactly the rows that have it."""
         table, blocks = self.world.table(), self.world.ledger.state.core.blocks.blocks
         rows, has = self._with_image()
-        (places,) = table.parts.locate(["image"], table.rows.pages.index(rows))
+        (places,) = table.column_groups.locate(["image"], table.rows.pages.index(rows))
         for row, had, block, slot in zip(
             rows.tolist(), has, places.blocks.tolist(), places.slots.tolist(), strict=True
         ):
             read = self.places[blocks[block].at.extent, blocks[block].at.offset][slot] if had else 0
             assert read == self.number[row], f"row {row} reads {read}, and was given {self.number[row]}"
         entries: dict[int, int] = {}
-        for part in table.parts._by_fields.values():
+        for part in table.column_groups._by_fields.values():
             for number in part.block.a[table.rows.pages.index(table.rows.pages.resident_rows())].tolist():
                 entries[number] = entries.get(number, 0) + bool(number)
         for lease in self.world.ledger.state.core.leases.by_id.values():

@@ -63,7 +63,7 @@ def _expire_leases_with_results_in(state: LedgerState, blocks: frozenset[int]) -
 def _lose_values(table: TableState, blocks: IntArray, why: str, now: float) -> list[int]:
     """Clear the lost values of a table. Returns the rows that ended as lost."""
     rows = table.rows.pages.resident_rows()
-    rows = rows[table.parts.lies_in(table.rows.pages.index(rows), blocks)]
+    rows = rows[table.column_groups.lies_in(table.rows.pages.index(rows), blocks)]
     if not rows.size:
         return []
     live = rows[table.rows.pages.fate.a[table.rows.pages.index(rows)] == LIVE]
@@ -85,7 +85,7 @@ def _clear_fields(table: TableState, rows: IntArray, blocks: IntArray, why: str,
     for name, reads in gone.items():
         table.rows.clear_fields(at[reads], table.rows.mask((name,)))
         table.history.add(now, why, rows[reads], detail=name)
-    for number, count in table.parts.prune(at, gone):
+    for number, count in table.column_groups.prune(at, gone):
         table.core.blocks.retire(number, count)
     return {name: rows[reads] for name, reads in gone.items()}
 
@@ -97,7 +97,7 @@ def _fields_in(table: TableState, at: IntArray, blocks: IntArray) -> dict[str, B
 
 def _reads_from(table: TableState, name: str, at: IntArray, blocks: IntArray) -> BoolArray:
     """Which rows read the field from one of the blocks."""
-    (places,) = table.parts.locate([name], at)
+    (places,) = table.column_groups.locate([name], at)
     return table.rows.has_all(at, table.rows.mask((name,))) & np.isin(places.blocks, blocks)
 
 

@@ -149,9 +149,6 @@ def _goodbye(state: LedgerState, request: m.Goodbye, session: SessionState, call
     return m.DoneReply()
 
 
-# ---------------------------------------------------------------- rows
-
-
 # ---------------------------------------------------------------- weights
 
 

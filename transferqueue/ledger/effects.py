@@ -20,7 +20,7 @@ import msgspec
 WakeKey = tuple[str, ...]
 """The condition that a request waits for: ("task", table, task), ("room", table), ("clock", table), ("table", name),
 ("channel", name), ("turn", channel): an update slot, ("parts", channel): parts of a pending version, ("copies",):
-blocks that lack copies, ("loaded",): blocks that are on a disk.
+blocks that lack copies, ("loaded",): blocks that are on a disk. The server adds ("memory",): a grant.
 """
 
 
@@ -57,7 +57,7 @@ Effect = WakeWaiters | FreeExtent | LeaseEnded
 
 
 class Writes(Protocol):
-    """Marks the writes of an operation. `table.SharedState`, in a higher module, implements it."""
+    """Marks the writes of an operation. `table_state.SharedState`, in a higher module, implements it."""
 
     writing: bool
 

@@ -514,7 +514,7 @@ class Ledger:
         repeat = DECLARED[type(request)].repeat
         try:
             may_repeat = call <= holder.replies.last and repeat != "again"
-            if may_repeat and (repeat != "by_row" or not self._is_known_put(request, holder, call)):
+            if may_repeat and (repeat != "by_put" or not self._is_known_put(request, holder, call)):
                 answered = holder.replies.get(call)
                 if answered is not None:
                     return answered
@@ -537,7 +537,7 @@ class Ledger:
         holder = self.state.sessions.get(session)
         if holder is None or call > holder.replies.last:
             return False
-        if DECLARED[type(request)].repeat == "by_row" and self._is_known_put(request, holder, call):
+        if DECLARED[type(request)].repeat == "by_put" and self._is_known_put(request, holder, call):
             return True
         return holder.replies.was_answered(call)
 

@@ -126,13 +126,12 @@ class TableState:
         self.limits = limits
         self.pacing = pacing
         self.retention = retention
-        """Number of shards to which each block is committed."""
         self.extra_fields: bool | None = None
         """Whether rows may add fields that the terms do not name. None: yes, but clients refuse near misses."""
         self.sealed = False
         self.clock = 0
         self.rows = RowStore(name)
-        self.parts = ColumnGroups(self.rows)
+        self.column_groups = ColumnGroups(self.rows)
         self.groups = GroupIndex(self.rows)
         self.tasks: dict[str, TaskState] = {}
         self.holders: TasksOfField = {}

@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import Final
 
 from transferqueue.errors import Full, OutOfMemory, UsageError
-from transferqueue.ledger.effects import Blocked
+from transferqueue.ledger.effects import Blocked, WakeKey
 from transferqueue.ledger.requests.registry import Outcome
 from transferqueue.limits import TEXT_CHARS_MAX
 from transferqueue.server import reports
 from transferqueue.server.memory.own_memory import SHARD
 from transferqueue.server.parts import Operation, Part
 from transferqueue.server.sessions.session_table import OpenSession
-from transferqueue.server.sessions.waiting import WaitingRequest, WakeKey
+from transferqueue.server.sessions.waiting import WaitingRequest
 from transferqueue.server.state import ServerState
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m

@@ -29,7 +29,7 @@ from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 
 _ONE: Final = 4
-"""Bytes of one item of `Part`."""
+"""Bytes of one item of `ReplyColumns`."""
 
 
 class MappedMemory:

@@ -153,10 +153,10 @@ class _SnapshotRestore:
                 refs[number] = refs.get(number, 0) + count
         new = {number: self._commit(number, table.usage, count) for number, count in refs.items()}
         for name, (blocks, slots) in snapshot.places.items():
-            parts = table.parts.parts_of((name,))
+            parts = table.column_groups.parts_of((name,))
             for number, count in tally(blocks[blocks > 0]):
                 chosen = blocks == number
-                table.parts.write(at[chosen], count, parts, new[number], slots[chosen])
+                table.column_groups.write(at[chosen], count, parts, new[number], slots[chosen])
 
     def _commit(self, number: int, usage: OwnerBytes, refs: int) -> int:
         blocks, at = self._state.core.blocks, self._snapshot.blocks[number]

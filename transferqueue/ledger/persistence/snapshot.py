@@ -187,7 +187,7 @@ def _counts(table: TableState) -> TableCounts:
 
 
 def _places(table: TableState, name: str, at: IntArray) -> tuple[IntArray, AnyArray]:
-    (places,) = table.parts.locate([name], at)
+    (places,) = table.column_groups.locate([name], at)
     has_field = table.rows.has_all(at, table.rows.mask((name,)))
     return np.where(has_field, places.blocks, 0), places.slots
 

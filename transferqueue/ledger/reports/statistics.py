@@ -103,7 +103,7 @@ def rows_with_one_copy(table: TableState) -> int:
     if not numbers:
         return 0
     at = table.rows.pages.index(table.rows.pages.resident_rows())
-    return int(table.parts.lies_in(at, np.array(sorted(numbers), np.int64)).sum())
+    return int(table.column_groups.lies_in(at, np.array(sorted(numbers), np.int64)).sum())
 
 
 def _by_lag(counts: Mapping[int, int]) -> dict[str, int]:
@@ -321,7 +321,7 @@ def _field(table: TableState, name: str, at: IntArray) -> RowField:
     if column is not None:
         value = column.a[at[0]].item()
         return replace(view, value=str(value) if isinstance(value, complex) else value)
-    (place,) = table.parts.locate([name], at)
+    (place,) = table.column_groups.locate([name], at)
     block = table.core.blocks.blocks[int(place.blocks[0])].at
     return replace(view, block=block.block, slot=int(place.slots[0]), shard=block.shard, bytes=block.nbytes)
 

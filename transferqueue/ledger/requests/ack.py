@@ -262,7 +262,7 @@ def _commit_last_replica_ack(table: TableState, lease: LeaseState, request: Ack,
         at = table.rows.pages.index(rows)
         _outrank(table, lease.staged, at)
         _commit(table, lease.staged, rows, chosen, now)
-        retire(table, table.parts.prune(at, lease.staged.names))
+        retire(table, table.column_groups.prune(at, lease.staged.names))
         lease.staged = None
     drop_staged(table, lease)
     lease.held[:] = lease.open[:] = False
@@ -278,7 +278,7 @@ def _outrank(table: TableState, staged: StagedCommit, at: IntArray) -> None:
     if not staged.blocks:
         return
     into = [part for parts in staged.parts for part in parts]
-    added, ended = table.parts.make_way(at, staged.names, into, min(staged.blocks))
+    added, ended = table.column_groups.make_way(at, staged.names, into, min(staged.blocks))
     for number, count in added:
         table.core.blocks.refer([number], count)
     retire(table, ended)
@@ -378,7 +378,7 @@ def release(table: TableState, request: ReleaseRequest, session: int, now: float
     if staged is not None:
         reserve_blocks(table, staged)
         _commit(table, staged, rows, np.flatnonzero(lease.held[named]), now)
-        retire(table, table.parts.prune(table.rows.pages.index(rows), staged.names))
+        retire(table, table.column_groups.prune(table.rows.pages.index(rows), staged.names))
     lease.held[named] = lease.open[named] = False
     table.history.add(now, "failed" if request.failed else "released", rows, lease.task, session, request.reason)
     if request.failed:

@@ -208,7 +208,7 @@ def update(table: TableState, request: Update, session: int, now: float) -> Done
     reserve_blocks(table, staged)
     write_columns(table, staged, rows, at)
     if request.overwrite:
-        retire(table, table.parts.prune(at, staged.names))
+        retire(table, table.column_groups.prune(at, staged.names))
         table.wake_room()
     table.history.add(now, "updated", rows, session=session, detail=", ".join(staged.names))
     rows_changed(table, staged, rows, at, now)

@@ -31,7 +31,7 @@ def describe_rows(table: TableState, rows: IntArray, at: Index, names: Sequence[
     """
     inline, placed, definitions = table.rows.reply_fields(names)
     blocks: dict[int, None] = {}
-    parts = [_part(table.core.blocks, places, blocks) for places in table.parts.locate(placed, at)]
+    parts = [_part(table.core.blocks, places, blocks) for places in table.column_groups.locate(placed, at)]
     content = ReplyRows(
         rows=rows.tobytes(),
         **table.rows.reply_facts(at, rows.size),
@@ -60,7 +60,9 @@ def are_awaited(table: TableState, at: Index, names: Sequence[str]) -> bool:
 def _blocks_of(table: TableState, at: Index, names: Sequence[str]) -> set[int]:
     """The blocks that a description of these rows names."""
     _, placed, _ = table.rows.reply_fields(names)
-    blocks = {number for places in table.parts.locate(placed, at) for number in np.unique(places.blocks).tolist()}
+    blocks = {
+        number for places in table.column_groups.locate(placed, at) for number in np.unique(places.blocks).tolist()
+    }
     return blocks - {0}
 
 

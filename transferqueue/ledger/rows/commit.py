@@ -42,7 +42,7 @@ class CommitTable(Protocol):
     name: str
     limits: Limits
     rows: RowStore
-    parts: ColumnGroups
+    column_groups: ColumnGroups
     usage: OwnerBytes
     known_puts: KnownPuts
 
@@ -180,7 +180,9 @@ def check_contents(table: CommitTable, staged: StagedCommit, at: IntArray) -> No
     the field in a newer block. If its bytes were written, the rows get the written block.
     """
     for place, placed in enumerate(staged.placed):
-        if not placed.content or may_refer(placed, table.usage, table.parts.newest_beside(placed.fields[0], at)):
+        if not placed.content or may_refer(
+            placed, table.usage, table.column_groups.newest_beside(placed.fields[0], at)
+        ):
             continue
         if not placed.extent:
             raise NotFound(
@@ -231,7 +233,7 @@ def reserve_blocks(table: CommitTable, staged: StagedCommit) -> None:
         return
     refs = []
     for place, placed in enumerate(staged.placed):
-        groups = table.parts.parts_of(placed.fields)
+        groups = table.column_groups.parts_of(placed.fields)
         staged.parts.append(groups)
         count = staged.members[place].rows.size if place in staged.members else staged.rows
         refs.append(count * len(groups))
@@ -250,7 +252,7 @@ def _write(
     table: CommitTable, staged: StagedCommit, ids: IntArray, at: Index, chosen: IntArray | None, *, are_new: bool
 ) -> Retired:
     """The same. Returns the references that this replaces. `are_new`: the rows have no column yet."""
-    rows, parts, retired = table.rows, table.parts, Retired()
+    rows, parts, retired = table.rows, table.column_groups, Retired()
     for place, (number, slots, into) in enumerate(zip(staged.blocks, staged.slots, staged.parts, strict=True)):
         if place in staged.members:
             where = _places_of(staged.members[place], at, chosen)

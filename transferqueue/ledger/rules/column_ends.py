@@ -71,7 +71,7 @@ def free_values(
         those = rows[np.frombuffer(of_rows_bytes, np.bool_)]
         at = table.rows.pages.index(those)
         table.rows.mark_freed(at, table.rows.mask(fields))
-        for number, refs in table.parts.prune(at, fields):
+        for number, refs in table.column_groups.prune(at, fields):
             table.core.blocks.retire(number, refs)
         table.history.add(now, FREED, those, task, session, _named(fields))
         freed += those.size * len(fields)

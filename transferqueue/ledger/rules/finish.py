@@ -87,7 +87,7 @@ def _keep_dropped(table: TableState, rows: IntArray, at: IntArray, reason: str) 
     """Keep those of the rows, which are about to be dropped, that failed too often."""
     states = {name: task.state.a[at].tolist() for name, task in table.tasks.items()}
     names = [name for name in table.rows.fields if name not in table.rows.inline]
-    blocks = [places.blocks.tolist() for places in table.parts.locate(names, at)]
+    blocks = [places.blocks.tolist() for places in table.column_groups.locate(names, at)]
     for position, row in enumerate(rows.tolist()):
         if (failure := table.dropped.expected.pop(row, None)) is not None and reason == ATTEMPTS:
             mine = {column[position] for column in blocks} - {0}
@@ -108,7 +108,7 @@ def free_rows(table: TableState, rows: IntArray, at: Index) -> None:
     """Free rows that have their fate: their bytes, keys, tags, and pages without a row."""
     if len(table.dropped):
         table.dropped.forget(rows.tolist())
-    retire(table, table.parts.release(at))
+    retire(table, table.column_groups.release(at))
     table.known_puts.forget(table.rows.free(rows, at))
 
 

@@ -81,7 +81,7 @@ def _check_blocks(table: TableState, placed: BlocksRead, rows: IntArray, at: Int
     if lacks.any():
         lost = [name for name in placed.fields if not _has(table, [name], at).all()]
         _refuse(table, lost[0], rows, lacks)
-    for places in table.parts.locate(placed.fields, at):
+    for places in table.column_groups.locate(placed.fields, at):
         _refuse(table, places.fields[0], rows, places.blocks != read)
 
 

@@ -38,7 +38,7 @@ def requeue_rows(table: TableState, target: str, rows: IntArray, what: str, now:
     at = table.rows.pages.index(rows)
     known = sorted(name for name in fields if name in table.rows.fields)
     table.rows.clear_fields(at, table.rows.mask(known))
-    retire(table, table.parts.prune(at, known))
+    retire(table, table.column_groups.prune(at, known))
     had = {name: _set_pending(table, table.tasks[name], rows, at) for name in names}
     had[target] = _reset_done_rows(table, first, rows, at, now)
     for task in table.tasks.values():

@@ -6,7 +6,8 @@ records how long each frame, tick and commit kept all other clients waiting.
 
 A live client cannot renew its lease while the server does not listen, so no deadline passes then. `ListeningClock`
 leaves out the time in which the process was suspended, or busy with one turn. A frame that arrived before a deadline is
-handled before that deadline, and as of a time before it.
+handled before that deadline, and as of a time before it. A client that died is ended first: its last frames may be
+ignored.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Final, TypeVar
 
+from transferqueue.ledger.effects import WakeKey
 from transferqueue.limits import LOAD_WAIT_S
 from transferqueue.wire import messages as m
 
-WakeKey = tuple[str, ...]
 Lane = tuple[str, ...]
 
 _HEAP_SLACK: Final = 64

@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 from msgspec.structs import replace
 
 from transferqueue.errors import Corruption, OutOfMemory, ShardLost, TransferQueueError, Unreachable
-from transferqueue.ledger.effects import Blocked
+from transferqueue.ledger.effects import Blocked, WakeKey
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import (
     COPY_ORDER_BLOCKS,
@@ -37,7 +37,6 @@ from transferqueue.limits import (
 from transferqueue.schema import align
 from transferqueue.server.memory.lending import Lending
 from transferqueue.server.memory.own_memory import SHARD
-from transferqueue.server.sessions.waiting import WakeKey
 from transferqueue.server.shards.registry import ShardRegistry
 from transferqueue.wire import messages as m
 

@@ -19,13 +19,12 @@ from typing import Final
 from msgspec.structs import replace
 
 from transferqueue.errors import InternalError, OutOfMemory
-from transferqueue.ledger.effects import Blocked
+from transferqueue.ledger.effects import Blocked, WakeKey
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import COPIES_IN_FLIGHT_BYTES, PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.server.memory.lending import Lending
 from transferqueue.server.sessions.session_table import OpenSession
-from transferqueue.server.sessions.waiting import WakeKey
 from transferqueue.server.shards.block_fetches import BlockFetches
 from transferqueue.server.shards.registry import ShardRegistry
 from transferqueue.wire import messages as m

@@ -6,13 +6,13 @@ import struct
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
+from transferqueue.ledger.effects import WakeKey
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.rows.blocks import ExtentState
 from transferqueue.server.memory.lending import Lending
 from transferqueue.server.memory.own_memory import SHARD
 from transferqueue.server.parts import Operation, Part
 from transferqueue.server.sessions.session_table import OpenSession, SessionTable
-from transferqueue.server.sessions.waiting import WakeKey
 from transferqueue.server.shards.block_fetches import BlockFetches
 from transferqueue.server.shards.copies import CopyOrders
 from transferqueue.server.shards.registry import ShardRegistry

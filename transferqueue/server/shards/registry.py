@@ -24,11 +24,11 @@ from typing import Final
 import msgspec
 
 from transferqueue.errors import Full, NotFound, UsageError, listing
+from transferqueue.ledger.effects import WakeKey
 from transferqueue.limits import PAGE_BYTES, SHARD_BYTES_MAX, SHARDS_MAX
 from transferqueue.server.memory.lending import Lending
 from transferqueue.server.memory.own_memory import SHARD
 from transferqueue.server.sessions.session_table import OpenSession
-from transferqueue.server.sessions.waiting import WakeKey
 from transferqueue.server.shards.remote_shard import RemoteShard
 from transferqueue.server.shards.tickets import TicketIssuer, issue
 from transferqueue.transport import TcpAddress, parse_address

@@ -23,12 +23,11 @@ from typing import Final
 import msgspec
 
 from transferqueue.errors import ProtocolError
-from transferqueue.ledger.effects import Blocked
+from transferqueue.ledger.effects import Blocked, WakeKey
 from transferqueue.limits import ARENA_STEP_BYTES, ITEMS_MAX, PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.server.memory.own_memory import TRIM_AFTER_S, check_size
 from transferqueue.server.sessions.session_table import OpenSession
-from transferqueue.server.sessions.waiting import WakeKey
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.storage.memory.arena import surplus

@@ -15,12 +15,12 @@ from transferqueue.wire.roles import Role
 
 Kind = TypeVar("Kind", bound=type[Message])
 
-Repeat = Literal["kept", "again", "by_row"]
+Repeat = Literal["kept", "again", "by_put"]
 """How the server answers a call that comes again after it was carried out.
 
 - kept: with the first reply, which it keeps until the client has seen it.
 - again: by carrying it out again, which changes nothing.
-- by_row: as "kept", and later from the rows themselves, for as long as they live.
+- by_put: from the puts that the table remembers (`KnownPuts`), for as long as it does; else as "kept".
 """
 
 Undo = Callable[[Any, Any, str], list[Any]]

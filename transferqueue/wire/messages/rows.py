@@ -140,7 +140,7 @@ class PutRows(Message):
 @request(
     reply=PutRows,
     roles=PRODUCERS,
-    repeat="by_row",
+    repeat="by_put",
     verb="Table.put",
     unanswered=(
         "if they were, the same put again adds them twice: give rows keys (key=), and the second is AlreadyExists, or "
