@@ -3,6 +3,8 @@
 import fcntl
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -169,6 +171,15 @@ def dies(context: Context) -> Iterator[Work]:
 def cannot_start(context: Context) -> Iterator[Work]:
     """Factory that fails before its first row."""
     raise RuntimeError("no such model")
+    yield  # type: ignore[unreachable]
+
+
+@contextmanager
+def engine_dies(context: Context) -> Iterator[Work]:
+    """Factory whose engine, a process of its own, logs why it died; what follows from that are its last words."""
+    cause = "engine ERROR Traceback (most recent call last):\\nengine ERROR   File x\\nengine ERROR OSError: no offset"
+    subprocess.run([sys.executable, "-c", f'print("{cause}")'], check=True)
+    raise TypeError("'NoneType' object is not callable")
     yield  # type: ignore[unreachable]
 
 

@@ -14,7 +14,8 @@ import msgspec
 import pytest
 
 import transferqueue as tq
-from transferqueue.workflows.flow.events import START, Event, Figures, TimeSpan
+from transferqueue.workflows.flow import flow as flow_module
+from transferqueue.workflows.flow.events import RESTART, START, Event, Figures, TimeSpan
 from transferqueue.workflows.flow.flow import RESTARTS_MAX, Flow, StageFailed
 from transferqueue.workflows.flow.processes.stage_process import StageJob
 from transferqueue.workflows.flow.stage import Stage
@@ -107,7 +108,7 @@ def test_rows_of_a_killed_process_are_done_by_its_next_life(queue: tq.Queue, tmp
         queue,
         jobs("hangs_in_its_first_life", marks=tmp_path),
         directory=tmp_path,
-        observe=lambda label, event: kill(label) if isinstance(event, Figures) else None,
+        observe=lambda label, event: kill(label) if getattr(event, "kind", "") == "holding" else None,
     )
 
     def kill(label: str) -> None:
@@ -192,7 +193,7 @@ def test_a_process_that_keeps_dying_ends_the_flow(queue: tq.Queue, tmp_path: Pat
         Flow(queue, jobs("dies"), directory=tmp_path, observe=lambda label, event: told.append(event)) as flow,
     ):
         flow.run()
-    assert len([event for event in told if isinstance(event, Figures)]) == 3
+    assert [event.kind for event in told if isinstance(event, Figures)] == ["dying", RESTART] * 2 + ["dying"]
     assert flow.pids() == {}
 
 
@@ -243,6 +244,38 @@ def test_processes_that_work_only_together_are_started_again_together(queue: tq.
 def test_a_stage_that_cannot_start_ends_the_flow_with_what_it_wrote(queue: tq.Queue, tmp_path: Path) -> None:
     with pytest.raises(StageFailed, match="RuntimeError: no such model"):
         run(queue, jobs("cannot_start"), tmp_path)
+
+
+def test_an_engine_that_dies_twice_of_the_same_exception_ends_the_flow_with_the_first(
+    queue: tq.Queue, tmp_path: Path
+) -> None:
+    """Its restart is told with the cause, and the same cause again ends the flow, though it may restart five times."""
+    told: list[Event] = []
+    with (
+        pytest.raises(
+            StageFailed,
+            match=r"ended with exit code 1, after 1 restarts without work in between, twice in a row of the same "
+            r"exception, so it is not started again; its first exception was OSError: no offset, its last words were "
+            r"TypeError: 'NoneType' object is not callable; see .*double-0.log",
+        ),
+        Flow(
+            queue,
+            jobs("engine_dies")[1:],
+            directory=tmp_path,
+            observe=lambda label, event: told.append(event),
+            restarts_max=5,
+        ) as flow,
+    ):
+        flow.run()
+    (restart,) = [event.values for event in told if isinstance(event, Figures) and event.kind == RESTART]
+    assert restart["label"] == "double-0"
+    assert restart["text"].startswith("double-0 ended with exit code 1; its first exception was OSError: no offset, ")
+    assert restart["next"].startswith("it is started again, restart 1 of 5 without work in between; see ")
+
+
+def test_a_server_that_is_away_is_no_exception_of_the_process() -> None:
+    assert flow_module._is_of_peer("transferqueue.errors.Disconnected: the server has gone")
+    assert not flow_module._is_of_peer("RuntimeError: no such model")
 
 
 def test_ctrl_c_that_another_thread_receives_ends_the_wait(queue: tq.Queue, tmp_path: Path) -> None:

@@ -28,6 +28,9 @@ PUBLISH: Final = "publish"
 START: Final = "start"
 """Span from the start of a process until it asks for its first batch."""
 
+RESTART: Final = "restart"
+"""Kind of the event that reports a process that died and is started again: ``text`` says why, ``next`` what follows."""
+
 
 class TimeSpan(msgspec.Struct, frozen=True, kw_only=True, tag="span"):
     """A time span of one process. rows, version: of its batch; -1 if it has none."""

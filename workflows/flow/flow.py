@@ -5,9 +5,10 @@
 2. A thread supervises them from entering the flow until leaving it, whatever the program does meanwhile. The kernel
    wakes the thread when a process sends an event or exits; nothing is polled.
 3. A flow ends when all processes have exited with success. A process that dies is started again; its rows have gone to
-   other workers by then. When it has died `restarts_max` times more without work in between, or when it reports that a
-   restart is useless, the flow fails with `StageFailed`, which shows the process's last output, and the other processes
-   are ended. A kill while the process waits for a batch does not count.
+   other workers by then, and the event `RESTART` says why it died. When it has died `restarts_max` times more without
+   work in between, or twice of the same exception, or when it reports that a restart is useless, the flow fails with
+   `StageFailed`, which shows the process's last output, and the other processes are ended. A kill while the process
+   waits for a batch does not count, and an unreachable peer, such as a server that is started again, is no exception.
 4. A failed flow ends every wait for it. `run` raises its error, and so does each put, lease or other call
    of the flow's queue that waits, in any thread, or that would have to wait before the flow is left. Leaving a failed
    flow without an error raises it too, unless `run` did.
@@ -42,6 +43,7 @@ from typing import Any, Final, Self
 import msgspec
 
 import transferqueue as tq
+from transferqueue import errors
 from transferqueue.errors import PeerError, TransferQueueError
 from transferqueue.workflows.flow.draining import (
     ADDED,
@@ -53,7 +55,7 @@ from transferqueue.workflows.flow.draining import (
     check_addition,
     check_removal,
 )
-from transferqueue.workflows.flow.events import Event, Failure, Figures
+from transferqueue.workflows.flow.events import RESTART, Event, Failure, Figures
 from transferqueue.workflows.flow.processes.child_process import ChildProcess
 from transferqueue.workflows.flow.processes.signals import signal_pipe
 from transferqueue.workflows.flow.processes.stage_process import EXIT_FINAL, StageJob
@@ -355,12 +357,14 @@ class Flow:
             self._observe(child.job.label, event)
             if isinstance(event, Failure):
                 child.failure = event
+        if child.receiver.progressed:
+            child.worked()
 
     def _died(self, child: ChildProcess) -> None:
         """Read the rest of its events, then start it again, fail the flow, or count it as finished."""
         code = self._ended_with(child)
         self._do_what_was_asked()  # a removal that was asked for before the death counts
-        last_words = "" if code == 0 else child.last_words()
+        last_words, cause = ("", "") if code == 0 else (child.last_words(), child.cause())
         self._forget(child)
         removed = bool(child.removal) or code == EXIT_DRAINED
         if removed or code == 0:
@@ -370,10 +374,17 @@ class Flow:
                 self._removed(child, code)
             return
         if child.receiver.progressed or (child.receiver.is_idle and -code in _FROM_OUTSIDE):
-            child.restarts = 0
-        if code == EXIT_FINAL or child.restarts >= self._restarts_max:
-            raise _failed(child, code, last_words)
-        self._start_again(child)
+            child.restarts, child.cause_before = 0, ""
+        is_same = bool(cause) and cause == child.cause_before and not _is_of_peer(cause)
+        if code == EXIT_FINAL or child.restarts >= self._restarts_max or is_same:
+            raise _failed(child, code, last_words, cause, is_same=is_same)
+        text = f"{child.job.label} {_end_of(code)}; {_why(last_words, cause)}"
+        following = (
+            f"it is started again, restart {child.restarts + 1} of {self._restarts_max} without work in between; see "
+            f"{child.log}"
+        )
+        self._report(child.job.label, RESTART, {"label": child.job.label, "text": text, "next": following})
+        self._start_again(child, cause)
 
     def _ended_with(self, child: ChildProcess) -> int:
         """End the process, read the rest of its events, and return its exit code."""
@@ -386,7 +397,7 @@ class Flow:
             pass  # another process still holds the pipe; all events have been read
         return code
 
-    def _start_again(self, dead: ChildProcess) -> None:
+    def _start_again(self, dead: ChildProcess, cause: str) -> None:
         """Start a process again, and with it those that work only together with it, also those of its name that had
         finished."""
         others = started_with(dead.job, self._jobs, self._children)
@@ -399,6 +410,7 @@ class Flow:
         if is_whole(dead.job, others, self._jobs):
             self._prepare(dead.job.together)
         self._start(dead.job, dead.restarts + 1)
+        self._children[dead.job.label].cause_before = cause
         for job in others:
             with self._lock:
                 self._labels.setdefault(job.label, job)
@@ -419,14 +431,30 @@ def is_whole(dead: StageJob, others: Sequence[StageJob], jobs: Sequence[StageJob
     return bool(dead.together) and len(others) + 1 == sum(job.together == dead.together for job in jobs)
 
 
-def _failed(child: ChildProcess, code: int, last_words: str) -> StageFailed:
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+def _failed(child: ChildProcess, code: int, last_words: str, cause: str, *, is_same: bool) -> StageFailed:
     again = f", after {child.restarts} restarts without work in between" if child.restarts else ""
+    twice = ", twice in a row of the same exception, so it is not started again" if is_same else ""
     return StageFailed(
-        f'stage "{child.job.label}" {how}{again}; its last words were {_last_line(last_words)}; see {child.log}',
+        f'stage "{child.job.label}" {_end_of(code)}{again}{twice}; {_why(last_words, cause)}; see {child.log}',
         stage=child.job.label,
         last_words=last_words,
     )
+
+
+def _end_of(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _why(last_words: str, cause: str) -> str:
+    last = _last_line(last_words)
+    first = f"its first exception was {cause}, " if cause and cause != last else ""
+    return f"{first}its last words were {last}"
+
+
+def _is_of_peer(cause: str) -> bool:
+    """Whether a cause is that a peer was not reachable, which ends by itself."""
+    kind = getattr(errors, cause.partition(":")[0].rpartition(".")[2], None)
+    return isinstance(kind, type) and issubclass(kind, PeerError)
 
 
 def _why_no_waits(error: BaseException) -> TransferQueueError:

@@ -4,9 +4,9 @@ Rules, in addition to those of `flow`:
 
 1. Actors share only the queue. Their events reach the supervisor as they are sent, in order for each actor.
 2. A flow ends when all jobs have ended with success. A job whose process or node dies is started again in another
-   actor; its rows have gone to other workers by then. A job that fails by itself is started again too, unless it
-   reports that a restart is useless. After `restarts_max` restarts without work in between the flow fails with
-   `StageFailed`.
+   actor; its rows have gone to other workers by then, and the event `RESTART` says why. A job that fails by itself is
+   started again too, unless it reports that a restart is useless, or failed the same way twice in a row. After
+   `restarts_max` restarts without work in between the flow fails with `StageFailed`.
 3. Times of events are on the supervisor's monotonic clock, as exact as the machines' clocks agree.
 4. When the flow ends, for any reason, its actors are killed. Their sessions end with them.
 5. `RayFlow.add` and `remove` change the jobs while `run` runs, as those of `flow.Flow` do; a request is taken up within
@@ -29,7 +29,7 @@ from typing import Any, Final, Self
 
 import msgspec
 
-from transferqueue.errors import DeadlineExceeded, TransferQueueError
+from transferqueue.errors import DeadlineExceeded, PeerError, TransferQueueError
 from transferqueue.lazy import naming_extra
 from transferqueue.workflows.flow.draining import (
     ADDED,
@@ -41,7 +41,7 @@ from transferqueue.workflows.flow.draining import (
     check_addition,
     check_removal,
 )
-from transferqueue.workflows.flow.events import Failure, Figures, Receiver, Sender
+from transferqueue.workflows.flow.events import RESTART, Failure, Figures, Receiver, Sender
 from transferqueue.workflows.flow.flow import RESTARTS_MAX, Observe, StageFailed, is_whole, started_with
 from transferqueue.workflows.flow.loop.runner import StageFailedInProcess
 from transferqueue.workflows.flow.processes.stage_process import EXIT_FINAL, StageJob, run_job
@@ -50,10 +50,12 @@ _PIECE_BYTES: Final = 1 << 16
 
 
 class _Ended(msgspec.Struct, frozen=True):
-    """How a job ended. code: 0, or as of `stage_process`; text: the reason."""
+    """How a job ended. code: 0, or as of `stage_process`; text: the reason. is_exception: the job raised it, and it is
+    not that a peer was not reachable."""
 
     code: int = 0
     text: str = ""
+    is_exception: bool = False
 
 
 LOOK_S: Final = 0.5
@@ -243,6 +245,7 @@ class RayFlow:
     def _hear(self, running: _Running) -> None:
         heard = running.hear(self._observe)
         if heard is _Heard.DIED:
+            self._report(running.job.label, RESTART, running.restart())
             self._start_again(running)
         if heard is not _Heard.ENDED:
             return
@@ -337,8 +340,9 @@ class _Running:
             return _Heard.ENDED
         if self._receiver.progressed:
             self._restarts, self._ends = self._restarts_max, []
+        is_same = how.is_exception and self._ends[-1:] == [how.text]
         self._ends.append(how.text)
-        if how.code == EXIT_FINAL or self._restarts <= 0:
+        if how.code == EXIT_FINAL or self._restarts <= 0 or is_same:
             last_words = self._failure.text if self._failure else how.text
             ends = "; then: ".join(dict.fromkeys(self._ends))  # a later failure may follow from the first
             raise StageFailed(
@@ -348,6 +352,14 @@ class _Running:
             )
         self._restarts -= 1
         return _Heard.DIED
+
+    def restart(self) -> dict[str, Any]:
+        """The values of the event `RESTART` about its last death."""
+        following = (
+            f"it is started again, restart {self._restarts_max - self._restarts} of {self._restarts_max} without work "
+            "in between; its log is in Ray's"
+        )
+        return {"label": self.job.label, "text": f"{self.job.label} ended: {self._ends[-1]}", "next": following}
 
 
 def _clock() -> float:
@@ -386,7 +398,7 @@ class StageActor:
 
 
 def _do(job: StageJob, address: str, emit: Sender, drain: DrainRequest, ended: list[_Ended]) -> None:
-    how = _Ended(1, "it raised an error that is not of the queue; see its log")
+    how = _Ended(1, "it was ended; see its log")
     try:
         if job.place:
             os.chdir(job.place)
@@ -397,7 +409,10 @@ def _do(job: StageJob, address: str, emit: Sender, drain: DrainRequest, ended: l
     except (StageFailedInProcess, DeadlineExceeded) as error:
         how = _Ended(EXIT_FINAL, f"{type(error).__name__}: {error}")
     except TransferQueueError as error:
-        how = _Ended(1, f"{type(error).__name__}: {error}")
+        how = _Ended(1, f"{type(error).__name__}: {error}", not isinstance(error, PeerError))
+    except Exception as error:
+        how = _Ended(1, f"{type(error).__name__}: {error}", True)
+        raise
     finally:
         ended.append(how)
         emit.close()

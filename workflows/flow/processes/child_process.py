@@ -16,9 +16,12 @@ import msgspec
 
 from transferqueue.workflows.flow.draining import Removal
 from transferqueue.workflows.flow.events import Failure, Receiver
+from transferqueue.workflows.flow.processes.first_exception import first_exception
 from transferqueue.workflows.flow.processes.stage_process import StageJob
 
 _LAST_WORDS_BYTES: Final = 4000
+_OUTPUT_BYTES: Final = 4 << 20
+"""Output in which the cause of a death is looked for."""
 
 
 class ChildProcess:
@@ -28,13 +31,15 @@ class ChildProcess:
         self.job = job
         self.log = log
         self.restarts = restarts
+        self.cause_before = ""
+        """The cause of its last death, if it has not worked since."""
         self.failure: Failure | None = None
         self.removal: Removal | None = None
         self.receiver = Receiver()
         self.events, write_end = os.pipe()
         try:
             with log.open("ab") as written:
-                self.log_start = written.tell()
+                self.log_start = self._log_size = written.tell()
                 self.process = subprocess.Popen(
                     _command(job, address, write_end),
                     stdin=subprocess.PIPE,
@@ -88,6 +93,18 @@ class ChildProcess:
         with self.log.open("rb") as written:
             written.seek(max(self.log_start, self.log.stat().st_size - _LAST_WORDS_BYTES))
             return written.read().decode(errors="replace").strip()
+
+    def worked(self) -> None:
+        """It has done some work: failures and output before its last work are not the cause of a death to come."""
+        # Twice: its output and its events come on two ways, and the cause may be in the output already.
+        self.failure, self.log_start, self._log_size = None, self._log_size, self.log.stat().st_size
+
+    def cause(self) -> str:
+        """The line that names its first exception since it last worked; "" if it wrote none."""
+        with self.log.open("rb") as written:
+            written.seek(self.log_start)
+            output = written.read(_OUTPUT_BYTES).decode(errors="replace")
+        return first_exception(output) or first_exception(self.failure.text if self.failure else "")
 
     def close(self) -> None:
         """Close the supervisor's ends of its pipes. Call it only after the process was waited for."""
