@@ -132,6 +132,8 @@ class RewardCall:
         try:
             returned = self.function(**columns)
             scores = asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned
+        except RewardFailed:
+            raise
         except (Exception, SystemExit) as error:  # sys.exit() of a library would end the process without a word
             text = f"reward {self.name} raised {type(error).__name__}: {_cut(error)}"
             raise RewardFailed(text, name=self.name) from error

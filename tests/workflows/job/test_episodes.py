@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,22 @@ from transferqueue.adapters.stages.environments import Episodes
 from transferqueue.errors import UsageError
 from transferqueue.workflows.flow.loop.runner import StageFailedInProcess
 from transferqueue.workflows.job import names
-from transferqueue.workflows.job.reward_terms.time_limit import CallLimit
+from transferqueue.workflows.job.reward_terms import call_thread, tries
+from transferqueue.workflows.job.reward_terms.call_thread import CallThread, HungCalls
+from transferqueue.workflows.job.reward_terms.tries import TRIES_MAX
 from transferqueue.workflows.job.settings.job import Job
-from transferqueue.workflows.job.stages.episodes import FAILED, TRIES_MAX, EnvironmentFailed, JobEpisodes
+from transferqueue.workflows.job.stages.episodes import FAILED, EnvironmentFailed, JobEpisodes
 from transferqueue.workflows.job.stages.policy_weights import FixedWeights
 from transferqueue.workflows.job.stages.samples import SampleReporter
 from transferqueue.workflows.job.tiny_model.tokenizer import build_tokenizer
 
 pytest.importorskip("transformers")
 TEXT = {"calculator": "examples/jobs/environments.py:calculator", "guess": "examples/jobs/environments.py:guess_number"}
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tries, "PAUSE_S", 0.0)
 
 
 class SaysItsSeed:
@@ -274,48 +281,48 @@ def test_a_job_whose_environment_always_fails_ends(tokenizer: Any) -> None:
         played(episodes, settings, tokenizer, ["1+1="] * 20)
 
 
-def test_rows_of_an_environment_that_raises_are_dropped_if_the_job_says_so(
-    tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_of_an_environment_that_raises_are_dropped_if_the_job_says_so(tokenizer: Any) -> None:
     settings = job("tests.workflows.job.test_episodes:Broken", reward={"on_error": "drop"})
-    episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
+    failed: dict[int, str] = {}
+    engine = Scripted(tokenizer, {"+": ["2"]})
+    episodes = episodes_of(settings, engine, tokenizer, failed=failed.__setitem__)
     parts = played(episodes, settings, tokenizer, ["2+2=", "1+1="])
     assert (parts[0].drop, parts[1].drop) == ("", FAILED)
-    assert re.search(r"ordinal 1 failed with RuntimeError: the tool is gone .*1\+1=.*the row is dropped", caplog.text)
+    assert re.search(r"ordinal 1 failed with RuntimeError: the tool is gone .*1\+1=", failed[1])
 
 
-def test_a_step_that_hangs_is_named_with_its_row(tokenizer: Any) -> None:
-    settings, released, said = job("tests.workflows.job.test_episodes:Gated"), threading.Event(), list[str]()
-    Gated.gate, Gated.slow = released, "1+1="
-
-    def end(described: Callable[[], str]) -> None:
-        said.append(described())
-        released.set()
-
-    sampling = Sampling(tokens_max=settings.sampling.tokens_max, stop_ids=(tokenizer.eos_token_id,))
-    episodes = JobEpisodes(
-        settings.reward[0], Scripted(tokenizer, {"+": ["2"]}), FixedWeights(), sampling, settings,
-        slots=8, tokenizer=tokenizer, limit=CallLimit(0.2, end=end),
-    )  # fmt: skip  # type: ignore[arg-type]
-    assert set(played(episodes, settings, tokenizer, ["2+2=", "1+1="])) == {0, 1}
-    assert len(said) == 1
-    assert re.fullmatch(
-        r"reward.environment tests.workflows.job.test_episodes:Gated: ordinal 1, data \{.*1\+1=.*\}: step did not "
-        r"return within reward.0.timeout_s=0.2 s; set a longer limit, or one in the environment",
-        said[0],
+@pytest.mark.slow
+def test_a_step_that_hangs_fails_its_episode_alone(tokenizer: Any) -> None:
+    settings = job("tests.workflows.job.test_episodes:Gated", reward={"on_error": "drop", "timeout_s": 0.2})
+    Gated.gate, Gated.slow = threading.Event(), "1+1="
+    failed: dict[int, str] = {}
+    engine = Scripted(tokenizer, {"+": ["2"]})
+    episodes = episodes_of(settings, engine, tokenizer, failed=failed.__setitem__)
+    try:
+        parts = played(episodes, settings, tokenizer, ["2+2=", "1+1="])
+    finally:
+        Gated.gate.set()
+    assert (parts[0].drop, parts[1].drop) == ("", FAILED)
+    assert re.search(
+        r"ordinal 1 failed with TimeoutError: step did not return within reward.0.timeout_s=0.2 s; .* \(try 2\); "
+        r"it is in wait, line \d+ of .*threading.py; the policy had said '2'; its data is \{.*1\+1=",
+        failed[1],
     )
 
 
-def test_calls_in_time_end_nothing() -> None:
-    said: list[str] = []
-    limit = CallLimit(0.1, end=lambda described: said.append(described()))
-    ended = threading.Event()
-    for _ in range(3):
-        with limit.call(lambda: "in time"):
-            pass
-    with limit.call(lambda: "late"):
-        assert not ended.wait(0.3)
-    assert said == ["late"]
+def test_a_process_in_which_many_calls_hang_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_thread, "HUNG_MAX", 2)
+    hung, gate = HungCalls(), threading.Event()
+    try:
+        with CallThread(0.01, hung) as calls, pytest.raises(TimeoutError, match="step did not return"):
+            calls.call("step", gate.wait)
+        with CallThread(0.01, hung) as calls:
+            with pytest.raises(StageFailedInProcess, match=r"2 calls of environments hang in this process; .*reset"):
+                calls.call("reset", gate.wait)
+            with pytest.raises(TimeoutError, match="an earlier call of the environment hangs"):
+                calls.call("close", gate.wait)
+    finally:
+        gate.set()
 
 
 def test_an_observation_that_is_no_text_is_refused(tokenizer: Any) -> None:

@@ -15,7 +15,7 @@ from transferqueue.cli.screens.train import Lines
 from transferqueue.errors import NotFound, UsageError
 from transferqueue.observe.figure_table import CHARS_MAX, CURVES_MAX, POINTS_MAX, FigureTable
 from transferqueue.workflows.dispatch.channels import newest
-from transferqueue.workflows.flow.events import WORK, Figures, TimeSpan
+from transferqueue.workflows.flow.events import RESTART, WORK, Figures, TimeSpan
 from transferqueue.workflows.flow.reports.audit import Audit
 from transferqueue.workflows.flow.reports.loggers import logged
 from transferqueue.workflows.job.names import REWARD_TERMS
@@ -23,8 +23,9 @@ from transferqueue.workflows.job.run.figures import FIGURES, curves, described
 from transferqueue.workflows.job.run.preflight import preflight
 from transferqueue.workflows.job.run.record import RunRecord
 from transferqueue.workflows.job.run.run_page import CHANNEL, RunPage, run_figures
-from transferqueue.workflows.job.run.run_warnings import EARLIER_STEPS, NOT_FINITE, PAUSE_STEPS, RunWarnings
+from transferqueue.workflows.job.run.run_warnings import EARLIER_STEPS, NOT_FINITE, PAUSE_STEPS, TOLD_MAX, RunWarnings
 from transferqueue.workflows.job.run.summary import summarize
+from transferqueue.workflows.job.stages.failed_rows import FAILED_ROWS
 from transferqueue.workflows.job.training.row_figures import row_figures
 
 GOOD = {
@@ -192,6 +193,40 @@ def test_warnings_are_in_the_output_the_page_and_the_summary(tmp_path):
         assert resumed.warnings.all == record.warnings.all
         (event,) = resumed.add("train-0", step(4, truncated=0.95))  # told before: the pause goes on
         assert event.kind == "step"
+
+
+def test_rows_that_fail_and_processes_that_die_are_in_the_output_a_file_the_page_and_the_summary(tmp_path):
+    hangs = "reward my:score did not return within reward.0.timeout_s=1 s; row 7, prompt '2+2?', completion '4'"
+    raises = "reward my:score raised ValueError: bad; row 9, prompt '3+3?', completion '6'"
+    died = "rollout-0 ended with exit code 1; its first exception was OSError: no offset"
+    output = io.StringIO()
+    lines = Lines(Console(file=output, width=40), steps=3)
+    with RunRecord(tmp_path, job("grpo")) as record:
+        heard = record.add("train-0", step(1))
+        rows = [{"row": 7, "text": hangs}, {"row": 9, "text": raises}]
+        heard += record.add("reward-0", Figures(kind=FAILED_ROWS, at=1.0, values={"rows": rows}))
+        heard += record.add("rollout-0", Figures(kind=RESTART, at=1.0, values={"text": died, "next": "started again"}))
+    for event in heard:
+        lines("train-0", event)
+    summary = summarize(record, job("grpo"), Audit(put=8, live=0, done=8, dropped={}), starts=1, seconds=9.0).text()
+    on_page = run_figures(record).warnings
+    for words in (f"{hangs}: the row is dropped", f"{raises}: the row is dropped", f"{died}: started again"):
+        assert f"warning, step 2: {words}\n" in output.getvalue()
+        assert words in on_page
+        assert (
+            words.replace(": the row", ", in step 2: the row").replace(": started", ", in step 2: started") in summary
+        )
+    assert lines_of(tmp_path / "failed_rows.jsonl") == [{"step": 2, **row} for row in rows]
+    with RunRecord(tmp_path, job("grpo")) as resumed:
+        assert resumed.warnings.all == record.warnings.all
+        for row in range(TOLD_MAX + 5):
+            told = resumed.add("reward-0", failed_row(row))
+        assert (len(told), len(lines_of(tmp_path / "failed_rows.jsonl"))) == (1, TOLD_MAX + 7)
+    assert resumed.warnings.all[-1].wrong == f"7 more, the last: row {TOLD_MAX + 4}"
+
+
+def failed_row(row):
+    return Figures(kind=FAILED_ROWS, at=1.0, values={"rows": [{"row": row, "text": f"row {row}"}]})
 
 
 def test_numbers_that_are_not_finite_are_null_in_the_file_and_told(tmp_path):

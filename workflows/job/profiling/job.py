@@ -138,15 +138,15 @@ def _reward_row_s(
     drawn: Sequence[Completion],
     clock: Callable[[], float],
 ) -> float:
-    scorer = RewardScorer(job, tokenizer)  # type: ignore[arg-type]
     seconds = []
-    for _ in range(2):  # the first call loads models
-        started = clock()
-        scorer.score(
-            ids=[prompts[each.prompt].number for each in drawn],
-            data=[prompts[each.prompt].data for each in drawn],
-            prompt_ids=[prompts[each.prompt].ids for each in drawn],
-            response_ids=[np.asarray(each.ids) for each in drawn],
-        )
-        seconds.append((clock() - started) / len(drawn))
+    with RewardScorer(job, tokenizer) as scorer:  # type: ignore[arg-type]
+        for _ in range(2):  # the first call loads models
+            started = clock()
+            scorer.score(
+                ids=[prompts[each.prompt].number for each in drawn],
+                data=[prompts[each.prompt].data for each in drawn],
+                prompt_ids=[prompts[each.prompt].ids for each in drawn],
+                response_ids=[np.asarray(each.ids) for each in drawn],
+            )
+            seconds.append((clock() - started) / len(drawn))
     return seconds[-1]

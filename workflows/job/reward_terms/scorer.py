@@ -2,10 +2,9 @@
 
 1. A term gives each row a finite number, or NaN where it does not apply (None of a function). The reward is the sum of
    weight × score over the terms that apply.
-2. A function that raises, or returns NaN, for a row is named with the row, its prompt and its completion.
-   ``on_error="stop"`` ends the run; "drop" drops that row alone: the function is called again for each row by itself to
-   find it. A function that returns the wrong number of scores always ends the run, and so does one that does not return
-   within ``timeout_s``.
+2. A function that raises, returns NaN, hangs or ends its process fails for the call's rows. Each of them is then tried
+   by itself, as `tries` says. A row that fails alone is named with its prompt and its completion: ``on_error="stop"``
+   ends the run, "drop" drops that row. A function that returns the wrong number of scores always ends the run.
 3. A row to which no term applies counts as a failure of all terms.
 4. A score or reward beyond float32 ends the run.
 """
@@ -13,19 +12,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from copy import copy
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from transferqueue.adapters.protocols import Ids
-from transferqueue.adapters.stages.reward_functions import RewardFailed, load_reward
+from transferqueue.adapters.stages.reward_functions import RewardFailed
 from transferqueue.errors import UsageError
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer
-from transferqueue.workflows.job.reward_terms.functions import FunctionTerm, TimeLimit, no_limit
+from transferqueue.workflows.job.reward_terms.function_process import FunctionProcess
+from transferqueue.workflows.job.reward_terms.functions import FunctionTerm
 from transferqueue.workflows.job.reward_terms.reward_rows import Floats, RewardRows, RewardTerm
 from transferqueue.workflows.job.reward_terms.term_names import term_names
+from transferqueue.workflows.job.reward_terms.tries import Tries
 from transferqueue.workflows.job.settings.job import Job, RewardSettings
 
 DROPPED: Final = "reward_error"
@@ -35,34 +38,45 @@ DROPPED: Final = "reward_error"
 @dataclass(frozen=True, kw_only=True)
 class RowScores:
     """Scores of rows. rewards: float32 ``[rows]``. terms: float32 ``[rows, terms]``, NaN where one does not apply.
-    failed: rows to drop.
-
-    failures: why, one text for each row that failed.
+    failures: why, by the position of each row that failed.
     """
 
     rewards: npt.NDArray[np.float32]
     terms: npt.NDArray[np.float32]
-    failed: npt.NDArray[np.bool_]
-    failures: tuple[str, ...] = ()
+    failures: Mapping[int, str]
+
+    @property
+    def failed(self) -> npt.NDArray[np.bool_]:
+        """Whether a row failed: bool ``[rows]``."""
+        return np.isin(np.arange(len(self.rewards)), list(self.failures))
 
 
 class RewardScorer:
-    """The reward of a job, for training and for evaluation.
+    """The reward of a job, for training and for evaluation. A context manager: leaving it ends the functions'
+    processes.
 
-    names: of the terms, each once. limit: bounds each call of a function. Makes the functions and loads the models;
-    raises as `load_reward` and `load_classifier` do.
+    names: of the terms, each once. Starts the functions and loads the models; raises as `load_reward` and
+    `load_classifier` do.
     """
 
-    def __init__(self, job: Job, tokenizer: TextTokenizer, *, limit: TimeLimit = no_limit) -> None:
+    def __init__(self, job: Job, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
         self._settings = [reward for reward in job.reward if not reward.environment]
-        self._terms = [
-            _term(settings, f"reward.{at}", job, tokenizer, limit) for at, settings in enumerate(self._settings)
-        ]
+        with ExitStack() as opened:
+            self._terms = [
+                _term(settings, f"reward.{at}", job, tokenizer, opened) for at, settings in enumerate(self._settings)
+            ]
+            self._opened = opened.pop_all()
         self._weights_F = np.array([settings.weight for settings in self._settings])
         self.names = term_names(job)
         if not self._terms:
             raise UsageError('the job has no reward that scores rows: give reward = [{ function = "module:function" }]')
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._opened.close()
 
     def score(
         self,
@@ -82,34 +96,25 @@ class RewardScorer:
         self._check_scored(terms_FB, rows, failures)
         rewards_B = np.nansum(self._weights_F[:, None] * terms_FB, axis=0)
         self._check_size(np.maximum(np.abs(np.nan_to_num(terms_FB)).max(axis=0), np.abs(rewards_B)), rows)
-        failed_B = np.isin(np.arange(len(rows)), list(failures))
-        return RowScores(
-            rewards=rewards_B.astype(np.float32),
-            terms=terms_FB.T.astype(np.float32),
-            failed=failed_B,
-            failures=tuple(failures.values()),
-        )
+        return RowScores(rewards=rewards_B.astype(np.float32), terms=terms_FB.T.astype(np.float32), failures=failures)
 
     def _scores(self, term: RewardTerm, at: int, rows: RewardRows, failures: dict[int, str]) -> Floats:
+        tries = Tries()
         try:
             return term.scores(rows)
         except RewardFailed as failure:
-            drop = self._settings[at].on_error == "drop"
-            if failure.of_call or (not drop and (failure.at >= 0 or len(rows) == 1)):
+            if failure.of_call:
                 raise _named(failure, rows) from failure
-            return self._scores_by_row(term, rows, failures, drop=drop)
-
-    def _scores_by_row(self, term: RewardTerm, rows: RewardRows, failures: dict[int, str], *, drop: bool) -> Floats:
-        """Score each row by itself. Rows that fail are noted, or the first one ends the run."""
-        scores_B = np.full(len(rows), np.nan)
-        for at in range(len(rows)):
+            tries.failed(str(failure))
+        tries.pause()
+        drop, scores_B = self._settings[at].on_error == "drop", np.full(len(rows), np.nan)
+        for place in range(len(rows)):
             try:
-                scores_B[at] = term.scores(rows.only(at))[0]
+                scores_B[place] = _score_of_row(term, rows.only(place), copy(tries))
             except RewardFailed as failure:
-                named = _named(failure, rows.only(at))
                 if not drop or failure.of_call:
-                    raise named from failure
-                failures.setdefault(at, str(named))
+                    raise
+                failures.setdefault(place, str(failure))
         return scores_B
 
     def _check_scored(self, terms_FB: Floats, rows: RewardRows, failures: dict[int, str]) -> None:
@@ -131,13 +136,24 @@ class RewardScorer:
             )
 
 
-def _term(settings: RewardSettings, key: str, job: Job, tokenizer: TextTokenizer, limit: TimeLimit) -> RewardTerm:
+def _score_of_row(term: RewardTerm, row: RewardRows, tries: Tries) -> float:
+    """Score a row by itself. tries: those that it had. Raises `RewardFailed`, which names it."""
+    while True:
+        try:
+            return float(term.scores(row)[0])
+        except RewardFailed as failure:
+            if failure.of_call or not tries.failed(str(failure)):
+                raise _named(failure, row) from failure
+            tries.pause()
+
+
+def _term(settings: RewardSettings, key: str, job: Job, tokenizer: TextTokenizer, opened: ExitStack) -> RewardTerm:
     if settings.model:
         from transferqueue.workflows.job.reward_terms.models import ModelTerm  # loads torch
 
         return ModelTerm(settings, job, tokenizer)
-    call = load_reward(settings.function, settings.args)
-    return FunctionTerm(call, limit=limit, timeout_s=settings.timeout_s, key=key)
+    process = FunctionProcess(settings.function, settings.args, timeout_s=settings.timeout_s, key=key)
+    return FunctionTerm(opened.enter_context(process))
 
 
 def _named(failure: RewardFailed, rows: RewardRows) -> RewardFailed:

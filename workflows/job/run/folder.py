@@ -8,6 +8,7 @@
       run.json           when it began, with which versions, how often it was started
       logs/              output of each process; server.log is that of the queue
       steps.jsonl  warnings.jsonl  evaluations.jsonl  samples.jsonl                  written meanwhile, and
+      failed_rows.jsonl  restarts.jsonl
       dispatch.jsonl  ranker.jsonl  elastic.jsonl                                    where a job has them
       checkpoints/       of the trainer, each a model directory too
       first-prompt       of a run that was lengthened: where its table begins in the data

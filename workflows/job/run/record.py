@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -19,15 +19,16 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from transferqueue.workflows.elastic.scaler import ELASTIC
-from transferqueue.workflows.flow.events import PUBLISH, WAIT, WORK, Event, Failure, Figures, TimeSpan
+from transferqueue.workflows.flow.events import PUBLISH, RESTART, WAIT, WORK, Event, Failure, Figures, TimeSpan
 from transferqueue.workflows.flow.loop.full_batches import ABORTED
 from transferqueue.workflows.flow.reports.chrome_trace import write_chrome_trace
 from transferqueue.workflows.flow.reports.loggers import DISPATCH, EVALUATION, RANKER, STEP
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.run.figures import described
-from transferqueue.workflows.job.run.run_warnings import RunWarnings
+from transferqueue.workflows.job.run.run_warnings import RunWarning, RunWarnings
 from transferqueue.workflows.job.run_files import EVALUATIONS, STEPS, json_lines
 from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.stages.failed_rows import FAILED_ROWS
 
 SAMPLES: Final = "samples"
 """Kind of the event with sample responses."""
@@ -46,7 +47,10 @@ _FILES: Final = {
     RANKER: "ranker.jsonl",
     ELASTIC: "elastic.jsonl",
     WARNING: "warnings.jsonl",
+    FAILED_ROWS: "failed_rows.jsonl",
+    RESTART: "restarts.jsonl",
 }
+_REMEDIES: Final = {FAILED_ROWS: "the row is dropped", RESTART: "it is started again"}
 _COUNTERS: Final = ("reward", "loss")
 
 
@@ -103,6 +107,10 @@ class RunRecord:
         elif event.kind == SAMPLES:
             for sample in event.values["samples"]:
                 self._write(SAMPLES, sample)
+        elif event.kind == FAILED_ROWS:
+            return [event, *self._incidents(event.kind, event.at, event.values["rows"])]
+        elif event.kind == RESTART:
+            return [event, *self._incidents(event.kind, event.at, [event.values])]
         elif event.kind == PUBLICATION:
             self.publications.setdefault(label, []).append(event.values)
         elif event.kind == ABORTED:
@@ -133,19 +141,33 @@ class RunRecord:
         self.new_steps.append(step)
         self.ended_s = event.at
         self._write(STEP, values)
-        told = [
-            Figures(kind=WARNING, at=event.at, values={"step": values["step"], "text": warning.text, **asdict(warning)})
-            for warning in self.warnings.see(values)
-        ]
-        for warning in told:
-            self._write(WARNING, warning.values)
-        return [replace(event, values=values), *told]
+        return [replace(event, values=values), *self._told(self.warnings.see(values), event.at)]
+
+    def _incidents(self, kind: str, at: float, incidents: Sequence[Mapping[str, Any]]) -> list[Event]:
+        told: list[Event] = []
+        for values in incidents:
+            incident = {"step": self.warnings.newest + 1, **values}
+            self._write(kind, incident)
+            told += self._told(_noted(self.warnings, kind, incident), at)
+        return told
+
+    def _told(self, warnings: Sequence[RunWarning], at: float) -> list[Event]:
+        """Write warnings, and return them as events."""
+        told: list[Event] = []
+        for warning in warnings:
+            values = {"step": warning.last, "text": warning.text, **asdict(warning)}
+            self._write(WARNING, values)
+            told.append(Figures(kind=WARNING, at=at, values=values))
+        return told
 
     def _warnings(self) -> RunWarnings:
-        """The rules of thumb, as the steps so far have them."""
+        """The rules of thumb and incidents, as the steps and files so far have them."""
         warnings = RunWarnings(self._job)
         for number in sorted(self.steps):
             warnings.see(self.steps[number])
+        for kind in _REMEDIES:
+            for incident in self._earlier(kind):
+                _noted(warnings, kind, incident)
         return warnings
 
     def _evaluation(self, values: dict[str, Any]) -> None:
@@ -253,6 +275,10 @@ class RunRecord:
         if kind in self._files:
             self._files[kind].write(msgspec.json.encode(values).decode() + "\n")  # not finite: null
             self._files[kind].flush()
+
+
+def _noted(warnings: RunWarnings, kind: str, incident: Mapping[str, Any]) -> list[RunWarning]:
+    return warnings.note(kind, incident["step"], incident["text"], incident.get("next", _REMEDIES[kind]))
 
 
 def completed(values: Mapping[str, Any], generated_s: float) -> dict[str, Any]:

@@ -12,7 +12,15 @@ from statistics import fmean
 from typing import Any, Final
 
 import transferqueue as tq
-from transferqueue.observe.figure_table import CHARS_MAX, CURVES_MAX, POINTS_MAX, Curve, FigureTable, figures_channel
+from transferqueue.observe.figure_table import (
+    CHARS_MAX,
+    CURVES_MAX,
+    LINES_MAX,
+    POINTS_MAX,
+    Curve,
+    FigureTable,
+    figures_channel,
+)
 from transferqueue.workflows.dispatch.channels import publish
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.run.figures import curves, described
@@ -28,14 +36,15 @@ class RunPage:
 
     def __init__(self, queue: tq.Queue, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._queue, self._clock = queue, clock
-        self._shown_steps, self._due_at = 0, clock()
+        self._shown, self._due_at = (0, 0), clock()
 
     def show(self, record: RunRecord, *, at_once: bool = False) -> None:
-        """Publish the figures if a step has come since, and it is time."""
-        if len(record.new_steps) == self._shown_steps or (self._clock() < self._due_at and not at_once):
+        """Publish the figures if a step or a warning has come since, and it is time."""
+        has = (len(record.new_steps), len(record.warnings.all))
+        if has == self._shown or (self._clock() < self._due_at and not at_once):
             return
         publish(self._queue, CHANNEL, run_figures(record))
-        self._shown_steps, self._due_at = len(record.new_steps), self._clock() + PERIOD_S
+        self._shown, self._due_at = has, self._clock() + PERIOD_S
 
 
 def run_figures(record: RunRecord) -> FigureTable:
@@ -47,7 +56,7 @@ def run_figures(record: RunRecord) -> FigureTable:
         columns=_COLUMNS,
         lines=tuple(_line(name, steps[-1]) for name in drawn),
         curves=tuple(_curve(name, steps) for name in drawn),
-        warnings=tuple(warning.text[:CHARS_MAX] for warning in record.warnings.lasting),
+        warnings=tuple(warning.text[:CHARS_MAX] for warning in record.warnings.lasting[:LINES_MAX]),
     )
 
 

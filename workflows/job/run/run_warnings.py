@@ -1,12 +1,15 @@
-"""Warnings of a run, in words: the rules of thumb of its figures, and figures that are not finite.
+"""Warnings of a run, in words: the rules of thumb of its figures, figures that are not finite, and incidents, such as
+rows that fail and processes that die.
 
 1. A rule that breaks in `Rule.patience` steps in a row is told once. While it lasts, and when it comes back, it is told
    again only `PAUSE_STEPS` steps after it was told.
-2. The warnings follow from the steps alone: a resumed run has those of the steps that it read back.
+2. Of the incidents of a kind, the first `TOLD_MAX` are told one by one, and those after them by their number.
+3. The warnings follow from the steps and incidents alone: a resumed run has those of what it read back.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
@@ -17,6 +20,7 @@ from transferqueue.workflows.job.run.figures import Judged, Rule, Step, describe
 from transferqueue.workflows.job.settings.job import Job
 
 PAUSE_STEPS: Final = 50
+TOLD_MAX: Final = 20
 EARLIER_STEPS: Final = 200
 """Steps before that a rule sees."""
 NOT_FINITE: Final = "not finite"
@@ -45,6 +49,8 @@ class RunWarning(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def text_of_all(self) -> str:
         """As the summary says it."""
+        if self.steps == 1:
+            return f"{self.wrong}, in step {self.first}: {self.remedy}"
         return f"{self.wrong} in {counted(self.steps, 'step')}, {self.first} to {self.last}: {self.remedy}"
 
 
@@ -59,6 +65,7 @@ class RunWarnings:
         self._in_row: dict[str, int] = {}
         self._told: dict[str, int] = {}
         self._all: dict[str, RunWarning] = {}
+        self._incidents: Counter[str] = Counter()
 
     @property
     def all(self) -> list[RunWarning]:
@@ -67,8 +74,19 @@ class RunWarnings:
 
     @property
     def lasting(self) -> list[RunWarning]:
-        """Those that broke in the newest step."""
-        return [warning for warning in self.all if warning.figure in self._since]
+        """Rules that broke in the newest step, and incidents of the last `PAUSE_STEPS` steps."""
+        since = self.newest - PAUSE_STEPS
+        recent = [
+            warning
+            for warning in self.all
+            if warning.figure.partition("/")[0] in self._incidents and warning.last > since
+        ]
+        return [*(warning for warning in self.all if warning.figure in self._since), *recent]
+
+    @property
+    def newest(self) -> int:
+        """Number of the newest step; 0 before the first."""
+        return int(self._earlier[-1]["step"]) if self._earlier else 0
 
     def see(self, step: Step) -> list[RunWarning]:
         """Note a step; returns the warnings to tell of now."""
@@ -81,6 +99,19 @@ class RunWarnings:
             for name, (wrong, rule) in broken.items()
             if self._counts(name, wrong, rule, number) and self._is_due(name, number)
         ]
+
+    def note(self, kind: str, step: int, wrong: str, remedy: str) -> list[RunWarning]:
+        """Note an incident in a step; returns the warning to tell of now, if any."""
+        self._incidents[kind] += 1
+        more = self._incidents[kind] - TOLD_MAX
+        name = f"{kind}/{min(self._incidents[kind], TOLD_MAX + 1)}"
+        first = self._all[name].first if name in self._all else step
+        if more > 0:
+            wrong = f"{more:,} more, the last: {wrong}"
+        self._all[name] = RunWarning(
+            figure=name, wrong=wrong, remedy=remedy, since=step, first=first, last=step, steps=step - first + 1
+        )
+        return [self._all[name]] if self._is_due(name, step) else []
 
     def _broken(self, step: Step) -> Iterator[tuple[str, str, Rule]]:
         for name, value in numbers(step).items():

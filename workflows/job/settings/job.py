@@ -139,11 +139,12 @@ class RewardSettings(_Table):
     ] = {}
     processes: Annotated[int, "Processes that compute rewards. Of several terms the largest number counts."] = 1
     timeout_s: Annotated[
-        float, "Longest call of the function or environment, in seconds; a longer one ends the run."
+        float, "Longest call of the function or environment, in seconds; the rows of a longer one have failed."
     ] = 60.0
     on_error: Annotated[
         Literal["stop", "drop"],
-        "`stop`: a row for which the term fails ends the run; `drop`: it is dropped as `reward_error`.",
+        "A row for which the term fails is tried again. If it fails for good, `stop`: the run ends; `drop`: the row is"
+        " dropped, as `reward_error` or `environment_error`.",
     ] = "stop"
 
 

@@ -8,8 +8,8 @@ a function (or class) that is called with `args` for each episode:
   prompt of the data comes first; a first observation is a further message, None is nothing.
 - ``step(action)``: the text that the model drew in this turn. Returns
   ``(observation, reward, terminated, truncated, info)``.
-- ``close()``. A call that does not return within ``timeout_s`` ends the run with the environment's name: Python cannot
-  stop it. An attribute ``role`` says what observations are: "user" (the default), or "tool".
+- ``close()``. A call that does not return within ``timeout_s`` is left alone in its thread, and its episode has failed.
+  An attribute ``role`` says what observations are: "user" (the default), or "tool".
 
 A row's response is everything after its prompt: the model's tokens, and between them the observations, whose tokens
 have `loss_mask` False. It has at most `sampling.tokens_max` tokens. `rewards` is the term's weight times the sum over
@@ -18,9 +18,8 @@ the turns, which `turn_rewards` keeps.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any, Final, SupportsFloat, cast
 
@@ -37,18 +36,17 @@ from transferqueue.workflows.flow.stage import Context, Work
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
 from transferqueue.workflows.job.graph import engine_of
-from transferqueue.workflows.job.reward_terms.time_limit import CallLimit
+from transferqueue.workflows.job.reward_terms.call_thread import CallThread, HungCalls
+from transferqueue.workflows.job.reward_terms.tries import Tries
 from transferqueue.workflows.job.settings.job import Job, RewardSettings
 from transferqueue.workflows.job.stages.all_dropped_guard import AllDroppedGuard
 from transferqueue.workflows.job.stages.chat_turns import ChatTurns
+from transferqueue.workflows.job.stages.failed_rows import report_failed
 from transferqueue.workflows.job.stages.policy_weights import PolicyWeights
 from transferqueue.workflows.job.stages.rollout import generating
 from transferqueue.workflows.job.stages.samples import SampleReporter
 
-_log: Final = logging.getLogger("transferqueue.job")
 _SHOWN_CHARS: Final = 300
-TRIES_MAX: Final = 5
-"""An environment that failed five times, each time with other words, will fail the sixth time."""
 FAILED: Final = "environment_error"
 """Drop reason of rows whose environment raised, for an environment with ``on_error = "drop"``."""
 
@@ -70,6 +68,7 @@ def episodes(context: Context) -> Iterator[Work]:
                 slots=engine_of(job, context.instance).slots,
                 tokenizer=tokenizer,
                 samples=SampleReporter(context, tokenizer),
+                failed=lambda row, why: report_failed(context, {row: f"row {row}, {why}"}),
             )
         )
 
@@ -87,46 +86,37 @@ class EnvironmentFailed(StageFailedInProcess):
 
 
 class LimitedEnvironment:
-    """An environment whose calls end the process if they take too long. said: names the environment and its row."""
+    """An environment whose calls raise `TimeoutError` if they take too long. calls: makes them."""
 
-    def __init__(self, make: Callable[[], Any], limit: CallLimit, said: Callable[[], str]) -> None:
-        self._limit, self._said = limit, said
-        with self._call("the factory"):
-            self._environment = make()
+    def __init__(self, make: Callable[[], Any], calls: CallThread) -> None:
+        self._calls = calls
+        self._environment = calls.call("the factory", make)
         self.role: Final = getattr(self._environment, "role", "user")
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Mapping[str, Any]]:
         """Start an episode."""
-        with self._call("reset"):
-            return cast(tuple[Any, Mapping[str, Any]], self._environment.reset(seed=seed, options=options))
+        returned = self._calls.call("reset", lambda: self._environment.reset(seed=seed, options=options))
+        return cast(tuple[Any, Mapping[str, Any]], returned)
 
     def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, Mapping[str, Any]]:
         """Act. An error of the environment gets a note with the policy's text."""
         try:
-            with self._call("step"):
-                return cast(tuple[Any, SupportsFloat, bool, bool, Mapping[str, Any]], self._environment.step(action))
+            returned = self._calls.call("step", lambda: self._environment.step(action))
         except Exception as error:
             error.add_note(f"the policy had said {str(action)[:_SHOWN_CHARS]!r}")
             raise
+        return cast(tuple[Any, SupportsFloat, bool, bool, Mapping[str, Any]], returned)
 
     def close(self) -> None:
-        """Free its resources."""
-        with self._call("close"):
-            self._environment.close()
-
-    def _call(self, name: str) -> AbstractContextManager[None]:
-        return self._limit.call(
-            lambda: (
-                f"{self._said()}: {name} did not return within reward.0.timeout_s={self._limit.limit_s:g} s; set a "
-                "longer limit, or one in the environment"
-            )
-        )
+        """Free its resources; nothing after a call that hangs."""
+        if not self._calls.is_hung:
+            self._calls.call("close", self._environment.close)
 
 
 class JobEpisodes:
     """The function of ``play``. Loads the factory of environments; may be called from several threads at once.
 
-    limit: bounds each call of an environment (None: by ``timeout_s``, ends the process).
+    samples, failed: get rows as they end (None: nothing does); `failed` the row id of a dropped one and why.
     """
 
     def __init__(
@@ -139,12 +129,14 @@ class JobEpisodes:
         *,
         slots: int,
         tokenizer: TextTokenizer | None = None,
-        limit: CallLimit | None = None,
         samples: SampleReporter | None = None,
+        failed: Callable[[int, str], None] = lambda row, why: None,
     ) -> None:
-        self._limit = limit or CallLimit(settings.timeout_s)
+        self._hung, self._failed = HungCalls(), failed
         self._settings, self._weights, self._job, self._slots = settings, weights, job, slots
-        self._guard = AllDroppedGuard(job, "their environments failed", "see the failures in the log of the play stage")
+        self._guard = AllDroppedGuard(
+            job, "their environments failed", "see failed_rows.jsonl in the folder of the run"
+        )
         self._factory = load_callable(settings.environment, "reward.environment")
         self._engine, self._sampling, self._samples = engine, sampling, samples
         self._tokenizer = tokenizer or load_tokenizer(job.model)
@@ -156,7 +148,7 @@ class JobEpisodes:
         for version, rows in self._weights.turns(batch):
             with self._weights.at(version):
 
-                def played(at: int, given_up: Callable[[], bool], rows: list[int] = rows) -> Episode | None:
+                def played(at: int, given_up: Callable[[], bool], rows: list[int] = rows) -> Episode | str:
                     row = rows[at]
                     return self.episode(prompts[row], data[row], ordinals[row] // size, ordinals[row], given_up)
 
@@ -164,42 +156,46 @@ class JobEpisodes:
                     row = rows[at]
                     part = self._part(row, len(prompts[row]), episode)
                     yield part
-                    if self._samples is not None and episode is not None:
+                    if isinstance(episode, str):
+                        self._failed(int(batch.rows[row]), episode)
+                    elif self._samples is not None:
                         ids, reward = part.columns["response_ids"][0], float(part.columns["rewards"][0])
                         reason = part.columns["finish_reason"][0]
                         self._samples.report_row(version, data[row], ids, reward, ordinals[row], reason)
-                    self._guard.count(kept=int(episode is not None), dropped=int(episode is None))
+                    is_kept = isinstance(episode, Episode)
+                    self._guard.count(kept=int(is_kept), dropped=int(not is_kept))
 
     def episode(
         self, prompt: Any, data: Mapping[str, Any], number: int, ordinal: int, given_up: Callable[[], bool]
-    ) -> Episode | None:
-        """Play one row; None if its environment failed and the job drops such rows. number: of its prompt, which the
-        environment's seed is made from.
+    ) -> Episode | str:
+        """Play one row; returns why its environment failed if it did and the job drops such rows. number: of its
+        prompt, which the environment's seed is made from.
 
-        An environment that raises gets another try, up to `TRIES_MAX` in all, unless it fails with the same words as
-        before.
+        An environment that raises, or whose call takes too long, gets other tries (`Tries`).
         """
-        said, attempt = "", 0
+        tries = Tries()
         while True:
-            attempt += 1
             try:
                 return self._play(prompt, data, number, ordinal, given_up)
             except (PeerError, FlowSignal, EpisodeEnded, StageFailedInProcess):
                 raise
             except Exception as error:
-                before, said = said, f"{type(error).__name__}: {error}"
-                if said != before and attempt < TRIES_MAX and not given_up():
+                if tries.failed(f"{type(error).__name__}: {error}") and not given_up():
+                    tries.pause()
                     continue
-                text = self._failure(error, attempt, ordinal, data)
+                text = self._failure(error, tries.count, ordinal, data)
                 if self._settings.on_error == "drop" and not given_up():
-                    _log.warning("%s; the row is dropped", text)
-                    return None
+                    return text
                 raise EnvironmentFailed(f'{text}; set on_error = "drop" to go on without such rows') from error
 
     def _play(
         self, prompt: Any, data: Mapping[str, Any], number: int, ordinal: int, given_up: Callable[[], bool]
     ) -> Episode:
-        with closing(self._environment(ordinal, data)) as environment:
+        make = partial(self._factory, **self._settings.args)
+        with (
+            CallThread(self._settings.timeout_s, self._hung) as calls,
+            closing(LimitedEnvironment(make, calls)) as environment,
+        ):
             turns = ChatTurns(self._tokenizer, self._sampling.stop_ids, environment.role)
             player = EpisodePlayer(
                 self._engine,
@@ -224,16 +220,8 @@ class JobEpisodes:
             f"{type(error).__name__}: {error} (try {attempts}){notes}; its data is {str(dict(data))[:_SHOWN_CHARS]}"
         )
 
-    def _environment(self, ordinal: int, data: Mapping[str, Any]) -> LimitedEnvironment:
-        """Make the environment of one row."""
-        return LimitedEnvironment(
-            partial(self._factory, **self._settings.args),
-            self._limit,
-            lambda: f"reward.environment {self._settings.environment}: ordinal {ordinal}, data {str(dict(data))[:300]}",
-        )
-
-    def _part(self, at: int, prompt: int, episode: Episode | None) -> PartialResult:
-        if episode is None:
+    def _part(self, at: int, prompt: int, episode: Episode | str) -> PartialResult:
+        if isinstance(episode, str):
             return PartialResult(at=np.array([at]), columns={}, drop=FAILED)
         columns = {name: [value] for name, value in episode.trajectory.response(prompt).items()}
         rewards = {

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from transferqueue.adapters.protocols import STOP, Completion, Generator, Ids, Prompt, Sampling, WeightSource
-from transferqueue.adapters.stages.environments import as_they_end
+from transferqueue.adapters.stages.environments import Episode, as_they_end
 from transferqueue.adapters.stages.generation import row_seed
 from transferqueue.adapters.weights import copy_weights
 from transferqueue.errors import UsageError
@@ -28,7 +28,6 @@ from transferqueue.workflows.job.data.prompt_data import open_held_out
 from transferqueue.workflows.job.data.sequence import NumberedPrompt, held_out_prompts
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
 from transferqueue.workflows.job.reward_terms.scorer import RewardScorer
-from transferqueue.workflows.job.reward_terms.time_limit import ended_process_after
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.stages.episodes import JobEpisodes, environment_of
 from transferqueue.workflows.job.stages.policy_weights import FixedWeights
@@ -69,7 +68,8 @@ def measure_of(job: Job, open_engine: OpenEngine) -> Iterator[Measure]:
         elif any(reward.environment for reward in job.reward):
             yield EpisodeReward(job, prompts, engine, sampling, tokenizer)
         else:
-            yield ResponseReward(job, prompts, engine, sampling, tokenizer)
+            with RewardScorer(job, tokenizer) as scorer:
+                yield ResponseReward(job, prompts, engine, sampling, scorer)
 
 
 def held_out_sampling(job: Job) -> Sampling:
@@ -103,10 +103,10 @@ class ResponseReward(_Drawing):
     """The mean reward of responses, by the reward functions of the job."""
 
     def __init__(
-        self, job: Job, prompts: Sequence[NumberedPrompt], engine: Generator, sampling: Sampling, tokenizer: Any
+        self, job: Job, prompts: Sequence[NumberedPrompt], engine: Generator, sampling: Sampling, scorer: RewardScorer
     ) -> None:
         super().__init__(job, prompts, engine, sampling)
-        self._scorer = RewardScorer(job, tokenizer, limit=ended_process_after)
+        self._scorer = scorer
 
     def figures(self) -> dict[str, Any]:
         """``rows`` (scored), ``reward``, ``reward/NAME``, ``tokens`` (mean), ``ended`` (share that drew an end token),
@@ -124,7 +124,7 @@ class ResponseReward(_Drawing):
             for name, term in zip(self._scorer.names, scores.terms[kept].T, strict=True)
             if not np.isnan(term).all()
         }
-        failed = {"failed": int(scores.failed.sum())} if scores.failed.any() else {}
+        failed = {"failed": len(scores.failures)} if scores.failures else {}
         return {**_mean("reward", scores.rewards[kept]), **terms, **failed, **_lengths(drawn)}
 
 
@@ -157,7 +157,7 @@ class EpisodeReward(_Drawing):
             return self._play.episode(prompt.ids, prompt.data, prompt.number, ordinal, given_up)
 
         ended = [episode for _, episode in as_they_end(played, len(self._prompts) * samples, self._at_once)]
-        episodes = [episode for episode in ended if episode is not None]
+        episodes = [episode for episode in ended if isinstance(episode, Episode)]
         rewards = np.array([self._environment.weight * sum(episode.rewards) for episode in episodes])
         failed = {"failed": len(ended) - len(episodes)} if len(episodes) < len(ended) else {}
         return {

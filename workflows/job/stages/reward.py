@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
 
 import numpy as np
 
@@ -16,29 +15,25 @@ from transferqueue.workflows.flow.stage import Context, Work
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
 from transferqueue.workflows.job.reward_terms.scorer import DROPPED, RewardScorer, RowScores
-from transferqueue.workflows.job.reward_terms.time_limit import ended_process_after
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.stages.all_dropped_guard import AllDroppedGuard
+from transferqueue.workflows.job.stages.failed_rows import report_failed
 from transferqueue.workflows.job.stages.samples import SampleReporter
-
-_SHOWN: Final = 3
-"""Failed rows of one lease whose text is reported."""
 
 
 @contextmanager
 def reward(context: Context) -> Iterator[Work]:
-    """Factory of the stage. A reward that fails and says "stop" ends the run at once: a second try would fail the
-    same."""
+    """Factory of the stage. A reward that fails and says "stop" ends the run at once: its rows have had their
+    tries."""
     with reward_with(context, load_tokenizer(context.settings(Job).model)) as score:
         yield score
 
 
 @contextmanager
 def reward_with(context: Context, tokenizer: TextTokenizer) -> Iterator[Work]:
-    """Load the rewards. Figures of kind "reward", one for each lease with rows that are dropped: how many, and why."""
+    """Load the rewards. Rows that are dropped are reported (`failed_rows`)."""
     job = context.settings(Job)
-    scorer = RewardScorer(job, tokenizer, limit=ended_process_after)
-    guard = AllDroppedGuard(job, "their rewards failed", "see the failures in the log of the reward stage")
+    guard = AllDroppedGuard(job, "their rewards failed", "see failed_rows.jsonl in the folder of the run")
     samples = SampleReporter(context, tokenizer)
 
     def score(batch: tq.Batch) -> Iterator[PartialResult]:
@@ -53,12 +48,13 @@ def reward_with(context: Context, tokenizer: TextTokenizer) -> Iterator[Work]:
             raise StageFailedInProcess(str(failure)) from failure
         samples.report(batch, np.where(scores.failed, np.nan, scores.rewards), scores.terms)
         yield from _parts(scores)
-        failed = int(np.count_nonzero(scores.failed))
+        failed = len(scores.failures)
         if failed:
-            context.figures("reward", dropped=failed, failures=list(scores.failures[:_SHOWN]))
+            report_failed(context, {int(batch.rows[at]): text for at, text in sorted(scores.failures.items())})
         guard.count(kept=len(batch) - failed, dropped=failed)
 
-    yield score
+    with RewardScorer(job, tokenizer) as scorer:
+        yield score
 
 
 def _parts(scores: RowScores) -> Iterator[PartialResult]:
