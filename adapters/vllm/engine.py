@@ -3,6 +3,9 @@
 The engine's event loop runs in a background thread; every method submits a coroutine and waits for it. An update of
 weights pauses the engine, keeps the running requests, loads the weights (`adapters.vllm.weights`) and resumes; running
 requests continue with their context computed again. vLLM reports which version drew which token.
+
+On a CPU, vLLM (0.32) dies of a request with a seed whose prompt it computes in parts: torch's random numbers have no
+offset there. So prompts are computed whole by default, and where the options say otherwise, no seed is sent.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any, Final, TypeVar
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -56,13 +60,15 @@ class VllmGenerator(LoopEngine):
 
     def __init__(self, model: str, *, version: int = 0, **engine: Any) -> None:
         vllm_plugin.register()
-        arguments = {
+        arguments: dict[str, Any] = {
             "model": model,
             "skip_tokenizer_init": True,
             "logprobs_mode": "processed_logprobs",
             "weight_transfer_config": {"backend": vllm_plugin.BACKEND},
             **engine,
         }
+        if current_platform.is_cpu() and "max_num_batched_tokens" not in engine:
+            arguments.setdefault("enable_chunked_prefill", False)
         super().__init__("vllm", version)
         self._control = asyncio.Lock()
         self._ids = itertools.count()
@@ -70,6 +76,7 @@ class VllmGenerator(LoopEngine):
         self._channel: tuple[str, str] | None = None
         self._relay = WeightHandoff()
         self._paused = False
+        self._takes_seeds = True
         try:
             self._engine, self._context_max = self._wait(self._start(arguments), _START_S, "the engine did not start")
         except BaseException:
@@ -79,6 +86,8 @@ class VllmGenerator(LoopEngine):
     async def _start(self, arguments: Mapping[str, Any]) -> tuple[AsyncLLM, int]:
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         await engine.update_weight_version(str(self._version))
+        in_parts = engine.vllm_config.scheduler_config.enable_chunked_prefill
+        self._takes_seeds = not (current_platform.is_cpu() and in_parts)
         return engine, engine.model_config.max_model_len
 
     async def _complete(self, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> Completion:
@@ -88,7 +97,7 @@ class VllmGenerator(LoopEngine):
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             stop_token_ids=list(sampling.stop_ids),
-            seed=seed_of(sampling, index, sample, prompt),
+            seed=seed_of(sampling, index, sample, prompt) if self._takes_seeds else None,
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,

@@ -6,6 +6,7 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,13 @@ transformers = pytest.importorskip("transformers", reason="make test-engines ins
 
 import transferqueue as tq
 from tests.workflows.job.policies import context_of, job_of, publish, put_prompts
+from transferqueue.adapters.protocols import Prompt, Sampling
+from transferqueue.adapters.weights import ChannelWeights
 from transferqueue.workflows.flow.events import Event, Failure
 from transferqueue.workflows.flow.loop.runner import run_stage
 from transferqueue.workflows.flow.stage import Stage
 from transferqueue.workflows.job import names
+from transferqueue.workflows.job.engines import open_engine
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.stages.rollout import rollout
 from transferqueue.workflows.job.tiny_model.make import make
@@ -180,6 +184,24 @@ def test_vllm_follows_the_weights_of_an_asynchronous_job(queue: tq.Queue, direct
         versions = set(row["token_versions"].tolist())
         assert row["step"] - min(versions) <= 1
         assert in_flight or len(versions) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")  # of the stack under test
+@pytest.mark.parametrize("options", [{}, {"enable_chunked_prefill": True}], ids=["bare", "in parts"])
+def test_vllm_takes_short_and_long_prompts_with_seeds(directory: Path, options: dict[str, Any]) -> None:
+    """More prompt tokens at once than one pass takes, and new weights in between."""
+    pytest.importorskip("vllm")
+    job, draws = job_of(directory, engine=[{"kind": "vllm", "options": options}]), np.random.default_rng(0)
+    prompts = [Prompt(ids=draws.integers(0, 200, size=size).astype(np.int32), seed=size) for size in range(12, 900, 37)]
+    with tq.connect() as queue, closing(open_engine(job.engine[0], job)) as engine:
+        publish(queue, directory, 1)
+        drawn = engine.generate(prompts, Sampling(tokens_max=60))
+        ended = [next(drawn)]
+        with queue.weights(names.POLICY).pull(version=1) as weights:
+            engine.update_weights(ChannelWeights(queue.address, weights), 1)
+        assert len([*ended, *drawn]) == len(prompts)
 
 
 def generated(queue: tq.Queue, directory: Path, **stage: Any) -> dict[int, list[int]]:
