@@ -273,6 +273,25 @@ def test_an_engine_that_dies_twice_of_the_same_exception_ends_the_flow_with_the_
     assert restart["next"].startswith("it is started again, restart 1 of 5 without work in between; see ")
 
 
+@pytest.mark.parametrize(
+    ("variable", "given", "threads"), [(None, {}, 2), ("3", {}, 3), ("3", {"OMP_NUM_THREADS": "5"}, 5)]
+)
+def test_threads_of_a_process_are_its_share_of_the_cores_unless_they_are_set(
+    queue: tq.Queue,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str | None,
+    given: dict[str, str],
+    threads: int,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(5)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    flow = Flow(queue, jobs("double"), directory=tmp_path, observe=lambda *_: None, environment=given)
+    assert flow._environment["OMP_NUM_THREADS"] == str(threads)
+
+
 def test_a_server_that_is_away_is_no_exception_of_the_process() -> None:
     assert flow_module._is_of_peer("transferqueue.errors.Disconnected: the server has gone")
     assert not flow_module._is_of_peer("RuntimeError: no such model")

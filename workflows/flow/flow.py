@@ -95,7 +95,8 @@ class Flow:
         observe: is called for each event, with the label of its process, by the supervising thread. If it raises, the
             flow fails with that error.
         restarts_max: restarts of a process without work in between; default 2.
-        environment: variables of the processes, beside those of this one; default None.
+        environment: variables of the processes, beside those of this one; default None. Without ``OMP_NUM_THREADS``
+            here or there, each process has as many threads as there are cores for each of `jobs`, at least one.
         prepare: is called with a name of `StageJob.together` before the processes of that name start, first or again;
             default: does nothing.
     """
@@ -116,7 +117,8 @@ class Flow:
         self._directory = directory
         self._observe = observe
         self._restarts_max = restarts_max
-        self._environment = dict(environment or {})
+        threads = max(1, len(os.sched_getaffinity(0)) // max(1, len(jobs)))
+        self._environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), **(environment or {})}
         self._prepare = prepare
         self._children: dict[str, ChildProcess] = {}
         self._selector = selectors.DefaultSelector()

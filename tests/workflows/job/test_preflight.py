@@ -3,6 +3,7 @@
 import json
 import sys
 
+import msgspec
 import pytest
 
 from tests.workflows.job import jobs
@@ -12,7 +13,7 @@ from transferqueue.workflows.job.data import prompt_data
 from transferqueue.workflows.job.run import preflight
 from transferqueue.workflows.job.run.folder import RunFolder
 from transferqueue.workflows.job.run.run import run_job
-from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.settings.job import Job, RewardSettings
 
 REWARDS = """
 def exact(completions, answer):
@@ -43,6 +44,14 @@ def small(*changes: str) -> Job:
 
 def test_a_whole_job_passes_and_its_data_is_open(place):
     assert len(preflight.preflight(small(), code=place).rows) == 2
+
+
+@pytest.mark.parametrize("key", ["function", "environment"])
+def test_a_name_is_refused_before_anything_is_looked_up_in_the_model(place, key):
+    wrong = small("model.path=models/none")
+    reward = RewardSettings(**{key: "preflight_rewards:exat"})
+    with pytest.raises(NotFound, match=rf"reward.*{key} preflight_rewards:exat: the module has no exat; it has exact"):
+        preflight.preflight(msgspec.structs.replace(wrong, reward=(reward,)), code=place)
 
 
 def test_a_queue_that_does_not_answer_is_refused_before_the_folder_is_made(place, monkeypatch):

@@ -47,7 +47,7 @@ class ChildProcess:
                     stderr=written,
                     pass_fds=(write_end,),
                     process_group=0,
-                    env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment},
+                    env=os.environ | {"PYTHONUNBUFFERED": "1", **environment},
                 )
         except BaseException:
             os.close(self.events)

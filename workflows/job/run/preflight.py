@@ -53,10 +53,11 @@ def preflight(job: Job, *, code: Path | None = None) -> PromptData:
     installed, `Impossible` for weights that do not fit into the memory of the queue.
     """
     check_packages(job)
-    check_devices(job)
     import_from(code)
-    if job.log.function:
-        load_callable(job.log.function, "log.function")
+    for key, named in _names(job):
+        if named:
+            load_callable(named, key)
+    check_devices(job)
     for key, path in _models(job):
         check_model(key, path)
     _check_resume(job.checkpoint.resume)
@@ -65,7 +66,6 @@ def preflight(job: Job, *, code: Path | None = None) -> PromptData:
     if job.evaluation.path:
         open_held_out(job, data.renderer.tokenizer).check_first()
     _check_stops(job, data.renderer.tokenizer)
-    _check_environments(job)
     check_memory(job)
     return data
 
@@ -97,10 +97,12 @@ def _check_stops(job: Job, tokenizer: TextTokenizer) -> None:
         stop_id(tokenizer, text)
 
 
-def _check_environments(job: Job) -> None:
+def _names(job: Job) -> Iterator[tuple[str, str]]:
+    """Yield what the job names by text to be imported, by its key. It is checked before what takes longer."""
+    yield "log.function", job.log.function
     for place, reward in enumerate(job.reward):
-        if reward.environment:
-            load_callable(reward.environment, f"reward.{place}.environment")
+        yield "reward.function", reward.function
+        yield f"reward.{place}.environment", reward.environment
 
 
 def import_from(code: Path | None) -> None:
