@@ -1,14 +1,17 @@
-"""A run that goes wrong in six ways at once: its output, its page and its summary say which, in words."""
+"""Runs that go wrong: in six ways at once, and by rewards that fail for a row. Output, page and summary say it."""
 
+import io
 import os
 
 import msgspec
 import pytest
+from rich.console import Console
 
 pytest.importorskip("torch", exc_type=ImportError)
 
 import transferqueue as tq
 from tests.workflows.job.short_run import lines
+from transferqueue.cli.screens.train import Lines
 from transferqueue.errors import DeadlineExceeded
 from transferqueue.observe.figure_table import FigureTable
 from transferqueue.workflows.dispatch.channels import newest
@@ -17,6 +20,7 @@ from transferqueue.workflows.job.run.figures import described
 from transferqueue.workflows.job.run.folder import RunFolder
 from transferqueue.workflows.job.run.run import run_job
 from transferqueue.workflows.job.run.run_page import CHANNEL
+from transferqueue.workflows.job.settings.job import LogSettings, RewardSettings
 from transferqueue.workflows.job.settings.read import job_from_values
 from transferqueue.workflows.job.tiny_model.make import make, write_data
 
@@ -30,6 +34,29 @@ def rarely(prompts, completion_ids):
 def dead(completions):
     return [0.0] * len(completions)
 """
+ROWS_FAIL = """
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def fails(prompts, completion_ids):
+    for row in map(str, zip(prompts, completion_ids)):
+        if is_the("hangs", row):
+            time.sleep(600)
+        elif is_the("raises", row):
+            raise ValueError("no such unit")
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+
+def is_the(name, row):
+    file = HERE / name
+    if not file.exists():
+        file.write_text(row)
+    return file.read_text() == row
+"""
+"""A reward that hangs for the first row that it sees, and raises for the second."""
 OTHER_WEIGHTS = """
 from pathlib import Path
 
@@ -134,3 +161,33 @@ def test_a_run_that_goes_wrong_in_six_ways_says_so(tmp_path):
     assert {"step", "terms", "data", "finish_reason", "tokens", "reward"} <= samples[0].keys()
     assert msgspec.to_builtins(summary)["figures"]["truncated"][0] > 0.5
     assert os.path.getsize(tmp_path / "run" / "warnings.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_reward_that_hangs_for_one_row_and_raises_for_another_loses_these_two(tmp_path):
+    make(tmp_path / "model", kind="builtin", hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+    write_data(tmp_path / "data", train=64, test=16)
+    (tmp_path / "row_rewards.py").write_text(ROWS_FAIL)
+    job = job_in(tmp_path)
+    job = msgspec.structs.replace(
+        job,
+        steps=3,
+        reward=(RewardSettings(function="row_rewards:fails", timeout_s=1.0, on_error="drop"),),
+        trainer=msgspec.structs.replace(job.trainer, prompts_per_step=4, lr=1e-3),
+        log=LogSettings(),
+    )
+    output = io.StringIO()
+    lines_of_run = Lines(Console(file=output), steps=3)
+    outcome = run_job(job, folder=RunFolder(tmp_path / "run"), code=tmp_path, observe=lines_of_run)
+    failed = {line["row"]: line["text"] for line in lines(tmp_path / "run" / "failed_rows.jsonl")}
+    hangs, raises = (
+        next(text for text in failed.values() if words in text)
+        for words in ("did not return within reward.0.timeout_s=1 s", "raised ValueError: no such unit; row ")
+    )
+    assert "; row " in hangs
+    assert outcome.audit.dropped["reward_error"] == len(failed)
+    assert len(lines(tmp_path / "run" / "steps.jsonl")) == 3
+    for text in (hangs, raises):
+        assert f"{text}: the row is dropped" in output.getvalue()
+        assert text in outcome.summary.text()
