@@ -17,6 +17,8 @@ import pytest
 import transferqueue as tq
 from tests.cli.deployment import ANSWER_S, PROGRAM, Served, run, run_as_a_program, served
 from transferqueue.cli import app, connection
+from transferqueue.observe.figure_table import FigureTable, figures_channel
+from transferqueue.workflows.dispatch.channels import publish
 
 pytestmark = pytest.mark.slow
 
@@ -156,6 +158,15 @@ def test_doctor_is_patient(deployment: Served) -> None:
     done = deployment.run("doctor", deployment.address, "--patience", "3600")
     assert done.returncode == 0
     assert done.stdout.startswith("… ")
+
+
+def test_doctor_ends_with_what_a_run_warns_of() -> None:
+    died = "rollout-0 ended with exit code 1; its first exception was OSError: no offset"
+    figures = FigureTable(title="Training", columns=("figure",), lines=(), warnings=(died,))
+    with served() as own, tq.connect(own.address) as queue:
+        publish(queue, figures_channel("rollouts", "run"), figures)
+        done = own.run("doctor", own.address, columns=400)
+    assert done.stdout.endswith(f"\nTraining: {died}\n"), done
 
 
 @pytest.mark.usefixtures("trainer")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,8 +25,10 @@ from transferqueue.cli.options import (
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from transferqueue.client import Queue
     from transferqueue.observe.verdict import QueueReport
     from transferqueue.wire.answers.coordinators import UnreachableCoordinator
+    from transferqueue.wire.answers.stats import Stats
 
 EXAMPLES = (
     ("transferqueue doctor", "the trouble of this user's queue in one sentence; its stages; its waits"),
@@ -63,8 +65,9 @@ def doctor(
 
     Prints the verdict in one sentence, then each stage with its workers, then each wait with its reason. For the
     verdict, doctor follows each wait to its cause: a task without a worker, a task whose leases all fail, silent
-    workers with rows, a column that no task gives, a full table, rows that are all stale. Exits with code 1 for a cause
-    that ends only if someone acts and that has lasted --patience seconds, or if a coordinator is out of reach.
+    workers with rows, a column that no task gives, a full table, rows that are all stale. Warnings of a training run,
+    such as processes that were started again, follow. Exits with code 1 for a cause that ends only if someone acts and
+    that has lasted --patience seconds, or if a coordinator is out of reach.
 
     With --machine: checks shared memory and memory, kernel features (it tries each), the runtime directory, limits and
     versions. Each is ok, to improve or to mend, with the remedy. Exits with code 1 if something must be mended.
@@ -127,6 +130,7 @@ def _deployment(address: str, table: str, patience_s: float, *, json: bool) -> N
 
     with connected(address, label="doctor") as queue:
         found = look(queue, table)
+        warnings = _warnings(queue, [one.stats for one in found.values() if isinstance(one, Look)])
     reports = {
         place: report(one.stats, one.doctor, patience_s=patience_s) if isinstance(one, Look) else one
         for place, one in found.items()
@@ -135,9 +139,27 @@ def _deployment(address: str, table: str, patience_s: float, *, json: bool) -> N
         show_json(reports if len(reports) > 1 else next(iter(reports.values())))
     else:
         terminal = console()
-        show(_lines(reports, terminal.width), terminal)
+        show([*_lines(reports, terminal.width), *warnings], terminal)
     if any(isinstance(one, UnreachableCoordinator) or one.verdict.trouble for one in reports.values()):
         raise typer.Exit(MEND)
+
+
+def _warnings(queue: Queue, stats: Sequence[Stats]) -> list[Text]:
+    """What programs warn of on the page, such as a training run of processes that it started again."""
+    from rich.text import Text
+
+    from transferqueue.errors import DeadlineExceeded, NotFound, UsageError
+    from transferqueue.observe.figure_table import VALUE, decode, has_figures
+
+    lines: list[Text] = []
+    for channel in (name for each in stats for name in each.channels if has_figures(name)):
+        with (
+            suppress(DeadlineExceeded, NotFound, UsageError),  # gone meanwhile, or written by another program
+            queue.weights(channel).pull(timeout_s=0.0) as pulled,
+        ):
+            table = decode(bytes(pulled.numpy()[VALUE]))
+            lines += [Text(f"{table.title}: {text}", style="yellow") for text in table.warnings]
+    return [Text(), *lines] if lines else []
 
 
 def _lines(reports: Mapping[str, QueueReport | UnreachableCoordinator], width: int) -> list[Text]:
