@@ -289,7 +289,7 @@ def test_a_logger_of_ones_own_is_found_before_the_run_starts(tmp_path, monkeypat
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UsageError, match=r"log\.function 'own_logs' names no function"):
         preflight(job("grpo", "log.function=own_logs"))
-    with pytest.raises(NotFound, match=r"sums\.jsonl"):
+    with pytest.raises(NotFound, match=r"my_rewards"):
         preflight(job("grpo", "log.function=own_logs:log"))
 
 
