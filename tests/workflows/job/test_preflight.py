@@ -47,11 +47,11 @@ def test_a_whole_job_passes_and_its_data_is_open(place):
 
 
 @pytest.mark.parametrize("key", ["function", "environment"])
-def test_a_name_is_refused_before_anything_is_looked_up_in_the_model(place, key):
-    wrong = small("model.path=models/none")
+def test_a_name_is_refused_before_the_tokenizer_is_loaded(place, key, monkeypatch):
+    monkeypatch.setattr(prompt_data, "load_tokenizer", lambda model: pytest.fail("the tokenizer is loaded"))
     reward = RewardSettings(**{key: "preflight_rewards:exat"})
     with pytest.raises(NotFound, match=rf"reward.*{key} preflight_rewards:exat: the module has no exat; it has exact"):
-        preflight.preflight(msgspec.structs.replace(wrong, reward=(reward,)), code=place)
+        preflight.preflight(msgspec.structs.replace(small(), reward=(reward,)), code=place)
 
 
 def test_a_queue_that_does_not_answer_is_refused_before_the_folder_is_made(place, monkeypatch):

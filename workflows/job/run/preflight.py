@@ -54,12 +54,12 @@ def preflight(job: Job, *, code: Path | None = None) -> PromptData:
     """
     check_packages(job)
     import_from(code)
-    for key, named in _names(job):
-        if named:
-            load_callable(named, key)
     check_devices(job)
     for key, path in _models(job):
         check_model(key, path)
+    for key, named in _names(job):
+        if named:
+            load_callable(named, key)
     _check_resume(job.checkpoint.resume)
     data = open_prompts(job)
     data.check_first()
