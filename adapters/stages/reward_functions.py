@@ -44,6 +44,10 @@ _SHOWN_CHARS: Final = 200
 _ERROR_CHARS: Final = 500
 
 
+_OF_HTTP: Final = frozenset({"TransportError", "ClientConnectionError", "APIConnectionError"})
+"""Errors of httpx, aiohttp and openai that are no OSError: no answer came."""
+
+
 class RewardFailed(UsageError):
     """A reward function raised, or returned an invalid score.
 
@@ -51,13 +55,15 @@ class RewardFailed(UsageError):
         name: of the function.
         at: position of the row among those of the call (-1: unknown).
         of_call: the call as a whole failed, and would fail with every row.
+        may_pass: the system or the network failed, such as a judge that refused the connection.
     """
 
-    def __init__(self, text: str, *, name: str, at: int = -1, of_call: bool = False) -> None:
+    def __init__(self, text: str, *, name: str, at: int = -1, of_call: bool = False, may_pass: bool = False) -> None:
         super().__init__(text)
         self.name = name
         self.at = at
         self.of_call = of_call
+        self.may_pass = may_pass
 
 
 # ---------------------------------------------------------------- one function
@@ -136,8 +142,13 @@ class RewardCall:
             raise
         except (Exception, SystemExit) as error:  # sys.exit() of a library would end the process without a word
             text = f"reward {self.name} raised {type(error).__name__}: {_cut(error)}"
-            raise RewardFailed(text, name=self.name) from error
+            raise RewardFailed(text, name=self.name, may_pass=_may_pass(error)) from error
         return checked_scores(self.name, scores, rows)
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether it is an error of the system, or of a library for HTTP, whose own are named so."""
+    return isinstance(error, OSError) or any(kind.__name__ in _OF_HTTP for kind in type(error).__mro__)
 
 
 def _name(function: RewardFunction) -> str:

@@ -10,7 +10,7 @@ import pytest
 import transferqueue as tq
 from tests.workflows.job import jobs
 from tests.workflows.job.tokens import ByteTokenizer
-from tests.workflows.test_flow import gone
+from tests.workflows.test_flow import wait_gone
 from transferqueue.adapters.stages.reward_functions import RewardCall, RewardFailed, load_reward
 from transferqueue.errors import NotFound, UsageError
 from transferqueue.workflows.flow.events import Figures
@@ -444,4 +444,28 @@ def test_what_a_function_started_ends_with_its_call(tmp_path):
     (tmp_path / "starts.py").write_text(code)
     with pytest.raises(RewardFailed, match="did not return"):
         scores(with_rewards([{"function": f"{tmp_path / 'starts.py'}:starts", "timeout_s": 0.5}]), ["a"])
-    assert gone(int((tmp_path / "pid").read_text()))
+    assert wait_gone([int((tmp_path / "pid").read_text())], 30.0) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "raised", ["ConnectionRefusedError('111')", "type('ConnectError', (TransportError,), {})('away')"]
+)
+def test_a_judge_that_is_away_for_three_calls_costs_no_row(tmp_path, raised):
+    code = f"""
+class TransportError(Exception):
+    pass
+
+calls = []
+
+def judge(completions):
+    calls.append(len(completions))
+    if len(calls) <= 3:
+        raise {raised}
+    assert len(completions) == 4
+    return [1.0] * 4
+"""
+    (tmp_path / "away.py").write_text(code)
+    settings = with_rewards([{"function": f"{tmp_path / 'away.py'}:judge", "on_error": "drop"}])
+    result = scores(settings, ["a", "b", "c", "d"])
+    assert (result.failures, result.rewards.tolist()) == ({}, [1.0] * 4)

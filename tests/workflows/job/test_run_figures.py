@@ -112,7 +112,7 @@ def test_each_rule_that_breaks_is_told_in_words(change, patience, words):
     (warning,) = warnings.all
     assert (warning.first, warning.last, warning.steps) == (1, 5, 5)
     assert warning.text_of_all.startswith(warning.wrong + " in 5 steps, 1 to 5: ")
-    assert (" since step 1: " in warning.text, warnings.lasting) == (True, [warning])
+    assert (" since step 1: " in warning.text, warnings.recent) == (True, [warning.text])
 
 
 def test_equal_rewards_are_told_of_rows_without_groups():
@@ -157,8 +157,8 @@ def test_a_warning_ends_and_one_that_comes_and_goes_is_not_told_each_time():
     bad = {"truncated": 0.9}
     told, warnings = watched(bad, {}, bad, {}, bad, bad, {})
     assert [number for number, _ in told] == [1]
-    assert warnings.lasting == []
     (warning,) = warnings.all
+    assert warnings.recent == [warning.text_of_all]
     assert (warning.since, warning.first, warning.last, warning.steps) == (5, 1, 6, 4)
     equal = {"equal_groups": 1.0}
     assert watched(equal, equal, {}, equal, equal)[0] == []

@@ -2,6 +2,7 @@
 
 import io
 import os
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -9,7 +10,6 @@ from rich.console import Console
 
 pytest.importorskip("torch", exc_type=ImportError)
 
-import transferqueue as tq
 from tests.workflows.job.short_run import lines
 from transferqueue.cli.screens.train import Lines
 from transferqueue.errors import DeadlineExceeded
@@ -19,7 +19,7 @@ from transferqueue.workflows.flow.events import Figures
 from transferqueue.workflows.job.run.figures import described
 from transferqueue.workflows.job.run.folder import RunFolder
 from transferqueue.workflows.job.run.run import run_job
-from transferqueue.workflows.job.run.run_page import CHANNEL
+from transferqueue.workflows.job.run.run_page import CHANNEL, RunPage
 from transferqueue.workflows.job.settings.job import LogSettings, RewardSettings
 from transferqueue.workflows.job.settings.read import job_from_values
 from transferqueue.workflows.job.tiny_model.make import make, write_data
@@ -121,25 +121,21 @@ def test_a_run_that_goes_wrong_in_six_ways_says_so(tmp_path):
     for name, text in {"own_rewards": REWARDS, "sitecustomize": OTHER_WEIGHTS}.items():
         (tmp_path / f"{name}.py").write_text(text)
     (tmp_path / "own_log.py").write_text(LOG.format(file=str(tmp_path / "own_log.txt")))
-    told, queues, on_page = {}, [], set()
+    told, on_page, show = {}, set(), RunPage.show
 
     def observe(label, event):
         if isinstance(event, Figures) and event.kind == "warning":
             told[event.values["figure"]] = event.values["text"]
-        elif isinstance(event, Figures) and event.kind == "step" and queues:
-            try:
-                on_page.update(newest(queues[0], CHANNEL, FigureTable)[1].warnings)
-            except DeadlineExceeded:
-                return  # the first step is not on the page yet
 
-    def started(running):
-        queues.append(tq.connect(running.address, label="page"))
+    def show_and_read(page, record, *, at_once=False):
+        show(page, record, at_once=at_once)
+        with suppress(DeadlineExceeded):  # the first step is not on the page yet
+            on_page.update(newest(page._queue, CHANNEL, FigureTable)[1].warnings)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunPage, "show", show_and_read)
         patch.setenv("OMP_NUM_THREADS", "1")
-        outcome = run_job(
-            job_in(tmp_path), folder=RunFolder(tmp_path / "run"), code=tmp_path, observe=observe, started=started
-        )
+        outcome = run_job(job_in(tmp_path), folder=RunFolder(tmp_path / "run"), code=tmp_path, observe=observe)
     summary = outcome.summary
     for figure, words in WORDS.items():
         assert words in told.get(figure, ""), (figure, told)
@@ -149,7 +145,7 @@ def test_a_run_that_goes_wrong_in_six_ways_says_so(tmp_path):
     steps = lines(tmp_path / "run" / "steps.jsonl")
     assert [step["step"] for step in steps] == [*range(1, STEPS + 1)]
     assert all(described(name) or name == "at" for step in steps for name in step)
-    assert all(step["generation_tokens_per_s"] > 0 for step in steps[1:3])
+    assert any(step.get("generation_tokens_per_s", 0) > 0 for step in steps)  # those in which a generation ended
     own = (tmp_path / "own_log.txt").read_text().splitlines()
     assert len(own) >= STEPS
     assert "'truncated'" in own[0]

@@ -70,6 +70,7 @@ class _Failed(msgspec.Struct, frozen=True, tag="failed"):
     text: str
     at: int
     of_call: bool
+    may_pass: bool
 
 
 class FunctionProcess:
@@ -134,7 +135,7 @@ class FunctionProcess:
             text = self._late() if is_late else f"reward {self.name} {_ended(code)}"
             raise RewardFailed(text, name=self.name) from error
         if isinstance(reply, _Failed):
-            raise RewardFailed(reply.text, name=self.name, at=reply.at, of_call=reply.of_call)
+            raise RewardFailed(reply.text, name=self.name, at=reply.at, of_call=reply.of_call, may_pass=reply.may_pass)
         return np.frombuffer(reply.scores, np.float64)
 
     def _late(self) -> str:
@@ -265,7 +266,7 @@ def _answer(call: RewardCall, asked: _Call, timeout_s: float) -> _Scores | _Fail
     try:
         return _Scores(call(asked.columns, rows=asked.rows).tobytes())
     except RewardFailed as failure:
-        return _Failed(str(failure), failure.at, failure.of_call)
+        return _Failed(str(failure), failure.at, failure.of_call, failure.may_pass)
     finally:
         faulthandler.cancel_dump_traceback_later()
 

@@ -2,9 +2,10 @@
 
 1. A term gives each row a finite number, or NaN where it does not apply (None of a function). The reward is the sum of
    weight × score over the terms that apply.
-2. A function that raises, returns NaN, hangs or ends its process fails for the call's rows. Each of them is then tried
-   by itself, as `tries` says. A row that fails alone is named with its prompt and its completion: ``on_error="stop"``
-   ends the run, "drop" drops that row. A function that returns the wrong number of scores always ends the run.
+2. A function that raises, returns NaN, hangs or ends its process fails for the call's rows. While what failed may pass
+   (`RewardFailed.may_pass`) they are tried again together, then each by itself, as `tries` says. A row that fails alone
+   is named with its prompt and its completion: ``on_error="stop"`` ends the run, "drop" drops that row. A function that
+   returns the wrong number of scores always ends the run.
 3. A row to which no term applies counts as a failure of all terms.
 4. A score or reward beyond float32 ends the run.
 """
@@ -99,14 +100,15 @@ class RewardScorer:
         return RowScores(rewards=rewards_B.astype(np.float32), terms=terms_FB.T.astype(np.float32), failures=failures)
 
     def _scores(self, term: RewardTerm, at: int, rows: RewardRows, failures: dict[int, str]) -> Floats:
-        tries = Tries()
-        try:
-            return term.scores(rows)
-        except RewardFailed as failure:
-            if failure.of_call:
-                raise _named(failure, rows) from failure
-            tries.failed(str(failure))
-        tries.pause()
+        tries, together = Tries(), True
+        while together:
+            try:
+                return term.scores(rows)
+            except RewardFailed as failure:
+                if failure.of_call:
+                    raise _named(failure, rows) from failure
+                together = tries.failed(str(failure), may_pass=failure.may_pass) and failure.may_pass
+            tries.pause()
         drop, scores_B = self._settings[at].on_error == "drop", np.full(len(rows), np.nan)
         for place in range(len(rows)):
             try:
@@ -142,7 +144,7 @@ def _score_of_row(term: RewardTerm, row: RewardRows, tries: Tries) -> float:
         try:
             return float(term.scores(row)[0])
         except RewardFailed as failure:
-            if failure.of_call or not tries.failed(str(failure)):
+            if failure.of_call or not tries.failed(str(failure), may_pass=failure.may_pass):
                 raise _named(failure, row) from failure
             tries.pause()
 

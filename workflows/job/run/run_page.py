@@ -56,7 +56,7 @@ def run_figures(record: RunRecord) -> FigureTable:
         columns=_COLUMNS,
         lines=tuple(_line(name, steps[-1]) for name in drawn),
         curves=tuple(_curve(name, steps) for name in drawn),
-        warnings=tuple(warning.text[:CHARS_MAX] for warning in record.warnings.lasting[:LINES_MAX]),
+        warnings=tuple(text[:CHARS_MAX] for text in record.warnings.recent[:LINES_MAX]),
     )
 
 

@@ -73,15 +73,14 @@ class RunWarnings:
         return sorted(self._all.values(), key=lambda warning: warning.first)
 
     @property
-    def lasting(self) -> list[RunWarning]:
-        """Rules that broke in the newest step, and incidents of the last `PAUSE_STEPS` steps."""
-        since = self.newest - PAUSE_STEPS
-        recent = [
-            warning
+    def recent(self) -> list[str]:
+        """The texts of those of the last `PAUSE_STEPS` steps: as they are told while they last, or that they ended."""
+        now = {*self._since, *(name for name in self._all if name.partition("/")[0] in self._incidents)}
+        return [
+            warning.text if warning.figure in now else warning.text_of_all
             for warning in self.all
-            if warning.figure.partition("/")[0] in self._incidents and warning.last > since
+            if warning.last > self.newest - PAUSE_STEPS
         ]
-        return [*(warning for warning in self.all if warning.figure in self._since), *recent]
 
     @property
     def newest(self) -> int:
