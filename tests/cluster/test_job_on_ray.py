@@ -23,13 +23,23 @@ pytest.importorskip("torch", exc_type=ImportError)
 pytest.importorskip("reasoning_gym")
 ray = pytest.importorskip("ray", reason="make test-ray has Ray")
 
+import transferqueue as tq  # noqa: E402
 from tests.cluster.ray_nodes import RayNodes, check_isolation  # noqa: E402
+from tests.workflows.job.recorded_environment import create_table, recording  # noqa: E402
 from tests.workflows.test_demo import ROWS, STEPS, make_small, small_job  # noqa: E402
 from transferqueue.errors import UsageError  # noqa: E402
 from transferqueue.workflows.flow.events import Event, Figures  # noqa: E402
+from transferqueue.workflows.job.devices.placement import FoundDevice  # noqa: E402
 from transferqueue.workflows.job.graph import stage_jobs  # noqa: E402
 from transferqueue.workflows.job.run.folder import RunFolder  # noqa: E402
-from transferqueue.workflows.job.run.on_ray import ANYWHERE, actor_options  # noqa: E402
+from transferqueue.workflows.job.run.on_ray import (  # noqa: E402
+    ANYWHERE,
+    actor_options,
+    cluster_devices,
+    flow_on_ray,
+    reserved,
+)
+from transferqueue.workflows.job.run.preflight import placement_of  # noqa: E402
 from transferqueue.workflows.job.run.run import JobOutcome, run_job  # noqa: E402
 from transferqueue.workflows.job.settings.job import Job, RaySettings  # noqa: E402
 from transferqueue.workflows.job.settings.read import checked  # noqa: E402
@@ -214,13 +224,55 @@ def test_a_resumed_run_learns_what_five_whole_ones_learn(
 
 def test_what_the_job_says_of_a_process_goes_to_ray(tmp_path: Path) -> None:
     job = checked(on_ray(tmp_path, options={"train": {"num_gpus": 1}, "rollout-0": {"num_cpus": 2}}))
-    options = actor_options(job, stage_jobs(job))
+    options = actor_options(job, stage_jobs(job), {})
     assert options["train-0"] == {**ANYWHERE, "num_gpus": 1}
     assert options["rollout-0"] == {**ANYWHERE, "num_cpus": 2}
     assert options["reward-0"] == ANYWHERE
     job = msgspec.structs.replace(job, ray=RaySettings(options={"trian": {}}))
     with pytest.raises(UsageError, match=r"ray.options.trian: the job has no such task or process; it has advantage"):
-        actor_options(job, stage_jobs(job))
+        actor_options(job, stage_jobs(job), {})
+
+
+@pytest.fixture
+def two_hosts(tmp_path: Path) -> Iterator[list[FoundDevice]]:
+    """A cluster of two nodes with two GPUs each, which no machine has."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 2, "include_dashboard": False})
+    try:
+        cluster.add_node(num_cpus=2, num_gpus=2)
+        ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
+        yield cluster_devices()
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def test_processes_have_their_gpus_on_two_hosts(two_hosts: list[FoundDevice], tmp_path: Path) -> None:
+    """Two ranks, two engines and the evaluation beside one of them, as their actors see them."""
+    assert [device.name for device in two_hosts] == ["0", "1", "0", "1"]
+    assert len({device.host for device in two_hosts}) == 2
+    job = small_job(tmp_path)
+    engine = msgspec.structs.replace(job.engine[0], count=2)
+    trainer = msgspec.structs.replace(job.trainer, parallel="fsdp2", ranks=2)
+    job = checked(msgspec.structs.replace(job, on="ray", engine=(engine,), trainer=trainer))
+    placement = placement_of(job)
+    found: dict[str, tuple[str, str]] = {}
+
+    def hear(label: str, event: Event) -> None:
+        if isinstance(event, Figures):
+            found[label] = (event.values["node"], event.values["gpus"])
+
+    with tq.connect(label="supervisor") as queue, reserved(placement, job) as gpus:
+        create_table(queue)
+        processes = recording(stage_jobs(job))
+        with flow_on_ray(job, processes, queue.address, environment={}, observe=hear, gpus=gpus) as flow:
+            flow.run()
+    assert found["rollout-0"] == found["evaluate-0"]
+    own = [found[label] for label in ("rollout-0", "rollout-1", "train-0", "train-1")]
+    assert sorted(own) == sorted((device.host, device.name) for device in two_hosts)
+    assert {found[label][1] for label in ("prompts-0", "advantage-0")} == {""}
+    assert {group["state"] for group in ray.util.placement_group_table().values()} == {"REMOVED"}
 
 
 @pytest.mark.long

@@ -61,6 +61,7 @@ def test_a_job_file_passes_its_dry_run(made, path, monkeypatch):
     assert len(found.prompts) == 2
     assert all(prompt.ids for prompt in found.prompts)
     assert found.memory_bytes >= found.row_bytes_total + found.weight_bytes
+    assert any("train-0" in line and "moments" in line for line in found.devices)
     assert found.tasks[-1].name in ("train", "train_critic")
 
 

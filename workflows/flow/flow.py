@@ -97,6 +97,7 @@ class Flow:
         restarts_max: restarts of a process without work in between; default 2.
         environment: variables of the processes, beside those of this one; default None. Without ``OMP_NUM_THREADS``
             here or there, each process has as many threads as there are cores for each of `jobs`, at least one.
+        environments: further ones of single processes, by label; default None.
         prepare: is called with a name of `StageJob.together` before the processes of that name start, first or again;
             default: does nothing.
     """
@@ -110,6 +111,7 @@ class Flow:
         observe: Observe,
         restarts_max: int = RESTARTS_MAX,
         environment: Mapping[str, str] | None = None,
+        environments: Mapping[str, Mapping[str, str]] | None = None,
         prepare: Callable[[str], None] = lambda together: None,
     ) -> None:
         self._queue = queue
@@ -119,6 +121,7 @@ class Flow:
         self._restarts_max = restarts_max
         threads = max(1, len(os.sched_getaffinity(0)) // max(1, len(jobs)))
         self._environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), **(environment or {})}
+        self._environments = environments or {}
         self._prepare = prepare
         self._children: dict[str, ChildProcess] = {}
         self._selector = selectors.DefaultSelector()
@@ -337,9 +340,8 @@ class Flow:
             self._forget(child)
 
     def _start(self, job: StageJob, restarts: int) -> None:
-        child = ChildProcess(
-            job, self._queue.address, self._directory / f"{job.label}.log", restarts, self._environment
-        )
+        environment = {**self._environment, **self._environments.get(job.label, {})}
+        child = ChildProcess(job, self._queue.address, self._directory / f"{job.label}.log", restarts, environment)
         self._children[job.label] = child
         self._selector.register(child.events, selectors.EVENT_READ, (child, self._read))
         self._selector.register(child.death, selectors.EVENT_READ, (child, self._died))

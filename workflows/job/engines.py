@@ -9,8 +9,8 @@
 | sglang_server | `adapters.engines.SglangServer` | requests sent at once | files in a folder (``options.weights``) |
 | openai | `adapters.engines.OpenAIGenerator` | requests sent at once | none: it serves version 0 for ever |
 
-``options`` are arguments of the engine itself: of ``from_pretrained`` (and ``device``) for transformers, of
-``AsyncEngineArgs`` for vllm, of the adapter's class for the others.
+``options`` are arguments of the engine itself: of ``from_pretrained`` for transformers, of ``AsyncEngineArgs`` for
+vllm, of the adapter's class for servers. The built-in one has none.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def _builtin(settings: EngineSettings, job: Job, key: str) -> Generator:
             f'{key}.kind="builtin" with model "{directory}", which is none that `transferqueue demo` made; set '
             'kind="transformers" or "vllm"'
         )
-    return _in_this_process(BuiltinModel.from_pretrained(directory), settings, job, dict(settings.options))
+    if settings.options:
+        raise TypeError(f"{listing(settings.options)} is none of them; it has none")
+    return _in_this_process(BuiltinModel.from_pretrained(directory), settings, job)
 
 
 def _transformers(settings: EngineSettings, job: Job, key: str) -> Generator:
@@ -97,20 +99,17 @@ def _transformers(settings: EngineSettings, job: Job, key: str) -> Generator:
             'set it to 1, or kind="vllm"'
         )
     options = {"dtype": job.model.dtype, "trust_remote_code": job.model.trust_remote_code, **settings.options}
-    place = {"device": options.pop("device")} if "device" in options else {}
     model = AutoModelForCausalLM.from_pretrained(model_directory(settings, job), **options)
-    return _in_this_process(model, settings, job, place)
+    return _in_this_process(model, settings, job)
 
 
-def _in_this_process(model: Any, settings: EngineSettings, job: Job, options: dict[str, Any]) -> Generator:
-    """Generate with `model` here. options: ``device``, and no other."""
+def _in_this_process(model: Any, settings: EngineSettings, job: Job) -> Generator:
+    """Generate with `model` here, on the GPU that this process sees, or the CPU."""
     import torch
 
     from transferqueue.adapters.engines.transformers import TransformersGenerator
 
-    device = options.pop("device", "cuda" if torch.cuda.is_available() else "cpu")
-    if options:
-        raise TypeError(f"{listing(options)} is no option of it; it has device")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     apart = job.trainer.order == "ordinal"
     return TransformersGenerator(model.to(device), version=BEGINNING, rows_max=settings.slots, shared_batch=not apart)
 

@@ -345,6 +345,23 @@ def engine_of(job: Job, instance: int) -> EngineSettings:
     return each[min(instance, len(each) - 1)]
 
 
+def evaluation_engine(job: Job) -> EngineSettings:
+    """Return the engine that evaluates: one of this process, since new weights of a shared server would change the
+    training rows.
+
+    It is transformers, with the options of the job's first such engine; the built-in one for its model; vLLM for a
+    model that needs several devices.
+    """
+    slots = max(engine.slots for engine in job.engine)
+    here = [engine for engine in job.engine if engine.kind in ("transformers", "vllm")]
+    if here and here[0].tensor_parallel > 1:
+        return msgspec.structs.replace(here[0], count=1)
+    if any(engine.kind == "builtin" for engine in job.engine):
+        return EngineSettings(kind="builtin", slots=slots)
+    options = next((engine.options for engine in here if engine.kind == "transformers"), {})
+    return EngineSettings(kind="transformers", slots=slots, options=options)
+
+
 def _process(described: StageJob, name: str, stage: Stage | None = None, instance: int = 0) -> StageJob:
     return msgspec.structs.replace(
         described,

@@ -24,7 +24,7 @@ from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.tokenizer import class_environment
 from transferqueue.workflows.job.graph import create_table, stage_jobs
 from transferqueue.workflows.job.run.folder import RunFolder, new_folder
-from transferqueue.workflows.job.run.preflight import importable, preflight
+from transferqueue.workflows.job.run.preflight import importable, placement_of, preflight
 from transferqueue.workflows.job.run.record import RunRecord
 from transferqueue.workflows.job.run.recorded import recorded
 from transferqueue.workflows.job.run.run import JobOutcome, run_job
@@ -113,6 +113,7 @@ class JobTrainer:
         """
         if self._service is not None:
             raise UsageError("the engines of this trainer were started; make another one for another run")
+        placement = placement_of(self.job)
         tokenizer = preflight(self.job, code=self._code).renderer.tokenizer
         folder = self._folder or new_folder(self.job)
         self._stack.enter_context(folder.locked())
@@ -120,12 +121,21 @@ class JobTrainer:
         queue = self._stack.enter_context(tq.connect(self._address(folder), label="trainer"))
         table = create_table(queue, self.job)
         self._service = JobService(queue, table, queue.weights(names.POLICY, keep=self.job.weights.keep))
-        played = [stage for stage in stage_jobs(self.job, folder.path) if stage.name not in self._plays]
+        played = [
+            stage for stage in stage_jobs(placement.with_shares(self.job), folder.path) if stage.name not in self._plays
+        ]
         record = self._stack.enter_context(RunRecord(folder.path, self.job))
         logs = folder.path / "logs"
         environment = importable(self._code) | class_environment(self.job.model, tokenizer)
         observe = recorded(record, table, RunPage(queue))
-        flow = Flow(queue, played, directory=logs, observe=observe, environment=environment)
+        flow = Flow(
+            queue,
+            played,
+            directory=logs,
+            observe=observe,
+            environment=environment,
+            environments=placement.environments(),
+        )
         self._flow = self._stack.enter_context(flow)
         return self._service
 

@@ -40,7 +40,7 @@ def values(model: Path, **tables: Any) -> dict[str, Any]:
         "reward": [{"function": "builtins:len"}],
         "sampling": {"group_size": 2, "tokens_max": TOKENS},
         "algorithm": {"kind": "grpo"},
-        "trainer": {"prompts_per_step": 3, "lr": 1e-3, "device": "cpu", "micro_tokens": 64, "order": "ordinal"},
+        "trainer": {"prompts_per_step": 3, "lr": 1e-3, "micro_tokens": 64, "order": "ordinal"},
         "pacing": {"mode": "sync"},
         "weights": {"dtype": "float32"},
         "checkpoint": {"every": 2},

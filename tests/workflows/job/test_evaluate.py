@@ -15,11 +15,11 @@ transformers = pytest.importorskip("transformers")
 import transferqueue as tq  # noqa: E402
 from tests.workflows.job.policies import context_of, job_of, publish, table_of  # noqa: E402
 from transferqueue.workflows.flow.events import Event, Figures  # noqa: E402
+from transferqueue.workflows.job.graph import evaluation_engine  # noqa: E402
 from transferqueue.workflows.job.settings.job import Job  # noqa: E402
 from transferqueue.workflows.job.stages.evaluate import (  # noqa: E402
     end_evaluations,
     evaluate,
-    evaluation_engine,
     request_evaluation,
 )
 from transferqueue.workflows.job.tiny_model.make import make, write_data  # noqa: E402

@@ -6,10 +6,10 @@ import sys
 import pytest
 
 from tests.workflows.job import jobs
-from transferqueue.errors import NotFound, UsageError
+from transferqueue.errors import UsageError
 from transferqueue.lazy import install_line
 from transferqueue.workflows.job.run import machine
-from transferqueue.workflows.job.run.machine import check_devices, check_packages
+from transferqueue.workflows.job.run.machine import check_packages
 
 
 @pytest.mark.parametrize(
@@ -45,23 +45,3 @@ def test_a_tiny_model_without_torch_says_what_to_install():
 def test_a_job_without_generation_needs_no_engine(monkeypatch):
     monkeypatch.setattr(machine, "find_spec", lambda module: None)
     check_packages(jobs.job("sft"))
-
-
-@pytest.mark.slow  # imports torch
-@pytest.mark.parametrize(
-    ("kind", "change", "error", "text"),
-    [
-        ("grpo", "trainer.device=zzz", UsageError, r"trainer\.device='zzz' is no device; give \"auto\", \"cpu\""),
-        ("grpo", "trainer.device=cuda:99", NotFound, r"trainer\.device='cuda:99': this machine has \d+ CUDA devices"),
-        ("ppo", "critic.device=cuda:99", NotFound, r"critic\.device='cuda:99'"),
-    ],
-)
-def test_a_device_that_is_not_here_is_refused(kind, change, error, text):
-    pytest.importorskip("torch", exc_type=ImportError)
-    with pytest.raises(error, match=text):
-        check_devices(jobs.job(kind, change))
-
-
-def test_the_cpu_is_always_here_and_costs_no_import(monkeypatch):
-    monkeypatch.setattr(machine, "_check_device", None)
-    check_devices(jobs.job("ppo", "trainer.device=cpu"))

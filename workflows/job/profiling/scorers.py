@@ -44,4 +44,4 @@ def _model(settings: ScorerSettings, job: Job, task: str) -> Any:
     from transferqueue.adapters.scoring import load_causal_lm, load_value_model
 
     load = load_value_model if task == names.VALUE else load_causal_lm
-    return load(settings.path, dtype=settings.dtype or job.model.dtype, device=settings.device)
+    return load(settings.path, dtype=settings.dtype or job.model.dtype)

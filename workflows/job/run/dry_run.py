@@ -4,6 +4,7 @@ dummy row, tasks, bytes."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -11,9 +12,10 @@ import msgspec
 
 from transferqueue.workflows.flow.stage import Stage
 from transferqueue.workflows.job.data.sequence import PromptSequence
+from transferqueue.workflows.job.devices.placement import FoundDevice
 from transferqueue.workflows.job.graph import pacing, stage_jobs, stages
 from transferqueue.workflows.job.reward_terms.trials import RewardTrial, try_rewards
-from transferqueue.workflows.job.run.preflight import JobBytes, bytes_of, preflight
+from transferqueue.workflows.job.run.preflight import JobBytes, bytes_of, placement_of, preflight
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import GIB, batch_rows, row_bytes, rows_kept
 from transferqueue.workflows.job.settings.write import job_as_toml
@@ -43,7 +45,7 @@ class ShownTask(msgspec.Struct, frozen=True, kw_only=True):
 
 class DryRun(msgspec.Struct, frozen=True, kw_only=True):
     """The dry run's result. job: the resolved file. rows_ahead, rows_kept: most live rows, before the trainer and in
-    all. Bytes are upper bounds."""
+    all. Bytes are upper bounds. devices: the processes with a model on each GPU, and their bytes, a line for each."""
 
     job: str
     prompts: list[ShownPrompt]
@@ -57,6 +59,7 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
     row_bytes_total: int
     weight_bytes: int
     memory_bytes: int
+    devices: list[str]
 
     def text(self) -> str:
         """Return it for people."""
@@ -81,14 +84,17 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
             f"# bytes: up to {self.row_bytes:,} a row, {_gib(self.row_bytes_total)} of rows, {_gib(self.weight_bytes)} "
             f"of weights; memory {_gib(self.memory_bytes)}"
         )
+        lines += [f"# {line}" for line in self.devices]
         return "\n".join(lines) + "\n"
 
 
-def dry_run(job: Job, *, code: Path | None = None) -> DryRun:
+def dry_run(job: Job, *, code: Path | None = None, devices: Sequence[FoundDevice] | None = None) -> DryRun:
     """Check `job` with its files, call its rewards with dummy responses, and return its tasks and bytes.
 
-    Raises as `preflight` and `try_rewards` do. Starts nothing that goes on, and writes nothing.
+    devices: as of `placement_of`. Raises as `placement_of`, `preflight` and `try_rewards` do. Starts nothing that
+    goes on, and writes nothing.
     """
+    placement = placement_of(job, devices=devices)
     data = preflight(job, code=code)
     prompts = PromptSequence(data, job.data, seed=job.seed, tokens_max=job.sampling.tokens_max).take(PROMPTS)
     held: JobBytes = bytes_of(job)
@@ -113,6 +119,7 @@ def dry_run(job: Job, *, code: Path | None = None) -> DryRun:
         row_bytes_total=held.rows,
         weight_bytes=held.weights,
         memory_bytes=held.memory,
+        devices=placement.lines(),
     )
 
 

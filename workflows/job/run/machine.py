@@ -1,14 +1,16 @@
-"""The requirements of a job on this machine: packages of its engines and loggers, and devices. Checked before the
-start."""
+"""What this machine has for a job: packages of its engines and loggers, and GPUs. Looked at before the start."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import subprocess
 from importlib.util import find_spec
+from shutil import which
 from typing import Final
 
-from transferqueue.errors import NotFound, UsageError
+from transferqueue.errors import UsageError
 from transferqueue.lazy import install_line
+from transferqueue.workflows.job.devices.placement import VISIBLE, FoundDevice
 from transferqueue.workflows.job.settings.job import EngineKind, Job
 
 _ENGINE_PACKAGES: Final[dict[EngineKind, tuple[str, str]]] = {
@@ -18,7 +20,8 @@ _ENGINE_PACKAGES: Final[dict[EngineKind, tuple[str, str]]] = {
 }
 """The module that a kind of engine imports, and the extra that installs it."""
 _LOGGER_PACKAGES: Final = {name: name for name in ("tensorboard", "wandb", "mlflow")}
-_CPU: Final = ("auto", "cpu")
+_LISTS: Final = "nvidia-smi"
+_QUERY: Final = ("--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits")
 
 
 def check_packages(job: Job) -> None:
@@ -41,35 +44,45 @@ def check_packages(job: Job) -> None:
             )
 
 
-def check_devices(job: Job) -> None:
-    """Raise `UsageError` for a name that is no device, and `NotFound` for a device that this machine lacks. On Ray
-    other machines compute, and none is looked for.
+def found_devices() -> list[FoundDevice]:
+    """Return the GPUs that this process may use, as ``nvidia-smi`` lists them. Imports no torch. Empty on a machine
+    without that program.
 
-    Imports torch only if the job names a device other than the CPU.
+    Raises `UsageError` if it fails, or if ``CUDA_VISIBLE_DEVICES`` names a GPU that it does not list.
     """
-    for key, device in _devices(job) if job.on != "ray" else ():
-        if device not in _CPU:
-            _check_device(key, device)
-
-
-def _devices(job: Job) -> Iterator[tuple[str, str]]:
-    yield "trainer.device", job.trainer.device
-    for key in ("reference", "critic", "teacher"):
-        if (scorer := getattr(job, key)).path:
-            yield f"{key}.device", scorer.device
-
-
-def _check_device(key: str, device: str) -> None:
-    import torch
-
-    try:
-        kind = torch.device(device)
-    except RuntimeError as error:
+    if (program := which(_LISTS)) is None:
+        return []
+    listed = subprocess.run([program, *_QUERY], capture_output=True, text=True, check=False)
+    if listed.returncode:
         raise UsageError(
-            f'{key}={device!r} is no device; give "auto", "cpu" or "cuda", or "cuda:1" for the second'
-        ) from error
-    if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
-        raise NotFound(
-            f'{key}={device!r}: this machine has {torch.cuda.device_count()} CUDA devices that torch sees; give "auto" '
-            'or "cpu"'
+            f"{_LISTS}: {(listed.stderr or listed.stdout).strip()[:300]}; repair the driver, or hide the program from "
+            "PATH to run on the CPU"
         )
+    return devices_of(listed.stdout, os.environ.get(VISIBLE))
+
+
+def devices_of(text: str, visible: str | None) -> list[FoundDevice]:
+    r"""Return the GPUs of a list.
+
+    Args:
+        text: index, UUID, MiB of memory and MiB of free memory, a line for each GPU.
+        visible: value of ``CUDA_VISIBLE_DEVICES``; None: every GPU.
+
+    >>> [found.name for found in devices_of("0, GPU-a, 81559, 81000\n1, GPU-b, 81559, 80000", "1")]
+    ['1']
+    """
+    listed: dict[str, FoundDevice] = {}
+    for line in text.strip().splitlines():
+        index, uuid, total, free = (cell.strip() for cell in line.split(","))
+        listed |= {name: FoundDevice(name=name, total=int(total) << 20, free=int(free) << 20) for name in (uuid, index)}
+    wanted = [name for name in listed if name.isdigit()] if visible is None else _names(visible)
+    for name in wanted:
+        if name not in listed:
+            raise UsageError(
+                f"{VISIBLE}={visible!r}: {_LISTS} does not list {name!r}; give indices or UUIDs of its GPUs"
+            )
+    return [listed[name] for name in wanted]
+
+
+def _names(visible: str) -> list[str]:
+    return [name.strip() for name in visible.split(",") if name.strip() and name.strip() != "-1"]

@@ -10,6 +10,9 @@ actor anywhere.
    both: rows of the steps between them are trained once more.
 4. Each process reserves what `ray.options` says, by task or by process; a tenth of a core if it says nothing, spread
    over the nodes.
+5. GPUs of the map (`transferqueue.workflows.job.devices.placement`) are the bundles of one placement group: processes
+   that share a GPU have parts of one bundle, a tensor-parallel engine has a bundle of several. Ray tells each process
+   which GPUs it has. Where `ray.options` gives GPUs, resources or a place to a process, they count instead of the map.
 """
 
 from __future__ import annotations
@@ -24,16 +27,24 @@ from typing import Any, Final
 import msgspec
 
 import transferqueue as tq
-from transferqueue.errors import UsageError, listing
+from transferqueue.cluster.on_ray.lookup import join_ray
+from transferqueue.errors import DeadlineExceeded, UsageError, listing
 from transferqueue.workflows.flow.flow import Observe
 from transferqueue.workflows.flow.on_ray import RayFlow
 from transferqueue.workflows.flow.processes.stage_process import StageJob
+from transferqueue.workflows.job.devices.placement import VISIBLE, FoundDevice, Placement
 from transferqueue.workflows.job.run.queue_snapshots import SNAPSHOTS
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import GIB
 
 ANYWHERE: Final[Mapping[str, Any]] = {"num_cpus": 0.1, "scheduling_strategy": "SPREAD"}
 """Ray options of a process that the job says nothing of."""
+RESERVE_S: Final = 60.0
+"""Longest wait for the GPUs of a run."""
+_PLACES: Final = ("num_gpus", "resources", "scheduling_strategy", "label_selector")
+"""Options that say where an actor is."""
+_PARTS: Final = 10_000
+"""Parts of a GPU that Ray counts."""
 _PASSED: Final = ("OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE")
 """Variables of this process that its actors get too."""
 
@@ -65,10 +76,11 @@ def flow_on_ray(
     *,
     environment: Mapping[str, str],
     observe: Observe,
+    gpus: Mapping[str, Mapping[str, Any]] | None = None,
     **terms: Any,
 ) -> RayFlow:
-    """Return the flow of the job's processes. environment: variables of their processes. terms: further arguments of
-    `RayFlow`."""
+    """Return the flow of the job's processes. environment: variables of their processes. gpus: options by
+    label, of `reserved`. terms: further arguments of `RayFlow`."""
     here = str(Path.cwd())
     passed = {name: value for name, value in os.environ.items() if name in _PASSED}
     paths = os.pathsep.join(filter(None, (environment.get("PYTHONPATH") or os.environ.get("PYTHONPATH", ""), here)))
@@ -76,22 +88,104 @@ def flow_on_ray(
         address,
         [msgspec.structs.replace(process, place=here) for process in processes],
         observe=observe,
-        options=actor_options(job, processes),
+        options=actor_options(job, processes, gpus or {}),
         environment={**passed, **environment, "PYTHONPATH": paths},
         **terms,
     )
 
 
-def actor_options(job: Job, processes: Sequence[StageJob]) -> dict[str, dict[str, Any]]:
-    """Return the options of each process's actor. Raises `UsageError` for a name in `ray.options` that is no task or
-    process of the job.
+def actor_options(
+    job: Job, processes: Sequence[StageJob], gpus: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Return the options of each process's actor. gpus: those of `reserved`, by label. Raises `UsageError` for
+    a name in `ray.options` that is no task or process of the job.
     """
     known = {process.name for process in processes} | {process.label for process in processes}
     if unknown := [name for name in job.ray.options if name not in known]:
         raise UsageError(
             f"ray.options.{unknown[0]}: the job has no such task or process; it has {listing(sorted(known))}"
         )
+    labels = [*(process.label for process in processes), *gpus]
+    return {label: {**ANYWHERE, **_said(job, label), **gpus.get(label, {})} for label in labels}
+
+
+def is_placed_by_options(job: Job, process: StageJob) -> bool:
+    """Whether `ray.options` says where a process is, so that the map leaves it out."""
+    return any(name in _said(job, process.label) for name in _PLACES)
+
+
+def cluster_devices() -> list[FoundDevice]:
+    """Return the GPUs of the cluster's nodes, which this process joins first. Their bytes are not known."""
+    ray = join_ray(start=True)
+    return [
+        FoundDevice(name=str(place), host=node["NodeID"])
+        for node in sorted(ray.nodes(), key=lambda node: str(node["NodeID"]))
+        if node["Alive"]
+        for place in range(int(node["Resources"].get("GPU", 0)))
+    ]
+
+
+@contextmanager
+def reserved(placement: Placement, job: Job) -> Iterator[dict[str, dict[str, Any]]]:
+    """Reserve the GPUs of a map until the block ends; yield the options of actors, by label.
+
+    Raises `UsageError` for a tensor-parallel engine that shares a GPU, and `DeadlineExceeded` if the cluster does not
+    have the GPUs free within `RESERVE_S`.
+    """
+    hidden = {label: {"runtime_env": {"env_vars": {VISIBLE: ""}}} for label in placement.hidden}
+    groups = _groups(placement)
+    if not groups:
+        yield hidden
+        return
+    ray = join_ray(start=False)
+    bundles = [
+        {"GPU": len(devices), "CPU": sum(_cores(job, label) for label in labels)} for devices, labels in groups.items()
+    ]
+    group = ray.util.placement_group(bundles, strategy="PACK")
+    try:
+        if not group.wait(RESERVE_S):
+            raise DeadlineExceeded(
+                f"the Ray cluster did not give {bundles} within {RESERVE_S:g} s; it has {ray.available_resources()} "
+                "free: end other jobs, or give the processes fewer devices"
+            )
+        yield hidden | _bundle_options(group, groups)
+    finally:
+        ray.util.remove_placement_group(group)
+
+
+def _bundle_options(group: Any, groups: Mapping[tuple[int, ...], Sequence[str]]) -> dict[str, dict[str, Any]]:
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
     return {
-        process.label: {**ANYWHERE, **job.ray.options.get(process.name, {}), **job.ray.options.get(process.label, {})}
-        for process in processes
+        label: {
+            "num_gpus": len(devices) if len(labels) == 1 else _PARTS // len(labels) / _PARTS,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place),
+        }
+        for place, (devices, labels) in enumerate(groups.items())
+        for label in labels
     }
+
+
+def _groups(placement: Placement) -> dict[tuple[int, ...], list[str]]:
+    """The processes on each GPU, or on the GPUs of a tensor-parallel engine."""
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for process in placement.processes:
+        if process.devices:
+            groups.setdefault(process.devices, []).append(process.label)
+    for devices in groups:
+        sharing = [other for others, found in groups.items() if set(devices) & set(others) for other in found]
+        if len(devices) > 1 and len(sharing) > 1:
+            raise UsageError(
+                f"{listing(sharing)} share GPUs {[*devices]}, and Ray gives a tensor-parallel engine whole ones: name "
+                "other devices for the others"
+            )
+    return groups
+
+
+def _cores(job: Job, label: str) -> float:
+    return float(_said(job, label).get("num_cpus", ANYWHERE["num_cpus"]))
+
+
+def _said(job: Job, label: str) -> dict[str, Any]:
+    """What `ray.options` says of a process."""
+    return {**job.ray.options.get(label.rpartition("-")[0], {}), **job.ray.options.get(label, {})}

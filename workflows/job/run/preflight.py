@@ -1,4 +1,4 @@
-"""Checks of a job's files before it starts: packages, devices, models, data, rewards, memory.
+"""Checks of a job's files before it starts: packages, models, data, rewards, memory.
 
 Rules that need no file: `transferqueue.workflows.job.settings.rules`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -17,7 +17,12 @@ from transferqueue.adapters.stages.reward_functions import load_callable
 from transferqueue.errors import Impossible, NotFound, PeerError, Unreachable
 from transferqueue.workflows.job.data.prompt_data import PromptData, open_held_out, open_prompts
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer
-from transferqueue.workflows.job.run.machine import check_devices, check_packages
+from transferqueue.workflows.job.devices.device_bytes import NUMBER_BYTES
+from transferqueue.workflows.job.devices.model_sizes import model_sizes
+from transferqueue.workflows.job.devices.placement import FoundDevice, Placement, device_map
+from transferqueue.workflows.job.graph import stage_jobs
+from transferqueue.workflows.job.run.machine import check_packages, found_devices
+from transferqueue.workflows.job.run.on_ray import cluster_devices, is_placed_by_options
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import GIB, row_bytes, rows_kept
 from transferqueue.workflows.job.stages.rollout import stop_id
@@ -25,8 +30,6 @@ from transferqueue.workflows.job.stages.rollout import stop_id
 QUEUE_S: Final = 10.0
 """Longest wait for the server of ``queue.address`` to answer."""
 _CONFIG: Final = "config.json"
-_WEIGHTS: Final = ("*.safetensors", "pytorch_model*.bin")
-_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +51,8 @@ class JobBytes:
 def preflight(job: Job, *, code: Path | None = None) -> PromptData:
     """Check a job with its files and return its opened data. code: folder whose modules rewards may name.
 
-    Imports the modules of reward functions, and loads the tokenizer. Raises `NotFound` for a model, a data file, a
-    column or a device that is missing, `UsageError` for data that makes no prompts and for packages that are not
+    Imports the modules of reward functions, and loads the tokenizer. Raises `NotFound` for a model, a data file or a
+    column that is missing, `UsageError` for data that makes no prompts and for packages that are not
     installed, `Impossible` for weights that do not fit into the memory of the queue.
     """
     check_packages(job)
@@ -68,6 +71,19 @@ def preflight(job: Job, *, code: Path | None = None) -> PromptData:
     _check_stops(job, data.renderer.tokenizer)
     check_memory(job)
     return data
+
+
+def placement_of(job: Job, *, site: str = "", devices: Sequence[FoundDevice] | None = None) -> Placement:
+    """Return which process of a resolved job computes on which GPU.
+
+    site: whose engines are placed ("": the processes at the job's own). devices: the GPUs; None: those of this
+    machine, or with ``on = "ray"`` those of the cluster, which this process joins. A process for which ``ray.options``
+    says where it is to be is not placed. Raises as `device_map` and `found_devices` do.
+    """
+    if devices is None:
+        devices = cluster_devices() if job.on == "ray" else found_devices()
+    processes = [process for process in stage_jobs(job, site=site) if not is_placed_by_options(job, process)]
+    return device_map(job, processes, devices, {path: model_sizes(path) for _, path in _models(job)})
 
 
 def check_queue(address: str) -> None:
@@ -132,7 +148,8 @@ def check_model(key: str, path: str) -> None:
 
 def bytes_of(job: Job) -> JobBytes:
     """Return the most bytes that the job holds in its queue."""
-    version = weight_bytes(job.model.path, job.weights.dtype)
+    sizes = model_sizes(job.model.path)
+    version = sizes.parameters * NUMBER_BYTES[job.weights.dtype] if sizes else 0
     kept = version * (job.weights.keep + 1)  # one more while a version is being published
     return JobBytes(
         rows=rows_kept(job) * row_bytes(job), version=version, weights=kept, memory=int(job.queue.memory_gib * GIB)
@@ -147,21 +164,6 @@ def check_memory(job: Job) -> None:
             f"weights.keep={job.weights.keep} and one more being published are {_gib(held.weights)}, rows up to "
             f"{_gib(held.rows)}; memory_gib={job.queue.memory_gib:g}: set queue.memory_gib={-(-held.total // GIB)}"
         )
-
-
-def weight_bytes(path: str, dtype: str) -> int:
-    """Return the bytes of one version of the weights of the model at `path` in `dtype`; 0 if its files are not here."""
-    folder = Path(path).expanduser()
-    for pattern in _WEIGHTS:
-        if files := list(folder.glob(pattern)):
-            return sum(file.stat().st_size for file in files) * _BYTES[dtype] // _stored_bytes(folder)
-    return 0
-
-
-def _stored_bytes(folder: Path) -> int:
-    """Bytes of one number of the model's files."""
-    text = (folder / _CONFIG).read_text(encoding="utf-8") if (folder / _CONFIG).is_file() else ""
-    return 4 if '"float32"' in text else 2
 
 
 def _models(job: Job) -> Iterator[tuple[str, str]]:

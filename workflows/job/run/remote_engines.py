@@ -28,7 +28,7 @@ from transferqueue.workflows.flow.flow import Flow, Observe
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.tokenizer import class_environment
 from transferqueue.workflows.job.graph import stage_jobs
-from transferqueue.workflows.job.run.preflight import check_queue, importable, preflight
+from transferqueue.workflows.job.run.preflight import check_queue, importable, placement_of, preflight
 from transferqueue.workflows.job.run.server import RunServer
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.read import checked
@@ -58,6 +58,7 @@ def run_remote_engines(
     """
     job = checked(job)
     check_site(job, site)
+    placement = placement_of(job, site=site)
     tokenizer = preflight(job, code=code).renderer.tokenizer
     check_queue(job.queue.address)
     environment = importable(code) | class_environment(job.model, tokenizer)
@@ -68,7 +69,7 @@ def run_remote_engines(
         _relayed(job, server.address, tell),
     ):
         queue.table(names.TABLE, timeout_s=JOB_S)
-        processes = stage_jobs(job, directory, site=site, weights=server.address)
+        processes = stage_jobs(placement.with_shares(job), directory, site=site, weights=server.address)
         with Flow(
             queue,
             processes,
@@ -76,6 +77,7 @@ def run_remote_engines(
             observe=observe,
             restarts_max=RESTARTS_MAX,
             environment=environment,
+            environments=placement.environments(),
         ) as flow:
             flow.run()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +30,13 @@ from transferqueue.workflows.flow.reports.audit import Audit, audit
 from transferqueue.workflows.flow.reports.loggers import logged, logger_named
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.tokenizer import class_environment
+from transferqueue.workflows.job.devices.placement import FoundDevice, Placement
 from transferqueue.workflows.job.graph import TRAINERS, create_table, generating_task, stage_jobs
 from transferqueue.workflows.job.run.elastic import scaler_of
 from transferqueue.workflows.job.run.folder import PLAN, SUMMARY, RunFolder, new_folder
-from transferqueue.workflows.job.run.on_ray import deployed, flow_on_ray
+from transferqueue.workflows.job.run.on_ray import deployed, flow_on_ray, reserved
 from transferqueue.workflows.job.run.plot import can_draw, draw
-from transferqueue.workflows.job.run.preflight import check_queue, importable, preflight
+from transferqueue.workflows.job.run.preflight import check_queue, importable, placement_of, preflight
 from transferqueue.workflows.job.run.queue_snapshots import SNAPSHOTS, QueueSnapshots, restore_if_lost
 from transferqueue.workflows.job.run.record import RunRecord
 from transferqueue.workflows.job.run.recorded import recorded
@@ -82,6 +83,7 @@ def run_job(
     code: Path | None = None,
     page: bool = False,
     plan: PlanFile | None = None,
+    devices: Sequence[FoundDevice] | None = None,
     observe: Observe = lambda label, event: None,
     started: Callable[[RunningJob], None] = lambda running: None,
 ) -> JobOutcome:
@@ -89,7 +91,8 @@ def run_job(
 
     folder: of a new run (None: one in ``runs/``), or of one to go on with. code: folder whose modules rewards may name,
     beside the current one. page: serve the queue's page too. plan: the changes made to `job`; it is kept in the folder,
-    and its prediction is in the summary. observe: called for every event, by the supervising thread. started: called
+    and its prediction is in the summary. devices: the GPUs that the processes share (None: all that are there).
+    observe: called for every event, by the supervising thread. started: called
     once the processes run.
 
     Raises `UsageError` and `Impossible` before anything starts; `AddressInUse` if another process runs the folder;
@@ -97,6 +100,7 @@ def run_job(
     processes on `KeyboardInterrupt`.
     """
     job = checked(job)
+    placement = placement_of(job, devices=devices)
     tokenizer = preflight(job, code=code).renderer.tokenizer
     check_queue(job.queue.address)
     environment = importable(code) | class_environment(job.model, tokenizer)
@@ -116,6 +120,7 @@ def run_job(
                     address,
                     job,
                     folder,
+                    placement,
                     environment,
                     recorded(record, table, run_page, hear),
                     lambda flow: started(_running(folder, job, flow, address, server)),
@@ -144,11 +149,12 @@ def _run_processes(
     address: str,
     job: Job,
     folder: RunFolder,
+    placement: Placement,
     environment: Mapping[str, str],
     observe: Observe,
     started: Callable[[Flow | RayFlow], None],
 ) -> None:
-    processes = stage_jobs(job, folder.path)
+    processes = stage_jobs(placement.with_shares(job), folder.path)
     scaler = scaler_of(job, processes, observe)
     terms: dict[str, Any] = {
         "observe": scaler or observe,
@@ -156,14 +162,17 @@ def _run_processes(
         "environment": environment,
         "prepare": lambda together: _prepare(together, queue, folder, job),
     }
-    flow: Flow | RayFlow
-    if job.on == "ray":
-        flow = flow_on_ray(job, processes, address, **terms)
-    else:
-        flow = Flow(queue, processes, directory=folder.path / "logs", **terms)
-    with flow, _scaling(scaler, flow, queue.table(names.TABLE), job):
-        started(flow)
-        flow.run()
+    with ExitStack() as stack:
+        flow: Flow | RayFlow
+        if job.on == "ray":
+            gpus = stack.enter_context(reserved(placement, job))
+            flow = flow_on_ray(job, processes, address, gpus=gpus, **terms)
+        else:
+            environments = placement.environments()
+            flow = Flow(queue, processes, directory=folder.path / "logs", environments=environments, **terms)
+        with flow, _scaling(scaler, flow, queue.table(names.TABLE), job):
+            started(flow)
+            flow.run()
 
 
 def _scaling(scaler: Scaler | None, flow: Flow | RayFlow, table: tq.Table, job: Job) -> AbstractContextManager[None]:

@@ -131,7 +131,7 @@ def _type(kind: Any) -> str:
     if origin is Literal:
         return ", ".join(value_as_toml(value) for value in parts if value)
     if origin in (Union, UnionType):
-        return _type(parts[0])
+        return ", or ".join(map(_type, parts))
     if origin is tuple:
         return f"array of {_type(parts[0])}" if parts[-1] is ... else f"array of {len(parts)}: {_type(parts[0])}"
     return "table" if origin is dict else _TYPES[kind]

@@ -15,9 +15,10 @@ import msgspec
 AlgorithmKind = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "ppo", "distill", "sft"]
 EngineKind = Literal["builtin", "transformers", "vllm", "vllm_server", "sglang_server", "openai"]
 Mode = Literal["sync", "delayed", "async"]
+Devices = tuple[int, ...] | Literal["auto", "cpu"]
 
 _DTYPES: Final = "One of `float32`, `bfloat16` and `float16`."
-_DEVICE: Final = "Torch device, such as `cuda:1`. `auto`: a GPU if there is one, else the CPU."
+_GPUS: Final = "by their numbers on this machine, on Ray in the cluster. `cpu`: none. `auto`: "
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -96,6 +97,11 @@ class EngineSettings(_Table):
     ] = ""
     count: Annotated[int, "Processes with these settings."] = 1
     tensor_parallel: Annotated[int, "Devices over which one `vllm` process spreads its model."] = 1
+    devices: Annotated[
+        Devices,
+        "GPUs of these processes, `tensor_parallel` for each in turn,",
+        _GPUS + "the first ones.",
+    ] = "auto"
     slots: Annotated[int, "Requests that one process runs at a time."] = 64
     serves: Annotated[
         Literal["any", "tail", "regular"],
@@ -221,7 +227,9 @@ class ScorerSettings(_Table):
     """A model that scores rows."""
 
     path: Annotated[str, "Directory or id of the model."] = ""
-    device: Annotated[str, _DEVICE] = "auto"
+    devices: Annotated[
+        Devices, "GPUs of its processes, one for each in turn,", _GPUS + "those after the trainer's."
+    ] = "auto"
     dtype: Annotated[str, "Dtype of the model.", _DTYPES, "Empty: `model.dtype`."] = ""
     tokens: Annotated[int, "Most tokens of one forward pass; at least the longest prompt and response."] = 8192
     processes: Annotated[int, "Processes that score."] = 1
@@ -237,7 +245,7 @@ class TrainerSettings(_Table):
     """How the policy is trained, by AdamW."""
 
     prompts_per_step: Annotated[int, "Prompts of a step, each with `sampling.group_size` rows."] = 32
-    device: Annotated[str, _DEVICE] = "auto"
+    devices: Annotated[Devices, "GPUs of the ranks, one for each,", _GPUS + "those after the engines'."] = "auto"
     parallel: Annotated[
         Literal["single", "ddp", "fsdp2"],
         "`single`: one process; `ddp`: `ranks` processes, each with the whole model; `fsdp2`: each with a shard of it.",
@@ -380,6 +388,7 @@ class EvaluationSettings(_Table):
         str, "Held-out prompts, as `data.path`, with the columns of the training data. Empty: none are evaluated."
     ] = ""
     split: Annotated[str, "Split of a directory, as `data.split`."] = "test"
+    devices: Annotated[Devices, "GPUs of the process,", _GPUS + "that of the first engine."] = "auto"
     every: Annotated[int, "Steps between two evaluations. 0: before and after the run only."] = 50
     rows: Annotated[int, "Most prompts that are evaluated, the first ones of the file."] = 256
     samples: Annotated[int, "Responses to each prompt."] = 1

@@ -1,7 +1,7 @@
 """Fills in the open settings of a job: an empty text, None, "auto". No torch here.
 
-What depends on the machine (device "auto") or on the model's files stays open, and the process that loads the model
-decides. A path that names a run becomes that of the run's model as it is now, so a resumed job has the same one.
+What depends on the machine (`devices`, see `transferqueue.workflows.job.devices.placement`) or on the model's files
+stays open. A path that names a run becomes that of the run's model as it is now, so a resumed job has the same one.
 """
 
 from __future__ import annotations

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Final, Self
 
-import msgspec
-
 import transferqueue as tq
 from transferqueue.adapters.protocols import WeightSource
 from transferqueue.adapters.weights import ChannelWeights
@@ -24,8 +22,9 @@ from transferqueue.errors import DeadlineExceeded, EndOfTable, NotFound, Sealed
 from transferqueue.workflows.flow.events import SWAP
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job.engines import open_engine
+from transferqueue.workflows.job.graph import evaluation_engine
 from transferqueue.workflows.job.names import EVALUATE, POLICY
-from transferqueue.workflows.job.settings.job import EngineSettings, Job
+from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.stages.measures import Measure, measure_of
 
 EVALUATIONS: Final = "evaluation"
@@ -87,23 +86,6 @@ def evaluate(context: Context) -> Iterator[Callable[[], None]]:
         weights = stack.enter_context(HeldWeights(context.queue))
         measure = stack.enter_context(measure_of(job, lambda: closing(open_engine(evaluation_engine(job), job))))
         yield lambda: serve_requests(context, job, measure, weights)
-
-
-def evaluation_engine(job: Job) -> EngineSettings:
-    """Return the engine that evaluates: one of this process, since new weights of a shared server would change the
-    training rows.
-
-    It is transformers, with the options of the job's first such engine; the built-in one for its model; vLLM for a
-    model that needs several devices.
-    """
-    slots = max(engine.slots for engine in job.engine)
-    here = [engine for engine in job.engine if engine.kind in ("transformers", "vllm")]
-    if here and here[0].tensor_parallel > 1:
-        return msgspec.structs.replace(here[0], count=1)
-    if any(engine.kind == "builtin" for engine in job.engine):
-        return EngineSettings(kind="builtin", slots=slots)
-    options = next((engine.options for engine in here if engine.kind == "transformers"), {})
-    return EngineSettings(kind="transformers", slots=slots, options=options)
 
 
 def serve_requests(context: Context, job: Job, measure: Measure, weights: HeldWeights) -> None:

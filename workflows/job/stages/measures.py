@@ -175,9 +175,7 @@ class TeacherDivergence(_Drawing):
         from transferqueue.adapters.scoring import load_causal_lm
 
         super().__init__(job, prompts, engine, sampling)
-        self._teacher = load_causal_lm(
-            job.teacher.path, dtype=job.teacher.dtype or job.model.dtype, device=job.teacher.device
-        )
+        self._teacher = load_causal_lm(job.teacher.path, dtype=job.teacher.dtype or job.model.dtype)
 
     def figures(self) -> dict[str, Any]:
         """``rows``, ``kl`` (nats a token), ``tokens`` (mean), ``ended``."""
@@ -206,9 +204,7 @@ class HeldOutLoss:
     def __init__(self, job: Job, prompts: Sequence[NumberedPrompt]) -> None:
         from transferqueue.adapters.scoring import load_causal_lm
 
-        self._model = load_causal_lm(
-            job.model.path, dtype=job.model.dtype, device=job.trainer.device, revision=job.model.revision
-        )
+        self._model = load_causal_lm(job.model.path, dtype=job.model.dtype, revision=job.model.revision)
         self._tokens = _Tokens([prompt.ids for prompt in prompts], [_response(prompt) for prompt in prompts])
         self._tokens_max = job.trainer.micro_tokens
 

@@ -49,7 +49,7 @@ def reference(context: Context) -> Iterator[LogProbs]:
 def proximal(context: Context) -> Iterator[LogProbs]:
     """Yield the stage that gives ``prox_logprobs``, by the policy as it is trained."""
     job = context.settings(Job)
-    policy = ScorerSettings(tokens=job.trainer.micro_tokens, device=job.trainer.device)
+    policy = ScorerSettings(tokens=job.trainer.micro_tokens)
     model = _scorer(load_causal_lm, policy, job.model)
     newest = _followed(context, POLICY, model)
     yield LogProbs(
@@ -94,7 +94,6 @@ def _scorer(load: Callable[..., Any], scorer: ScorerSettings, policy: ModelSetti
     return load(
         scorer.path or policy.path,
         dtype=scorer.dtype or policy.dtype,
-        device=scorer.device,
         revision="" if scorer.path else policy.revision,
         trust_remote_code=policy.trust_remote_code,
     )

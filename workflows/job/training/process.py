@@ -95,7 +95,6 @@ def value_learner(job: Job) -> ValueLearner:
     model = load_value_model(
         critic.path,
         dtype=job.trainer.master_dtype,
-        device=critic.device,
         trust_remote_code=job.model.trust_remote_code,
     )
     _prepare(model, job)

@@ -1,0 +1,151 @@
+"""The bytes that one process takes on each of its devices, by arithmetic. No torch here.
+
+With P parameters of the model, and n bytes of a number of the named dtype:
+
+| process | weights | gradients | moments | copies | activations | KV cache |
+|---|---|---|---|---|---|---|
+| trainer | P · n(master) | P · 4 | 2 · P · n(master) | P · n(model), under autocast | all layers, `micro_tokens` | – |
+| scorer | P · n(own) | – | – | – | one layer, `tokens` | – |
+| engine | P · n(model) | – | – | – | one layer, a prompt in each slot | `slots` of the longest row |
+
+Weights, gradients and moments are exact: a test compares them with torch's. A rank of ``fsdp2`` has its share of them,
+and two layers whole in place of all copies; it loads the whole model first (`DeviceBytes.loading`). Under LoRA only the
+adapters have gradients and moments. Activations are an estimate for a decoder of Llama's form whose attention keeps no
+scores. vLLM takes its share of the device for all three.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from transferqueue.workflows.job.devices.model_sizes import ModelSizes
+from transferqueue.workflows.job.settings.job import EngineSettings, Job
+from transferqueue.workflows.job.settings.sizes import tokens_of_row
+
+CACHE: Final = "kv_cache_memory_bytes"
+"""Option of vLLM: bytes of its KV cache on each device."""
+NUMBER_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+PROCESS_BYTES: Final = 1 << 29
+"""Context and libraries of a process on a GPU: about half a GiB. Not measured here."""
+LOGITS_MAX: Final = 1 << 27
+"""Logits that `transferqueue.adapters.scoring` computes at a time on a GPU."""
+_BUCKET_BYTES: Final = 1 << 28
+"""Gradients that ranks of ``ddp`` sum in one call."""
+_LOGITS_COPIES: Final = 3
+"""Logits, their softmax and their gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceBytes:
+    """Bytes of one process on each of its devices.
+
+    Args:
+        parts: by what they hold; default: none, the sizes of the model are not known.
+        loading: taken at once while the model is loaded, instead of `parts`; default 0.
+    """
+
+    parts: dict[str, int] = field(default_factory=dict)
+    loading: int = 0
+
+    @property
+    def total(self) -> int:
+        """The most at a time."""
+        return max(self.loading, sum(self.parts.values()))
+
+
+def trained(job: Job, sizes: ModelSizes, *, critic: bool = False) -> DeviceBytes:
+    """Return the bytes of one rank of the trainer, or of the trainer of the critic."""
+    settings = job.trainer
+    sharded = settings.parallel == "fsdp2" and not critic
+    ranks = settings.ranks if sharded else 1
+    lora = settings.lora_rank if not critic else 0
+    adapters = lora * _adapted(sizes)
+    learned = adapters or sizes.parameters
+    master = NUMBER_BYTES[settings.master_dtype]
+    compute = NUMBER_BYTES[(job.critic.dtype if critic else "") or job.model.dtype]
+    base = compute if lora and not sharded else master
+    gradients = 4 if master == 4 else 4 + master  # float32 sums, and the gradient of the step
+    step = learned * master // ranks + (min(_BUCKET_BYTES, learned * 4) if settings.parallel == "ddp" else 0)
+    activations = _activations(
+        sizes, settings.micro_tokens, compute, residual=base, recomputed=settings.gradient_checkpointing
+    )
+    logits = _logits(sizes, settings.micro_tokens, NUMBER_BYTES[settings.logits_dtype])
+    return DeviceBytes(
+        parts={
+            "weights": (sizes.parameters * base + adapters * master) // ranks,
+            "gradients": learned * gradients // ranks,
+            "moments": 2 * learned * master // ranks,
+            "copies": _copies(sizes, base, compute, sharded=sharded),
+            "activations": max(activations + logits, step),  # those are freed when the optimizer begins
+        },
+        loading=sizes.parameters * base if sharded else 0,
+    )
+
+
+def scored(sizes: ModelSizes, dtype: str, tokens: int, logits_dtype: str = "float32") -> DeviceBytes:
+    """Return the bytes of a model that makes forward passes of at most `tokens` tokens."""
+    number = NUMBER_BYTES[dtype]
+    logits = _logits(sizes, tokens, NUMBER_BYTES[logits_dtype])
+    return DeviceBytes(
+        parts={"weights": sizes.parameters * number, "activations": _layer(sizes, number, number) * tokens + logits}
+    )
+
+
+def generated(job: Job, sizes: ModelSizes, engine: EngineSettings) -> DeviceBytes:
+    """Return the bytes of an engine that computes in a process of the job. vLLM gets a cache of the declared bytes
+    (``options.kv_cache_memory_bytes``), or what its share leaves for one, and measures its activations itself."""
+    number = NUMBER_BYTES[job.model.dtype]
+    if engine.kind == "vllm":
+        weights = sizes.parameters * number // engine.tensor_parallel
+        return DeviceBytes(parts={"weights": weights, "KV cache": int(engine.options.get(CACHE, 0))})
+    prompts = engine.slots * job.data.prompt_tokens_max
+    return DeviceBytes(
+        parts={
+            "weights": sizes.parameters * number,
+            "activations": _layer(sizes, number, number) * prompts + _logits(sizes, engine.slots, 4),
+            "KV cache": engine.slots * tokens_of_row(job) * cache_bytes(sizes, job.model.dtype),
+        }
+    )
+
+
+def cache_bytes(sizes: ModelSizes, dtype: str) -> int:
+    """Return the bytes of keys and values of one token, in all layers."""
+    return 2 * sizes.layers * sizes.keys * NUMBER_BYTES[dtype]
+
+
+def _copies(sizes: ModelSizes, base: int, compute: int, *, sharded: bool) -> int:
+    """Weights in the dtype of the passes, which autocast keeps until the backward pass has ended. ``fsdp2`` gathers
+    one layer while it computes another, and has the embedding and the output layer whole meanwhile."""
+    if sharded:
+        ends = min(sizes.parameters, 2 * sizes.vocabulary * sizes.hidden)
+        layer = (sizes.parameters - ends) // max(1, sizes.layers)
+        return (ends + 2 * layer) * compute
+    return 0 if base == compute else sizes.parameters * compute
+
+
+def _activations(sizes: ModelSizes, tokens: int, compute: int, *, residual: int, recomputed: bool) -> int:
+    layer = _layer(sizes, compute, residual)
+    if recomputed:
+        return tokens * (sizes.layers * sizes.hidden * residual + layer)
+    return tokens * sizes.layers * layer
+
+
+def _layer(sizes: ModelSizes, compute: int, residual: int) -> int:
+    """What the backward pass of a layer needs of one token: the inputs and results of both norms, which compute in
+    float32; the inputs of the linear layers; queries, keys, values and the result of attention; gate, its activation,
+    up and their product."""
+    norms = 2 * sizes.hidden * (4 + max(residual, compute))
+    attention = sizes.hidden + 3 * sizes.queries + 2 * sizes.keys
+    forward = sizes.hidden + 4 * sizes.inner
+    return norms + compute * (attention + forward)
+
+
+def _logits(sizes: ModelSizes, tokens: int, number: int) -> int:
+    return _LOGITS_COPIES * min(tokens * sizes.vocabulary, LOGITS_MAX) * number
+
+
+def _adapted(sizes: ModelSizes) -> int:
+    """Numbers of the adapters of rank 1: inputs and outputs of every linear layer."""
+    attention = 2 * (sizes.hidden + sizes.queries) + 2 * (sizes.hidden + sizes.keys)
+    return sizes.layers * (attention + 3 * (sizes.hidden + sizes.inner))
