@@ -22,11 +22,14 @@ from transferqueue.errors import Impossible, UsageError
 from transferqueue.workflows.flow.events import Event, Figures
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.demo import check_task, demo_job
+from transferqueue.workflows.job.devices.placement import FoundDevice
 from transferqueue.workflows.job.graph import stages
+from transferqueue.workflows.job.run.dry_run import dry_run
 from transferqueue.workflows.job.run.folder import RunFolder
 from transferqueue.workflows.job.run.run import JobOutcome, RunningJob, run_job
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.read import checked
+from transferqueue.workflows.job.settings.sizes import GIB
 from transferqueue.workflows.job.tiny_model.make import make, write_data
 
 STEPS, PROMPTS, GROUP = 4, 8, 8
@@ -77,6 +80,29 @@ def test_synchronous_rows_are_never_stale_and_kl_brings_a_reference(inputs: Path
     trace = json.loads((tmp_path / "run" / "timeline.json").read_text())["traceEvents"]
     assert "reference-0" in {event["args"].get("name") for event in trace}
     assert (tmp_path / "run" / "job.toml").exists()
+
+
+@pytest.mark.slow
+def test_each_process_of_a_run_sees_its_own_gpus(inputs: Path, tmp_path: Path) -> None:
+    """GPUs that no machine here has: torch finds none of them, and the job runs on the CPU."""
+    job = checked(small_job(inputs, rollouts=2))
+    devices = [FoundDevice(name=f"{4 + at}", total=2 * GIB, free=2 * GIB) for at in range(3)]
+    seen: dict[str, str] = {}
+
+    def look(running: RunningJob) -> None:
+        for label, pid in running.pids.items():
+            variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+            seen[label] = dict(each.partition("=")[::2] for each in variables).get("CUDA_VISIBLE_DEVICES", "unset")
+
+    lines = dry_run(job, devices=devices).devices
+    assert [line.partition(" (")[0] for line in lines] == ["GPU 0", "GPU 1", "GPU 2"]
+    assert [name for name in ("rollout-0", "evaluate-0", "KV cache") if name not in lines[0]] == []
+    assert "train-0" in lines[2]
+    with pytest.raises(Impossible, match="GPU 2 cannot hold what is placed on it: train-0"):
+        run_job(job, devices=[*devices[:2], FoundDevice(name="6", total=GIB, free=GIB // 4)])
+    run(job, tmp_path / "run", devices=devices, started=look)
+    mapped = {"rollout-0": "4", "rollout-1": "5", "train-0": "6", "evaluate-0": "4", "prompts-0": "", "advantage-0": ""}
+    assert seen == {**mapped, "reward-0": os.environ.get("CUDA_VISIBLE_DEVICES", "unset")}
 
 
 @pytest.mark.long
