@@ -57,7 +57,6 @@ def preflight(job: Job, *, code: Path | None = None) -> PromptData:
     """
     check_packages(job)
     import_from(code)
-    check_devices(job)
     for key, path in _models(job):
         check_model(key, path)
     for key, named in _names(job):

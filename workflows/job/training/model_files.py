@@ -50,13 +50,12 @@ GENERATION: Final = "generation_config.json"
 
 
 def load_policy(job: Job) -> Any:
-    """Load the policy of a resolved job as its trainer begins with it, on `trainer.device`: with the adapters that it
+    """Load the policy of a resolved job as its trainer begins with it: with the adapters that it
     trains, whose values are drawn from torch's global generator."""
     settings = job.trainer
     model = load_causal_lm(
         job.model.path,
         dtype=_base_dtype(job),
-        device=settings.device,
         revision=job.model.revision,
         trust_remote_code=job.model.trust_remote_code,
     )
