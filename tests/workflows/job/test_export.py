@@ -49,7 +49,7 @@ def logprobs(model: Any) -> Any:
 
 def run_of(place: Path, *changes: str, steps: tuple[int, ...] = (1, 2)) -> tuple[Path, Any]:
     """The folder of a run whose policy took these steps, and its learner."""
-    job = job_of("sft", f"model.path={place / 'base'}", "model.dtype=float32", "trainer.device=cpu", *changes)
+    job = job_of("sft", f"model.path={place / 'base'}", "model.dtype=float32", "trainer.devices=cpu", *changes)
     learner, folder = policy_learner(job), place / "run"
     RunFolder(folder).begin(job, None)
     checkpoints = Checkpoints(

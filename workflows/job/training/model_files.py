@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from msgspec.structs import replace
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -49,13 +48,14 @@ _FILES_BYTES: Final = 64 * MIB
 GENERATION: Final = "generation_config.json"
 
 
-def load_policy(job: Job) -> Any:
-    """Load the policy of a resolved job as its trainer begins with it: with the adapters that it
-    trains, whose values are drawn from torch's global generator."""
+def load_policy(job: Job, *, device: str = "auto") -> Any:
+    """Load the policy of a resolved job as its trainer begins with it: with the adapters that it trains, whose values
+    are drawn from torch's global generator. device: as of `load_causal_lm`."""
     settings = job.trainer
     model = load_causal_lm(
         job.model.path,
         dtype=_base_dtype(job),
+        device=device,
         revision=job.model.revision,
         trust_remote_code=job.model.trust_remote_code,
     )
@@ -175,7 +175,7 @@ def _whole(checkpoint: Path, job: Job, tensors: dict[str, Tensor], dtype: str) -
 
 
 def _merged(checkpoint: Path, job: Job, tensors: dict[str, Tensor], dtype: str) -> Any:
-    model = load_policy(replace(job, trainer=replace(job.trainer, device="cpu")))
+    model = load_policy(job, device="cpu")
     set_weights(model, tensors, checkpoint)
     if dtype:
         model.to(torch_dtype(dtype))
