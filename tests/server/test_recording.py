@@ -294,6 +294,22 @@ def test_a_replay_without_memory_says_so(world, paper, monkeypatch):
         replay_journal(paper)
 
 
+def test_a_server_that_is_told_to_stop_while_it_replays_stops(world, paper, monkeypatch):
+    """It was refused for a damaged journal, and not started again."""
+    client = world.client()
+    client.create(tasks=[Task("t")])
+    client.put(2)
+    world.ledger.commit()
+
+    def stopped(state, request, session, call):
+        state.core.begin()
+        raise SystemExit(0)
+
+    monkeypatch.setitem(OPERATIONS, m.PutRequest, stopped)
+    with pytest.raises(SystemExit):
+        replay_journal(paper)
+
+
 def test_the_ledger_keeps_its_face(paper):
     ledger = RecordedLedger(Ledger(), paper, epoch=3)
     with pytest.raises(UsageError, match="session 0 is open already"):

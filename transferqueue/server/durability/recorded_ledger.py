@@ -279,6 +279,8 @@ def _replay(ledger: Ledger, number: int, data: bytes) -> None:
     try:
         recorded, replayed = _replay_record(ledger, record)
     except (TransferQueueError, LedgerTorn) as error:
+        if isinstance(error.__cause__, SystemExit | KeyboardInterrupt):  # told to stop while it replays
+            raise error.__cause__ from None
         if isinstance(error.__cause__, MemoryError):
             raise OutOfMemory(
                 f"record {number} of the journal cannot be replayed: {error}. The journal is unchanged: start the "
