@@ -115,6 +115,7 @@ class Priority(_Policy):
 
 
 RowOrder = Fifo | OldestVersionFirst | Freshest | LongestFirst | Priority | PutOrder
+"""Selectors that rank each row, or group, by itself."""
 
 
 class TokenBalanced(_Policy, kw_only=True):

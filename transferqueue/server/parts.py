@@ -1,9 +1,9 @@
 """The door between a coordinator and its optional parts.
 
 A part is a folder of the server: `shards` (remote memory and replicas), `durability` (journal and snapshots) and
-`spill`. The assembly imports it when its option is chosen, and `Coordinator.attach` joins it. The coordinator calls all
-its parts, in order, at the same points of each turn; one without options has none. No other module outside a part
-imports it.
+`spill`. The assembly imports shards and snapshots if their folders are installed, and journal and spill if their
+options are chosen; `Coordinator.attach` joins them. The coordinator calls all its parts, in order, at the same points
+of each turn. No other module outside a part imports it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@
    other workers by then, and the event `RESTART` says why it died. When it has died `restarts_max` times more without
    work in between, or twice of the same exception, or when it reports that a restart is useless, the flow fails with
    `StageFailed`, which shows the process's last output, and the other processes are ended. A kill while the process
-   waits for a batch does not count, and an unreachable peer, such as a server that is started again, is no exception.
+   waits for a batch does not count. `Unreachable` and its kin, as while a server is started again, never count as the
+   same exception.
 4. A failed flow ends every wait for it. `run` raises its error, and so does each put, lease or other call
    of the flow's queue that waits, in any thread, or that would have to wait before the flow is left. Leaving a failed
    flow without an error raises it too, unless `run` did.

@@ -2,6 +2,7 @@
 list that no machine here has.
 """
 
+import os
 from collections.abc import Sequence
 
 import pytest
@@ -16,6 +17,7 @@ from transferqueue.workflows.job.devices import device_bytes
 from transferqueue.workflows.job.devices.model_sizes import ModelSizes, model_sizes
 from transferqueue.workflows.job.devices.placement import FoundDevice, Placement, device_map
 from transferqueue.workflows.job.graph import stage_jobs
+from transferqueue.workflows.job.run import machine
 from transferqueue.workflows.job.run.machine import devices_of
 from transferqueue.workflows.job.run.on_ray import reserved
 from transferqueue.workflows.job.run.preflight import placement_of
@@ -271,6 +273,15 @@ def test_the_gpus_of_a_machine_are_those_that_its_processes_may_see():
     assert devices_of(listed, "") == devices_of(listed, "-1") == []
     with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES='2': nvidia-smi does not list '2'"):
         devices_of(listed, "2")
+
+
+def test_a_program_that_lists_no_gpus_and_never_ends_is_not_waited_for(tmp_path, monkeypatch):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 600\n")
+    (tmp_path / "nvidia-smi").chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(machine, "_LIST_S", 0.2)
+    with pytest.raises(UsageError, match=r"nvidia-smi: it did not end within 0\.2 s; repair the driver, or hide"):
+        machine.found_devices()
 
 
 def test_sizes_are_read_from_the_headers_of_the_files(tmp_path):

@@ -19,6 +19,7 @@ from tests.workflows.job.jobs import job as job_of  # noqa: E402
 from transferqueue.adapters.scoring import load_causal_lm, response_logprobs  # noqa: E402
 from transferqueue.cli.app import app  # noqa: E402
 from transferqueue.errors import Corruption, NotFound, UsageError  # noqa: E402
+from transferqueue.observe.units import size  # noqa: E402
 from transferqueue.workflows.job.data.tokenizer import load_tokenizer  # noqa: E402
 from transferqueue.workflows.job.run.export import export_run  # noqa: E402
 from transferqueue.workflows.job.run.folder import RunFolder  # noqa: E402
@@ -221,7 +222,8 @@ def test_a_refused_export_says_what_to_do_and_leaves_nothing(whole, adapted, tmp
 def test_the_command_says_what_it_wrote_or_why_not(whole, tmp_path):
     words = ["export", str(whole[0]), str(tmp_path / "out"), "--step", "1", "--dtype", "bfloat16"]
     ran = CliRunner().invoke(app, words)
-    assert (ran.exit_code, ran.stdout) == (0, f"wrote {tmp_path / 'out'}: step 1, 0.0 MiB of weights\n"), ran.stderr
+    weights = size(sum(tensor.nbytes for tensor in load_file(tmp_path / "out" / "model.safetensors").values()))
+    assert (ran.exit_code, ran.stdout) == (0, f"wrote {tmp_path / 'out'}: step 1, {weights} of weights\n"), ran.stderr
     ran = CliRunner().invoke(app, words)
     assert ran.exit_code == 2
     assert ran.stderr.startswith(f"error: {tmp_path / 'out'} exists already")

@@ -284,6 +284,23 @@ def test_the_page_is_told_once_a_period_and_at_the_end(tmp_path):
         assert newest(queue, CHANNEL, FigureTable)[0] == 2
 
 
+def test_a_page_that_takes_long_is_made_less_often(tmp_path, monkeypatch):
+    now, made = [0.0], []
+
+    def publish(queue, channel, table):
+        now[0] += 0.5
+        made.append(now[0])
+
+    monkeypatch.setattr("transferqueue.workflows.job.run.run_page.publish", publish)
+    with RunRecord(tmp_path, job("grpo")) as record:
+        page = RunPage(None, clock=lambda: now[0])
+        for number in range(1, 31):
+            record.add("train-0", step(number))
+            page.show(record)
+            now[0] += 1.0
+    assert len(made) == 3  # of 0.5 s each, in 30 s
+
+
 def test_a_logger_of_ones_own_is_found_before_the_run_starts(tmp_path, monkeypatch):
     (tmp_path / "own_logs.py").write_text("def log(step, figures):\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -194,7 +194,7 @@ REFUSED = [
         DISTILL,
         "checkpoint.every=400 ; queue.memory_gib=2",
         (
-            "checkpoint.every=400, top_k=64 keep 12,864 rows, up to 3.3 GiB; memory_gib=2; set queue.memory_gib=4, or "
+            "checkpoint.every=400, top_k=64 keep 12,864 rows, up to 3.26 GiB; memory_gib=2; set queue.memory_gib=4, or "
             "checkpoint.every="
         ),
     ),

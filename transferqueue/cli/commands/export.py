@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from transferqueue.cli.screens.terminal import say
-from transferqueue.limits import MIB
+from transferqueue.observe import units
 
 EXAMPLES = (
     ("transferqueue export runs/grpo-20260101-120000 models/mine", "its newest checkpoint, as it was trained"),
@@ -44,4 +44,4 @@ def export(
     from transferqueue.workflows.job.run.export import export_run
 
     written = export_run(run, out, step=step, best=best, dtype=dtype, merge=merge)
-    say(f"wrote {out}: step {written.step}, {written.nbytes / MIB:,.1f} MiB of weights")
+    say(f"wrote {out}: step {written.step}, {units.size(written.nbytes)} of weights")

@@ -41,7 +41,6 @@ from transferqueue.wire import messages as m
 
 R = TypeVar("R", bound=m.Message)
 
-_TOKEN_FIELDS: Final = frozenset({"input_ids", "prompt_ids", "response_ids"})
 CERTAIN: Final = (UsageError, FlowSignal)
 """Refusals after which nothing of a commit can be in the table."""
 

@@ -4,7 +4,7 @@
    then the critic, the scorers and the reward models, and from the first again after the last. The evaluation is beside
    the first engine. GPUs that a key names are left out, unless there are no others.
 2. A process sees its own GPUs alone (``CUDA_VISIBLE_DEVICES``), one with ``"cpu"`` and one without a model none.
-   Processes of reward functions alone see what the job sees: the functions may have models of their own.
+   Processes that run only reward functions see every GPU that the job sees: a function may load a model itself.
 3. vLLM takes a share of a GPU (``options.gpu_memory_utilization``): the declared one, or what the other processes there
    leave, at most `SHARE_MAX`. Where two keys name one GPU, it must be declared.
 4. Two ranks are never on one GPU, nor are two parts of a ``tensor_parallel`` engine, which is on one host.
@@ -30,7 +30,7 @@ from transferqueue.workflows.job.devices.device_bytes import CACHE, PROCESS_BYTE
 from transferqueue.workflows.job.devices.model_sizes import ModelSizes
 from transferqueue.workflows.job.graph import engine_of, evaluation_engine
 from transferqueue.workflows.job.settings.job import Devices, EngineSettings, Job, ScorerSettings
-from transferqueue.workflows.job.settings.sizes import GIB, tokens_of_row
+from transferqueue.workflows.job.settings.sizes import gib, tokens_of_row
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 SHARE_MAX: Final = 0.9
@@ -190,15 +190,6 @@ def added(held: Sequence[PlacedProcess]) -> str:
     """
     total = sum(process.held.total for process in held)
     return " + ".join(process.text() for process in held) + f" = {gib(total)}"
-
-
-def gib(size: int) -> str:
-    """Return bytes for people.
-
-    >>> gib(3 << 29)
-    '1.50 GiB'
-    """
-    return f"{size / GIB:.2f} GiB" if size >= GIB // 10 else f"{size / (1 << 20):.2f} MiB"
 
 
 class _Map:

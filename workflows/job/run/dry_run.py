@@ -17,7 +17,7 @@ from transferqueue.workflows.job.graph import pacing, stage_jobs, stages
 from transferqueue.workflows.job.reward_terms.trials import RewardTrial, try_rewards
 from transferqueue.workflows.job.run.preflight import JobBytes, bytes_of, placement_of, preflight
 from transferqueue.workflows.job.settings.job import Job
-from transferqueue.workflows.job.settings.sizes import GIB, batch_rows, row_bytes, rows_kept
+from transferqueue.workflows.job.settings.sizes import batch_rows, gib, row_bytes, rows_kept
 from transferqueue.workflows.job.settings.write import job_as_toml
 
 PROMPTS: Final = 2
@@ -81,8 +81,8 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
             "checkpoint"
         )
         lines.append(
-            f"# bytes: up to {self.row_bytes:,} a row, {_gib(self.row_bytes_total)} of rows, {_gib(self.weight_bytes)} "
-            f"of weights; memory {_gib(self.memory_bytes)}"
+            f"# bytes: up to {self.row_bytes:,} a row, {gib(self.row_bytes_total)} of rows, {gib(self.weight_bytes)} "
+            f"of weights; memory {gib(self.memory_bytes)}"
         )
         lines += [f"# {line}" for line in self.devices]
         return "\n".join(lines) + "\n"
@@ -137,7 +137,3 @@ def _task(stage: Stage, processes: int) -> ShownTask:
 
 def _shown(ids: list[int]) -> str:
     return " ".join(map(str, ids[:_IDS_SHOWN])) + (" …" if len(ids) > _IDS_SHOWN else "")
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.3f} GiB"

@@ -21,6 +21,8 @@ _ENGINE_PACKAGES: Final[dict[EngineKind, tuple[str, str]]] = {
 """The module that a kind of engine imports, and the extra that installs it."""
 _LOGGER_PACKAGES: Final = {name: name for name in ("tensorboard", "wandb", "mlflow")}
 _LISTS: Final = "nvidia-smi"
+_LIST_S: Final = 30.0
+"""Longest time that it may take: with a broken driver it never ends."""
 _QUERY: Final = ("--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits")
 
 
@@ -48,17 +50,22 @@ def found_devices() -> list[FoundDevice]:
     """Return the GPUs that this process may use, as ``nvidia-smi`` lists them. Imports no torch. Empty on a machine
     without that program.
 
-    Raises `UsageError` if it fails, or if ``CUDA_VISIBLE_DEVICES`` names a GPU that it does not list.
+    Raises `UsageError` if it fails or takes longer than `_LIST_S`, or if ``CUDA_VISIBLE_DEVICES`` names a GPU that it
+    does not list.
     """
     if (program := which(_LISTS)) is None:
         return []
-    listed = subprocess.run([program, *_QUERY], capture_output=True, text=True, check=False)
+    try:
+        listed = subprocess.run([program, *_QUERY], capture_output=True, text=True, check=False, timeout=_LIST_S)
+    except subprocess.TimeoutExpired as error:
+        raise _unlisted(f"it did not end within {_LIST_S:g} s") from error
     if listed.returncode:
-        raise UsageError(
-            f"{_LISTS}: {(listed.stderr or listed.stdout).strip()[:300]}; repair the driver, or hide the program from "
-            "PATH to run on the CPU"
-        )
+        raise _unlisted((listed.stderr or listed.stdout).strip()[:300])
     return devices_of(listed.stdout, os.environ.get(VISIBLE))
+
+
+def _unlisted(why: str) -> UsageError:
+    return UsageError(f"{_LISTS}: {why}; repair the driver, or hide the program from PATH to run on the CPU")
 
 
 def devices_of(text: str, visible: str | None) -> list[FoundDevice]:

@@ -24,7 +24,7 @@ from transferqueue.workflows.job.graph import stage_jobs
 from transferqueue.workflows.job.run.machine import check_packages, found_devices
 from transferqueue.workflows.job.run.on_ray import cluster_devices, is_placed_by_options
 from transferqueue.workflows.job.settings.job import Job
-from transferqueue.workflows.job.settings.sizes import GIB, row_bytes, rows_kept
+from transferqueue.workflows.job.settings.sizes import GIB, gib, row_bytes, rows_kept
 from transferqueue.workflows.job.stages.rollout import stop_id
 
 QUEUE_S: Final = 10.0
@@ -160,8 +160,8 @@ def check_memory(job: Job) -> None:
     held = bytes_of(job)
     if job.algorithm.kind != "sft" and held.total > held.memory:
         raise Impossible(
-            f"weights.keep={job.weights.keep} and one more being published are {_gib(held.weights)}, rows up to "
-            f"{_gib(held.rows)}; memory_gib={job.queue.memory_gib:g}: set queue.memory_gib={-(-held.total // GIB)}"
+            f"weights.keep={job.weights.keep} and one more being published are {gib(held.weights)}, rows up to "
+            f"{gib(held.rows)}; memory_gib={job.queue.memory_gib:g}: set queue.memory_gib={-(-held.total // GIB)}"
         )
 
 
@@ -176,7 +176,3 @@ def _models(job: Job) -> Iterator[tuple[str, str]]:
     for place, engine in enumerate(job.engine):
         if engine.model and not engine.url:
             yield f"engine.{place}.model", engine.model
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB"

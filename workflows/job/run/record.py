@@ -132,7 +132,7 @@ class RunRecord:
         self._generated_s = {}
         values = completed(event.values, generated_s) | {"at": event.at}
         step = int(values["step"])
-        if any(each >= step for each in self.steps):
+        if step <= max(self.steps, default=0):
             self.steps = {each: figures for each, figures in self.steps.items() if each < step}
             self.new_steps = [each for each in self.new_steps if each < step]
             self._rewrite(STEP, self.steps.values())

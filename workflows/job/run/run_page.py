@@ -1,7 +1,8 @@
 """The figures of a run on the queue's page, while it runs: warnings, a curve for each figure, and what each means.
 
 The supervisor publishes them on a channel of figures (`transferqueue.observe.figure_table`), at most once in
-`PERIOD_S`. A longer run has fewer points than steps: each is the mean of neighbouring steps.
+`PERIOD_S`, and spends at most one part in `SHARE` of its time on it: the curves of a long run take longer. A longer run
+has fewer points than steps: each is the mean of neighbouring steps.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from transferqueue.workflows.job.run.record import RunRecord
 
 CHANNEL: Final = figures_channel(names.TABLE, "run")
 PERIOD_S: Final = 1.0
+SHARE: Final = 20
 _COLUMNS: Final = ("figure", "unit", "newest", "meaning", "made by")
 
 
@@ -43,8 +45,10 @@ class RunPage:
         has = (len(record.new_steps), len(record.warnings.all))
         if has == self._shown or (self._clock() < self._due_at and not at_once):
             return
+        began = self._clock()
         publish(self._queue, CHANNEL, run_figures(record))
-        self._shown, self._due_at = has, self._clock() + PERIOD_S
+        ended = self._clock()
+        self._shown, self._due_at = has, ended + max(PERIOD_S, SHARE * (ended - began))
 
 
 def run_figures(record: RunRecord) -> FigureTable:

@@ -74,7 +74,8 @@ class RunWarnings:
 
     @property
     def recent(self) -> list[str]:
-        """The texts of those of the last `PAUSE_STEPS` steps: as they are told while they last, or that they ended."""
+        """The texts of the warnings of the last `PAUSE_STEPS` steps. For a rule that no longer breaks, the text says in
+        which steps it did."""
         now = {*self._since, *(name for name in self._all if name.partition("/")[0] in self._incidents)}
         return [
             warning.text if warning.figure in now else warning.text_of_all

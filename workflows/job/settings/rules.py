@@ -19,6 +19,7 @@ from transferqueue.workflows.job.settings.ranges import check_ranges
 from transferqueue.workflows.job.settings.sizes import (
     GIB,
     batch_rows,
+    gib,
     group_rows,
     row_bytes,
     rows_ahead,
@@ -477,28 +478,24 @@ def _memory(job: Job) -> None:
     group = group_rows(job) * row
     if group > memory:
         raise Impossible(
-            f"a group of {group_rows(job)} rows has up to {_gib(group)} ({row:,} bytes a row: prompt_tokens_max="
+            f"a group of {group_rows(job)} rows has up to {gib(group)} ({row:,} bytes a row: prompt_tokens_max="
             f"{job.data.prompt_tokens_max}, tokens_max={job.sampling.tokens_max}); memory_gib={job.queue.memory_gib:g}"
         )
     ahead = rows_ahead(job)
     if ahead * row > memory:
         raise Impossible(
             f"prompts_per_step={job.trainer.prompts_per_step} × group_size={group_rows(job)}, with the batches ahead, "
-            f"are {ahead:,} rows, up to {_gib(ahead * row)}; memory_gib={job.queue.memory_gib:g}"
+            f"are {ahead:,} rows, up to {gib(ahead * row)}; memory_gib={job.queue.memory_gib:g}"
         )
     kept = rows_kept(job)
     if kept * row > memory:
         top_k = f", top_k={job.algorithm.top_k}" if job.algorithm.top_k else ""
         steps = max(1, int((memory / row - ahead) // batch_rows(job)))
         raise Impossible(
-            f"checkpoint.every={job.checkpoint.every}{top_k} keep {kept:,} rows, up to {_gib(kept * row)}; "
+            f"checkpoint.every={job.checkpoint.every}{top_k} keep {kept:,} rows, up to {gib(kept * row)}; "
             f"memory_gib={job.queue.memory_gib:g}; set queue.memory_gib={math.ceil(kept * row / GIB)}, or "
             f"checkpoint.every={steps}"
         )
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB"
 
 
 _RULES: Final[tuple[Callable[[Job], None], ...]] = (

@@ -9,6 +9,7 @@ from transferqueue.workflows.job.settings.defaults import advantage_columns, col
 from transferqueue.workflows.job.settings.job import AlgorithmSettings, Job
 
 GIB: Final = 1 << 30
+MIB: Final = 1 << 20
 _TOKEN_BYTES: Final = {
     "response_ids": 4,
     "token_versions": 4,
@@ -23,6 +24,15 @@ _TOKEN_BYTES: Final = {
 """Bytes of one response token in each column that has a value for each token."""
 _PAIR_BYTES: Final = 8
 """Bytes of a teacher's token: its id and its log-prob."""
+
+
+def gib(size: int) -> str:
+    """Return bytes as terms of a sum, with two decimals.
+
+    >>> gib(3 << 29)
+    '1.50 GiB'
+    """
+    return f"{size / GIB:.2f} GiB" if size >= GIB // 10 else f"{size / MIB:.2f} MiB"
 
 
 def group_rows(job: Job) -> int:

@@ -27,6 +27,7 @@ from transferqueue.adapters.scoring.load import torch_dtype
 from transferqueue.adapters.scoring.lora import add_lora, has_lora, merge_lora, peft_config
 from transferqueue.errors import UsageError
 from transferqueue.limits import MIB
+from transferqueue.observe import units
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer
 from transferqueue.workflows.job.run_files import ADAPTER_CONFIG, CONFIG, STATE
 from transferqueue.workflows.job.settings.job import Job
@@ -67,9 +68,7 @@ def load_policy(job: Job, *, device: str = "auto") -> Any:
 def _base_dtype(job: Job) -> str:
     """The dtype of the policy's weights in the trainer. Under adapters they do not change, so they need no more digits
     than engines have."""
-    frozen = (
-        job.trainer.lora_rank > 0 and job.trainer.parallel != "fsdp2"
-    )  # which shards a layer as tensors of one dtype
+    frozen = job.trainer.lora_rank > 0 and job.trainer.parallel != "fsdp2"  # it shards a layer as tensors of one dtype
     return job.model.dtype if frozen else job.trainer.master_dtype
 
 
@@ -203,7 +202,7 @@ def _written(out: Path, nbytes: int, free_bytes: Callable[[Path], int]) -> Itera
         free, needed = free_bytes(unfinished.parent), nbytes + _FILES_BYTES
         if free < needed:
             raise UsageError(
-                f"{out} needs {needed / MIB:,.0f} MiB, and its disk has {free / MIB:,.0f} MiB free; make room, or give "
+                f"{out} needs {units.size(needed)}, and its disk has {units.size(free)} free; make room, or give "
                 "another directory"
             )
         shutil.rmtree(unfinished, ignore_errors=True)
