@@ -141,7 +141,12 @@ def export_checkpoint(
             save_file(tensors, unfinished / ADAPTERS, metadata={"format": "pt"})
             _copy_others(checkpoint, unfinished)
         return nbytes
-    model = _merged(checkpoint, job, tensors, dtype) if merge else _whole(checkpoint, job, tensors, dtype)
+    if merge:
+        model = _merged(checkpoint, job, tensors, dtype)
+    else:
+        stored = str(next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()))
+        del tensors  # they were read for their checksum; the model's library reads them itself
+        model = _whole(checkpoint, job, dtype or stored.removeprefix("torch."))
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     with _written(out, nbytes, free_bytes) as unfinished:
         if isinstance(model, BuiltinModel):
@@ -160,14 +165,8 @@ def check_out(out: Path) -> None:
         raise UsageError(f"{out} exists already, and nothing is replaced; give a directory that is new or empty")
 
 
-def _whole(checkpoint: Path, job: Job, tensors: dict[str, Tensor], dtype: str) -> Any:
-    stored = str(next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()))
-    model = load_causal_lm(
-        checkpoint,
-        dtype=dtype or stored.removeprefix("torch."),
-        device="cpu",
-        trust_remote_code=job.model.trust_remote_code,
-    )
+def _whole(checkpoint: Path, job: Job, dtype: str) -> Any:
+    model = load_causal_lm(checkpoint, dtype=dtype, device="cpu", trust_remote_code=job.model.trust_remote_code)
     # A checkpoint has the names of the module, so loading converts none; saving would revert none.
     model._weight_conversions = None
     return model
