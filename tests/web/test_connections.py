@@ -41,6 +41,7 @@ class Served:
             Route("/", self.quick),
             Route("/large", self.large),
             Route("/wait", self.wait),
+            Route("/busy", self.busy),
             Route("/body", self.body, methods=["POST"]),
         ]
         gate = Gate(AccessPolicy(TcpAddress("127.0.0.1", self.port), TOKEN, "m" * 30), Starlette(routes=routes))
@@ -57,6 +58,11 @@ class Served:
         self.waiting.set()
         await asyncio.to_thread(self.go.wait, GENEROUS_S)
         return PlainTextResponse("waited")
+
+    async def busy(self, _request):
+        self.waiting.set()
+        self.go.wait(GENEROUS_S)  # the loop does nothing else
+        return PlainTextResponse("was busy")
 
     async def body(self, request):
         return PlainTextResponse(str(len(await request.body())))
@@ -132,6 +138,26 @@ def test_strangers_who_do_not_read_their_refusals_do_not_shut_the_door():
             with contextlib.suppress(BlockingIOError, ConnectionError):
                 raw.send(asked)
         assert served.get() == (200, b"here")
+
+
+def test_refusals_that_outlive_their_connection_take_no_place():
+    """Refusals that are not read wait to be written; they end a turn after their connections are cut off."""
+    with Served(4, NEVER) as served, contextlib.ExitStack() as stack:
+        served.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        for _ in range(3):
+            raw = stack.enter_context(served.open())
+            raw.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    raw.send(served.head(token="wrong") * 100)
+        busy = stack.enter_context(served.open(served.head("/busy")))
+        assert served.waiting.wait(GENEROUS_S)
+        for _ in range(3):
+            stack.enter_context(served.open(served.head(token="wrong")))
+        ours = stack.enter_context(served.open(served.head()))
+        served.go.set()
+        assert busy.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        assert ours.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nX: " + b"x" * 8000])

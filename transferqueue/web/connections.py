@@ -26,6 +26,7 @@ from typing import Any, Final, NamedTuple, cast
 import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.flow_control import service_unavailable
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 ACCEPTED_MAX: Final = 64
@@ -34,6 +35,8 @@ connection is read before other connections can displace it."""
 PENDING_MAX: Final = 1024
 """Connections that the kernel keeps until they are accepted. One that finds no room there is tried again only after a
 second."""
+TASKS_LEFT_MAX: Final = 4 * ACCEPTED_MAX
+"""Requests that may still be running after their connection lost its place: each ends a few turns of the loop later."""
 HEAD_BYTES_MAX: Final = 16 << 10
 LET_IN: Final = "transferqueue.let_in"
 """Name of the ASGI extension by which `app.Gate` reports that it admitted the request."""
@@ -49,7 +52,7 @@ def configured(app: ASGIApp, most: int, deadlines: ConnectionDeadlines | None = 
         timeout_keep_alive=places.deadlines.idle_s,
         h11_max_incomplete_event_size=HEAD_BYTES_MAX,
         backlog=ACCEPTED_MAX,
-        limit_concurrency=most + 1,  # reached when each of the others has an admitted request
+        limit_concurrency=most + TASKS_LEFT_MAX,
         log_level="error",  # uvicorn warns about every malformed request: strangers could fill the log
         access_log=False,
         server_header=False,
@@ -180,6 +183,9 @@ class HttpConnection(H11Protocol):
         self.transport.abort()
 
     async def _tell_app(self, scope: Any, receive: Any, send: Any) -> None:
+        if self._in_place and self._places.taken > self._places.most:  # the others all have an admitted request
+            await service_unavailable(scope, receive, send)
+            return
         await self._inner({**scope, "extensions": {LET_IN: lambda: self._places.let_in(self)}}, receive, send)
 
     def _head_is_open(self) -> bool:
