@@ -377,7 +377,8 @@ RESTARTS_MAX: Final = 30
 RESTARTS_WITHIN_S: Final = 10.0
 """A server that crashes three times a second does no work; a server that is killed now and then does."""
 DISK_RETRY_S: Final = 1.0
-"""Pause of a supervisor before it starts a server again whose disk failed. Each further one is twice as long."""
+"""Pause of a supervisor before it starts a server again whose disk failed. Each further one is twice as long, until a
+server ran for longer than the pause before it."""
 DISK_RETRY_S_MAX: Final = 30.0
 """The longest such pause: a disk that has room again is used within half a minute, and a full one costs little
 meanwhile."""

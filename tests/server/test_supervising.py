@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 
 from transferqueue.errors import DiskFailed, JournalFailed, OutOfMemory, UsageError
-from transferqueue.limits import RESTARTS_MAX
-from transferqueue.server.process.supervisor import EXIT_AGAIN, EXIT_DISK, EXIT_REPORTED, EXIT_WRONG_CALL, exit_code
+from transferqueue.limits import DISK_RETRY_S, DISK_RETRY_S_MAX, RESTARTS_MAX
+from transferqueue.server.process.supervisor import (
+    EXIT_AGAIN,
+    EXIT_DISK,
+    EXIT_REPORTED,
+    EXIT_WRONG_CALL,
+    disk_pause_s,
+    exit_code,
+)
 
 PROGRAM = """
 import os, signal, sys
@@ -126,6 +133,14 @@ def test_a_server_that_was_killed_comes_back(tmp_path):
     process.terminate()
     process.communicate(timeout=60)
     assert lives(tmp_path) == 4
+
+
+def test_a_disk_that_stays_full_is_tried_ever_more_rarely_and_a_server_that_served_begins_anew():
+    pauses = [0.0]
+    while pauses[-1] < DISK_RETRY_S_MAX:
+        pauses.append(disk_pause_s(ran_s=0.0 if len(pauses) > 1 else 1.0, paused_s=pauses[-1]))
+    assert pauses == [0, 1, 2, 4, 8, 16, 30]
+    assert [disk_pause_s(ran_s=paused + 1, paused_s=paused) for paused in pauses] == [DISK_RETRY_S] * len(pauses)
 
 
 @pytest.mark.slow

@@ -3,8 +3,8 @@
 - The server is a forked child. This process has loaded the modules once, so a restart takes milliseconds.
 - A crash is a death by a signal, an unexpected error, `EXIT_AGAIN`, or `EXIT_TORN`. A server that was stopped, or that
   printed why it ended, is not started again.
-- A server whose disk is full or fails (`EXIT_DISK`) is started again after a pause, which grows up to
-  `DISK_RETRY_S_MAX`, for as long as it takes.
+- A server whose disk is full or fails (`EXIT_DISK`) is started again after a pause, for as long as it takes. The pause
+  grows up to `DISK_RETRY_S_MAX`, and is the first again after a server that ran for longer than it paused.
 - After more than `RESTARTS_MAX` crashes within `RESTARTS_WITHIN_S` the supervisor gives up.
 - SIGTERM and SIGINT stop the server, and then this process. The supervisor passes SIGHUP on.
 """
@@ -63,7 +63,7 @@ def supervise(run: Callable[[], object], clock: Callable[[], float] = time.monot
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     crashes: deque[float] = deque(maxlen=RESTARTS_MAX)
-    pause_s = DISK_RETRY_S
+    pause_s = 0.0
     try:
         while True:
             began = clock()
@@ -72,10 +72,9 @@ def supervise(run: Callable[[], object], clock: Callable[[], float] = time.monot
                 return code
             now = clock()
             if code == EXIT_DISK:
-                pause_s = DISK_RETRY_S if now - began > DISK_RETRY_S_MAX else pause_s
+                pause_s = disk_pause_s(now - began, pause_s)
                 if _stopped_within(pause_s):
                     return 0
-                pause_s = min(2 * pause_s, DISK_RETRY_S_MAX)
                 continue
             if len(crashes) == RESTARTS_MAX and now - crashes[0] < RESTARTS_WITHIN_S:
                 sys.stderr.write(
@@ -87,6 +86,11 @@ def supervise(run: Callable[[], object], clock: Callable[[], float] = time.monot
             sys.stderr.write(f"transferqueue: the server crashed (exit code {code}); the supervisor starts it again\n")
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def disk_pause_s(ran_s: float, paused_s: float) -> float:
+    """The pause after a server whose disk failed, in seconds. ran_s: how long it ran. paused_s: the pause before it."""
+    return DISK_RETRY_S if ran_s > paused_s else min(2 * paused_s, DISK_RETRY_S_MAX)
 
 
 def _stopped_within(pause_s: float) -> bool:
