@@ -171,12 +171,10 @@ class Calls:
         session = self._state.sessions.get(waiting.session)
         if session is None:
             return
-        try:
-            self._answers.reply(session, waiting.call, waiting.request, reply)
-        except Exception as error:  # noqa: BLE001  (logged with its cause, and sent to the client)
-            self._answers.send(
-                session.peer, waiting.call, self._defects.caught(m.tag_of(waiting.request), error, session)
-            )
+        answer = partial(self._answers.reply, session, waiting.call, waiting.request, reply)
+        defect = self._defects.guard(m.tag_of(waiting.request), answer, session)
+        if defect is not None:
+            self._answers.send(session.peer, waiting.call, defect)
 
     # ------------------------------------------------------------ waits that end in a refusal
 
@@ -184,10 +182,7 @@ class Calls:
         """Try the due requests, and refuse those whose deadline has come."""
         self.run(now)
         while (waiting := self._waiting.next_expired(now)) is not None:
-            try:
-                reply = self._deadline_reply(waiting, now)
-            except Exception as error:  # noqa: BLE001  (logged with its cause, and sent to the client)
-                reply = self._defects.caught(m.tag_of(waiting.request), error)
+            reply = self._defects.guard(m.tag_of(waiting.request), partial(self._deadline_reply, waiting, now))
             self._complete(waiting, reply)  # even after a defect: otherwise each tick would refuse it again
             self.run(now)
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Final
+from functools import partial
+from typing import Final, TypeVar
 
 from transferqueue.errors import InternalError, JournalFailed, LedgerTorn
 from transferqueue.limits import DEFECT_PAUSE_S
@@ -23,6 +24,8 @@ from transferqueue.wire import messages as m
 _log: Final = logging.getLogger("transferqueue.server")
 _CAUSE_CHARS: Final = 300
 """A client gets this much of the text of an unexpected exception. The log has all of it."""
+
+T = TypeVar("T")
 
 Step = tuple[str, Callable[[float], object]]
 """A step of a tick, and its name."""
@@ -55,12 +58,13 @@ class Defects:
             InternalError(f"{what} failed ({text}){over}; please report defect {number} with the server's log")
         )
 
-    def guard(self, what: str, act: Callable[[], object]) -> None:
-        """Do one of several steps. The server works on without it: a defect is logged, and the other steps happen."""
+    def guard(self, what: str, act: Callable[[], T], session: OpenSession | None = None) -> T | m.Failed:
+        """Do one of several steps, without which the server works on. Returns its result, or the error for the client
+        after a defect, which is logged and ends the session."""
         try:
-            act()
+            return act()
         except Exception as error:  # noqa: BLE001  (logged with its cause)
-            self.caught(what, error)
+            return self.caught(what, error, session)
 
     def must(self, what: str, act: Callable[[], object]) -> None:
         """Do a step that the ledger, or the end of a session, demands. A defect ends the server."""
@@ -76,10 +80,7 @@ class Defects:
         for name, step in steps:
             if self._paused and now < self._paused.get(name, now):
                 continue
-            try:
-                step(now)
-            except Exception as error:  # noqa: BLE001  (logged with its cause)
-                self.caught(f"tick ({name})", error)
+            if isinstance(self.guard(f"tick ({name})", partial(step, now)), m.Failed):
                 self._paused[name] = now + DEFECT_PAUSE_S
         if self._paused:
             self._paused = {name: until for name, until in self._paused.items() if until > now}

@@ -25,7 +25,8 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 import zmq
@@ -149,13 +150,9 @@ class ShardTransfers:
         except ProtocolError as error:  # its checksum matches, so the start of the next message is known
             self._refuse(peer, 0, error)
             return
-        try:
+        with self._told(peer, message.transfer):
             self._expect(peer, message, nbytes)
             self._arriving[peer] = message, nbytes, b.content_digest(head)
-        except TransferQueueError as error:
-            self._refuse(peer, message.transfer, error)
-        except Exception as error:  # noqa: BLE001  (logged with its cause, and sent to the peer)
-            self._fail(peer, message.transfer, error)
 
     def fill(self, peer: bytes, read: b.Reader) -> int:
         """Take the next bytes of the message, into its extent or the drop buffer."""
@@ -173,12 +170,8 @@ class ShardTransfers:
         if arriving is None:
             return
         message, nbytes, digest = arriving
-        try:
+        with self._told(peer, message.transfer):
             self._carry_out(peer, message, nbytes, digest)
-        except TransferQueueError as error:
-            self._refuse(peer, message.transfer, error)
-        except Exception as error:  # noqa: BLE001  (as above)
-            self._fail(peer, message.transfer, error)
 
     def spoiled(self, peer: bytes, error: Corruption) -> None:
         """A message of `peer` is damaged."""
@@ -220,12 +213,8 @@ class ShardTransfers:
         """Do one step of each write by the carrier."""
         for peer, transfer in list(self._transfers.items()):
             if isinstance(transfer, SteppedWrite):
-                try:
+                with self._told(peer, transfer.number):
                     self._pull(peer, transfer)
-                except TransferQueueError as error:
-                    self._refuse(peer, transfer.number, error)
-                except Exception as error:  # noqa: BLE001  (as above)
-                    self._fail(peer, transfer.number, error)
 
     def _pull(self, peer: bytes, write: SteppedWrite) -> None:
         self.received_bytes["one_sided"] += write.step(self.now)
@@ -242,12 +231,8 @@ class ShardTransfers:
     def _for_reads(self, work: Callable[[bytes, ReadTransfer], object], clogged: Container[bytes]) -> None:
         for peer, transfer in list(self._transfers.items()):
             if isinstance(transfer, ReadTransfer) and transfer.ready and peer not in clogged:
-                try:
+                with self._told(peer, transfer.number):
                     work(peer, transfer)
-                except TransferQueueError as error:
-                    self._refuse(peer, transfer.number, error)
-                except Exception as error:  # noqa: BLE001  (as above)
-                    self._fail(peer, transfer.number, error)
 
     def busy(self, clogged: Container[bytes] = ()) -> bool:
         """Whether `advance` has something to do."""
@@ -399,9 +384,16 @@ class ShardTransfers:
                 if transfer.needs_memory or not self._tickets.serves(transfer.session):
                     self._refuse(peer, transfer.number, error)
 
-    def _fail(self, peer: bytes, number: int, error: Exception) -> None:
-        _log.exception("a bulk transfer failed")
-        self._refuse(peer, number, InternalError(f"the bulk transfer failed: {error!r}; please report it"))
+    @contextmanager
+    def _told(self, peer: bytes, number: int) -> Iterator[None]:
+        """Send the peer what goes wrong here, and end its transfer of this number. A defect is logged as well."""
+        try:
+            yield
+        except TransferQueueError as error:
+            self._refuse(peer, number, error)
+        except Exception as error:  # noqa: BLE001  (logged with its cause, and sent to the peer)
+            _log.exception("a bulk transfer failed")
+            self._refuse(peer, number, InternalError(f"the bulk transfer failed: {error!r}; please report it"))
 
     def _refuse(self, peer: bytes, number: int, error: TransferQueueError) -> None:
         """Answer with an error, and end the transfer. `number`: of the transfer; 0: the connection is damaged, so any
