@@ -47,3 +47,6 @@ TRAIN: Final = "train"
 TRAIN_CRITIC: Final = "train_critic"
 EVALUATE: Final = "evaluate"
 """Process that scores held-out prompts; no task."""
+
+CRITIC_STEP: Final = "critic_step"
+"""Kind of the event with the figures of a step of the critic's trainer."""

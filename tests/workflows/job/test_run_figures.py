@@ -100,18 +100,20 @@ def test_a_good_run_has_no_warning():
         ({"engine_error": 0.3}, 1, "the engine has other weights than the trainer"),
         ({"policy_movement": 0.6}, 3, "log-probs of tokens that older versions drew have moved by 0.6 nats"),
         ({"clipped_low": 0.3, "clipped_high": 0.2}, 3, "50 % of tokens are clipped"),
+        ({"critic/explained_variance": -0.5}, 20, "the critic's values are worse than a constant"),
         ({"dropped/stale": 20}, 3, "20 rows were dropped (stale) while 64 were trained"),
         ({"loss": None, "ratio": None}, 1, "figures are not finite, and written as null (loss, ratio)"),
     ],
 )
 def test_each_rule_that_breaks_is_told_in_words(change, patience, words):
-    told, warnings = watched(*[change] * 5)
+    steps = max(5, patience)
+    told, warnings = watched(*[change] * steps)
     ((first, text),) = told
     assert first == patience
     assert words.replace(" since step 1", "") in text.replace(" since step 1", "")
     (warning,) = warnings.all
-    assert (warning.first, warning.last, warning.steps) == (1, 5, 5)
-    assert warning.text_of_all.startswith(warning.wrong + " in 5 steps, 1 to 5: ")
+    assert (warning.first, warning.last, warning.steps) == (1, steps, steps)
+    assert warning.text_of_all.startswith(warning.wrong + f" in {steps} steps, 1 to {steps}: ")
     assert (" since step 1: " in warning.text, warnings.recent) == (True, [warning.text])
 
 

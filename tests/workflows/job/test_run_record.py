@@ -47,6 +47,17 @@ def filled(folder, steps):
     return record
 
 
+def test_a_step_has_the_figures_of_the_critic(tmp_path):
+    critic = {"step": 1, "value": 0.5, "return": 0.25, "return_squared": 0.5, "value_error": 0.25, "gradient_norm": 2.0}
+    with record_in(tmp_path, "ppo") as record:
+        record.add("train_critic-0", Figures(kind="critic_step", at=0.0, values=critic | {"loss": 0.125}))
+        record.add("train-0", step(1, 10.0))
+    (recorded,) = json_lines(tmp_path / "steps.jsonl")
+    found = {name: value for name, value in recorded.items() if name.startswith("critic/")}
+    assert found.pop("critic/explained_variance") == pytest.approx(1 - 0.1875 / 0.4375)
+    assert found == {"critic/loss": 0.125, "critic/value_error": 0.25, "critic/gradient_norm": 2.0}
+
+
 def test_figures_of_a_run_add_up_to_its_summary(tmp_path):
     record = filled(tmp_path, [1, 2, 3, 4])
     record.add("evaluate-0", evaluation("after", 0.75, 4))

@@ -80,8 +80,8 @@ def policy_loss(responses: Responses, algorithm: AlgorithmSettings, *, tokens_ma
 def value_loss(responses: Responses, algorithm: AlgorithmSettings) -> LossSum:
     """Return the critic's loss on ``responses``, summed over tokens. ``value_clip`` 0: not clipped.
 
-    Figures: ``value_clipped``, tokens whose loss the clip changed, ``value`` and ``return``, and ``value_error``,
-    squared.
+    Figures: ``value_clipped``, tokens whose loss the clip changed, ``value``, ``return``, ``return_squared``, and
+    ``value_error``, squared.
     """
     values_N = responses.column("values_N", "the value loss")
     returns_N = responses.column("returns_N", "the value loss")
@@ -92,7 +92,13 @@ def value_loss(responses: Responses, algorithm: AlgorithmSettings) -> LossSum:
         near_N = torch.clamp(values_N, old_N - algorithm.value_clip, old_N + algorithm.value_clip)
         near_errors_N = (near_N - returns_N).square()
         losses_N, clipped_N = torch.maximum(errors_N, near_errors_N), near_errors_N > errors_N
-    figures = {"value": values_N, "return": returns_N, "value_error": errors_N, "value_clipped": clipped_N}
+    figures = {
+        "value": values_N,
+        "return": returns_N,
+        "return_squared": returns_N.square(),
+        "value_error": errors_N,
+        "value_clipped": clipped_N,
+    }
     return _summed(responses, 0.5 * losses_N, figures, aggregate="tokens")
 
 

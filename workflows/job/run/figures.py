@@ -158,6 +158,12 @@ def _entropy(at: Judged) -> str:
     return f"the entropy fell from {before:.2g} to {at.value:.2g} nats a token"
 
 
+def _critic(at: Judged) -> str:
+    if at.part != "explained_variance" or at.value >= 0:
+        return ""
+    return f"the critic's values are worse than a constant: explained variance {at.value:.2g}"
+
+
 def _dropped(at: Judged) -> str:
     rows = float(at.step.get("rows") or 0.0)
     if not at.value or at.value <= DROPPED_MAX * rows:
@@ -324,6 +330,20 @@ FIGURES: Final[tuple[StepFigure, ...]] = (
     ),
     StepFigure(name="gradient_norm", meaning="Norm of the gradient before clipping.", made=_TRAINER, curve=True),
     StepFigure(name="lr", meaning="Learning rate.", made=_TRAINER),
+    StepFigure(
+        name="critic/",
+        meaning="The critic's newest step: its `loss`, `value_error` (squared), `value_clipped` (share of tokens), "
+        "`gradient_norm`, `lr`, and `explained_variance` (share of the variance of the returns).",
+        made="critic's trainer: mean over the response tokens of its step",
+        curve=True,
+        rule=Rule(
+            about="`explained_variance` below 0",
+            breaks=_critic,
+            remedy="its advantages are noise; raise critic.lr or algorithm.value_clip, or begin from a "
+            "trained value model",
+            patience=20,
+        ),
+    ),
     StepFigure(
         name="staleness",
         unit="rows",

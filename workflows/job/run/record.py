@@ -1,7 +1,8 @@
 """Collects the events of a run's processes: files that grow while it runs, and the figures of the summary.
 
 A step is completed when it arrives: its mappings become one figure each (``queue_age_s/train``), numbers that are not
-finite become null, the speed of generation is added, and rules of thumb are checked (`run_warnings`).
+finite become null, the speed of generation and the critic's newest figures are added, and rules of thumb are checked
+(`run_warnings`).
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ _FILES: Final = {
     RESTART: "restarts.jsonl",
 }
 _REMEDIES: Final = {FAILED_ROWS: "the row is dropped", RESTART: "it is started again"}
+_OF_CRITIC: Final = ("loss", "value_error", "value_clipped", "gradient_norm", "lr")
 _COUNTERS: Final = ("reward", "loss")
 
 
@@ -81,6 +83,8 @@ class RunRecord:
         self.new_steps: list[int] = []
         self._job = job
         self.warnings = self._warnings()
+        self._critic: dict[str, float] = {}
+        """Figures of the critic's newest step."""
         self._generated_s: dict[str, float] = {}
         """Seconds that each generating process worked since the last step."""
 
@@ -119,6 +123,8 @@ class RunRecord:
             self.checkpoints.append(int(event.values["step"]))
         elif event.kind == STEP:
             return self._step(event)
+        elif event.kind == names.CRITIC_STEP:
+            self._critic = critic_figures(event.values)
         elif event.kind == EVALUATION:
             self._evaluation(event.values | {"at": event.at})
         elif event.kind in self._lists:
@@ -130,7 +136,7 @@ class RunRecord:
         generating = self._generated_s.values()
         generated_s = sum(generating) / len(generating) if generating else 0.0
         self._generated_s = {}
-        values = completed(event.values, generated_s) | {"at": event.at}
+        values = completed({**event.values, "critic": self._critic}, generated_s) | {"at": event.at}
         step = int(values["step"])
         if step <= max(self.steps, default=0):
             self.steps = {each: figures for each, figures in self.steps.items() if each < step}
@@ -298,6 +304,20 @@ def completed(values: Mapping[str, Any], generated_s: float) -> dict[str, Any]:
     if generated_s > 0 and "length_mean" in flat:
         flat["generation_tokens_per_s"] = flat["length_mean"] * flat["rows"] / generated_s
     return {name: None if _is_not_finite(value) else value for name, value in flat.items()}
+
+
+def critic_figures(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the figures of a critic's step that stand in the policy's, and the share of the returns' variance that its
+    values explain.
+
+    >>> step = {"value": 0.5, "return": 0.5, "return_squared": 0.5, "value_error": 0.0625, "loss": 0.03, "rows": 8}
+    >>> critic_figures(step)
+    {'loss': 0.03, 'value_error': 0.0625, 'explained_variance': 0.75}
+    """
+    variance = values["return_squared"] - values["return"] ** 2
+    unexplained = values["value_error"] - (values["value"] - values["return"]) ** 2
+    explained = {"explained_variance": 1 - unexplained / variance} if variance > 0 else {}
+    return {name: values[name] for name in _OF_CRITIC if name in values} | explained
 
 
 def _is_not_finite(value: object) -> bool:

@@ -181,7 +181,7 @@ def _terms(job: Job, task: str, checkpoints: Checkpoints | None) -> TrainerTerms
         endless=not is_policy,
         save_every=0 if checkpoints is None else job.checkpoint.every,
         publish_every=job.weights.every,
-        kind="step" if is_policy else "critic_step",
+        kind="step" if is_policy else names.CRITIC_STEP,
         rewards=term_names(job) if is_policy else (),
         seals=is_policy,
         evaluate_every=job.evaluation.every,
