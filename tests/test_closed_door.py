@@ -27,8 +27,7 @@ ALLOWED = {
     ("cluster/shard.py", "asked.connect"),
     # the host that the user gave, at the port that Welcome told; or a remote shard, at the place that the server which
     # the user named has checked and told (SECURITY.md)
-    ("transport/bulk/zeromq.py", "self._socket.connect"),
-    ("transport/bulk/tcp.py", "connection.connect_ex"),
+    ("transport/bulk/client.py", "connection.connect_ex"),
     # the address that this client was given, once its server was lost: does anything listen there?
     ("transport/control/port_probe.py", "trial.connect"),
     # files, and the front for commands

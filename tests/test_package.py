@@ -19,7 +19,7 @@ from transferqueue.wire.versions import VERSION
 
 PACKAGE = ROOT / "transferqueue"
 INFO = f"asyncflow_transferqueue-{VERSION}.dist-info"
-CORE = {"msgspec", "numpy", "pyarrow", "pyzmq", "xxhash"}
+CORE = {"cryptography", "msgspec", "numpy", "pyarrow", "pyzmq", "xxhash"}
 
 
 @dataclass(frozen=True)

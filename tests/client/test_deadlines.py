@@ -24,7 +24,7 @@ from transferqueue.client.memory import remote
 from transferqueue.client.session.calls import Deadline
 from transferqueue.limits import ANSWER_S, LATE_ANSWER_S
 from transferqueue.transport.bulk import protocol as bulk
-from transferqueue.transport.bulk.tcp import TcpBulkClient
+from transferqueue.transport.bulk.client import BulkClient
 from transferqueue.wire import messages as m
 
 WAIT_S = 0.2
@@ -179,7 +179,7 @@ def test_bytes_that_stand_still_end_at_the_deadline_too(tmp_path: Path) -> None:
         port = silent.getsockname()[1]
         welcome = m.Welcome(1, 1, "t", "t", {}, 0, bulk_port=port)
         memory = remote.RemoteMemory(
-            lambda told: TcpBulkClient("127.0.0.1", port, told.epoch),
+            lambda told: BulkClient("127.0.0.1", port, told.epoch),
             welcome,
             lambda _: None,
             lambda: None,

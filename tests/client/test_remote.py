@@ -27,7 +27,7 @@ from transferqueue.limits import BULK_TRIES
 from transferqueue.schema import Field
 from transferqueue.storage.memory.buffer_pool import BufferPool
 from transferqueue.transport.bulk import protocol as b
-from transferqueue.transport.bulk.zeromq import ZmqBulkClient
+from transferqueue.transport.bulk.client import BulkClient
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 from transferqueue.wire.messages import Welcome
@@ -237,7 +237,7 @@ def test_a_server_that_was_started_anew_costs_no_attempt() -> None:
     welcomes = [Welcome(1, epoch, "t", "t", {}, 0, bulk_port=1) for epoch in range(1, 9)]
     dials = iter(welcomes[1:])
 
-    def dial(_told: Welcome) -> ZmqBulkClient:
+    def dial(_told: Welcome) -> BulkClient:
         if (told := next(dials, None)) is not None:
             memory.welcomed(told)
         else:

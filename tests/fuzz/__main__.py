@@ -17,7 +17,6 @@ from tests.client.deployments import served
 from tests.client.test_keyed import Keyed
 from tests.fuzz import bulk_port, decoder, live
 from transferqueue.limits import MIB
-from transferqueue.transport.security.keys import ClientKeys, read_token
 
 GROWN_MAX = 10 * MIB
 
@@ -50,11 +49,11 @@ def fuzz_bulk(attacks: int, seed: int) -> bool:
     with tempfile.TemporaryDirectory() as found:
         directory = Path(found)
         with served(directory / "run", "256MiB") as server:
-            plain = _attacked(server.tcp, None, server.process.pid, attacks, seed)
+            plain = _attacked(server.tcp, server.process.pid, attacks, seed)
         keyed = Keyed(directory)
         try:
             token = keyed.token("admin")
-            encrypted = _attacked(token, read_token(token).keys, keyed.process.pid, attacks, seed + 1)
+            encrypted = _attacked(token, keyed.process.pid, attacks, seed + 1)
         finally:
             keyed.stop()
     for name, report in (("plain", plain), ("encrypted", encrypted)):
@@ -64,9 +63,9 @@ def fuzz_bulk(attacks: int, seed: int) -> bool:
     return max(plain.grown_bytes, encrypted.grown_bytes) < bulk_port.GROWN_MAX
 
 
-def _attacked(address: str, keys: ClientKeys | None, pid: int, attacks: int, seed: int) -> bulk_port.Report:
+def _attacked(address: str, pid: int, attacks: int, seed: int) -> bulk_port.Report:
     with tq.connect(address, data="remote") as honest, tq.connect(address, data="remote") as hostile:
-        return bulk_port.run(honest, hostile, keys, pid, attacks=attacks, seed=seed)
+        return bulk_port.run(honest, hostile, pid, attacks=attacks, seed=seed)
 
 
 def fuzz_lives(messages: int, seeds: int, first: int, at_once: int) -> bool:

@@ -22,16 +22,14 @@ import transferqueue as tq
 from tests.fuzz.frames import Fuzzer
 from tests.fuzz.memory import resident_bytes
 from tests.fuzz.typed import INTEGERS
+from transferqueue.client.session.calls import Deadline
 from transferqueue.errors import Corruption, Unreachable
 from transferqueue.limits import MIB
 from transferqueue.schema import Field
 from transferqueue.transport.bulk import protocol as b
-from transferqueue.transport.bulk.tcp import TcpBulkClient
-from transferqueue.transport.bulk.zeromq import ZmqBulkClient
-from transferqueue.transport.security.keys import ClientKeys
+from transferqueue.transport.bulk.client import BulkClient
 from transferqueue.wire import messages as m
 
-Line = TcpBulkClient | ZmqBulkClient
 HEARD_S: Final = 0.002
 ROW: Final = 300_000
 """Numbers of an honest row: its bytes take several frames."""
@@ -77,10 +75,13 @@ class Heard:
 class Attacker:
     """Sends what it should not. The same for the same seed and answers."""
 
-    def __init__(self, queue: tq.Queue, keys: ClientKeys | None, port: int, seed: int, report: Report) -> None:
+    def __init__(self, queue: tq.Queue, port: int, seed: int, report: Report) -> None:
         self._rng, self._fuzzer, self._report = random.Random(seed), Fuzzer(seed), report
-        self._keys, self._port = keys, port
+        self._port = port
         connection = queue._client.connection
+        self._fingerprint = connection.greet_again(
+            connection._io.hello, Deadline(connection.clock, 20.0)
+        ).bulk_certificate
         self._session = connection._io.calls.session
         reply = connection.call(m.ReadRequest("t", fields=["x"]))
         assert isinstance(reply, m.ReadRows)
@@ -89,18 +90,14 @@ class Attacker:
         granted = connection.call(m.Grant(MIB))
         assert isinstance(granted, m.Granted)
         self._grant = granted
-        self._lines: list[Line] = [self._dial() for _ in range(LINES)]
-        self._slow: list[Line] = []
+        self._lines: list[BulkClient] = [self._dial() for _ in range(LINES)]
+        self._slow: list[BulkClient] = []
         self._raw: list[socket.socket] = []
         self._sent: list[b.Message] = []
         self._transfer = 0
 
-    def _dial(self) -> Line:
-        line: Line = (
-            TcpBulkClient("127.0.0.1", self._port, 1)
-            if self._keys is None
-            else ZmqBulkClient("127.0.0.1", self._port, 1, self._keys)
-        )
+    def _dial(self) -> BulkClient:
+        line = BulkClient("127.0.0.1", self._port, 1, self._fingerprint)
         if not line.open(20.0):
             raise Broken("the bulk port does not listen any more")
         return line
@@ -155,7 +152,7 @@ class Attacker:
             self._lines[at].close()
             self._lines[at] = self._dial()
 
-    def _hear(self, line: Line) -> None:
+    def _hear(self, line: BulkClient) -> None:
         if not line.receive(heard := Heard(), HEARD_S):
             return
         told = heard.told
@@ -247,15 +244,14 @@ class Attacker:
             raw.close()
 
 
-def run(honest: tq.Queue, hostile: tq.Queue, keys: ClientKeys | None, pid: int, *, attacks: int, seed: int) -> Report:
-    """So many attacks by the session `hostile`, with an honest transfer after each `EVERY`. keys: None: over plain
-    streams."""
+def run(honest: tq.Queue, hostile: tq.Queue, pid: int, *, attacks: int, seed: int) -> Report:
+    """So many attacks by the session `hostile`, with an honest transfer after each `EVERY`."""
     report, started = Report(), time.perf_counter()
     table = honest.create_table("t", tasks=[tq.Task("train", needs=["x"])])
     for number in range(4):
         table.put(x=[list(range(number, 1000))])
     port = honest.stats().server.bulk_port
-    attacker, before = Attacker(hostile, keys, port, seed, report), 0
+    attacker, before = Attacker(hostile, port, seed, report), 0
     try:
         for number in range(attacks):
             attacker.attack()

@@ -23,7 +23,7 @@ from transferqueue.errors import ProtocolError, Unreachable
 from transferqueue.transport import Wakeup, dial
 from transferqueue.transport.address import IpcAddress, TcpAddress, parse_address
 from transferqueue.transport.bulk import protocol as bulk
-from transferqueue.transport.bulk.tcp import TcpBulkClient
+from transferqueue.transport.bulk.client import BulkClient
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 
@@ -160,9 +160,9 @@ class BulkStream(Stream):
         """Hang up."""
         self._line.close()
 
-    def _dialled(self) -> TcpBulkClient:
+    def _dialled(self) -> BulkClient:
         host, _, port = self.address.removeprefix("tcp://").rpartition(":")
-        line = TcpBulkClient(host, int(port), epoch=0)
+        line = BulkClient(host, int(port), epoch=0)
         if not line.open(ASK_S):
             raise TimeoutError(f"{self.address} does not listen any more")
         return line

@@ -6,7 +6,6 @@ import transferqueue as tq
 from tests.client.deployments import served
 from tests.client.test_keyed import Keyed
 from tests.fuzz import bulk_port
-from transferqueue.transport.security.keys import read_token
 
 ATTACKS = 300
 
@@ -26,7 +25,7 @@ def test_attacks_over_plain_streams(tmp_path):
         tq.connect(server.tcp, data="remote") as honest,
         tq.connect(server.tcp, data="remote") as hostile,
     ):
-        report = bulk_port.run(honest, hostile, None, server.process.pid, attacks=ATTACKS, seed=5)
+        report = bulk_port.run(honest, hostile, server.process.pid, attacks=ATTACKS, seed=5)
         check(report, server.process)
 
 
@@ -36,8 +35,7 @@ def test_attacks_over_encrypted_connections(tmp_path):
     token = server.token("admin")
     try:
         with tq.connect(token, data="remote") as honest, tq.connect(token, data="remote") as hostile:
-            keys = read_token(token).keys
-            report = bulk_port.run(honest, hostile, keys, server.process.pid, attacks=ATTACKS, seed=6)
+            report = bulk_port.run(honest, hostile, server.process.pid, attacks=ATTACKS, seed=6)
             check(report, server.process)
     finally:
         server.stop()

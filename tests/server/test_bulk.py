@@ -6,6 +6,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from tests.transport.whole_messages import deliver
 from transferqueue.errors import BY_NAME
 from transferqueue.limits import BULK_STALL_S, BULK_TRANSFERS_MAX, BULK_WINDOW_FRAMES, FRAME_BYTES, KIB, MIB
 from transferqueue.schema import Field
@@ -18,7 +19,7 @@ from transferqueue.storage.memory.arena import Arena
 from transferqueue.storage.memory.backing import ArenaBacking
 from transferqueue.storage.memory.private_pages import memory_address
 from transferqueue.transport.bulk import protocol as b
-from transferqueue.transport.bulk.tcp import TcpBulkClient
+from transferqueue.transport.bulk.client import BulkClient
 from transferqueue.wire import messages as m
 
 SESSION, EXTENT, SHARD = 7, 3, 0
@@ -67,7 +68,7 @@ class Bench:
         """As a port does, with what came whole."""
         self.exchange.now = self.now
         try:
-            b.deliver(head, [memoryview(piece) for piece in pieces], self.exchange.desk(peer))
+            deliver(head, pieces, self.exchange.desk(peer))
         except BY_NAME["Corruption"] as error:
             self.exchange.spoiled(peer, error)
         else:
@@ -364,7 +365,7 @@ def test_a_transfer_that_is_alone_sends_a_few_frames_a_turn_unless_they_take_lon
     monkeypatch.setattr(bulk_endpoint, "TURN_BYTES", 16 * KIB)
     monkeypatch.setattr(bulk_endpoint, "TURN_S", turn_s)
     endpoint = BulkEndpoint(bench.backing, bench.tickets)
-    line = TcpBulkClient("127.0.0.1", endpoint.listen(["tcp://127.0.0.1:0"]), epoch=1)
+    line = BulkClient("127.0.0.1", endpoint.listen(["tcp://127.0.0.1:0"]), epoch=1)
     try:
         assert line.open(5.0)
         order = np.random.default_rng(3).permutation(64)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.server.test_bulk import Bench
 from tests.storage.shards import Block, opened_shard
+from tests.transport.whole_messages import deliver
 from transferqueue.client.memory.client_transfer import FetchTransfer, RequestedColumns, rows_of
 from transferqueue.schema import Field, Slice, sliced_fields
 from transferqueue.server.shards import bulk_endpoint, shard_transfer
@@ -74,7 +75,7 @@ def fetched(asked: list[Any], backing: ArenaBacking, fields: dict[str, Field], r
         waiting.append(b.message(head, content.pieces, content.digest))
         while waiting and (content.last or len(waiting) > rng.integers(4)):
             bytes_of, pieces = waiting.popleft()
-            b.deliver(bytes_of, [memoryview(piece) for piece in pieces], fetch)
+            deliver(bytes_of, pieces, fetch)
             fetch.receive()
     assert fetch.done
     return fetch

@@ -47,7 +47,7 @@ class Joined:
             "path": memory(bench, offer.get("capacity", CAPACITY)) if host is None else "/arena",
             "capacity": CAPACITY,
             "endpoint": "tcp://127.0.0.1:9",
-            "key": "",
+            "certificate": "",
             "secret": b"s" * 32,
         }
         hello = {"host": this_host(), "pid": os.getpid()} if host is None else {"host": host}
@@ -240,7 +240,7 @@ def test_numbers_are_not_given_twice(bench):
             {"endpoint": "tcp://127.0.0.1:0"},
             "no other process can connect to endpoint 'tcp://127.0.0.1:0'; offer a host and port that others reach",
         ),
-        ({"key": "short"}, "the key that it offers is no public key of CURVE; offer 40 characters of Z85, or none"),
+        ({"certificate": "short"}, "the fingerprint of its certificate is no SHA-256; offer 64 hexadecimal digits, or none"),
         (
             {"capacity": (1 << 62) - PAGE_BYTES},
             (

@@ -4,14 +4,12 @@ import os
 import select
 import socket
 import threading
-import time
 
 import pytest
 
 from transferqueue.errors import AddressInUse, Disconnected, Unreachable
 from transferqueue.limits import FRAMES_QUEUED_MAX
 from transferqueue.transport import Wakeup, dial, is_served, parse_address
-from transferqueue.transport.bulk.zeromq import ZmqBulkClient
 from transferqueue.transport.control.inproc import InprocServer
 from transferqueue.transport.control.send_result import SendResult
 from transferqueue.transport.control.unix_socket import UnixServer
@@ -324,53 +322,3 @@ def test_a_client_that_heard_bytes_which_are_no_frame_opens_its_connection_anew(
         channel.close()
         wire.close()
         echo.close()
-
-
-class Silent:
-    """Takes messages that nobody sends."""
-
-    def expect(self, head, nbytes):
-        raise AssertionError("nobody answers here")
-
-    fill = expect
-
-
-SILENT = Silent()
-
-
-def send_until_refused(line):
-    for _ in range(200):
-        line.send((b"more", ()))
-        line.receive(SILENT, 0.05)
-
-
-def test_a_bulk_line_that_heard_bytes_which_are_no_frame_says_that_another_is_needed(tmp_path):
-    echo = Echo("tcp", tmp_path)
-    wire = Wire(echo.address)
-    line = ZmqBulkClient("127.0.0.1", int(wire.address.rpartition(":")[2]), epoch=1)
-    try:
-        line.send((b"heard", ()))
-        assert echo.next()[1] == b"heard"
-        wire.garble()
-        with pytest.raises(Unreachable, match="open another one"):
-            send_until_refused(line)
-    finally:
-        line.close()
-        wire.close()
-        echo.close()
-
-
-def test_a_bulk_line_that_waits_can_be_interrupted_from_another_thread(tmp_path):
-    echo = Echo("tcp", tmp_path)
-    line = ZmqBulkClient("127.0.0.1", int(echo.address.rpartition(":")[2]), epoch=1)
-    interrupter = threading.Timer(0.05, line.interrupt)
-    try:
-        interrupter.start()
-        began = time.monotonic()
-        assert not line.receive(SILENT, 60.0)
-        assert time.monotonic() - began < 30
-    finally:
-        interrupter.join()
-        line.close()
-        echo.close()
-    line.interrupt()  # nobody is there to be woken: nothing happens

@@ -13,8 +13,9 @@ import pytest
 from transferqueue.errors import AddressInUse, Corruption, Unreachable
 from transferqueue.limits import BULK_STALL_S, FRAME_BYTES, KIB
 from transferqueue.transport.bulk import listener, protocol
-from transferqueue.transport.bulk.listener import DEAF_S, TcpBulkServer
-from transferqueue.transport.bulk.tcp import BulkStream, TcpBulkClient
+from transferqueue.transport.bulk.client import BulkClient
+from transferqueue.transport.bulk.listener import DEAF_S, BulkServer
+from transferqueue.transport.bulk.stream import BulkStream
 from transferqueue.transport.control.unauthenticated_peers import unauthenticated_peers_max
 
 PATIENCE_S = 60.0
@@ -63,11 +64,11 @@ class House:
     """A port that listens, and its desks."""
 
     def __init__(self):
-        self.port, self.desks = TcpBulkServer(), Desks()
+        self.port, self.desks = BulkServer(), Desks()
         self.number = self.port.listen_at_all(["127.0.0.1"], 0, 4)
 
     def dial(self):
-        line = TcpBulkClient("127.0.0.1", self.number, epoch=1)
+        line = BulkClient("127.0.0.1", self.number, epoch=1)
         assert line.open(PATIENCE_S)
         return line
 
@@ -254,7 +255,7 @@ def test_who_sends_little_at_a_time_does_not_stand_still(house):
 def test_what_has_arrived_is_received_at_the_end_of_a_wait(house):
     head, _ = data()
     with socket.create_server(("127.0.0.1", 0)) as place:
-        line, desk = TcpBulkClient("127.0.0.1", place.getsockname()[1], epoch=1), Desk()
+        line, desk = BulkClient("127.0.0.1", place.getsockname()[1], epoch=1), Desk()
         assert line.open(PATIENCE_S)
         far, _ = place.accept()
         far.sendall(head + bytes(1000))
@@ -273,7 +274,7 @@ def test_what_has_arrived_is_received_at_the_end_of_a_wait(house):
 def receiving():
     """A line, its desk, and its far end."""
     with socket.create_server(("127.0.0.1", 0)) as place:
-        line, desk = TcpBulkClient("127.0.0.1", place.getsockname()[1], epoch=1), Desk()
+        line, desk = BulkClient("127.0.0.1", place.getsockname()[1], epoch=1), Desk()
         assert line.open(PATIENCE_S)
         far, _ = place.accept()
         try:
@@ -347,7 +348,7 @@ def test_without_descriptors_nobody_comes_in_and_nothing_turns_in_circles(house,
 def test_a_line_waits_for_who_listens_later_and_can_be_interrupted():
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
-        line = TcpBulkClient("127.0.0.1", place.getsockname()[1], epoch=1)
+        line = BulkClient("127.0.0.1", place.getsockname()[1], epoch=1)
         try:
             assert not line.open(0.05), "nobody listens"
             assert line.moved == 0
@@ -374,7 +375,7 @@ def test_what_is_asked_is_no_sign_of_life(house, line):
 
 
 def test_a_port_that_is_taken_is_told(house):
-    other = TcpBulkServer()
+    other = BulkServer()
     with pytest.raises(AddressInUse, match=f"bulk port {house.number} of 127.0.0.1 is in use"):
         other.listen_at_all(["127.0.0.1"], house.number, 4)
     other.close()

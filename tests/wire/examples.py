@@ -44,7 +44,7 @@ TASKS: Final = [
 ]  # fmt: skip
 WHERE: Final = [p.TagIs("a", "b"), p.VersionBetween(1, 2), p.Compare("y", "<=", 0.5)]
 PACING: Final = p.Pacing("train", 64, 0.25, 2, p.Requeue("oldest"), "weights")
-OFFER: Final = m.ShardOffer("/dev/shm/a", 1 << 30, "tcp://h:1", "k" * 40, bytes(range(32)), 2)
+OFFER: Final = m.ShardOffer("/dev/shm/a", 1 << 30, "tcp://h:1", "9f" * 32, bytes(range(32)), 2)
 
 REQUESTS: Final[list[m.Request]] = [
     m.Hello(bytes(range(16)), 4711, "host", "/run/sessions/a", "0.1.0", "worker", True, OFFER),
@@ -109,7 +109,7 @@ REQUESTS: Final[list[m.Request]] = [
     m.ExplainWait(7),
 ]
 REPLIES: Final[list[m.Reply]] = [
-    m.Welcome(5, 7, "0.1.0", "/run", {0: "/dev/shm/a"}, 1 << 30, 7071, True, True, CoordinatorIndex(1, 2, "d")),
+    m.Welcome(5, 7, "0.1.0", "/run", {0: "/dev/shm/a"}, 1 << 30, 7071, True, "9f" * 32, CoordinatorIndex(1, 2, "d")),
     m.TableTerms("t", FIELDS, TASKS, Limits(rows=64, bytes="8MiB"), PACING, p.Acked(), True, 7, 2),
     m.Tables(["t", "u"]),
     m.Granted(3, 0, 4096, 4096, bytes(16)),
@@ -127,7 +127,7 @@ REPLIES: Final[list[m.Reply]] = [
     m.WaitExplained("x"),
     m.CursorValue(8),
     m.JobProgress(1, "/s/kept", 4096, 8192, True),
-    m.ShardList([m.ShardEndpoint(1, "/dev/shm/b", 1 << 20, "tcp://h:1", "k" * 40)]),
+    m.ShardList([m.ShardEndpoint(1, "/dev/shm/b", 1 << 20, "tcp://h:1", "9f" * 32)]),
     m.ShardCommands(7, 4,
     [m.AllocatePages(0, 4096), m.FreePages(4096, 4096), m.Revoke(3), m.CloseTransfers(5), m.LiveSet(9, TWO, 8, TWO),
     m.ShutDownShard()]),

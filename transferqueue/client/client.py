@@ -30,9 +30,8 @@ from transferqueue.errors.on_failure import OnFailure
 from transferqueue.errors.text import shown
 from transferqueue.transport import TcpAddress, dial, parse_address, this_host
 from transferqueue.transport.bulk.carriers import chosen_carrier
-from transferqueue.transport.bulk.tcp import TcpBulkClient
-from transferqueue.transport.bulk.zeromq import ZmqBulkClient
-from transferqueue.transport.security.keys import ClientKeys, KeyPair
+from transferqueue.transport.bulk.client import BulkClient
+from transferqueue.transport.security.keys import ClientKeys
 from transferqueue.wire import messages as m
 from transferqueue.wire.home_coordinator import CoordinatorIndex
 from transferqueue.wire.versions import VERSION
@@ -177,13 +176,13 @@ def open_client(
     with OnFailure(connection.close):
         chosen = chosen_carrier()
         carrier: SessionCarrier | None = chosen.open_client() if chosen is not None else None
-        memory = _memory(address, keys, hello, welcome, connection, lock, deadline, carrier)
+        memory = _memory(address, hello, welcome, connection, lock, deadline, carrier)
     return ClientSession(
         server.address if server else known_as or address,
         connection,
         memory,
         server,
-        dial=lambda at: remote_shard_memory(at, welcome, keys, connection, carrier),
+        dial=lambda at: remote_shard_memory(at, welcome, connection, carrier),
         arena_bytes=welcome.arena_bytes,
         seat=welcome.seat,
         checksums=welcome.checksums,
@@ -199,7 +198,6 @@ def _check_data(address: str, data: Data) -> None:
 
 def _memory(
     address: str,
-    keys: ClientKeys | None,
     hello: m.Hello,
     welcome: m.Welcome,
     connection: Connection,
@@ -213,13 +211,12 @@ def _memory(
         return MappedMemory(welcome.arenas, welcome.arena_bytes, connection.unpin, lock)
     if welcome.arenas:  # the server sees this process, but this process not its files
         welcome = connection.greet_again(msgspec.structs.replace(hello, remote=True), deadline)
-    return remote_memory(place, welcome, keys, connection, lock.release if lock else lambda: None, carrier)
+    return remote_memory(place, welcome, connection, lock.release if lock else lambda: None, carrier)
 
 
 def remote_memory(
     place: TcpAddress,
     welcome: m.Welcome,
-    keys: ClientKeys | None,
     connection: Connection,
     on_close: Callable[[], object] = lambda: None,
     carrier: SessionCarrier | None = None,
@@ -229,41 +226,37 @@ def remote_memory(
     Args:
         place: the coordinator's address.
         welcome: its greeting.
-        keys: to show there; None: none.
         connection: of the session.
         on_close: as of `RemoteMemory`.
         carrier: moves the bytes instead of the stream; default None.
     """
     return RemoteMemory(
-        lambda welcome: _line(place.host, welcome.bulk_port, welcome.epoch, None if welcome.bulk_plain else keys),
+        lambda welcome: BulkClient(place.host, welcome.bulk_port, welcome.epoch, welcome.bulk_certificate),
         welcome,
         unpin=_unpinned_by_shards,
         over=lambda: connection.over,
         on_close=on_close,
-        carrier=_carrier_to(carrier, encrypted=keys is not None and not welcome.bulk_plain),
+        carrier=_carrier_to(carrier, encrypted=bool(welcome.bulk_certificate)),
     )
 
 
 def remote_shard_memory(
     at: m.ShardEndpoint,
     welcome: m.Welcome,
-    keys: ClientKeys | None,
     connection: Connection,
     carrier: SessionCarrier | None = None,
 ) -> RemoteMemory:
-    """The memory of a remote shard. The shard's key only keeps others from listening, so any new key serves for this
-    client."""
+    """The memory of a remote shard."""
     place = parse_address(at.endpoint)
     if not isinstance(place, TcpAddress):
         raise Unreachable(f"shard {at.number} says that it is reached at {at.endpoint!r}, which is no tcp address")
-    mine = ClientKeys(at.key, keys.own if keys else KeyPair.new()) if at.key else None
     return RemoteMemory(
-        lambda welcome: _line(place.host, place.port, welcome.epoch, mine),
+        lambda welcome: BulkClient(place.host, place.port, welcome.epoch, at.certificate),
         msgspec.structs.replace(welcome, bulk_port=place.port),
         unpin=_unpinned_by_shards,
         over=ShardLivenessCheck(connection, at.number).over,
         on_close=lambda: None,
-        carrier=_carrier_to(carrier, encrypted=mine is not None),
+        carrier=_carrier_to(carrier, encrypted=bool(at.certificate)),
     )
 
 
@@ -274,10 +267,6 @@ def _unpinned_by_shards(_: list[int]) -> None:
 def _carrier_to(carrier: SessionCarrier | None, *, encrypted: bool) -> MemoryCarrier | None:
     """The carrier to one more shard. None: its columns cross over streams, as they must where they are encrypted."""
     return None if carrier is None or encrypted else carrier.memory()
-
-
-def _line(host: str, port: int, epoch: int, keys: ClientKeys | None) -> ZmqBulkClient | TcpBulkClient:
-    return TcpBulkClient(host, port, epoch) if keys is None else ZmqBulkClient(host, port, epoch, keys)
 
 
 def _can_map(path: str) -> bool:

@@ -46,7 +46,6 @@ from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.backing import ArenaBacking, Backing
 from transferqueue.storage.memory.checksum import UNCHECKED, checksum
 from transferqueue.transport import TcpAddress, parse_address
-from transferqueue.transport.security.keys import ClientKeys
 from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.shard")
@@ -137,11 +136,10 @@ class CopyMemories:
     def __init__(
         self,
         address: str,
-        keys: ClientKeys | None,
         connection: Connection,
         backing: Backing,
     ) -> None:
-        self._address, self._keys, self._connection, self._backing = address, keys, connection, backing
+        self._address, self._connection, self._backing = address, connection, backing
         self._welcome: m.Welcome | None = None
 
     def greeted(self, welcome: m.Welcome) -> None:
@@ -179,10 +177,10 @@ class CopyMemories:
 
     def _remote(self, number: int, place: object) -> RemoteMemory:
         if number == OWN and isinstance(place, TcpAddress):
-            return remote_memory(place, self._greeting(), self._keys, self._connection)
+            return remote_memory(place, self._greeting(), self._connection)
         for at in run_sync(self._connection, request_reply(m.ListShards(), m.ShardList)).shards:
             if at.number == number:
-                return remote_shard_memory(at, self._greeting(), self._keys, self._connection)
+                return remote_shard_memory(at, self._greeting(), self._connection)
         raise ShardLost(f"shard {number} is gone with its bytes; they are copied from another one")
 
     def _greeting(self) -> m.Welcome:

@@ -36,9 +36,9 @@ from transferqueue.storage.memory.backing import ArenaBacking, Backing
 from transferqueue.storage.memory.object_store import ObjectBacking
 from transferqueue.transport import TcpAddress, dial, parse_address, this_host
 from transferqueue.transport.bulk.carriers import chosen_carrier
+from transferqueue.transport.bulk.tls import ServerCertificate
 from transferqueue.transport.control.zeromq import is_loopback
 from transferqueue.transport.security.keys import ClientKeys
-from transferqueue.transport.security.zap import AcceptAll
 from transferqueue.wire import messages as m
 from transferqueue.wire.versions import VERSION
 
@@ -90,9 +90,9 @@ class ShardProcess:
             self._backing: Final = _backed(made, store, place, arena_bytes)
             secret = secrets.token_bytes(32)
             self._tickets: Final = TicketIssuer(secret, LiveExtents(), LiveExtents())
-            ring = None if chosen is not None or is_loopback(place) else AcceptAll()
+            certificate = None if chosen is not None or is_loopback(place) else ServerCertificate()
             beside = chosen.open_shard(self._backing) if chosen is not None else None
-            endpoint = Endpoint(self._backing, self._tickets, ring, beside)
+            endpoint = Endpoint(self._backing, self._tickets, certificate, beside)
             made.callback(endpoint.stop)
             self._bulk: Final = endpoint
             port = endpoint.listen([f"tcp://{place}:0"])
@@ -101,11 +101,11 @@ class ShardProcess:
                 path=self._backing.path,
                 capacity=self._backing.capacity,
                 endpoint=f"tcp://{place}:{port}",
-                key=ring.server.public if ring else "",
+                certificate=certificate.fingerprint if certificate else "",
                 secret=secret,
             )
             self._connection: Final = Connection(dial(address, keys), address)
-            memories = CopyMemories(address, keys, self._connection, self._backing)
+            memories = CopyMemories(address, self._connection, self._backing)
             self._copier: Final = Copier(
                 self._connection,
                 memories,

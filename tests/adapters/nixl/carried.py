@@ -35,7 +35,7 @@ from transferqueue.storage.memory.arena import Arena
 from transferqueue.storage.memory.backing import ArenaBacking, IncomingWrite, Range, Reader
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.transport.bulk.carriers import chosen_carrier
-from transferqueue.transport.bulk.tcp import TcpBulkClient
+from transferqueue.transport.bulk.client import BulkClient
 from transferqueue.wire import messages as m
 
 SESSION, SHARD, KEY = 7, 0, bytes(32)
@@ -142,7 +142,7 @@ class CarriedBacking:
         if sending is None:
             self.carrier.writer._not_before = math.inf
         self.client = remote.RemoteMemory(
-            lambda told: TcpBulkClient("127.0.0.1", port, told.epoch),
+            lambda told: BulkClient("127.0.0.1", port, told.epoch),
             welcome,
             lambda _: None,
             lambda: None,

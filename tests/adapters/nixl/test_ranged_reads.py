@@ -263,10 +263,10 @@ def test_a_server_refuses_what_cannot_be_read_one_sided(tmp_path: Path) -> None:
         BY_NAME["UsageError"],
         match=r"with keys refused: a carrier does not encrypt the bytes that it moves; add --plain-bytes",
     ):
-        assembly._check_carrier(chosen_carrier("nixl"), private_arena(MIB), keyring.Keyring(tmp_path / "keys"))
+        assembly._check_carrier(chosen_carrier("nixl"), private_arena(MIB), encrypted=True)
     disk = StateDirectory(tmp_path / "state", Level.DISK, first_epoch=1, arena_bytes=MIB, accept_loss=False)
     with pytest.raises(BY_NAME["UsageError"], match=r"the rows lie in .*state, .* serve with --durability process"):
-        assembly._check_carrier(chosen_carrier("nixl"), disk, None)
+        assembly._check_carrier(chosen_carrier("nixl"), disk, encrypted=False)
     disk.close()
 
 

@@ -47,17 +47,12 @@ from transferqueue.schema import NO_SLICES, Field, Slice, sliced_fields
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.memory.buffer_pool import BufferPool
-from transferqueue.transport.bulk.tcp import TcpBulkClient
-from transferqueue.transport.bulk.zeromq import ZmqBulkClient
+from transferqueue.transport.bulk.client import BulkClient
 from transferqueue.wire import messages as m
 
 T = TypeVar("T", bound=ClientTransfer)
-Line = TcpBulkClient | ZmqBulkClient
-"""A connection to a bulk endpoint, for one transfer at a time: ZeroMQ if the server asks for keys."""
-
 ASK_S: Final = 1.0
-"""After this silence the shard is asked whether it still knows of a transfer: a connection that was lost and found
-(ZeroMQ does that unseen) is noticed then."""
+"""After this silence the shard is asked whether it still knows of a transfer."""
 
 
 _CARRIER_ERRORS: Final = (Corruption, Unreachable, Impossible, ProtocolError, InternalError, UsageError)
@@ -73,7 +68,7 @@ class RemoteMemory:
 
     def __init__(
         self,
-        dial: Callable[[m.Welcome], Line],
+        dial: Callable[[m.Welcome], BulkClient],
         welcome: m.Welcome,
         unpin: Callable[[list[int]], object],
         over: Callable[[], TransferQueueError | None],
@@ -97,8 +92,8 @@ class RemoteMemory:
         self._room = threading.BoundedSemaphore(BULK_TRANSFERS_MAX)
         self._guard = threading.RLock()  # a signal handler may close the queue
         """Of `_idle`, `_busy` and `_closed`."""
-        self._idle: list[Line] = []
-        self._busy: set[Line] = set()
+        self._idle: list[BulkClient] = []
+        self._busy: set[BulkClient] = set()
         self._news = threading.Event()
         self._closed = False
         self._pid = os.getpid()
@@ -266,7 +261,7 @@ class RemoteMemory:
         kind = Corruption if isinstance(failed, Corruption) else Unreachable
         raise kind(f"the bytes did not cross in {tries} attempts; at last: {failed}") from failed
 
-    def _drive(self, line: Line, transfer: ClientTransfer, caller: Caller) -> None:
+    def _drive(self, line: BulkClient, transfer: ClientTransfer, caller: Caller) -> None:
         heard = _ConnectionProgress(line, self._clock)
         while not line.open(caller.step_s()):
             self._check(line, heard, caller)
@@ -280,7 +275,7 @@ class RemoteMemory:
             elif transfer.serve():
                 line.ask(transfer.ask())
 
-    def _check(self, line: Line, heard: _ConnectionProgress, caller: Caller) -> None:
+    def _check(self, line: BulkClient, heard: _ConnectionProgress, caller: Caller) -> None:
         """Raise if it makes no sense to wait longer on this connection."""
         self._check_living(caller)
         silence_s = heard.silence_s
@@ -304,7 +299,7 @@ class RemoteMemory:
             raise Disconnected("the caller went away while bytes were on their way")
 
     @contextmanager
-    def _line(self, caller: Caller) -> Iterator[Line]:
+    def _line(self, caller: Caller) -> Iterator[BulkClient]:
         """A connection for one transfer. Kept for the next transfer if this one succeeds, closed if it fails."""
         self._check_living(caller)
         patience_s = caller.patience_s(TIMEOUT_S_DEFAULT)
@@ -325,7 +320,7 @@ class RemoteMemory:
         finally:
             self._room.release()
 
-    def _take(self) -> Line:
+    def _take(self) -> BulkClient:
         while True:
             with self._guard:
                 line = self._idle.pop() if self._idle else None
@@ -335,7 +330,7 @@ class RemoteMemory:
                 return line
             line.close()
 
-    def _end_transfer(self, line: Line, *, is_whole: bool) -> None:
+    def _end_transfer(self, line: BulkClient, *, is_whole: bool) -> None:
         with self._guard:
             self._busy.discard(line)
             is_kept = is_whole and not self._closed
@@ -348,7 +343,7 @@ class RemoteMemory:
 class _ConnectionProgress:
     """Measures how long no byte has arrived or left on a connection."""
 
-    def __init__(self, line: Line, clock: Callable[[], float]) -> None:
+    def __init__(self, line: BulkClient, clock: Callable[[], float]) -> None:
         self._line, self._clock = line, clock
         self._moved, self._at = line.moved, clock()
 

@@ -105,7 +105,7 @@ class ServerProcess:
             if not isinstance(storage, ArenaDirectory):
                 resume_sessions(self.coordinator, storage)
             if self.tcp_addresses and remote is not None:
-                self._serve_bytes(made, remote, None if plain_bytes else keyring, carrier)
+                self._serve_bytes(made, remote, carrier, encrypted=keyring is not None and not plain_bytes)
             cold = None if spill is None else self._spill(made, spill, wakeup)
             if find_spec(_SNAPSHOTS) is not None:
                 fetches = None if remote is None else remote.fetches
@@ -127,19 +127,25 @@ class ServerProcess:
         coordinator.attach(remote)
         return remote
 
-    def _serve_bytes(self, made: ExitStack, remote: Shards, keyring: Keyring | None, carrier: Carrier | None) -> None:
-        """Start the bulk endpoint on the hosts of the tcp addresses. `keyring`: None: it demands no keys."""
+    def _serve_bytes(self, made: ExitStack, remote: Shards, carrier: Carrier | None, *, encrypted: bool) -> None:
+        """Start the bulk endpoint on the hosts of the tcp addresses."""
         from transferqueue.server.shards.bulk_endpoint import BulkEndpoint
 
         backing = ArenaBacking(self.coordinator.memory.arena)
         if carrier is not None:
-            _check_carrier(carrier, self._storage, keyring)
+            _check_carrier(carrier, self._storage, encrypted=encrypted)
         beside = carrier.open_shard(backing) if carrier is not None else None
-        shard = BulkEndpoint(backing, remote.tickets, keyring and Keyring(keyring.directory), beside)
+        certificate = None
+        if encrypted:
+            from transferqueue.transport.bulk.tls import ServerCertificate
+
+            certificate = ServerCertificate()
+            remote.bulk_certificate = certificate.fingerprint
+        shard = BulkEndpoint(backing, remote.tickets, certificate, beside)
         made.callback(shard.stop)
         remote.bulk_sent = lambda: shard.sent_bytes
         remote.bulk_received = lambda: shard.received_bytes
-        remote.bulk_port, remote.bulk_plain = shard.listen(self.tcp_addresses), keyring is None
+        remote.bulk_port = shard.listen(self.tcp_addresses)
         shard.start()
 
     def _keep_snapshots(
@@ -200,8 +206,8 @@ class ServerProcess:
         self.loop.stop()
 
 
-def _check_carrier(carrier: Carrier, storage: ArenaDirectory | StateDirectory, keyring: Keyring | None) -> None:
-    if keyring is not None:
+def _check_carrier(carrier: Carrier, storage: ArenaDirectory | StateDirectory, *, encrypted: bool) -> None:
+    if encrypted:
         raise UsageError(
             f"bytes={str(carrier)!r} with keys refused: a carrier does not encrypt the bytes that it moves; add "
             "--plain-bytes on a trusted network, or serve with --bytes stream"

@@ -27,7 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import zmq
 
@@ -57,10 +57,11 @@ from transferqueue.storage.memory.backing import Backing
 from transferqueue.storage.memory.buffer_pool import BufferPool
 from transferqueue.transport import TcpAddress, Wakeup, parse_address
 from transferqueue.transport.bulk import protocol as b
-from transferqueue.transport.bulk.listener import TcpBulkServer
-from transferqueue.transport.bulk.zeromq import ZmqBulkServer
-from transferqueue.transport.security.zap import KeySet
+from transferqueue.transport.bulk.listener import BulkServer
 from transferqueue.transport.system.threads import STOP_S, keep_for_good, still_runs
+
+if TYPE_CHECKING:
+    from transferqueue.transport.bulk.tls import ServerCertificate
 
 _log: Final = logging.getLogger("transferqueue.server")
 _EVERYWHERE: Final = ("*", "0.0.0.0", "[::]")  # noqa: S104  (only if the operator asked for it)
@@ -410,16 +411,16 @@ def _prepare(_: bytes, read: ReadTransfer) -> None:
 
 class BulkEndpoint:
     """The bulk endpoint of a backing. Listens once `listen` returns, answers from `start` to `stop`. It closes its
-    `carrier` (see `ShardTransfers`)."""
+    `carrier` (see `ShardTransfers`). certificate: see `BulkServer`."""
 
     def __init__(
         self,
         backing: Backing,
         tickets: TicketIssuer,
-        keyring: KeySet | None = None,
+        certificate: ServerCertificate | None = None,
         carrier: ShardCarrier | None = None,
     ) -> None:
-        self._port: Final = TcpBulkServer() if keyring is None else ZmqBulkServer(keyring)
+        self._port: Final = BulkServer(certificate)
         self._carrier: Final = carrier
         self._exchange = ShardTransfers(backing, tickets, carrier)
         """Used by the endpoint's thread alone, which publishes `_counts` for others."""

@@ -46,8 +46,8 @@ class Shards(Part):
         self.tickets: Final = tickets or TicketIssuer()
         self.bulk_port = 0
         """The port of the coordinator's own memory; 0: it does not listen."""
-        self.bulk_plain = False
-        """Whether its connections are unencrypted."""
+        self.bulk_certificate = ""
+        """Fingerprint of the certificate there; "": its connections are not encrypted."""
         self.bulk_sent: Callable[[], dict[str, int]] = dict
         """The bytes of reads there, by carrier."""
         self.bulk_received: Callable[[], dict[str, int]] = dict
@@ -92,7 +92,7 @@ class Shards(Part):
 
     def welcome(self) -> Mapping[str, Any]:
         """See `Part`."""
-        return {"bulk_port": self.bulk_port, "bulk_plain": self.bulk_plain}
+        return {"bulk_port": self.bulk_port, "bulk_certificate": self.bulk_certificate}
 
     def issue(self, session: OpenSession, reply: m.Reply) -> m.Reply:
         """See `Part`. Adds tickets."""

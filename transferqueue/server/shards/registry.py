@@ -34,7 +34,7 @@ from transferqueue.server.shards.tickets import TicketIssuer, issue
 from transferqueue.transport import TcpAddress, parse_address
 from transferqueue.wire import messages as m
 
-_KEY: Final = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_FINGERPRINT: Final = re.compile(r"[0-9a-f]{64}")
 """A public key of CURVE, in Z85 (32/Z85 of rfc.zeromq.org)."""
 
 
@@ -103,9 +103,9 @@ class ShardRegistry:
                 f"shard refused: no other process can connect to endpoint {offer.endpoint!r}; offer a host and port "
                 "that others reach"
             )
-        if offer.key and not _KEY.fullmatch(offer.key):
+        if offer.certificate and not _FINGERPRINT.fullmatch(offer.certificate):
             raise UsageError(
-                "shard refused: the key that it offers is no public key of CURVE; offer 40 characters of Z85, or none"
+                "shard refused: the fingerprint of its certificate is no SHA-256; offer 64 hexadecimal digits, or none"
             )
         offer = msgspec.structs.replace(offer, number=self._last + 1, path="" if keyed else offer.path)
         return msgspec.structs.replace(hello, shard=offer)
@@ -204,4 +204,6 @@ def _maps(session: OpenSession, shard: RemoteShard) -> bool:
 
 def _endpoint(shard: RemoteShard, *, mapped: bool) -> m.ShardEndpoint:
     offer = shard.offer
-    return m.ShardEndpoint(offer.number, offer.path if mapped else "", offer.capacity, offer.endpoint, offer.key)
+    return m.ShardEndpoint(
+        offer.number, offer.path if mapped else "", offer.capacity, offer.endpoint, offer.certificate
+    )

@@ -1,4 +1,4 @@
-"""The shard's end of the bulk protocol over plain TCP: it listens, accepts connections, and closes them.
+"""The shard's end of the bulk protocol over TCP: it listens, accepts connections, and closes them.
 
 - Each round of `arrivals` receives at most one message of each connection, so they take turns.
 - A peer with unsent frames is `clogged`: the server does not read from it, and the shard prepares no frames for it. So
@@ -22,15 +22,18 @@ import os
 import select
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from transferqueue.errors import AddressInUse, Corruption, Unreachable, UsageError
 from transferqueue.limits import BULK_CONNECTIONS_MAX, BULK_STALL_S
 from transferqueue.transport.bulk import protocol
-from transferqueue.transport.bulk.tcp import BulkStream
+from transferqueue.transport.bulk.stream import BulkStream
 from transferqueue.transport.control.unauthenticated_peers import unauthenticated_peers_max
+
+if TYPE_CHECKING:
+    from transferqueue.transport.bulk.tls import ServerCertificate
 
 _log: Final = logging.getLogger("transferqueue.server")
 DEAF_S: Final = 0.2
@@ -74,16 +77,22 @@ class _Peer:
         return not self.deaf and self.stream.settled
 
 
-class TcpBulkServer:
-    """All connections of a shard. Not thread-safe."""
+class BulkServer:
+    """All connections of a shard. Not thread-safe. certificate: connections are encrypted with it; default None: they
+    are not."""
 
-    def __init__(self) -> None:
+    def __init__(self, certificate: ServerCertificate | None = None) -> None:
+        self._accepted: Final[Callable[[socket.socket], BulkStream]] = (
+            BulkStream if certificate is None else certificate.accepted
+        )
         self._ready = select.epoll()
         self._spare = _spare()
         self._listeners: dict[int, socket.socket] = {}
         self._names: dict[int, bytes] = {}
         self._peers: dict[bytes, _Peer] = {}  # the one silent longest first
         self._unsettled: dict[bytes, _Peer] = {}
+        self._buffered: set[bytes] = set()
+        """Peers from which bytes have arrived that no poll reports."""
         self._unauthenticated: dict[bytes, _Peer] = {}  # oldest first
         self._unauthenticated_max = unauthenticated_peers_max()
         self._deaf_until: float | None = None
@@ -126,10 +135,14 @@ class TcpBulkServer:
 
     def arrivals(self, desks: ReceiverFactory, now: float) -> Iterator[bytes]:
         """Receive from each peer at most one message. Yields the peers whose message is complete."""
+        buffered = list(self._buffered)
         for fd, _ in self._ready.poll(0):
             if fd in self._listeners:
                 self._accept(self._listeners[fd], desks, now)
-            elif (name := self._names.get(fd)) is not None and self._serve(name, desks, now):
+            elif (name := self._names.get(fd)) is not None and name not in buffered and self._serve(name, desks, now):
+                yield name
+        for name in buffered:
+            if name in self._peers and self._serve(name, desks, now):
                 yield name
 
     def send(self, name: bytes, message: protocol.Message) -> bool:
@@ -158,7 +171,9 @@ class TcpBulkServer:
             self._listen_again()
 
     def next_deadline(self) -> float | None:
-        """When `tick` must be called, on the clock of its `now`; None: no deadline."""
+        """When `tick` and `arrivals` must be called, on the clock of their `now`; None: no deadline."""
+        if self._buffered:
+            return 0.0
         oldest = next(iter(self._unauthenticated.values()), None)
         deadlines = [peer.heard_at + BULK_STALL_S for peer in self._unsettled.values()]
         deadlines += [] if oldest is None else [oldest.accepted_at + BULK_STALL_S]
@@ -193,10 +208,15 @@ class TcpBulkServer:
             self._turn_away(next(iter(self._unauthenticated)), desks)
         if len(self._peers) >= BULK_CONNECTIONS_MAX:
             self._lose(next(iter(self._peers)), desks)
+        try:
+            stream = self._accepted(connection)
+        except OSError:  # the peer is gone already
+            connection.close()
+            return
         name = next(self._numbers).to_bytes(8, "big")
-        self._names[connection.fileno()] = name
-        self._peers[name] = self._unauthenticated[name] = _Peer(BulkStream(connection), now)
-        self._ready.register(connection.fileno(), _READ)
+        self._names[stream.socket.fileno()] = name
+        self._peers[name] = self._unauthenticated[name] = _Peer(stream, now)
+        self._ready.register(stream.socket.fileno(), _READ)
 
     def _refuse_one(self, listener: socket.socket) -> bool:
         """Accept a connection with the spare descriptor and close it: otherwise the kernel would report it for ever.
@@ -276,6 +296,7 @@ class TcpBulkServer:
             self._unsettled.pop(name, None)
         else:
             self._unsettled[name] = peer
+        (self._buffered.add if peer.stream.buffered and not pending else self._buffered.discard)(name)
         wanted = _WRITE if pending else _READ
         if wanted != peer.wanted:
             peer.wanted = wanted
@@ -290,6 +311,7 @@ class TcpBulkServer:
         self._unsettled.pop(name, None)
         self._unauthenticated.pop(name, None)
         self.clogged.discard(name)
+        self._buffered.discard(name)
         del self._names[peer.stream.socket.fileno()]
         peer.stream.socket.close()  # epoll forgets a closed socket by itself
 

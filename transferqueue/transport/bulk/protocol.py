@@ -27,7 +27,7 @@ See docs/decisions/remote-bytes.md.
 9. A write may name ranges of the client's registered memory instead (`WriteRanges`, docs/decisions/one-sided.md). The
    shard reads them into its own memory, compares them, copies them into the extent, and then acknowledges the frame.
 
-`transport.bulk.tcp` carries messages without encryption, `transport.bulk.zeromq` with keys and encryption.
+`transport.bulk.stream` carries messages over TCP, `transport.bulk.tls` encrypts them where the server has keys.
 """
 
 from __future__ import annotations
@@ -403,19 +403,6 @@ def digest(content: Sequence[Piece]) -> bytes:
     for piece in content:
         state.update(piece)
     return state.digest()
-
-
-def deliver(head: bytes, content: Sequence[memoryview], receiver: MessageReceiver) -> None:
-    """Pass a whole message to its receiver. `Corruption` if a checksum does not match; then nothing was passed."""
-    size, nbytes = lengths(head)
-    if (size, nbytes) != (len(head), sum(map(len, content))):
-        raise Corruption("the length of a bulk message differs from its head, so it does not match its checksum")
-    check_content(head, digest(content))
-    receiver.expect(head, nbytes)
-    for piece in content:
-        left = piece
-        while len(left):
-            left = left[receiver.fill(reader_of(left)) :]
 
 
 def reader_of(piece: memoryview) -> Reader:

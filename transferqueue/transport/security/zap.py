@@ -34,22 +34,6 @@ class KeySet(Protocol):
         """Read the keys again, and return whether they changed."""
 
 
-class AcceptAll:
-    """A fresh key pair that accepts every client: for connections that must be encrypted, and grant no rights by
-    themselves."""
-
-    def __init__(self) -> None:
-        self.server: Final = KeyPair.new()
-
-    def owner(self, public: str) -> object | None:
-        """The key itself: every key is accepted."""
-        return public
-
-    def refresh(self) -> bool:
-        """False: the keys never change."""
-        return False
-
-
 class ZapHandler:
     """Accepts the clients of a key set at the listening sockets of one ZeroMQ context. Not thread-safe.
 

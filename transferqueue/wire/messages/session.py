@@ -20,7 +20,7 @@ class ShardOffer(Message, tag="Offer"):
         path: of its arena, for processes of its host.
         capacity: bytes.
         endpoint: tcp address of its bulk endpoint, as others reach it.
-        key: public key of CURVE to expect there; "": none.
+        certificate: fingerprint of the certificate to expect there (`transport.bulk.tls`); "": it does not encrypt.
         secret: 32 bytes, the key of its tickets.
         number: of the shard; the coordinator gives it.
     """
@@ -28,7 +28,7 @@ class ShardOffer(Message, tag="Offer"):
     path: Path
     capacity: Annotated[int, Meta(ge=1, lt=1 << 62)]
     endpoint: Text
-    key: Text
+    certificate: Text
     secret: Secret
     number: Count = 0
 
@@ -40,7 +40,7 @@ class Welcome(Message):
         epoch: this life of the coordinator.
         arenas: shard -> path of its memory.
         bulk_port: of the bulk endpoint, on the host that the client dialled; 0: the server has none.
-        bulk_plain: the bulk endpoint asks for no keys and encrypts nothing, even if the control port does.
+        bulk_certificate: fingerprint of the certificate of the bulk endpoint; "": it encrypts nothing.
         durable: the session outlives the server: when it is gone, wait for the next one at the same address.
         checksums: each block is committed with the checksum of its bytes, which shows after a reboot whether the disk
             has them.
@@ -55,7 +55,7 @@ class Welcome(Message):
     arena_bytes: int
     bulk_port: int = 0
     durable: bool = False
-    bulk_plain: bool = False
+    bulk_certificate: Text = ""
     seat: CoordinatorIndex = CoordinatorIndex()
     checksums: bool = False
 

@@ -29,14 +29,14 @@ class ShardEndpoint(Message, tag="ShardAt"):
 
     Args:
         path: of its arena, if this session maps it; else "", and its bytes cross from `endpoint`.
-        key: public key of CURVE to expect there; "": none.
+        certificate: fingerprint of the certificate to expect there; "": it does not encrypt.
     """
 
     number: Count
     path: Path
     capacity: Count
     endpoint: Text
-    key: Text
+    certificate: Text
 
 
 @request(reply=DoneReply, roles=ADMINS, repeat="again", verb="Queue.drain_shard")

@@ -1,21 +1,14 @@
-"""Carries the bulk protocol without keys: plain TCP, without a copy outside the kernel.
+"""Carries the bulk protocol over TCP, without a copy outside the kernel, or, with keys, over TLS (`tls`).
 
 A stream carries one message after another. Content is sent from its place and received at its destination. Each end
 computes its checksum while the bytes are in the cache; that read is the only cost beyond a raw TCP stream
-(`bench/hosts.py`, `bench/remote.py` measure the ratio). Only `TcpBulkClient.open` and `TcpBulkClient.receive` block. Of
-a message only its head and its unsent bytes are kept.
+(`bench/hosts.py`, `bench/remote.py` measure the ratio). Nothing here blocks. Of a message only its head and its unsent
+bytes are kept.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import math
-import select
 import socket
-import sys
-import termios
-import time
 from collections import deque
 from itertools import islice
 from typing import Final
@@ -25,8 +18,6 @@ import xxhash
 from transferqueue.errors import Unreachable
 from transferqueue.limits import KIB, MIB
 from transferqueue.transport.bulk import protocol
-from transferqueue.transport.control.zeromq import RECONNECT_MS
-from transferqueue.transport.system.wakeup import Wakeup
 
 _PIECES_AT_ONCE: Final = 512
 """Half of the pieces that one system call accepts."""
@@ -75,6 +66,11 @@ class BulkStream:
         return bool(self._leaving)
 
     @property
+    def buffered(self) -> bool:
+        """Whether bytes that arrived are outside the kernel's buffer, so that no poll reports them."""
+        return False
+
+    @property
     def settled(self) -> bool:
         """Whether no message is partly sent or partly received."""
         return not self._leaving and not self._head
@@ -92,7 +88,7 @@ class BulkStream:
         """Send as much as the kernel takes now."""
         try:
             while self._leaving:
-                self._left(self.socket.sendmsg(list(islice(self._leaving, _PIECES_AT_ONCE))))
+                self._left(self._write())
         except BlockingIOError:
             return
         except OSError as error:
@@ -140,6 +136,18 @@ class BulkStream:
         except BlockingIOError:
             return
 
+    def _write(self) -> int:
+        """Send some unsent bytes; returns their number. `BlockingIOError`: the kernel takes none now."""
+        return self.socket.sendmsg(list(islice(self._leaving, _PIECES_AT_ONCE)))
+
+    def _read_bytes(self, nbytes: int) -> bytes:
+        """Receive at most `nbytes` bytes; b"": the peer closed the connection. `BlockingIOError`: none are here."""
+        return self.socket.recv(nbytes)
+
+    def _read_into(self, into: memoryview) -> int:
+        """`_read_bytes`, into memory; returns the number of bytes."""
+        return self.socket.recv_into(into)
+
     def _left(self, sent: int) -> None:
         self.moved += sent
         while sent:
@@ -153,7 +161,7 @@ class BulkStream:
     def _next(self, nbytes: int) -> bytes:
         """Receive at most `nbytes` bytes."""
         try:
-            received = self.socket.recv(nbytes)
+            received = self._read_bytes(nbytes)
         except BlockingIOError:
             raise
         except OSError as error:
@@ -176,7 +184,7 @@ class BulkStream:
     def _read(self, into: memoryview) -> int:
         into = into[: self._content_left]
         try:
-            size = self.socket.recv_into(into)
+            size = self._read_into(into)
         except BlockingIOError:
             raise
         except OSError as error:
@@ -192,131 +200,3 @@ def _lost(error: OSError | None) -> Unreachable:
     """The error to raise for an error of the socket; None: the peer closed it."""
     why = error.strerror if error is not None else "its peer closed it"
     return Unreachable(f"the bulk connection was lost: {why}; open another one")
-
-
-class TcpBulkClient:
-    """The client's end of one connection. `epoch`: of its server's run. Used by one thread at a time."""
-
-    def __init__(self, host: str, port: int, epoch: int) -> None:
-        self._place = (host, port)
-        self._connecting: socket.socket | None = None
-        self._stream: BulkStream | None = None
-        self._wakeup = Wakeup()
-        self._asked = 0
-        self.epoch: Final = epoch
-        self.transfers = 0
-        """The number of transfers that it has carried."""
-
-    def open(self, timeout_s: float) -> bool:
-        """Connect, and retry while no server listens. False after `timeout_s`, or after `interrupt`."""
-        deadline = time.monotonic() + timeout_s
-        while self._stream is None:
-            left = deadline - time.monotonic()
-            if left <= 0 or not self._connect(left):
-                return False
-        return True
-
-    def _connect(self, timeout_s: float) -> bool:
-        """Advance the attempt to connect. Returns False after `timeout_s`, or after `interrupt`."""
-        if self._connecting is None:
-            self._connecting = _connecting(*self._place)
-        if self._connecting is not None:
-            if not self._wait(self._connecting, select.POLLOUT, timeout_s):
-                return False
-            if not self._connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                self._stream, self._connecting = BulkStream(self._connecting), None
-                return True
-            self._connecting.close()
-            self._connecting = None
-        return self._pause(min(timeout_s, RECONNECT_MS / 1000))
-
-    @property
-    def _live(self) -> BulkStream:
-        if self._stream is None:
-            raise Unreachable("the bulk connection is not open yet; open it before sending")
-        return self._stream
-
-    @property
-    def moved(self) -> int:
-        """Bytes received, plus bytes that have reached the peer's machine, except those of `ask`."""
-        if self._stream is None:
-            return 0
-        on_the_way = bytearray(4)
-        fcntl.ioctl(self._stream.socket, termios.TIOCOUTQ, on_the_way)
-        return self._stream.moved - int.from_bytes(on_the_way, sys.byteorder) - self._asked
-
-    @property
-    def quiet(self) -> bool:
-        """Whether nothing unexpected has arrived, including the end of the connection."""
-        waiting = select.poll()
-        waiting.register(self._live.socket, select.POLLIN)
-        return not waiting.poll(0)
-
-    def send(self, message: protocol.Message) -> None:
-        """Queue a message; messages leave in order, now or during `receive`. `Unreachable` if the connection is lost:
-        open another one."""
-        self._live.send(message)
-
-    def ask(self, message: protocol.Message) -> None:
-        """Send a message that makes the peer report its progress. Does nothing while earlier messages are unsent."""
-        if not self._live.pending:
-            self._asked += len(message[0])
-            self._live.send(message)
-
-    def receive(self, receiver: protocol.MessageReceiver, timeout_s: float) -> bool:
-        """Receive one message. Returns False if none is complete within `timeout_s`, or after `interrupt`. Errors as in
-        `BulkStream`."""
-        deadline = time.monotonic() + timeout_s
-        stream = self._live
-        while not stream.receive(receiver):
-            wanted = select.POLLIN | (select.POLLOUT if stream.pending else 0)
-            is_ready = self._wait(stream.socket, wanted, deadline - time.monotonic())
-            if is_ready is None:
-                return False
-            if not is_ready:
-                return stream.receive(receiver)  # fewer bytes may have arrived than make the socket readable
-            stream.flush()
-        return True
-
-    def interrupt(self) -> None:
-        """Make a waiting `open` or `receive`, or the next one, return. From any thread, at any time."""
-        self._wakeup.set()
-
-    def _pause(self, seconds: float) -> bool:
-        """Wait. False after `interrupt`."""
-        waiting = select.poll()
-        waiting.register(self._wakeup, select.POLLIN)
-        waiting.poll(math.ceil(seconds * 1000))
-        return not self._wakeup.clear()
-
-    def _wait(self, connection: socket.socket, wanted: int, timeout_s: float) -> bool | None:
-        """Wait until the socket is ready. False after `timeout_s`, and None after `interrupt`, which is then
-        cleared."""
-        waiting = select.poll()
-        waiting.register(connection, wanted)
-        waiting.register(self._wakeup, select.POLLIN)
-        ready = waiting.poll(max(0, math.ceil(timeout_s * 1000)))
-        if ready and self._wakeup.clear():
-            return None
-        return bool(ready)
-
-    def close(self) -> None:
-        """Close the connection; unsent bytes are lost."""
-        for connection in (self._connecting, None if self._stream is None else self._stream.socket):
-            if connection is not None:
-                connection.close()
-        self._wakeup.close()
-
-
-def _connecting(host: str, port: int) -> socket.socket | None:
-    """A socket that is connecting; None if it failed already."""
-    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
-    connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    try:
-        failed = connection.connect_ex((host.strip("[]"), port))
-    except OSError:  # a host name that does not resolve now may resolve later
-        failed = errno.EHOSTUNREACH
-    if failed in (0, errno.EINPROGRESS):
-        return connection
-    connection.close()
-    return None
