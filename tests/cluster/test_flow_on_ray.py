@@ -176,5 +176,6 @@ def test_jobs_that_work_only_together_are_started_again_together(queue, address,
 
     with RayFlow(address, pair, observe=observe, options={"pair": WORKERS}, prepare=prepare) as flow:
         flow.run()
-    assert set(lives) >= {(0, 1), (1, 0), (1, 1)}
+    assert (tmp_path / "1-0").exists()
+    assert set(lives) >= {(0, 1), (1, 1)}  # what a process said just before it is killed may be lost
     assert prepared == ["both", "both"]

@@ -240,7 +240,10 @@ def test_numbers_are_not_given_twice(bench):
             {"endpoint": "tcp://127.0.0.1:0"},
             "no other process can connect to endpoint 'tcp://127.0.0.1:0'; offer a host and port that others reach",
         ),
-        ({"certificate": "short"}, "the fingerprint of its certificate is no SHA-256; offer 64 hexadecimal digits, or none"),
+        (
+            {"certificate": "short"},
+            "the fingerprint of its certificate is no SHA-256; offer 64 hexadecimal digits, or none",
+        ),
         (
             {"capacity": (1 << 62) - PAGE_BYTES},
             (

@@ -57,8 +57,8 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def first_prompt(folder: Path | None) -> int:
-    """Return the number of the first prompt of the run's table: 0, or of a run that was lengthened, whose table is a
-    new one, the prompt after those that it had trained."""
+    """Return the number of the first prompt of the run's table: 0, or of a run that went on with a new table, the
+    number after those that it had trained."""
     path = None if folder is None else folder / _FIRST_PROMPT
     return int(path.read_text()) if path is not None and path.exists() else 0
 

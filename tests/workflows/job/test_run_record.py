@@ -296,6 +296,7 @@ def test_a_finished_run_is_lengthened_by_more_steps_alone(runs):
     assert folder.finished
     checkpoint(path, 9, (36, [38, 41]))
     folder.begin(longer, None)
+    folder.begin_table(longer)
     assert (folder.finished, folder.job().steps, first_prompt(path)) == (False, 12, 42)
     assert not (path / "model").exists()
     (path / "summary.json").write_text("{}")

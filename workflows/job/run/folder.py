@@ -135,15 +135,19 @@ class RunFolder:
         _replace(self.path / ABOUT, msgspec.json.format(msgspec.json.encode([*self.starts(), start])).decode() + "\n")
 
     def _reopen(self, job: Job) -> None:
-        """Let a finished run go on: its new table begins in the data after what the run has trained."""
-        newest = self.checkpoint(job)
-        if newest is None:
+        """Let a finished run go on."""
+        if self.checkpoint(job) is None:
             raise no_checkpoint(self.path)
-        checkpoint = checkpoint_path(self.path / CHECKPOINTS / names.TRAIN, newest)
-        set_first_prompt(self.path, _prompts_trained(checkpoint, job))
         if (self.path / MODEL).exists():
             shutil.rmtree(self.path / MODEL)
         (self.path / SUMMARY).unlink()  # last: what is cut short can be repeated
+
+    def begin_table(self, job: Job) -> None:
+        """The table of the run is a new one: of a run that goes on, it begins in the data after what the newest
+        checkpoint has trained."""
+        if (newest := self.checkpoint(job)) is not None:
+            checkpoint = checkpoint_path(self.path / CHECKPOINTS / names.TRAIN, newest)
+            set_first_prompt(self.path, _prompts_trained(checkpoint, job))
 
     def check_open(self, steps: int = 0) -> None:
         """`UsageError` if the run was discarded, or finished and `steps` are no more than it has."""

@@ -5,7 +5,8 @@ lost, after a reboot for example.
    is written is left out.
 2. It is restored when a run goes on and its server has no table. The trainer then goes on from its newest checkpoint.
    If that is newer than the snapshot (the run died between the two), rows of the steps between them are trained once
-   more.
+   more. If there is no snapshot yet, the table begins anew in the data after what that checkpoint has trained
+   (`RunFolder.begin_table`).
 3. A snapshot that fails is reported in the log of the run, and does not end it: the checkpoint before and its snapshot
    are there still.
 """
@@ -62,9 +63,10 @@ class QueueSnapshots:
 
 
 def restore_if_lost(queue: tq.Queue, folder: Path) -> bool:
-    """Restore the newest snapshot of the run in `folder` if the server has no table; return whether it did. Raises as
-    `Queue.restore`."""
-    if queue.tables() or not any((folder / SNAPSHOTS / NAME).glob("*/MANIFEST.json")):
+    """Restore the newest snapshot of the run in `folder` if the server has no table; return whether it did. One that
+    was being written when the run died is none. Raises as `Queue.restore`."""
+    whole = (path.parent.name.isdigit() for path in (folder / SNAPSHOTS / NAME).glob("*/MANIFEST.json"))
+    if queue.tables() or not any(whole):
         return False
     queue.restore(NAME)
     return True

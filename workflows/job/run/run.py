@@ -110,8 +110,8 @@ def run_job(
         if plan is not None:
             plan.write(folder.path / PLAN)
         with RunRecord(folder.path, job) as record, _queue(job, folder, page=page) as (queue, address, server):
-            if not job.queue.address:
-                restore_if_lost(queue, folder.path)
+            if not (job.queue.address or queue.tables() or restore_if_lost(queue, folder.path)):
+                folder.begin_table(job)
             table = create_table(queue, job)
             began, run_page = time.monotonic(), RunPage(queue)
             with _loggers(job, folder, observe) as hear, _snapshots(job, queue, hear) as hear:

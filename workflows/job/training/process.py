@@ -125,7 +125,7 @@ def _loop(context: Context, job: Job, learner: StepLearner, task: str) -> Callab
     latest = latest_version(channel)
     version, position = (state.version, state.position) if state else (-1, StreamPosition())
     first = first_prompt(context.directory) * (1 if _is_whole(job, task) else group_rows(job))
-    if position.oldest < first:  # a run that was lengthened: its table begins there
+    if position.oldest < first:  # a run that goes on with a new table: it begins there
         position = StreamPosition(first)
     if state is None and checkpoints is None and latest > 0 and learner.ranks.world == 1:
         version, position = _taken_up(context, job, learner, channel, task)
