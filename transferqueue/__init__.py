@@ -94,6 +94,7 @@ if TYPE_CHECKING:
     )
     from transferqueue.schema import Field, Share, Slice
     from transferqueue.storage.columns.column import Column
+    from transferqueue.storage.elements.registered_values import register_value
     from transferqueue.storage.inputs.prepare import Repeat
 
 __version__ = "0.1.0"
@@ -127,6 +128,7 @@ _MODULES: Final = {
     "Refill Requeue Retention Retry Selector TagIs Task TokenBalanced VersionBetween",
     "schema": "Field Share Slice",
     "storage.columns.column": "Column",
+    "storage.elements.registered_values": "register_value",
     "storage.inputs.prepare": "Repeat",
 }
 
@@ -215,6 +217,7 @@ __all__ = [
     "aconnect",
     "connect",
     "deploy_ray",
+    "register_value",
 ]
 
 

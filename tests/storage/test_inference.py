@@ -94,7 +94,7 @@ def test_what_is_not_declared_is_inferred(value: Any, dtype: str, shape: tuple[i
         (Field("x", "float32", (2,)), [[1, 2], [3, 4]], [[1.0, 2.0], [3.0, 4.0]]),
         (Field("x", "int64", (None, 3)), [[], [[1, 2, 3]]], [[], [[1, 2, 3]]]),
         (Field("x", "bfloat16", (None,)), [[1, 2], [3]], [[1.0, 2.0], [3.0]]),
-        (Field("x", "value"), [1, "a", None, (1, 2)], [1, "a", None, [1, 2]]),
+        (Field("x", "value"), [1, "a", None, (1, 2)], [1, "a", None, (1, 2)]),
         (Field("x", "value"), [[1, 2], [3]], [[1, 2], [3]]),
     ],
 )

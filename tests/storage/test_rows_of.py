@@ -54,7 +54,7 @@ def test_plain_values_stay_plain(shard: Shard, values: list[Any]) -> None:
         assert column.list() == values
 
 
-@pytest.mark.parametrize("values", [[object()], [{1, 2}], []])
+@pytest.mark.parametrize("values", [[object()], [{object()}], []])
 def test_what_is_not_plain_is_refused(values: list[Any]) -> None:
     with pytest.raises(SchemaError, match='field "x"'):
         prepare("x", PlainValues(values))

@@ -1,4 +1,4 @@
-"""Torch tensors over the memory of columns. Imports torch when the first tensor is asked for."""
+"""Torch tensors over the memory of columns, and tensors that have none. Imports torch when a tensor is asked for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from transferqueue.errors import UsageError
+from transferqueue.errors import SchemaError, UsageError
 from transferqueue.lazy import install_line
 from transferqueue.schema import ITEM_BYTES
 from transferqueue.storage.elements.dtypes import I64, NUMPY_DTYPES, torch_dtype
@@ -50,3 +50,49 @@ def as_jagged(values: Any, offsets: I64) -> Any:
     return torch.nested.nested_tensor_from_jagged(
         values, torch.from_numpy(offsets), min_seqlen=shortest, max_seqlen=longest
     )
+
+
+def plain_classes(torch: Any) -> set[type]:
+    """Classes whose instances have memory of their own."""
+    return {torch.Tensor, torch.nn.Parameter}
+
+
+def refuse_unstorable(tensor: Any, subject: str) -> None:
+    """Raise `SchemaError` for a tensor whose values are not in memory of its own, or not all of them."""
+    import torch
+
+    if torch.nn.parameter.is_lazy(tensor):
+        raise SchemaError(f"{subject}: a parameter of a lazy module has no values before its first forward pass")
+    if torch._is_functional_tensor(tensor):
+        raise SchemaError(f"{subject}: a tensor of torch.func or torch.compile has no memory; give it outside of them")
+    if tensor.is_quantized:
+        raise SchemaError(
+            f"{subject}: a quantised tensor has scales beside its values; give .dequantize() or .int_repr()"
+        )
+    if tensor.layout is not torch.strided:
+        raise SchemaError(
+            f"{subject}: a tensor of layout {tensor.layout} is not stored; give .to_dense(), or its parts"
+        )
+    if tensor.is_meta:
+        raise SchemaError(f"{subject}: a meta tensor has no values; give a tensor with memory")
+    if hasattr(tensor, "full_tensor"):
+        raise SchemaError(f"{subject}: a distributed tensor is spread over ranks; give .full_tensor() or .to_local()")
+    if type(tensor) in plain_classes(torch) and tensor.numel():
+        _refuse_freed(tensor, subject)
+
+
+def _refuse_freed(tensor: Any, subject: str) -> None:
+    """Refuse a tensor whose storage ends before its last value. torch does not: it would read memory that is no longer
+    the tensor's."""
+    try:
+        storage = tensor.untyped_storage().nbytes()
+        strides = tensor.stride()
+    except (RuntimeError, NotImplementedError):  # a functional tensor, or a nested one: these are refused elsewhere
+        return
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+    nbytes = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    if nbytes > storage:
+        raise SchemaError(
+            f"{subject}: a tensor whose values end at byte {nbytes:,} of a storage of {storage:,}: its memory was "
+            "freed, as FSDP does with parameters between their uses; gather it first"
+        )

@@ -15,7 +15,7 @@ import numpy as np
 from transferqueue.errors import Corruption
 from transferqueue.schema import Field
 from transferqueue.storage.elements.dtypes import I64, STORED_DTYPES, U8
-from transferqueue.storage.elements.values import decode
+from transferqueue.storage.elements.values import check
 from transferqueue.storage.inputs.prepare import Prepared
 from transferqueue.storage.inputs.sources import Arrays
 
@@ -78,7 +78,7 @@ def _check_shapes(field: Field, shapes: I64, sizes: I64) -> None:
 def _check_plain(field: Field, values: U8, offsets: I64) -> None:
     memory, edges = values.data, offsets.tolist()
     for start, end in pairwise(edges):
-        decode(memory[start:end], f'field "{field.name}"')
+        check(memory[start:end], f'field "{field.name}"')
 
 
 def _offsets(buffer: Any, array: Any) -> I64:

@@ -15,7 +15,7 @@ from transferqueue.errors.text import SHOWN_CHARS, shortened
 from transferqueue.schema import RAGGED_RANK_MAX, TORCH_ONLY_DTYPES, Field
 from transferqueue.storage.elements.dtypes import I64, STORED_DTYPES, dtype_of_numpy
 from transferqueue.storage.elements.numbers import are_numbers, store_integers, store_numbers
-from transferqueue.storage.elements.values import encode
+from transferqueue.storage.elements.values import pieces
 from transferqueue.storage.inputs.parsed import BytesInput, DenseInput, Parsed, RaggedInput, only_rank, rectangles
 from transferqueue.storage.inputs.sources import Arrays, ByteStrings
 from transferqueue.storage.inputs.tensors import are_tensors, parse_tensors
@@ -45,9 +45,9 @@ def parse_list(rows: Sequence[Any], field: Field | None, subject: str) -> Parsed
 
 def parse_values(rows: Sequence[Any], subject: str) -> Parsed:
     """Parse a plain value for each row."""
-    encoded = [encode(row, f"{subject}, row {at}") for at, row in enumerate(rows)]
-    lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
-    return BytesInput("value", lengths, ByteStrings(encoded, int(lengths.sum())))
+    encoded = [pieces(row, f"{subject}, row {at}") for at, row in enumerate(rows)]
+    lengths = np.fromiter((sum(map(len, row)) for row in encoded), np.int64, len(encoded))
+    return BytesInput("value", lengths, ByteStrings(list(chain.from_iterable(encoded)), int(lengths.sum())))
 
 
 def _all(classes: set[type], *bases: type) -> bool:

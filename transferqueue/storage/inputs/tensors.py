@@ -12,6 +12,7 @@ from transferqueue.errors import SchemaError
 from transferqueue.errors.text import counted
 from transferqueue.schema import ITEM_BYTES
 from transferqueue.storage.elements.dtypes import I64, as_array, dtype_of_torch, imported_torch
+from transferqueue.storage.elements.torch_interop import plain_classes, refuse_unstorable
 from transferqueue.storage.inputs.parsed import DenseInput, Parsed, RaggedInput, only_rank
 from transferqueue.storage.inputs.sources import Arrays, DeviceTensors, TensorMemory, ValueSource
 
@@ -32,16 +33,11 @@ def are_tensors(classes: set[type]) -> bool:
     return torch is not None and all(issubclass(cls, torch.Tensor) for cls in classes)
 
 
-def _plain_classes(torch: Any) -> set[type]:
-    """Classes whose instances have memory of their own."""
-    return {torch.Tensor, torch.nn.Parameter}
-
-
 def parse_tensor(tensor: Any, subject: str) -> Parsed:
     """Parse one tensor over all rows: strided, or nested with one ragged dimension."""
     if tensor.is_nested:
         return _parse_nested(tensor, subject)
-    _refuse_unstorable(tensor, subject)
+    refuse_unstorable(tensor, subject)
     dtype = dtype_of_torch(tensor.dtype, subject)
     return DenseInput(dtype, tensor.shape[0], tuple(tensor.shape[1:]), _source([tensor], dtype, subject))
 
@@ -50,9 +46,9 @@ def parse_tensors(rows: Sequence[Any], subject: str) -> Parsed:
     """Parse a tensor for each row, all of one dtype and number of dimensions."""
     import torch
 
-    if not set(map(type, rows)) <= _plain_classes(torch):
+    if not set(map(type, rows)) <= plain_classes(torch):
         for row in rows:
-            _refuse_unstorable(row, subject)
+            refuse_unstorable(row, subject)
     names = {dtype_of_torch(dtype, subject) for dtype in set(map(attrgetter("dtype"), rows))}
     if len(names) > 1:
         raise SchemaError(f"{subject}: rows of dtypes {', '.join(sorted(names))}; convert them to one dtype")
@@ -61,7 +57,7 @@ def parse_tensors(rows: Sequence[Any], subject: str) -> Parsed:
     if flat is not None:
         return flat
     for row in rows:
-        _refuse_unstorable(row, subject)
+        refuse_unstorable(row, subject)
         if row.is_nested:
             raise SchemaError(f"{subject}: a row is a nested tensor; give one nested tensor, or a list of plain ones")
     ndim = only_rank(set(map(torch.Tensor.dim, rows)), subject)
@@ -75,7 +71,7 @@ def parse_tensors(rows: Sequence[Any], subject: str) -> Parsed:
 def _parse_flat(rows: Sequence[Any], dtype: str, torch: Any) -> RaggedInput | None:
     """Parse plain one-dimensional rows, in half a microsecond each. None for other rows, which the caller parses one by
     one."""
-    if not set(map(type, rows)) <= _plain_classes(torch) or set(map(torch.Tensor.dim, rows)) != {1}:
+    if not set(map(type, rows)) <= plain_classes(torch) or set(map(torch.Tensor.dim, rows)) != {1}:
         return None
     try:
         plain = all(map(attrgetter("is_cpu"), rows)) and all(map(torch.Tensor.is_contiguous, rows))
@@ -114,7 +110,7 @@ def _parse_nested(tensor: Any, subject: str) -> Parsed:
             else listed
         )
     values = tensor.values().detach()
-    _refuse_unstorable(values, subject)
+    refuse_unstorable(values, subject)
     dtype = dtype_of_torch(values.dtype, subject)
     offsets = tensor.offsets().cpu().numpy().astype(np.int64, copy=False)
     _check_offsets(offsets, len(values), subject)
@@ -131,44 +127,4 @@ def _check_offsets(offsets: I64, steps: int, subject: str) -> None:
         raise SchemaError(
             f"{subject}: a nested tensor whose offsets do not ascend from 0 to its {counted(steps, 'step')} of values; "
             "make it anew, as by torch.nested.nested_tensor(rows, layout=torch.jagged)"
-        )
-
-
-def _refuse_unstorable(tensor: Any, subject: str) -> None:
-    import torch
-
-    if torch.nn.parameter.is_lazy(tensor):
-        raise SchemaError(f"{subject}: a parameter of a lazy module has no values before its first forward pass")
-    if torch._is_functional_tensor(tensor):
-        raise SchemaError(f"{subject}: a tensor of torch.func or torch.compile has no memory; give it outside of them")
-    if tensor.is_quantized:
-        raise SchemaError(
-            f"{subject}: a quantised tensor has scales beside its values; give .dequantize() or .int_repr()"
-        )
-    if tensor.layout is not torch.strided:
-        raise SchemaError(
-            f"{subject}: a tensor of layout {tensor.layout} is not stored; give .to_dense(), or its parts"
-        )
-    if tensor.is_meta:
-        raise SchemaError(f"{subject}: a meta tensor has no values; give a tensor with memory")
-    if hasattr(tensor, "full_tensor"):
-        raise SchemaError(f"{subject}: a distributed tensor is spread over ranks; give .full_tensor() or .to_local()")
-    if type(tensor) in _plain_classes(torch) and tensor.numel():
-        _refuse_freed(tensor, subject)
-
-
-def _refuse_freed(tensor: Any, subject: str) -> None:
-    """Refuse a tensor whose storage ends before its last value. torch does not: it would read memory that is no longer
-    the tensor's."""
-    try:
-        storage = tensor.untyped_storage().nbytes()
-        strides = tensor.stride()
-    except (RuntimeError, NotImplementedError):  # a functional tensor, or a nested one: these are refused elsewhere
-        return
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
-    nbytes = (tensor.storage_offset() + last + 1) * tensor.element_size()
-    if nbytes > storage:
-        raise SchemaError(
-            f"{subject}: a tensor whose values end at byte {nbytes:,} of a storage of {storage:,}: its memory was "
-            "freed, as FSDP does with parameters between their uses; gather it first"
         )

@@ -18,18 +18,19 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from transferqueue.errors import SchemaError
+from transferqueue.errors import Corruption, SchemaError
 from transferqueue.limits import ROWS_PER_REQUEST_MAX
 from transferqueue.schema import BLOB_DTYPES, Field
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.elements.dtypes import shown_dtype
+from transferqueue.storage.elements.values import decode, encode
 
 _LISTED: Final = frozenset({"bool", "str", "float16", "float32", "float64"})
 """Dtypes that JSON can represent, besides integers."""
 _BLOBS: Final[dict[str, Callable[[bytes], Any]]] = {
     "str": lambda data: data.decode(),
     "bytes": bytes,
-    "value": msgspec.msgpack.Decoder().decode,
+    "value": lambda data: decode(data, "the column"),
 }
 
 _ELEMENTS_MAX: Final = 1 << 40
@@ -120,7 +121,7 @@ def _blobs(packed: PackedColumn, subject: str) -> list[Any]:
     edges = np.cumsum([0, *packed.sizes]).tolist()
     try:
         return [_BLOBS[packed.dtype](packed.data[start:end]) for start, end in pairwise(edges)]
-    except (UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
+    except (UnicodeDecodeError, Corruption) as error:
         raise SchemaError(f"{subject}: the bytes of a row are no {packed.dtype}: {error}") from error
 
 
@@ -182,7 +183,7 @@ def _exact(value: Any) -> bool:
 
 def _blob(dtype: str, row: Any) -> bytes:
     if dtype == "value":
-        return msgspec.msgpack.encode(row)
+        return encode(row, "the column")
     return row.encode() if isinstance(row, str) else bytes(row)
 
 
