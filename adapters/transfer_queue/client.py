@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import TensorDict
 
 import transferqueue as tq
 from transferqueue.adapters.transfer_queue import checkpoint
 from transferqueue.adapters.transfer_queue.checkpoint import arrow_samples
 from transferqueue.adapters.transfer_queue.errors import StorageKeyNotFoundError
 from transferqueue.adapters.transfer_queue.metadata import READY, BatchMeta, schema_of
-from transferqueue.adapters.transfer_queue.samples.columns import stacked
+from transferqueue.adapters.transfer_queue.samples.columns import interleaved, stacked
 from transferqueue.adapters.transfer_queue.samples.merging import MergeFunction
 from transferqueue.adapters.transfer_queue.samples.partitions import Partitions, indexes_of, rows_of
 from transferqueue.adapters.transfer_queue.samples.tags import given_tags
@@ -93,8 +93,17 @@ class TransferQueueClient:
             return TensorDict({}, batch_size=[0])
         if len(set(metadata.partition_ids)) == 1:
             return self._get(metadata.partition_ids[0], metadata.global_indexes, metadata.field_names)
-        parts = [self.get_data(metadata[at]) for at in range(len(metadata))]
-        return _stacked(parts, metadata.field_names)
+        places: dict[str, list[int]] = {}
+        for at, partition in enumerate(metadata.partition_ids):
+            places.setdefault(partition, []).append(at)
+        parts = [
+            self._get(partition, [metadata.global_indexes[at] for at in those], metadata.field_names)
+            for partition, those in places.items()
+        ]
+        lacking = [name for name in metadata.field_names if any(name not in part.keys() for part in parts)]  # noqa: SIM118
+        if lacking:
+            raise StorageKeyNotFoundError(f"fields {lacking[:5]} are not in each of the partitions {list(places)[:5]}")
+        return interleaved(parts, np.argsort(np.concatenate(list(places.values()))), metadata.field_names)
 
     def wait_for(
         self, data_fields: list[str], batch_size: int, partition_id: str, task_name: str, wait_s: float
@@ -348,19 +357,3 @@ def _parsed(data: TensorDict, parser: Parser | None) -> TensorDict:
     if {name: len(value) for name, value in columns.items()} != sizes:
         raise ValueError("data_parser added, removed or resized columns; it may only change values in place")
     return TensorDict({name: stacked(value) for name, value in columns.items()}, batch_size=data.batch_size)
-
-
-def _stacked(parts: Iterable[TensorDict], names: Sequence[str]) -> TensorDict:
-    """Concatenate samples of several partitions."""
-    parts = list(parts)
-    columns: dict[str, Any] = {}
-    for name in names:
-        values = [part.get(name) for part in parts]
-        if isinstance(values[0], torch.Tensor) and not values[0].is_nested:
-            columns[name] = torch.cat(values)
-        elif isinstance(values[0], torch.Tensor):
-            rows = [row for value in values for row in value.unbind()]
-            columns[name] = torch.nested.as_nested_tensor(rows, layout=values[0].layout)
-        else:
-            columns[name] = NonTensorStack(*[row for value in values for row in value.tolist()])
-    return TensorDict(columns, batch_size=[len(parts)])

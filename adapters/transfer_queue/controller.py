@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 import transferqueue as tq
-from transferqueue.adapters.transfer_queue.checkpoint.tagged_json import plain, remembered
 from transferqueue.adapters.transfer_queue.metadata import NOT_READY, READY, BatchMeta
 from transferqueue.adapters.transfer_queue.sampler import (
     BaseSampler,
@@ -35,7 +34,7 @@ from transferqueue.adapters.transfer_queue.samples.columns import Shape, schema_
 from transferqueue.adapters.transfer_queue.samples.index_set import IndexSet, WaitingSamples
 from transferqueue.adapters.transfer_queue.samples.partitions import Partitions, described, indexes_of, put_at_once
 from transferqueue.adapters.transfer_queue.samples.ready_samples import AT_ONCE, ReadySamples
-from transferqueue.adapters.transfer_queue.samples.tags import given_tags, partition_of, table_of
+from transferqueue.adapters.transfer_queue.samples.tags import given_tags, partition_of, table_of, text_of, value_of
 from transferqueue.errors import NotFound, UsageError
 from transferqueue.limits import ROWS_PER_REQUEST_MAX, TASKS_MAX
 from transferqueue.server.process.embedded import running
@@ -441,8 +440,8 @@ class Controller:
     # ------------------------------------------------------------ checkpoints
 
     def state(self) -> dict[str, Any]:
-        """Return the consumption state as plain JSON. Raises `UsageError` for a sampler's memory without such a
-        form."""
+        """Return the consumption state as plain JSON. Raises `UsageError` for a sampler's state that the queue does not
+        store."""
         with self._guard:
             return {
                 "consumed": {
@@ -450,7 +449,9 @@ class Controller:
                     for name, partition in self._partitions.items()
                 },
                 "sampler": type(self.sampler).__name__,
-                "memory": plain(self.sampler.memory(), f"the memory of {type(self.sampler).__name__}"),
+                "memory": text_of(
+                    self.sampler.save_checkpoint(), f"save_checkpoint() of {type(self.sampler).__name__}"
+                ),
             }
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -460,7 +461,7 @@ class Controller:
                 f"the checkpoint has the memory of a {state['sampler']}, the sampler here is a "
                 f"{type(self.sampler).__name__}: start with the sampler that it was saved with"
             )
-        remembered(state["memory"], "the sampler's memory")
+        value_of(state["memory"], "the sampler's state")
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore a state; entries of samples that do not exist are ignored."""
@@ -471,7 +472,7 @@ class Controller:
                 self._partition(name).reset(None)
             for name in (name for name in state["consumed"] if name in existing):
                 self._partition(name).restore_consumed(state["consumed"][name])
-            self.sampler.remember(remembered(state["memory"], "the sampler's memory"))
+            self.sampler.load_checkpoint(value_of(state["memory"], "the sampler's state"))
 
     # ------------------------------------------------------------ clearing
 

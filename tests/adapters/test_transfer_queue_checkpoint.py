@@ -20,7 +20,6 @@ import pyarrow as pa
 from transferqueue.adapters import transfer_queue as shim
 from transferqueue.adapters.transfer_queue.checkpoint import arrow_samples as stored
 from transferqueue.adapters.transfer_queue.checkpoint import checksummed_json as sealed
-from transferqueue.adapters.transfer_queue.checkpoint.tagged_json import plain, remembered
 from transferqueue.errors import Corruption, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -178,13 +177,50 @@ def test_not_initialized() -> None:
             call("anywhere")
 
 
-def test_memories_as_json() -> None:
-    memory = {"_states": {"p": {"t": {0: {1: ([1, 2], [3])}}}}, ("p", 1): {4, 5}, "none": None}
-    assert remembered(json.loads(json.dumps(plain(memory, "it"))), "it") == memory
-    with pytest.raises(UsageError, match="it holds a object"):
-        plain({"x": object()}, "it")
-    with pytest.raises(Corruption, match="it is no value"):
-        remembered({"list": [1]}, "it")
+class CountingSampler(shim.BaseSampler):
+    """A user's sampler, with state outside of `_states`, written for the original."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handed_out: dict[tuple[str, str], set[int]] = {}
+
+    def sample(self, ready_indexes: list[int], batch_size: int, *args: Any, **kwargs: Any) -> tuple[list[int], ...]:
+        chosen = ready_indexes[:batch_size]
+        self.handed_out.setdefault((kwargs["partition_id"], kwargs["task_name"]), set()).update(chosen)
+        return chosen, chosen
+
+    def save_checkpoint(self) -> dict[str, Any]:
+        return {**super().save_checkpoint(), "handed_out": self.handed_out}
+
+    def load_checkpoint(self, state: dict[str, Any]) -> None:
+        super().load_checkpoint({"_states": state["_states"]})
+        self.handed_out = state["handed_out"]
+
+
+def test_the_state_of_a_sampler_of_the_user_s_comes_back(tmp_path: Path) -> None:
+    shim.close()
+    first, second = CountingSampler(), CountingSampler()
+    for sampler, step in ((first, "save"), (second, "load")):
+        shim.init({"controller": {"sampler": sampler}})
+        if step == "save":
+            fill()
+            shim.get_client().get_meta(["ids"], 2, "train/1", task_name="t")
+            shim.save_checkpoint(tmp_path / "ck")
+        else:
+            shim.load_checkpoint(tmp_path / "ck")
+        shim.close()
+    assert second.handed_out == first.handed_out
+    assert set(first.handed_out) == {("train/1", "train"), ("train/1", "t")}
+
+
+def test_state_that_no_checkpoint_can_hold_is_refused(tmp_path: Path) -> None:
+    shim.close()
+    sampler = CountingSampler()
+    sampler.handed_out = object()  # type: ignore[assignment]
+    shim.init({"controller": {"sampler": sampler}})
+    with pytest.raises(UsageError, match=r"save_checkpoint\(\) of CountingSampler: a value holds builtins.object"):
+        shim.save_checkpoint(tmp_path / "ck")
+    assert not (tmp_path / "ck").exists()
 
 
 def patched(file: Path, column: str, buffer: int, at: int, word: int) -> None:

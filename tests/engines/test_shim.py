@@ -7,6 +7,7 @@ instead), and run by a pytest of their own, in which ``transfer_queue`` is ours,
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ import pytest
 from transferqueue.adapters.transfer_queue_hook import FOLDER
 
 DISTRIBUTION = "TransferQueue"
+ROOT = Path(__file__).resolve().parents[2]
 
 _LAYOUT = (
     "tests its own files (controller_state.pkl, simple_storage/storage_unit_info.json); here they are JSON and Arrow"
@@ -80,6 +82,28 @@ def test_the_tests_of_the_original_pass(file: str, least: int, tmp_path: Path) -
     assert run.returncode == 0, run.stdout[-4000:]
     assert passed is not None
     assert int(passed[1]) >= least, run.stdout[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_page_says_what_the_original_does_to_each_kind_of_value() -> None:
+    folder()
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.engines.original_values"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    outcomes = json.loads(run.stdout.splitlines()[-1])
+    page = (ROOT / "docs" / "how-to" / "drop-in.md").read_text().split("## Values")[1].split("## ")[0]
+    kept = re.search(r"Kept by both: (.*?)\.\n\n", page, re.DOTALL)
+    assert kept is not None
+    changed = dict(re.findall(r"^\| ([^|]+) \| (?:another )?(\S+) \| \1 \|$", page, re.MULTILINE))
+    assert {kind: found for kind, found in outcomes.items() if found != "same"} == changed
+    assert [kind for kind, found in outcomes.items() if found == "same"] == re.split(r",\s", kept[1])
 
 
 def test_one_module_under_two_names() -> None:

@@ -26,12 +26,12 @@ Ask = Callable[..., Any]
 
 
 class ControllerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The controller's state: consumed indexes by partition and task, and the sampler's class and memory
-    (`tagged_json.plain`)."""
+    """The controller's state: consumed indexes by partition and task, and the sampler's class and state
+    (`samples.tags.text_of`)."""
 
     consumed: dict[str, dict[str, list[int]]]
     sampler: str
-    memory: Any
+    memory: str
 
 
 class CheckpointMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

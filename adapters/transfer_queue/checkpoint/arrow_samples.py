@@ -30,10 +30,10 @@ from transferqueue.adapters.transfer_queue.samples.partitions import Partitions,
 from transferqueue.adapters.transfer_queue.samples.tags import partition_of, table_of
 from transferqueue.errors import Corruption, NotFound, UsageError
 from transferqueue.schema import Field
+from transferqueue.storage import PlainValues
 from transferqueue.storage.columns.export import arrow_type
 from transferqueue.storage.elements.dtypes import STORED_DTYPES
 from transferqueue.storage.elements.torch_interop import as_torch
-from transferqueue.storage.elements.values import decode
 from transferqueue.storage.inputs.from_snapshot import columns_from_arrow
 from transferqueue.transport.system.private_files import sync_path
 
@@ -301,7 +301,7 @@ def _column(field: Field, array: pa.Array) -> Any:
     """Convert what `Column.arrow` returned into a column for `Table.update`."""
     if field.blob:
         values = array.to_pylist()
-        return [decode(value, f"field {field.name!r}") for value in values] if field.dtype == "value" else values
+        return PlainValues(values, stored=True) if field.dtype == "value" else values
     column = columns_from_arrow(field, array)
     memory = np.empty(column.nbytes, np.uint8)
     column.source.write(memory)

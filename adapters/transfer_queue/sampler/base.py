@@ -32,15 +32,23 @@ class BaseSampler(ABC):
         """Forget a partition."""
         self._states.pop(partition_id, None)
 
-    def memory(self) -> dict[str, Any]:
-        """Return what a checkpoint stores: dicts, lists, tuples, sets, text and numbers. A sampler with more state adds
+    def save_checkpoint(self) -> dict[str, Any]:
+        """Return the state that a checkpoint stores, of values that a column may hold. A sampler with more state adds
         it."""
         return {"_states": self._states}
 
-    def remember(self, memory: dict[str, Any]) -> None:
-        """Replace the memory by one that `memory` returned."""
-        for name, value in memory.items():
+    def load_checkpoint(self, state: dict[str, Any]) -> None:
+        """Replace the state by one that `save_checkpoint` returned."""
+        for name, value in state.items():
             setattr(self, name, value)
+
+    def has_cached_result(
+        self, partition_id: str, task_name: str, sampling_config: dict[str, Any] | None = None
+    ) -> bool:
+        """Whether the rank ``dp_rank`` of `sampling_config` has its batch ``batch_index`` already."""
+        config = sampling_config or {}
+        batches = self._states.get(partition_id, {}).get(task_name, {}).get(config.get("dp_rank"), {})
+        return config.get("batch_index") in batches
 
     def remembered(self, partition_id: str, task_name: str, dp_rank: int) -> dict[int, Any]:
         """Return the batches that a rank got, by batch index."""

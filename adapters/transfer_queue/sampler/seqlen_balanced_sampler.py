@@ -57,9 +57,9 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         super().clear_cache(partition_id)
         self._balanced_cache = {key: shares for key, shares in self._balanced_cache.items() if key[0] != partition_id}
 
-    def memory(self) -> dict[str, Any]:
-        """Return the memory, including shares that some ranks have not requested yet."""
-        return {**super().memory(), "_balanced_cache": self._balanced_cache}
+    def save_checkpoint(self) -> dict[str, Any]:
+        """Return the state, including shares that some ranks have not requested yet."""
+        return {**super().save_checkpoint(), "_balanced_cache": self._balanced_cache}
 
     def _shares(self, ready_indexes: Sequence[int], batch_size: int, partition: Any) -> list[list[int]]:
         groups = self.groups(ready_indexes, batch_size * self.dp_size)

@@ -2,7 +2,7 @@
 
 A tensor with one number a sample is a scalar field. Any other tensor is ragged in its first dimension, even if all
 samples of one put have one length: the next put may differ, and reads return jagged tensors, as documented. Anything
-else is a plain value.
+else is a value of the queue, which comes back as it was given (`transferqueue.register_value`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
@@ -115,6 +116,26 @@ def stacked(values: Any) -> Any:
     return NonTensorStack(*values)
 
 
+def interleaved(parts: Sequence[TensorDict], order: npt.NDArray[np.intp], names: Sequence[str]) -> TensorDict:
+    """Join samples of several partitions, which all have these fields: ``order[i]`` is the place of sample i in all
+    parts one after the other."""
+    columns: dict[str, Any] = {}
+    for name in names:
+        held = [part.get(name) for part in parts]
+        if all(isinstance(column, Tensor) and not column.is_nested for column in held):
+            columns[name] = torch.cat(held)[torch.from_numpy(order)]
+            continue
+        values = [value for column in held for value in values_of(column)]
+        values = [values[at] for at in order.tolist()]
+        if all(isinstance(column, Tensor) for column in held):
+            jagged = all(column.layout == torch.jagged for column in held)
+            layout = torch.jagged if jagged else torch.strided
+            columns[name] = torch.nested.as_nested_tensor(values, layout=layout)
+        else:
+            columns[name] = NonTensorStack(*values)
+    return TensorDict(columns, batch_size=[len(order)])
+
+
 def values_of(column: Any) -> list[Any]:
     """Return the value of each sample of a column of a TensorDict: a tensor, or an element of a plain column."""
     return list(column.unbind()) if isinstance(column, Tensor) else _each(column)
@@ -142,10 +163,7 @@ def shapes_of(rows: Any, name: str) -> list[Shape]:
 
 def _column(name: str, value: Any, known: Field | None) -> tuple[Field, Any]:
     if not isinstance(value, Tensor):
-        values = _each(value)
-        if not values or not all(isinstance(item, np.ndarray) and item.dtype.kind in "biufc" for item in values):
-            return known or _field(name, "value"), PlainValues([plain_value(item) for item in values])
-        value = torch.nested.as_nested_tensor([torch.as_tensor(np.ascontiguousarray(item)) for item in values])
+        return known or _field(name, "value"), PlainValues(_each(value))
     if value.is_nested:
         return _nested(name, value, known)
     if value.ndim == 1:
@@ -181,14 +199,3 @@ def _each(value: Any) -> list[Any]:
         shared = value.data
         return list(shared) if isinstance(shared, np.ndarray | list) and len(shared) == samples else [shared] * samples
     return list(value)
-
-
-def plain_value(value: Any) -> Any:
-    """Convert numbers and arrays of numpy to plain ones; the queue refuses other types by name."""
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, Mapping):
-        return {str(key): plain_value(item) for key, item in value.items()}
-    return [plain_value(item) for item in value] if isinstance(value, list | tuple) else value

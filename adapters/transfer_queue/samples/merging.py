@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 
 import transferqueue as tq
-from transferqueue.adapters.transfer_queue.samples.columns import plain_value, values_of
+from transferqueue.adapters.transfer_queue.samples.columns import values_of
 from transferqueue.errors import DeadlineExceeded, RowsChanged
 from transferqueue.schema import Field
 from transferqueue.storage import PlainValues
@@ -64,7 +64,7 @@ def _merged(field: Field, column: tq.Column, new: Sequence[Any], merge_fn: Merge
     for before, value in zip(old, values, strict=True):
         _check(field.name, before, value)
     if field.blob:
-        return PlainValues([plain_value(value) for value in values])
+        return PlainValues(values)
     return torch.stack(values) if field.dense else values
 
 

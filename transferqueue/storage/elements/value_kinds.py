@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import decimal
 import math
+import operator
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -81,7 +82,7 @@ def _moment(value: dt.datetime, subject: str) -> list[Any]:
 
 def _moment_of(parts: list[Any]) -> dt.datetime:
     *numbers, fold, zone = parts
-    return dt.datetime(*numbers, fold=fold, tzinfo=_zone_of(zone))
+    return dt.datetime(*numbers).replace(fold=fold, tzinfo=_zone_of(zone))  # noqa: DTZ001  (it gets its zone)
 
 
 def _time(value: dt.time, subject: str) -> list[Any]:
@@ -90,7 +91,7 @@ def _time(value: dt.time, subject: str) -> list[Any]:
 
 def _time_of(parts: list[Any]) -> dt.time:
     *numbers, fold, zone = parts
-    return dt.time(*numbers, fold=fold, tzinfo=_zone_of(zone))
+    return dt.time(*numbers).replace(fold=fold, tzinfo=_zone_of(zone))
 
 
 # ---------------------------------------------------------------- numpy
@@ -210,7 +211,7 @@ _PIXEL_BYTES: Final = {
 
 
 def _image_bytes(mode: Any, size: Any) -> int:
-    width, height = size
+    width, height = map(operator.index, size)
     if width < 0 or height < 0:
         raise ValueError(f"an image of {width} times {height} pixels")
     return (width + 7) // 8 * height if mode == "1" else width * height * _PIXEL_BYTES[mode]

@@ -50,6 +50,12 @@ def parse_values(rows: Sequence[Any], subject: str) -> Parsed:
     return BytesInput("value", lengths, ByteStrings(list(chain.from_iterable(encoded)), int(lengths.sum())))
 
 
+def parse_stored(rows: Sequence[bytes]) -> Parsed:
+    """The stored bytes of a plain value for each row."""
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    return BytesInput("value", lengths, ByteStrings(rows, int(lengths.sum())))
+
+
 def _all(classes: set[type], *bases: type) -> bool:
     return all(issubclass(cls, bases) for cls in classes)
 

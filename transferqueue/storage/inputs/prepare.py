@@ -34,7 +34,7 @@ from transferqueue.schema import TORCH_ONLY_DTYPES, Field, Span
 from transferqueue.storage.elements.dtypes import I32, I64, NUMPY_DTYPES, STORED_DTYPES, U8
 from transferqueue.storage.elements.numbers import kind_of, widen_to_float32
 from transferqueue.storage.inputs.arrow import is_arrow, parse_arrow
-from transferqueue.storage.inputs.lists import parse_array, parse_list
+from transferqueue.storage.inputs.lists import parse_array, parse_list, parse_stored
 from transferqueue.storage.inputs.parsed import UNKNOWN, BytesInput, DenseInput, Parsed, RaggedInput
 from transferqueue.storage.inputs.sources import Arrays, ValueSource
 from transferqueue.storage.inputs.tensors import is_tensor, parse_tensor
@@ -145,12 +145,15 @@ class RowsOf:
 
 
 class PlainValues:
-    """One plain value for each row: a column of dtype ``value``, also if all values are text or all are numbers."""
+    """One plain value for each row: a column of dtype ``value``, also if all values are text or all are numbers.
 
-    __slots__ = ("values",)
+    stored: the values are bytes of such a column, as `Column.arrow` gives them, and checked already.
+    """
 
-    def __init__(self, values: Sequence[Any]) -> None:
-        self.values = values
+    __slots__ = ("stored", "values")
+
+    def __init__(self, values: Sequence[Any], *, stored: bool = False) -> None:
+        self.values, self.stored = values, stored
 
     def __len__(self) -> int:
         return len(self.values)
@@ -159,7 +162,7 @@ class PlainValues:
         """The values. `SchemaError` if one is not plain."""
         rows = list(self.values)
         _check_rows(len(rows), subject)
-        return parse_list(rows, _VALUE, subject)
+        return parse_stored(rows) if self.stored else parse_list(rows, _VALUE, subject)
 
 
 _VALUE: Final = Field("plain", "value")
