@@ -1,16 +1,20 @@
 """Starts or finds the drop-in's server and controller.
 
-With Ray, the first process that calls `init` creates the named actor ``TransferQueueController``, which holds both;
-every other process of that cluster finds it by name. Without Ray (not installed, or ``TRANSFERQUEUE_SHIM_LOCAL=1``)
-they live in the calling process. `close` in an attached process closes its own connection only; in the process that
-started the service it ends the service.
+With Ray, the first process that calls `init` creates the named actor ``TransferQueueController``, which holds the
+controller; every other process of that cluster finds it by name. On one node the actor holds the server, too. On
+several, or with ``ssd_offload``, it starts one by `deploy_ray`: clients on other nodes reach it by TCP with keys, and
+each node gives memory. Without Ray (not installed, or ``TRANSFERQUEUE_SHIM_LOCAL=1``) both live in the calling process.
+`close` in an attached process closes its own connection only; in the process that started the service it ends the
+service.
 """
 
 from __future__ import annotations
 
 import atexit
 import importlib.util
+import logging
 import os
+import shutil
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -24,12 +28,16 @@ from transferqueue.adapters.transfer_queue.controller import Controller
 from transferqueue.adapters.transfer_queue.local_controller_socket import LocalControllerSocket, QuestionServer
 from transferqueue.adapters.transfer_queue.metrics import Metrics
 from transferqueue.adapters.transfer_queue.sampler import BaseSampler
+from transferqueue.adapters.transfer_queue.settings import StorageSettings, storage_settings
 from transferqueue.limits import parse_switch
 from transferqueue.storage.elements.dtypes import imported_module
 
+_log: Final = logging.getLogger("transferqueue")
+
 ACTOR: Final = "TransferQueueController"
 NAMESPACE: Final = "transfer_queue"
-ROWS_MAX: Final = 1 << 40
+SPILLED_SHARE: Final = 0.9
+"""Of the free space of the directory of ``ssd_offload``, when the service starts."""
 LOCAL: Final = "TRANSFERQUEUE_SHIM_LOCAL"
 CONFIG: Final = Path(__file__).with_name("config.yaml")
 
@@ -40,14 +48,19 @@ class DropInServer:
 
     def __init__(self, config: Mapping[str, Any], *, direct: bool = False) -> None:
         self._config = dict(config)
-        control = config.get("controller") or {}
+        control, settings = config.get("controller") or {}, storage_settings(config, _nodes() if direct else 0)
+        if settings.unused:
+            _log.warning("transfer_queue.init: settings that are not used here: %s", "; ".join(settings.unused))
         with ExitStack() as ending:
-            self._queue = ending.enter_context(tq.connect(label="transfer_queue"))
+            address = _deployed(settings, ending) if settings.is_spread else None
+            self._queue = ending.enter_context(
+                tq.connect(address, label="transfer_queue", arena_bytes=None if address else settings.bytes_max)
+            )
             self.controller = Controller(
                 self._queue.address,
                 sampler=make_sampler(control.get("sampler")),
                 polling_mode=bool(control.get("polling_mode")),
-                rows_max=_rows_max(config),
+                rows_max=settings.rows_max,
             )
             ending.callback(self.controller.close)
             self._measure(config.get("metrics") or {}, ending)
@@ -64,10 +77,11 @@ class DropInServer:
             ending.callback(metrics.close)
             self._config["metrics"] = {**settings, "endpoint": metrics.address}
 
-    def hello(self) -> tuple[str, dict[str, Any], str]:
-        """Return the address of the queue, the configuration, and the name of the socket for questions ("": there is
-        none)."""
-        return self._queue.address, self._config, self._questions.name if self._questions else ""
+    def hello(self) -> tuple[str, dict[str, Any], str, int]:
+        """Return the address of the queue, the configuration, the name of the socket for questions ("": there is
+        none), and the most samples of a partition."""
+        name = self._questions.name if self._questions else ""
+        return self._queue.address, self._config, name, self.controller.rows_max
 
     def kept(self, number: int) -> Any:
         """Raise the exception that a question over the socket has raised, or return its answer, which that did not
@@ -86,12 +100,10 @@ class DropInConnection:
     """A process's connection to the deployment. `end` ends the deployment, in the process that started it."""
 
     def __init__(self, ask: Callable[..., Any], end: Callable[[], object] | None) -> None:
-        address, self.config, name = ask("hello")
+        address, self.config, name, rows_max = ask("hello")
         self.queue = tq.connect(address, label="transfer_queue client")
         self._questions = LocalControllerSocket(name, ask)
-        self.client = TransferQueueClient(
-            self.queue, self._questions.ask, _rows_max(self.config), client_id=f"client-{os.getpid()}"
-        )
+        self.client = TransferQueueClient(self.queue, self._questions.ask, rows_max, client_id=f"client-{os.getpid()}")
         self._end = end
 
     def close(self) -> None:
@@ -240,7 +252,26 @@ def _merged(defaults: Mapping[str, Any], overrides: Any) -> dict[str, Any]:
     return merged
 
 
-def _rows_max(config: Mapping[str, Any]) -> int:
-    backend = config.get("backend") or {}
-    settings = backend.get(backend.get("storage_backend")) or {}
-    return int(settings.get("total_storage_size") or ROWS_MAX)
+def _nodes() -> int:
+    import ray
+
+    return sum(bool(node["Alive"]) for node in ray.nodes())
+
+
+def _deployed(settings: StorageSettings, ending: ExitStack) -> str:
+    """Start a deployment on the nodes of the Ray cluster, which `ending` ends. Return its address."""
+    spill: dict[str, Any] = {}
+    if settings.spill_dir:
+        Path(settings.spill_dir).mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(settings.spill_dir).free
+        spill = {"spill_dir": settings.spill_dir, "spill_bytes": int(free * SPILLED_SHARE)}
+    deployment = tq.deploy_ray(
+        namespace=NAMESPACE,
+        durability="memory" if spill else "process",
+        arena_bytes=settings.bytes_max,
+        shards=settings.shards,
+        shard_bytes=settings.bytes_max,
+        resources=settings.resources,
+        **spill,
+    )
+    return ending.enter_context(deployment).address

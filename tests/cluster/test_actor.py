@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 import transferqueue as tq
@@ -37,8 +38,8 @@ def live():
     """Makes actors, and stops them in the end."""
     made = []
 
-    def make(durability="process", state="", port=0, again=False):
-        told = write(DeploySpec(NAMED, "id", durability, str(state), 1 << 26, port, ""))
+    def make(durability="process", state="", port=0, again=False, **spill):
+        told = write(DeploySpec(NAMED, "id", durability, str(state), 1 << 26, port, "", **spill))
         made.append(CoordinatorActorBase(told, "127.0.0.1", "cluster", again))
         return made[-1]
 
@@ -63,6 +64,17 @@ def test_both_ways_lead_to_the_same_queue(live):
     with tq.connect(found.ipc) as near, tq.connect(found.token) as far:
         put_one(near)
         assert far.tables() == ["t"]
+
+
+def test_rows_that_memory_does_not_hold_go_to_the_disk(live, tmp_path):
+    found = ways(live("memory", spill_dir=str(tmp_path / "spill"), spill_bytes=1 << 28))
+    with tq.connect(found.ipc) as queue:
+        table = queue.create_table("t", retention=tq.Manual())
+        for number in range(12):
+            table.put(x=np.full((1, 1 << 20), float(number)), timeout_s=60)
+        for number in range(12):
+            with table.read([number]) as rows:
+                assert float(rows["x"].numpy()[0, -1]) == number
 
 
 @pytest.mark.parametrize("kept", [b"", b"70000", b"7\xff7"])

@@ -24,6 +24,11 @@ EXAMPLES = [
         '{"named":{"namespace":"jobs","name":"grpo"},"id":"id","durability":"disk","state":"/s","arena_bytes":4096,"port":7071,"snapshots":"/t","seat":[2,3,"d"]}',
     ),
     (
+        DeploySpec(DeploymentName(), "id", "memory", "", 0, 0, "", spill_dir="/disk", spill_bytes=4096),
+        DEPLOY_SPEC,
+        '{"named":{"namespace":"transferqueue","name":"default"},"id":"id","durability":"memory","state":"","arena_bytes":0,"port":0,"snapshots":"","spill_dir":"/disk","spill_bytes":4096}',
+    ),
+    (
         Endpoints("host", "ipc:///run/q.sock", "token", 3),
         REPLY,
         '{"type":"Ways","host":"host","ipc":"ipc:///run/q.sock","token":"token","seats":3}',

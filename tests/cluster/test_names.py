@@ -166,6 +166,9 @@ def _began(pid):
         ({"arena_bytes": "much"}, "size 'much' is not a size"),
         ({"name": "a/b"}, "has a slash"),
         ({"shard_bytes": "1GiB"}, "shard_bytes '1GiB' is given without shards"),
+        ({"spill_dir": "/disk"}, "spill_dir '/disk' and spill_bytes None do not go together"),
+        ({"spill_dir": "/disk", "spill_bytes": 1 << 30}, "given with durability process: spilled rows end with the"),
+        ({"spill_dir": "disk", "spill_bytes": 1 << 30, "durability": "memory"}, "spill_dir 'disk' is relative"),
     ],
 )
 def test_a_deployment_that_cannot_be_is_refused_before_ray_is_asked(wrong, said):

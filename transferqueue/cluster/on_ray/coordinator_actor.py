@@ -43,6 +43,7 @@ from transferqueue.wire.roles import ROLES
 
 if TYPE_CHECKING:
     from transferqueue.server.durability.state_directory import StateDirectory
+    from transferqueue.server.spill.spill_file import SpillPolicy
 
 _log: Final = logging.getLogger("transferqueue.cluster")
 STOP_S: Final = 60.0
@@ -135,7 +136,15 @@ class CoordinatorActorBase:
             keyring=_keyring(self._directory / "keys"),
             snapshots=Path(self._deploy.snapshots) if self._deploy.snapshots else None,
             index=self._deploy.seat,
+            spill=self._spill(),
         )
+
+    def _spill(self) -> SpillPolicy | None:
+        if not self._deploy.spill_dir:
+            return None
+        from transferqueue.server.spill.spill_file import spill_policy
+
+        return spill_policy(Path(self._deploy.spill_dir), self._deploy.spill_bytes)
 
     def _directory_mark(self) -> str:
         """Names the socket after the state directory, so that a later deployment with this directory listens at the

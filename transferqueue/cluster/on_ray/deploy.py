@@ -128,6 +128,8 @@ def deploy_ray(
     shards: int | Literal["per-node"] = 0,
     shard_bytes: int | str | None = None,
     snapshots: str | os.PathLike[str] | None = None,
+    spill_dir: str | os.PathLike[str] | None = None,
+    spill_bytes: int | str | None = None,
     node: str | None = None,
     resources: Mapping[str, float] | None = None,
     labels: Mapping[str, str] | None = None,
@@ -158,6 +160,9 @@ def deploy_ray(
             node except the server's, which has its own arena. Default 0.
         shard_bytes: the most that each shard may hold, as a number or text such as ``"64GiB"``; default None.
         snapshots: an absolute path, as of `transferqueue serve`; default None.
+        spill_dir: an absolute path on the server's node for cold rows when its arena fills, with durability
+            ``"memory"`` (`transferqueue docs disks`); default None.
+        spill_bytes: the most bytes there, as a number or text such as ``"200GiB"``; default None.
         node: a Ray node id; default None: this process's node if it has `resources` and `labels`, else the first node
             that has.
         resources: Ray resources that the actor reserves, such as ``{"CPU": 1}``; default None: nothing.
@@ -187,7 +192,11 @@ def deploy_ray(
     """
     named = checked(DeploymentName(namespace, name))
     deploys = _specs_per_coordinator(
-        _checked_deploy(named, durability, state, arena_bytes, snapshots, port, max_restarts), coordinators
+        msgspec.structs.replace(
+            _checked_deploy(named, durability, state, arena_bytes, snapshots, port, max_restarts),
+            **_spilled(durability, spill_dir, spill_bytes),
+        ),
+        coordinators,
     )
     check_shards(shards, durability)
     if shard_bytes is not None and shards == 0:
@@ -287,6 +296,25 @@ def _checked_deploy(
         port,
         _absolute("snapshots", snapshots),
     )
+
+
+def _spilled(
+    durability: str, spill_dir: str | os.PathLike[str] | None, spill_bytes: int | str | None
+) -> dict[str, Any]:
+    """The parameters of a spill file, after checking them."""
+    if spill_dir is None and spill_bytes is None:
+        return {}
+    if spill_dir is None or spill_bytes is None:
+        raise UsageError(
+            f"spill_dir {spill_dir!r} and spill_bytes {spill_bytes!r} do not go together: one is the directory of cold "
+            "rows, the other their most bytes; give both, or neither"
+        )
+    if Level(durability).survives_crash:
+        raise UsageError(
+            f"spill_dir {os.fspath(spill_dir)!r} is given with durability {durability}: spilled rows end with the "
+            'process, and those of the deployment do not; give durability="memory", or leave spill_dir out'
+        )
+    return {"spill_dir": _absolute("spill_dir", spill_dir), "spill_bytes": parse_bytes(spill_bytes)}
 
 
 def _absolute(what: str, path: str | os.PathLike[str] | None) -> str:

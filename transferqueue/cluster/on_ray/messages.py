@@ -61,7 +61,7 @@ class DeploymentName(msgspec.Struct, frozen=True):
         return [PORTS[(first + step) % len(PORTS)] for step in range(64)]
 
 
-class DeploySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DeploySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The parameters of a coordinator actor, for each start.
 
     Args:
@@ -70,6 +70,7 @@ class DeploySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         arena_bytes: 0: the default.
         port: 0: it chooses one.
         snapshots: "": the default directory.
+        spill_dir: "": cold rows stay in memory.
     """
 
     named: DeploymentName
@@ -80,6 +81,8 @@ class DeploySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: int
     snapshots: str
     seat: CoordinatorIndex = CoordinatorIndex()
+    spill_dir: str = ""
+    spill_bytes: int = 0
 
 
 class Endpoints(msgspec.Struct, frozen=True, tag="Ways", forbid_unknown_fields=True):

@@ -44,7 +44,7 @@ class Buffer(NamedTuple):
     memory: Memory
 
 
-class Kind(NamedTuple):
+class ValueKind(NamedTuple):
     """An extension type. `parts` gets the value and the subject of errors; `value` gets what `parts` returned."""
 
     code: int
@@ -297,33 +297,33 @@ INTEGER: Final = 3
 """An integer of more than 64 bits, little-endian, signed."""
 PAIRS: Final = 4
 """A dict whose keys are not all text or integers: key, value, key, value."""
-TUPLE: Final = Kind(5, _items, tuple)
-_SET: Final = Kind(6, _items, set)
-_FROZEN_SET: Final = Kind(7, _items, frozenset)
-_COMPLEX: Final = Kind(8, lambda value, _: [value.real, value.imag], _made(complex))
-_BYTE_ARRAY: Final = Kind(9, _one(bytes), _made(bytearray))
-_DATE: Final = Kind(10, lambda value, _: [value.year, value.month, value.day], _made(dt.date))
-_TIME: Final = Kind(11, _time, _time_of)
-_DATETIME: Final = Kind(12, _moment, _moment_of)
-_TIMEDELTA: Final = Kind(13, lambda value, _: [value.days, value.seconds, value.microseconds], _made(dt.timedelta))
-_DECIMAL: Final = Kind(14, _one(str), _made(decimal.Decimal))
-_UUID: Final = Kind(15, _one(lambda value: value.bytes), lambda parts: uuid.UUID(bytes=parts[0]))
-_PATH: Final = Kind(16, _one(str), _made(PosixPath))
-_ORDERED: Final = Kind(17, lambda value, _: [list(pair) for pair in value.items()], OrderedDict)
-_ARRAY: Final = Kind(18, _array, _array_of)
-_OBJECTS: Final = Kind(19, _objects, _objects_of)
-_SCALAR: Final = Kind(20, _scalar, _scalar_of)
-_DTYPE: Final = Kind(21, lambda value, subject: [_dtype_name(value, subject)], lambda parts: _numpy_dtype(*parts))
-_TENSOR: Final = Kind(22, _tensor, _tensor_of)
-_NESTED: Final = Kind(23, _nested, _nested_of)
-_TORCH_DTYPE: Final = Kind(24, _one(lambda value: str(value).removeprefix("torch.")), _torch_dtype_of)
-_TORCH_SIZE: Final = Kind(25, _items, lambda parts: require_torch("torch").Size(parts))
-_TORCH_DEVICE: Final = Kind(26, _one(str), lambda parts: require_torch("torch").device(*parts))
-_IMAGE: Final = Kind(27, _image, _image_of)
-_BATCH_FEATURE: Final = Kind(28, _one(lambda value: dict(value.data)), _batch_feature_of)
-_REGISTERED: Final = Kind(29, _registered, _registered_of)
+TUPLE: Final = ValueKind(5, _items, tuple)
+_SET: Final = ValueKind(6, _items, set)
+_FROZEN_SET: Final = ValueKind(7, _items, frozenset)
+_COMPLEX: Final = ValueKind(8, lambda value, _: [value.real, value.imag], _made(complex))
+_BYTE_ARRAY: Final = ValueKind(9, _one(bytes), _made(bytearray))
+_DATE: Final = ValueKind(10, lambda value, _: [value.year, value.month, value.day], _made(dt.date))
+_TIME: Final = ValueKind(11, _time, _time_of)
+_DATETIME: Final = ValueKind(12, _moment, _moment_of)
+_TIMEDELTA: Final = ValueKind(13, lambda value, _: [value.days, value.seconds, value.microseconds], _made(dt.timedelta))
+_DECIMAL: Final = ValueKind(14, _one(str), _made(decimal.Decimal))
+_UUID: Final = ValueKind(15, _one(lambda value: value.bytes), lambda parts: uuid.UUID(bytes=parts[0]))
+_PATH: Final = ValueKind(16, _one(str), _made(PosixPath))
+_ORDERED: Final = ValueKind(17, lambda value, _: [list(pair) for pair in value.items()], OrderedDict)
+_ARRAY: Final = ValueKind(18, _array, _array_of)
+_OBJECTS: Final = ValueKind(19, _objects, _objects_of)
+_SCALAR: Final = ValueKind(20, _scalar, _scalar_of)
+_DTYPE: Final = ValueKind(21, lambda value, subject: [_dtype_name(value, subject)], lambda parts: _numpy_dtype(*parts))
+_TENSOR: Final = ValueKind(22, _tensor, _tensor_of)
+_NESTED: Final = ValueKind(23, _nested, _nested_of)
+_TORCH_DTYPE: Final = ValueKind(24, _one(lambda value: str(value).removeprefix("torch.")), _torch_dtype_of)
+_TORCH_SIZE: Final = ValueKind(25, _items, lambda parts: require_torch("torch").Size(parts))
+_TORCH_DEVICE: Final = ValueKind(26, _one(str), lambda parts: require_torch("torch").device(*parts))
+_IMAGE: Final = ValueKind(27, _image, _image_of)
+_BATCH_FEATURE: Final = ValueKind(28, _one(lambda value: dict(value.data)), _batch_feature_of)
+_REGISTERED: Final = ValueKind(29, _registered, _registered_of)
 
-_BY_TYPE: Final[dict[type, Kind]] = {
+_BY_TYPE: Final[dict[type, ValueKind]] = {
     tuple: TUPLE,
     set: _SET,
     frozenset: _FROZEN_SET,
@@ -338,7 +338,7 @@ _BY_TYPE: Final[dict[type, Kind]] = {
     PosixPath: _PATH,
     OrderedDict: _ORDERED,
 }
-KINDS: Final[dict[int, Kind]] = {
+KINDS: Final[dict[int, ValueKind]] = {
     kind.code: kind
     for kind in (
         *_BY_TYPE.values(),
@@ -350,7 +350,7 @@ KINDS: Final[dict[int, Kind]] = {
 """Kinds by the number of their extension."""
 
 
-def kind_of(value: object) -> Kind | None:
+def kind_of(value: object) -> ValueKind | None:
     """The kind of a value that is neither a leaf, a list nor a dict; None if it cannot be stored. Imports nothing: a
     library that is not imported has made no value."""
     cls = type(value)
@@ -368,7 +368,7 @@ def kind_of(value: object) -> Kind | None:
     return _BATCH_FEATURE if features is not None and cls is features.BatchFeature else None
 
 
-def _numpy_kind(value: Any) -> Kind | None:
+def _numpy_kind(value: Any) -> ValueKind | None:
     if isinstance(value, np.dtype):
         return _DTYPE
     if isinstance(value, np.generic):
@@ -378,7 +378,7 @@ def _numpy_kind(value: Any) -> Kind | None:
     return _OBJECTS if value.dtype.hasobject and value.dtype.names is None else _ARRAY
 
 
-def _torch_kind(value: Any, torch: Any) -> Kind | None:
+def _torch_kind(value: Any, torch: Any) -> ValueKind | None:
     if isinstance(value, torch.Tensor):
         if value.is_nested:
             return _NESTED

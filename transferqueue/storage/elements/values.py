@@ -27,8 +27,8 @@ from transferqueue.storage.elements.value_kinds import (
     KINDS,
     PAIRS,
     Buffer,
-    Kind,
     Memory,
+    ValueKind,
     kind_of,
 )
 
@@ -197,7 +197,7 @@ class _Reader:
             raise ValueError(f"extension {code} has no parts")
         if not self.build:
             return None
-        return kind.value(parts) if isinstance(kind, Kind) else dict(zip(parts[::2], parts[1::2], strict=True))
+        return kind.value(parts) if isinstance(kind, ValueKind) else dict(zip(parts[::2], parts[1::2], strict=True))
 
     def _take(self, size: int) -> memoryview:
         start, end = self.at, self.at + size
