@@ -19,6 +19,7 @@ from transferqueue.adapters.transfer_queue.interface import (
     async_kv_put,
     async_kv_update,
     close,
+    dump_data_by_key,
     get_client,
     get_metrics_endpoint,
     init,
@@ -31,6 +32,8 @@ from transferqueue.adapters.transfer_queue.interface import (
     kv_put,
     kv_update,
     load_checkpoint,
+    load_data_by_key,
+    read_row_index,
     save_checkpoint,
 )
 from transferqueue.adapters.transfer_queue.metadata import BatchMeta, KVBatchMeta
@@ -68,6 +71,7 @@ __all__ = [
     "async_kv_put",
     "async_kv_update",
     "close",
+    "dump_data_by_key",
     "get_client",
     "get_metrics_endpoint",
     "init",
@@ -80,5 +84,7 @@ __all__ = [
     "kv_put",
     "kv_update",
     "load_checkpoint",
+    "load_data_by_key",
+    "read_row_index",
     "save_checkpoint",
 ]

@@ -3,44 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
 import transferqueue as tq
-from transferqueue.adapters.transfer_queue import checkpoint
+from transferqueue.adapters.transfer_queue import checkpoint, steps
 from transferqueue.adapters.transfer_queue.checkpoint import arrow_samples
 from transferqueue.adapters.transfer_queue.errors import StorageKeyNotFoundError
 from transferqueue.adapters.transfer_queue.metadata import READY, BatchMeta, schema_of
+from transferqueue.adapters.transfer_queue.samples import table_steps
 from transferqueue.adapters.transfer_queue.samples.columns import interleaved, stacked
 from transferqueue.adapters.transfer_queue.samples.merging import MergeFunction
-from transferqueue.adapters.transfer_queue.samples.partitions import Partitions, indexes_of, rows_of
+from transferqueue.adapters.transfer_queue.samples.partitions import PartitionSteps, indexes_of, rows_of
 from transferqueue.adapters.transfer_queue.samples.tags import given_tags
+from transferqueue.adapters.transfer_queue.steps import ASYNC, Ask, AsyncAsk, Question, Steps
 from transferqueue.errors import NotFound
 
 Parser = Callable[[Any], Any]
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
-class TransferQueueClient:
-    """A process's access to the partitions. Every method may be called from any thread, and has an ``async_`` twin for
-    any event loop.
+class ClientSteps:
+    """What `TransferQueueClient` does, as `steps`."""
 
-    `ask` calls a method of the controller by name. `rows_max` bounds a partition that this client creates.
-    """
-
-    def __init__(self, queue: tq.Queue, ask: Callable[..., Any], rows_max: int, client_id: str = "") -> None:
-        self.client_id = client_id
-        self._queue, self._ask, self._rows_max = queue, ask, rows_max
-        self._partitions = Partitions(queue, rows_max, renew=lambda *arguments: ask("renew", *arguments))
+    def __init__(self, partitions: PartitionSteps) -> None:
+        self._partitions = partitions
 
     # ------------------------------------------------------------ by index
 
-    def get_meta(
+    async def get_meta(
         self,
         data_fields: list[str],
         batch_size: int,
@@ -62,10 +61,10 @@ class TransferQueueClient:
             )
         config = None if sampling_config is None else dict(sampling_config)
         names, size = _names(data_fields), _whole("batch_size", batch_size)
-        meta: BatchMeta = self._ask("get_meta", names, size, partition_id, mode, task_name, config)
+        meta: BatchMeta = await Question("get_meta", names, size, partition_id, mode, task_name, config)
         return meta
 
-    def put(
+    async def put(
         self,
         data: TensorDict,
         metadata: BatchMeta | None = None,
@@ -77,27 +76,27 @@ class TransferQueueClient:
         if metadata is None:
             if partition_id is None:
                 raise ValueError("put without metadata needs partition_id")
-            return self._put_new(data, partition_id)
+            return await self._put_new(data, partition_id)
         if len(data) != len(metadata):
             raise ValueError(f"data of {len(data)} samples for metadata of {len(metadata)}")
         for part in metadata.chunk_by_partition():
             partition = part.partition_ids[0]
             places = [at for at, name in enumerate(metadata.partition_ids) if name == partition]
             some = data if len(places) == len(data) else data[places]
-            self._partitions.update(partition, part.global_indexes, some, part.custom_meta)
+            await self._partitions.update(partition, part.global_indexes, some, part.custom_meta)
         return metadata.add_fields(data)
 
-    def get_data(self, metadata: BatchMeta) -> TensorDict:
+    async def get_data(self, metadata: BatchMeta) -> TensorDict:
         """Read the columns of the samples in `metadata`, in its order."""
         if not len(metadata):
             return TensorDict({}, batch_size=[0])
         if len(set(metadata.partition_ids)) == 1:
-            return self._get(metadata.partition_ids[0], metadata.global_indexes, metadata.field_names)
+            return await self._get(metadata.partition_ids[0], metadata.global_indexes, metadata.field_names)
         places: dict[str, list[int]] = {}
         for at, partition in enumerate(metadata.partition_ids):
             places.setdefault(partition, []).append(at)
         parts = [
-            self._get(partition, [metadata.global_indexes[at] for at in those], metadata.field_names)
+            await self._get(partition, [metadata.global_indexes[at] for at in those], metadata.field_names)
             for partition, those in places.items()
         ]
         lacking = [name for name in metadata.field_names if any(name not in part.keys() for part in parts)]  # noqa: SIM118
@@ -105,139 +104,216 @@ class TransferQueueClient:
             raise StorageKeyNotFoundError(f"fields {lacking[:5]} are not in each of the partitions {list(places)[:5]}")
         return interleaved(parts, np.argsort(np.concatenate(list(places.values()))), metadata.field_names)
 
-    def wait_for(
+    async def wait_for(
         self, data_fields: list[str], batch_size: int, partition_id: str, task_name: str, wait_s: float
     ) -> None:
         """Return when `task_name` has `batch_size` ready samples that it has not consumed, or after `wait_s`."""
         _check_text(partition_id=partition_id, task_name=task_name)
-        self._ask(
+        await Question(
             "wait_for", _names(data_fields), _whole("batch_size", batch_size), partition_id, task_name, float(wait_s)
         )
 
-    def set_custom_meta(self, metadata: BatchMeta) -> None:
+    async def set_custom_meta(self, metadata: BatchMeta) -> None:
         """Merge the custom meta of `metadata` into the samples' tags."""
         for part in metadata.chunk_by_partition():
-            self._partitions.update(part.partition_ids[0], part.global_indexes, None, part.custom_meta)
+            await self._partitions.update(part.partition_ids[0], part.global_indexes, None, part.custom_meta)
 
-    def clear_samples(self, metadata: BatchMeta) -> None:
+    async def clear_samples(self, metadata: BatchMeta) -> None:
         """Delete samples."""
         for part in metadata.chunk_by_partition():
-            self._ask("clear_samples", part.global_indexes, part.partition_ids[0])
+            await Question("clear_samples", part.global_indexes, part.partition_ids[0])
 
-    def clear_partition(self, partition_id: str) -> None:
+    async def clear_partition(self, partition_id: str) -> None:
         """Delete a partition. Does nothing if it does not exist."""
-        self._ask("clear_partition", partition_id)
+        await Question("clear_partition", partition_id)
 
     # ------------------------------------------------------------ status
 
-    def get_consumption_status(
+    async def get_consumption_status(
         self, task_name: str, partition_id: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the indexes of a partition, and 1 for those that `task_name` has consumed; two None if the partition
         does not exist."""
-        return self._ask("consumption", task_name, partition_id) or (None, None)
+        return await Question("consumption", task_name, partition_id) or (None, None)
 
-    def get_production_status(
+    async def get_production_status(
         self, data_fields: list[str], partition_id: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the indexes of a partition, and 1 for those that have all `data_fields`; two None if the partition
         does not exist."""
-        return self._ask("production", list(data_fields), partition_id) or (None, None)
+        return await Question("production", list(data_fields), partition_id) or (None, None)
 
-    def check_consumption_status(self, task_name: str, partition_id: str) -> bool:
+    async def check_consumption_status(self, task_name: str, partition_id: str) -> bool:
         """Whether there are samples, and `task_name` has consumed all of them."""
-        return _all(self.get_consumption_status(task_name, partition_id)[1])
+        return _all((await self.get_consumption_status(task_name, partition_id))[1])
 
-    def check_production_status(self, data_fields: list[str], partition_id: str) -> bool:
+    async def check_production_status(self, data_fields: list[str], partition_id: str) -> bool:
         """Whether there are samples, and all have all `data_fields`."""
-        return _all(self.get_production_status(data_fields, partition_id)[1])
+        return _all((await self.get_production_status(data_fields, partition_id))[1])
 
-    def reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
+    async def reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
         """Forget what `task_name` (None: any task) has consumed. Return whether the partition exists."""
-        return bool(self._ask("reset_consumption", partition_id, task_name))
+        return bool(await Question("reset_consumption", partition_id, task_name))
 
-    def get_partition_list(self) -> list[str]:
+    async def get_partition_list(self) -> list[str]:
         """Names of the partitions."""
-        return self._partitions.names()
+        return await self._partitions.names()
 
     # ------------------------------------------------------------ by key
 
-    def kv_retrieve_meta(self, keys: list[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
+    async def kv_retrieve_meta(self, keys: list[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
         """Return metadata of samples by key. With `create`, missing samples are created, without data. Without it,
         missing keys are `ValueError`.
         """
         keys = _keys(keys)
         if create:
-            rows = self._partitions.keyed(partition_id, keys)[1]
+            rows = await self._partitions.keyed(partition_id, keys)
         else:
-            table = self._partitions.find(partition_id)
-            if table is None:
-                raise ValueError(f"partition {partition_id!r} not found")
-            rows = rows_of(table, keys)
-        meta: BatchMeta = self._ask("describe", rows.tolist(), partition_id)
+            rows = await self.rows(keys, partition_id)
+        meta: BatchMeta = await Question("describe", rows.tolist(), partition_id)
         return meta
 
-    def kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> list[str]:
+    async def rows(self, keys: list[str], partition_id: str) -> npt.NDArray[np.int64]:
+        """Return indexes of samples by key. ``ValueError`` for a partition or keys that do not exist."""
+        table = await self._partitions.find(partition_id)
+        if table is None:
+            raise ValueError(f"partition {partition_id!r} not found")
+        return await rows_of(table, keys)
+
+    async def kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> list[str]:
         """Return keys of samples by index. ``RuntimeError`` for a sample without one."""
         indexes = [global_indexes] if isinstance(global_indexes, int) else global_indexes
         if not isinstance(indexes, list) or not all(isinstance(index, int) for index in indexes):
             raise TypeError(f"global_indexes is {type(global_indexes).__name__}; give an int or a list of int")
-        table = self._partitions.find(partition_id)
+        table = await self._partitions.find(partition_id)
         if table is None:
             raise RuntimeError(f"partition {partition_id!r} not found")
-        with table.read(indexes_of(indexes), fields=()) as rows:
+        with await table_steps.read(table, indexes_of(indexes), ()) as rows:
             keys = list(rows.keys)
         if not all(keys):
             raise RuntimeError(f"some of the indexes {indexes[:5]} have no key")
         return keys
 
-    def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
+    async def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
         """Return keys and tags by partition; a partition that does not exist is left out."""
         tags_by_key: dict[str, dict[str, Any]] = {}
-        for name in self.get_partition_list() if partition_id is None else [partition_id]:
-            table = self._partitions.find(name)
+        for name in await self.get_partition_list() if partition_id is None else [partition_id]:
+            table = await self._partitions.find(name)
             if table is not None:
-                with table.read(fields=()) as rows:
+                with await table_steps.read(table, fields=()) as rows:
                     tags_by_key[name] = {
                         key: given_tags(tags) for key, tags in zip(rows.keys, rows.tags, strict=True) if key
                     }
         return tags_by_key
 
-    def kv_put(
+    async def kv_put(
         self, keys: list[str], partition_id: str, fields: TensorDict | None, tags: Sequence[Mapping[str, Any]] | None
     ) -> tuple[list[str], list[dict[str, Any]]]:
         """Write columns and merge tags of samples by key; creates new ones. Return all fields and each sample's tags
         that they have now."""
-        put = self._partitions.put_keyed(partition_id, keys, fields, tags)
+        put = await self._partitions.put_keyed(partition_id, keys, fields, tags)
         if put is None:  # all were new
             names = [] if fields is None else [str(name) for name in fields.keys()]  # noqa: SIM118
             return names, [dict(sample_tags) for sample_tags in tags or [{}] * len(keys)]
         table, rows = put
-        with table.read(rows, values=False) as read:
+        with await table_steps.read(table, rows, values=False) as read:
             return list(read.fields), [given_tags(sample_tags) for sample_tags in read.tags]
 
-    def kv_update(self, keys: list[str], partition_id: str, fields: TensorDict, merge_fn: MergeFunction) -> list[str]:
+    async def kv_update(
+        self, keys: list[str], partition_id: str, fields: TensorDict, merge_fn: MergeFunction
+    ) -> list[str]:
         """Set fields of samples by key to ``merge_fn(old, new)``, in one commit. Return all fields that they have."""
-        table, rows = self._partitions.merge(partition_id, keys, fields, merge_fn)
-        with table.read(rows, values=False) as read:
+        table, rows = await self._partitions.merge(partition_id, keys, fields, merge_fn)
+        with await table_steps.read(table, rows, values=False) as read:
             return list(read.fields)
 
-    def kv_get(self, keys: list[str], partition_id: str, select_fields: Sequence[str] | None) -> TensorDict:
+    async def kv_get(self, keys: list[str], partition_id: str, select_fields: Sequence[str] | None) -> TensorDict:
         """Read columns of samples by key: all fields that each has, or those in `select_fields` (unknown ones are
         ignored)."""
         if not keys:
             raise ValueError(f"no keys for partition {partition_id!r}; name at least one")
-        return self._partitions.get(partition_id, keys, select_fields)
+        return await self._partitions.get(partition_id, keys, select_fields)
 
-    def kv_clear(self, keys: list[str], partition_id: str, fields: Sequence[str] | None = None) -> None:
+    async def kv_clear(self, keys: list[str], partition_id: str, fields: Sequence[str] | None = None) -> None:
         """Delete samples by key, or only these fields of them; missing ones are ignored."""
-        table = self._partitions.find(partition_id)
+        table = await self._partitions.find(partition_id)
         if table is not None and keys:
-            rows = [row for row in dict.fromkeys(table.find(keys).tolist()) if row >= 0]
+            rows = [row for row in dict.fromkeys((await table_steps.find(table, keys)).tolist()) if row >= 0]
             if rows and fields is None:
-                self._ask("clear_samples", rows, partition_id)
+                await Question("clear_samples", rows, partition_id)
             elif rows:
-                self._ask("clear_fields", rows, [name for name in fields or () if name in table.fields], partition_id)
+                await Question(
+                    "clear_fields", rows, [name for name in fields or () if name in table.fields], partition_id
+                )
+
+    # ------------------------------------------------------------ tables
+
+    async def _put_new(self, data: TensorDict, partition_id: str) -> BatchMeta:
+        rows = await self._partitions.put(partition_id, data)
+        return BatchMeta(
+            global_indexes=rows.tolist(),
+            partition_ids=[partition_id] * len(rows),
+            field_schema={str(name): schema_of(data.get(name)) for name in data.keys()},  # noqa: SIM118
+            production_status=np.full(len(rows), READY, np.int8),
+        )
+
+    async def _get(self, partition_id: str, rows: Sequence[int], names: Sequence[str]) -> TensorDict:
+        try:
+            return await self._partitions.get_rows(partition_id, rows, names)
+        except NotFound as error:
+            raise StorageKeyNotFoundError(str(error)) from error
+
+
+def _blocking(
+    method: Callable[Concatenate[ClientSteps, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[TransferQueueClient, P], T]:
+    def call(self: TransferQueueClient, /, *arguments: P.args, **named: P.kwargs) -> T:
+        return self.run(method(self.steps, *arguments, **named))
+
+    return steps.named(call, method)
+
+
+class TransferQueueClient:
+    """A process's access to the partitions. Every method may be called from any thread, and has an ``async_`` twin for
+    any event loop.
+
+    `ask` calls a method of the controller by name, and so does `ask_async` in an event loop. `rows_max` bounds a
+    partition that this client creates.
+    """
+
+    def __init__(self, queue: tq.Queue, ask: Ask, ask_async: AsyncAsk, rows_max: int, client_id: str = "") -> None:
+        self.client_id = client_id
+        self.steps = ClientSteps(PartitionSteps(queue, rows_max, renews=True))
+        self._queue, self._ask, self._ask_async, self._rows_max = queue, ask, ask_async, rows_max
+
+    def run(self, call: Steps[T]) -> T:
+        """Return the result of a call, in this thread."""
+        return steps.run(call, self._ask)
+
+    async def arun(self, call: Steps[T]) -> T:
+        """Return the result of a call, in an event loop."""
+        return await steps.arun(call, self._ask_async)
+
+    get_meta = _blocking(ClientSteps.get_meta)
+    put = _blocking(ClientSteps.put)
+    get_data = _blocking(ClientSteps.get_data)
+    wait_for = _blocking(ClientSteps.wait_for)
+    set_custom_meta = _blocking(ClientSteps.set_custom_meta)
+    clear_samples = _blocking(ClientSteps.clear_samples)
+    clear_partition = _blocking(ClientSteps.clear_partition)
+    get_consumption_status = _blocking(ClientSteps.get_consumption_status)
+    get_production_status = _blocking(ClientSteps.get_production_status)
+    check_consumption_status = _blocking(ClientSteps.check_consumption_status)
+    check_production_status = _blocking(ClientSteps.check_production_status)
+    reset_consumption = _blocking(ClientSteps.reset_consumption)
+    get_partition_list = _blocking(ClientSteps.get_partition_list)
+    kv_retrieve_meta = _blocking(ClientSteps.kv_retrieve_meta)
+    kv_retrieve_keys = _blocking(ClientSteps.kv_retrieve_keys)
+    kv_list = _blocking(ClientSteps.kv_list)
+    kv_put = _blocking(ClientSteps.kv_put)
+    kv_update = _blocking(ClientSteps.kv_update)
+    kv_get = _blocking(ClientSteps.kv_get)
+    kv_clear = _blocking(ClientSteps.kv_clear)
 
     # ------------------------------------------------------------ checkpoints
 
@@ -266,44 +342,43 @@ class TransferQueueClient:
         nothing."""
         checkpoint.verify(Path(checkpoint_dir), self._ask, self._rows_max)
 
-    def close(self) -> None:
-        """Detach; the service stays for others."""
-        self._queue.close()
+    def dump(self, path: Path, keys: list[str], partition_id: str) -> None:
+        """Write samples of these keys to a new directory."""
+        rows = self.run(self.steps.rows(keys, partition_id))
+        checkpoint.dump(self._queue, self._have, path, partition_id, rows)
 
-    # ------------------------------------------------------------ tables
+    def load_dump(self, path: Path) -> int:
+        """Put the samples of a dump by their keys. Return how many."""
+        return checkpoint.load_dump(self._queue, path, self._rows_max)
 
     def _have(self, field: str, partition_id: str) -> set[int]:
         rows, has = self.get_production_status([field], partition_id)
         return set() if rows is None or has is None else set(rows[has == 1].tolist())
 
-    def _put_new(self, data: TensorDict, partition_id: str) -> BatchMeta:
-        rows = self._partitions.put(partition_id, data)
-        return BatchMeta(
-            global_indexes=rows.tolist(),
-            partition_ids=[partition_id] * len(rows),
-            field_schema={str(name): schema_of(data.get(name)) for name in data.keys()},  # noqa: SIM118
-            production_status=np.full(len(rows), READY, np.int8),
-        )
-
-    def _get(self, partition_id: str, rows: Sequence[int], names: Sequence[str]) -> TensorDict:
-        try:
-            return self._partitions.get_rows(partition_id, rows, names)
-        except NotFound as error:
-            raise StorageKeyNotFoundError(str(error)) from error
+    def close(self) -> None:
+        """Detach; the service stays for others."""
+        self._queue.close()
 
 
-def _twin(name: str) -> Callable[..., Any]:
-    async def twin(self: TransferQueueClient, *arguments: Any, **named: Any) -> Any:
-        return await asyncio.to_thread(getattr(self, name), *arguments, **named)
+def _awaited(method: Callable[..., Steps[Any]]) -> Callable[..., Any]:
+    async def call(self: TransferQueueClient, *arguments: Any, **named: Any) -> Any:
+        return await self.arun(method(self.steps, *arguments, **named))
 
-    twin.__name__ = twin.__qualname__ = f"async_{name}"
-    twin.__doc__ = f"`{name}`, for any event loop."
-    return twin
+    return steps.named(call, method, ASYNC)
 
 
-for _name in [name for name, value in vars(TransferQueueClient).items() if callable(value) and name[0] != "_"]:
-    if _name != "close":
-        setattr(TransferQueueClient, f"async_{_name}", _twin(_name))
+def _in_thread(method: Callable[..., Any]) -> Callable[..., Any]:
+    async def call(self: TransferQueueClient, *arguments: Any, **named: Any) -> Any:
+        return await asyncio.to_thread(method, self, *arguments, **named)
+
+    return steps.named(call, method, ASYNC)
+
+
+for _name, _method in list(vars(TransferQueueClient).items()):
+    if _name.endswith("_checkpoint"):  # files
+        setattr(TransferQueueClient, ASYNC + _name, _in_thread(_method))
+    elif _name in vars(ClientSteps) and _name[0] != "_":
+        setattr(TransferQueueClient, ASYNC + _name, _awaited(vars(ClientSteps)[_name]))
 
 AsyncTransferQueueClient = TransferQueueClient
 

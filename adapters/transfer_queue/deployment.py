@@ -10,6 +10,7 @@ service.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import importlib.util
 import logging
@@ -17,6 +18,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -29,6 +31,7 @@ from transferqueue.adapters.transfer_queue.local_controller_socket import LocalC
 from transferqueue.adapters.transfer_queue.metrics import Metrics
 from transferqueue.adapters.transfer_queue.sampler import BaseSampler
 from transferqueue.adapters.transfer_queue.settings import StorageSettings, storage_settings
+from transferqueue.adapters.transfer_queue.steps import Ask, AsyncAsk
 from transferqueue.limits import parse_switch
 from transferqueue.storage.elements.dtypes import imported_module
 
@@ -36,6 +39,10 @@ _log: Final = logging.getLogger("transferqueue")
 
 ACTOR: Final = "TransferQueueController"
 NAMESPACE: Final = "transfer_queue"
+WAITING: Final = "waiting"
+WAITING_QUESTIONS: Final = frozenset({"get_meta", "wait_for"})
+"""Questions that may wait for samples. They have threads of their own, so that others are answered meanwhile."""
+WAITING_MAX: Final = 256
 SPILLED_SHARE: Final = 0.9
 """Of the free space of the directory of ``ssd_offload``, when the service starts."""
 LOCAL: Final = "TRANSFERQUEUE_SHIM_LOCAL"
@@ -44,11 +51,11 @@ CONFIG: Final = Path(__file__).with_name("config.yaml")
 
 class DropInServer:
     """The queue's server and the controller, in one process. With `direct`, clients in other processes may ask over a
-    socket."""
+    socket. `nodes`: of the Ray cluster; 0: there is none."""
 
-    def __init__(self, config: Mapping[str, Any], *, direct: bool = False) -> None:
+    def __init__(self, config: Mapping[str, Any], *, direct: bool = False, nodes: int = 0) -> None:
         self._config = dict(config)
-        control, settings = config.get("controller") or {}, storage_settings(config, _nodes() if direct else 0)
+        control, settings = config.get("controller") or {}, storage_settings(config, nodes)
         if settings.unused:
             _log.warning("transfer_queue.init: settings that are not used here: %s", "; ".join(settings.unused))
         with ExitStack() as ending:
@@ -97,21 +104,33 @@ class DropInServer:
 
 
 class DropInConnection:
-    """A process's connection to the deployment. `end` ends the deployment, in the process that started it."""
+    """A process's connection to the deployment.
 
-    def __init__(self, ask: Callable[..., Any], end: Callable[[], object] | None) -> None:
+    `ask` calls a method of the controller by name, and so does `ask_async` in an event loop; None: in threads of the
+    controller's, which is in this process. `end` ends the deployment, in the process that started it.
+    """
+
+    def __init__(self, ask: Ask, end: Callable[[], object] | None, ask_async: AsyncAsk | None = None) -> None:
         address, self.config, name, rows_max = ask("hello")
+        self._threads = ThreadPoolExecutor(WAITING_MAX, thread_name_prefix="transfer_queue question")
         self.queue = tq.connect(address, label="transfer_queue client")
         self._questions = LocalControllerSocket(name, ask)
-        self.client = TransferQueueClient(self.queue, self._questions.ask, rows_max, client_id=f"client-{os.getpid()}")
+        self.client = TransferQueueClient(
+            self.queue, self._questions.ask, ask_async or self._ask_async, rows_max, client_id=f"client-{os.getpid()}"
+        )
         self._end = end
 
     def close(self) -> None:
         """Detach, and end the deployment if this process started it."""
         self._questions.close()
         self.queue.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
         if self._end is not None:
             self._end()
+
+    async def _ask_async(self, name: str, *arguments: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._questions.ask, name, *arguments)
 
 
 _guard: Final = threading.Lock()
@@ -179,8 +198,15 @@ def _with_ray(config: Mapping[str, Any]) -> DropInConnection:
         ray.init(namespace=NAMESPACE)
     actor, created = _actor(config)
 
+    def asked(name: str, *arguments: Any) -> Any:
+        group = WAITING if name in WAITING_QUESTIONS else None
+        return actor.ask.options(concurrency_group=group).remote(name, *arguments)
+
     def ask(name: str, *arguments: Any) -> Any:
-        return ray.get(actor.ask.remote(name, *arguments))
+        return ray.get(asked(name, *arguments))
+
+    async def ask_async(name: str, *arguments: Any) -> Any:
+        return await asked(name, *arguments)
 
     def end() -> None:
         if (
@@ -191,7 +217,7 @@ def _with_ray(config: Mapping[str, Any]) -> DropInConnection:
             ray.get(actor.ask.remote("shutdown"))
             ray.kill(actor)
 
-    return DropInConnection(ask, end if created else None)
+    return DropInConnection(ask, end if created else None, ask_async)
 
 
 def _actor(config: Mapping[str, Any]) -> tuple[Any, bool]:
@@ -204,7 +230,8 @@ def _actor(config: Mapping[str, Any]) -> tuple[Any, bool]:
         pass
     options = {"name": ACTOR, "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0, "max_concurrency": 64}
     try:
-        return ray.remote(ServerActor).options(**options).remote(dict(config)), True
+        actor = ray.remote(concurrency_groups={WAITING: WAITING_MAX})(ServerActor)
+        return actor.options(**options).remote(dict(config)), True
     except ValueError:  # another process was quicker
         return ray.get_actor(ACTOR, namespace=NAMESPACE), False
 
@@ -213,7 +240,7 @@ class ServerActor:
     """`DropInServer` as a Ray actor."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self._server = DropInServer(config, direct=True)
+        self._server = DropInServer(config, direct=True, nodes=_nodes())
 
     def ask(self, name: str, *arguments: Any) -> Any:
         """Call a method of the server or the controller."""

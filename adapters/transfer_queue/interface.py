@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from tensordict import TensorDict
 
@@ -17,6 +17,8 @@ from transferqueue.adapters.transfer_queue.samples.columns import single
 from transferqueue.adapters.transfer_queue.samples.merging import MergeFunction
 
 Tags = dict[str, Any]
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 def init(conf: Any = None) -> Any:
@@ -46,7 +48,7 @@ def get_metrics_endpoint() -> str | None:
     return None if endpoint is None else str(endpoint)
 
 
-def kv_put(
+async def _kv_put(
     key: str,
     partition_id: str,
     fields: TensorDict | Mapping[str, Any] | None = None,
@@ -56,12 +58,12 @@ def kv_put(
     """Write fields and merge the tag of one sample. Values of a dict get a batch dimension."""
     if fields is None and tag is None:
         raise ValueError("kv_put needs fields or tag; both are missing")
-    return kv_batch_put(
+    return await _kv_batch_put(
         [key], partition_id, None if fields is None else single(fields), None if tag is None else [tag], data_parser
     )
 
 
-def kv_batch_put(
+async def _kv_batch_put(
     keys: list[str],
     partition_id: str,
     fields: TensorDict | None = None,
@@ -77,18 +79,18 @@ def kv_batch_put(
     if tags is not None and len(tags) != len(keys):
         raise ValueError(f"{len(tags)} tags for {len(keys)} keys: give one for each")
     data = None if fields is None else _parsed(fields, data_parser)
-    fields_now, tags_now = get_client().kv_put(keys, partition_id, data, tags)
+    fields_now, tags_now = await get_client().steps.kv_put(keys, partition_id, data, tags)
     return KVBatchMeta(keys=keys, tags=tags_now, partition_id=partition_id, fields=fields_now)
 
 
-def kv_batch_get(
+async def _kv_batch_get(
     keys: list[str] | str, partition_id: str, select_fields: Sequence[str] | str | None = None
 ) -> TensorDict:
     """Read fields of samples by key: all that each has, or those selected; unknown ones are ignored."""
-    return get_client().kv_get(_keys(keys), partition_id, _names(select_fields))
+    return await get_client().steps.kv_get(_keys(keys), partition_id, _names(select_fields))
 
 
-def kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: Sequence[str] | str | None = None) -> TensorDict:
+async def _kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: Sequence[str] | str | None = None) -> TensorDict:
     """Read fields of the samples that a put returned. ``ValueError`` for a selected field that is not in `meta`."""
     names = _names(select_fields)
     unknown = [name for name in names or () if name not in (meta.fields or ())]
@@ -96,10 +98,10 @@ def kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: Sequence[str] | str |
         raise ValueError(f"select_fields {unknown} not found in the fields of the metadata, {meta.fields}")
     if meta.partition_id is None:
         raise ValueError("the metadata names no partition")
-    return get_client().kv_get(meta.keys, meta.partition_id, meta.fields if names is None else names)
+    return await get_client().steps.kv_get(meta.keys, meta.partition_id, meta.fields if names is None else names)
 
 
-def kv_update(
+async def _kv_update(
     key: str, partition_id: str, fields: TensorDict | Mapping[str, Any], merge_fn: MergeFunction
 ) -> KVBatchMeta:
     """Set each of these fields of one sample to ``merge_fn(old, new)``, as `kv_batch_update`. Values of a dict get a
@@ -107,10 +109,10 @@ def kv_update(
     if not isinstance(fields, TensorDict | Mapping):
         raise TypeError(f"fields is {type(fields).__name__}; give the new values by field")
     _check_names(fields)
-    return kv_batch_update([key], partition_id, single(fields), merge_fn)
+    return await _kv_batch_update([key], partition_id, single(fields), merge_fn)
 
 
-def kv_batch_update(
+async def _kv_batch_update(
     keys: list[str] | str, partition_id: str, fields: TensorDict, merge_fn: MergeFunction
 ) -> KVBatchMeta:
     """Set each of these fields of samples by key to ``merge_fn(old, new)``, in one commit. The result names all fields
@@ -133,16 +135,16 @@ def kv_batch_update(
         raise ValueError(f"fields have batch size {tuple(fields.batch_size)} for {len(keys)} keys")
     if not keys or len(set(keys)) != len(keys):
         raise ValueError(f"keys {keys[:5]} are none, or one of them is named twice; name each once")
-    fields_now = get_client().kv_update(keys, partition_id, fields, merge_fn)
+    fields_now = await get_client().steps.kv_update(keys, partition_id, fields, merge_fn)
     return KVBatchMeta(keys=keys, tags=[{}] * len(keys), partition_id=partition_id, fields=fields_now)
 
 
-def kv_list(partition_id: str | None = None) -> dict[str, dict[str, Any]]:
+async def _kv_list(partition_id: str | None = None) -> dict[str, dict[str, Any]]:
     """Return keys and their tags, by partition."""
-    return get_client().kv_list(partition_id)
+    return await get_client().steps.kv_list(partition_id)
 
 
-def kv_clear(keys: list[str] | str, partition_id: str, fields: Sequence[str] | str | None = None) -> None:
+async def _kv_clear(keys: list[str] | str, partition_id: str, fields: Sequence[str] | str | None = None) -> None:
     """Delete samples by key, or only these fields of them: the keys, their tags and other fields stay, and a field may
     be put again.
 
@@ -156,7 +158,7 @@ def kv_clear(keys: list[str] | str, partition_id: str, fields: Sequence[str] | s
         raise ValueError(
             "fields is empty, so nothing would be cleared; name fields, or give None to delete the samples"
         )
-    get_client().kv_clear(_keys(keys), partition_id, names)
+    await get_client().steps.kv_clear(_keys(keys), partition_id, names)
 
 
 def save_checkpoint(
@@ -190,6 +192,31 @@ def load_checkpoint(checkpoint_dir: str | Path) -> None:
     client.load_controller_checkpoint(path / checkpoint.CONTROLLER)
 
 
+def dump_data_by_key(dump_dir: str | Path, keys: list[str] | str, partition_id: str) -> None:
+    """Write the samples of these keys, their fields and tags, to a new directory on this process's machine.
+
+    Consumption is not written. Pause writers of these keys meanwhile. `AlreadyExists` for a directory that is there,
+    ``ValueError`` for keys or a partition that are not.
+    """
+    get_client().dump(Path(dump_dir).absolute(), _keys(keys), partition_id)
+
+
+def load_data_by_key(dump_dir: str | Path) -> dict[str, Any]:
+    """Put the samples of a dump by their keys, as `kv_batch_put` does: other samples, fields and tags stay, and new
+    keys get new indexes. Return ``partition_id`` and the number of ``keys``.
+
+    `Corruption` for a changed file, `SchemaError` for a field that the partition has with another type; nothing is
+    put then.
+    """
+    index = checkpoint.row_index(Path(dump_dir))
+    return {"partition_id": index["partition_id"], "keys": get_client().load_dump(Path(dump_dir))}
+
+
+def read_row_index(dump_dir: str | Path) -> dict[str, Any]:
+    """The ``partition_id`` of a dump, its ``keys``, their ``tags``, and ``fields`` by key. Needs no running service."""
+    return checkpoint.row_index(Path(dump_dir))
+
+
 def _check_names(fields: TensorDict | Mapping[str, Any]) -> None:
     names = list(fields.keys())
     if not names or not all(isinstance(name, str) for name in names):
@@ -200,20 +227,30 @@ def _names(names: Sequence[str] | str | None) -> list[str] | None:
     return [names] if isinstance(names, str) else None if names is None else list(names)
 
 
-def _twin(function: Callable[..., Any]) -> Callable[..., Any]:
-    async def twin(*arguments: Any, **named: Any) -> Any:
-        return await asyncio.to_thread(function, *arguments, **named)
+def _calls(
+    function: Callable[P, Coroutine[Any, Any, T]],
+) -> tuple[Callable[P, T], Callable[P, Coroutine[Any, Any, T]]]:
+    """The call for threads, and its twin for event loops."""
 
-    twin.__name__ = twin.__qualname__ = f"async_{function.__name__}"
-    twin.__doc__ = f"`{function.__name__}`, for any event loop."
-    return twin
+    def call(*arguments: P.args, **named: P.kwargs) -> T:
+        return get_client().run(function(*arguments, **named))
+
+    async def twin(*arguments: P.args, **named: P.kwargs) -> T:
+        return await get_client().arun(function(*arguments, **named))
+
+    for one in (call, twin):
+        wraps(function)(one)
+        one.__name__ = one.__qualname__ = function.__name__[1:]
+    twin.__name__ = twin.__qualname__ = f"async{function.__name__}"
+    twin.__doc__ = f"`{call.__name__}`, for any event loop."
+    return call, twin
 
 
-async_kv_put = _twin(kv_put)
-async_kv_batch_put = _twin(kv_batch_put)
-async_kv_batch_get = _twin(kv_batch_get)
-async_kv_batch_get_by_meta = _twin(kv_batch_get_by_meta)
-async_kv_update = _twin(kv_update)
-async_kv_batch_update = _twin(kv_batch_update)
-async_kv_list = _twin(kv_list)
-async_kv_clear = _twin(kv_clear)
+kv_put, async_kv_put = _calls(_kv_put)
+kv_batch_put, async_kv_batch_put = _calls(_kv_batch_put)
+kv_batch_get, async_kv_batch_get = _calls(_kv_batch_get)
+kv_batch_get_by_meta, async_kv_batch_get_by_meta = _calls(_kv_batch_get_by_meta)
+kv_update, async_kv_update = _calls(_kv_update)
+kv_batch_update, async_kv_batch_update = _calls(_kv_batch_update)
+kv_list, async_kv_list = _calls(_kv_list)
+kv_clear, async_kv_clear = _calls(_kv_clear)

@@ -54,7 +54,7 @@ def storage_settings(config: Mapping[str, Any], nodes: int) -> StorageSettings:
     Raises `UsageError` for a setting of a wrong type, and for ``ssd_offload`` without a path or without Ray.
     """
     backend = _mapping("backend", config.get("backend"))
-    name = str(backend.get("storage_backend"))
+    name = str(backend.get("storage_backend") or "SimpleStorage")
     storage = _mapping(f"backend.{name}", backend.get(name))
     offload = _mapping(f"backend.{name}.ssd_offload", storage.get("ssd_offload"))
     spill_dir = _spill_dir(offload, nodes)

@@ -17,7 +17,7 @@ import msgspec
 
 import transferqueue as tq
 from transferqueue.adapters.transfer_queue.checkpoint import arrow_samples, checksummed_json
-from transferqueue.errors import UsageError
+from transferqueue.errors import AlreadyExists, UsageError
 
 CONTROLLER: Final = "controller.json"
 _KIND: Final = "transferqueue drop-in checkpoint 1"
@@ -61,6 +61,24 @@ def load_storage(queue: tq.Queue, ask: Ask, parent: Path, rows_max: int) -> None
     for name in ask("list_partitions"):
         ask("clear_partition", name)
     arrow_samples.load(queue, manifest, parent, rows_max)
+
+
+def dump(queue: tq.Queue, have: arrow_samples.Have, path: Path, partition_id: str, rows: arrow_samples.Rows) -> None:
+    """Write some samples of a partition to a new directory. `AlreadyExists` if there is one."""
+    if path.exists():
+        raise AlreadyExists(f"{path} exists, and a dump never changes one; name a new directory")
+    arrow_samples.save(queue, have, path, {partition_id: rows})
+
+
+def load_dump(queue: tq.Queue, path: Path, rows_max: int) -> int:
+    """Put the samples of a dump by their keys. Return how many."""
+    return arrow_samples.merge(queue, arrow_samples.verified(path), path, rows_max)
+
+
+def row_index(path: Path) -> dict[str, Any]:
+    """The partition, keys and tags of a dump, and the fields of each key."""
+    (partition,) = arrow_samples.verified(path).partitions
+    return {"partition_id": partition.partition_id, **arrow_samples.keyed_rows(path, partition)}
 
 
 def about(path: Path, user: Mapping[str, Any] | None) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,9 +26,9 @@ import torch
 import transferqueue as tq
 from transferqueue.adapters.transfer_queue.checkpoint import checksummed_json
 from transferqueue.adapters.transfer_queue.samples.columns import without_rules
-from transferqueue.adapters.transfer_queue.samples.partitions import Partitions, put_at_once
-from transferqueue.adapters.transfer_queue.samples.tags import partition_of, table_of
-from transferqueue.errors import Corruption, NotFound, UsageError
+from transferqueue.adapters.transfer_queue.samples.partitions import Partitions, put_at_once, put_stored
+from transferqueue.adapters.transfer_queue.samples.tags import given_tags, partition_of, table_of
+from transferqueue.errors import Corruption, NotFound, SchemaError, UsageError
 from transferqueue.schema import Field
 from transferqueue.storage import PlainValues
 from transferqueue.storage.columns.export import arrow_type
@@ -84,24 +84,35 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # ---------------------------------------------------------------- writing
 
 
-def save(queue: tq.Queue, have: Have, parent: Path) -> checksummed_json.FileRecord:
-    """Write all partitions to ``parent/storage`` and return the record of the manifest. Each sample is as it was at one
-    moment of the save.
+def save(
+    queue: tq.Queue, have: Have, parent: Path, chosen: Mapping[str, Rows] | None = None
+) -> checksummed_json.FileRecord:
+    """Write all partitions, or the samples in `chosen`, to ``parent/storage`` and return the record of the manifest.
+    Each sample is as it was at one moment of the save.
 
     `have` returns the samples of a partition that have a field.
     """
     with checksummed_json.directory(parent / FOLDER, MANIFEST) as path:
         names = [name for table in queue.tables() if (name := partition_of(table)) is not None]
+        if chosen is not None:
+            names = list(chosen)
         numbers = iter(range(1_000_000))
-        partitions = [_save_partition(queue, name, have, path, numbers) for name in sorted(names)]
+        partitions = [
+            _save_partition(queue, name, have, path, numbers, None if chosen is None else chosen[name])
+            for name in sorted(names)
+        ]
         return checksummed_json.write(path / MANIFEST, KIND, msgspec.to_builtins(Manifest(partitions)))
 
 
-def _save_partition(queue: tq.Queue, name: str, have: Have, path: Path, numbers: Iterator[int]) -> SampleReader:
+def _save_partition(
+    queue: tq.Queue, name: str, have: Have, path: Path, numbers: Iterator[int], chosen: Rows | None
+) -> SampleReader:
     for tries_left in reversed(range(_TRIES)):
         table = queue.table(table_of(name))
         try:
-            groups = [_save_group(table, rows, fields, path, numbers) for rows, fields in _groups(table, name, have)]
+            groups = [
+                _save_group(table, rows, fields, path, numbers) for rows, fields in _groups(table, name, have, chosen)
+            ]
         except NotFound:  # samples were cleared meanwhile
             if not tries_left:
                 raise
@@ -111,9 +122,11 @@ def _save_partition(queue: tq.Queue, name: str, have: Have, path: Path, numbers:
     raise NotFound(f"partition {name!r} is gone")
 
 
-def _groups(table: tq.Table, name: str, have: Have) -> list[tuple[Rows, list[str]]]:
-    """Group samples by the fields that they have."""
-    with table.read() as read:
+def _groups(table: tq.Table, name: str, have: Have, chosen: Rows | None) -> list[tuple[Rows, list[str]]]:
+    """Group samples, all or those `chosen`, by the fields that they have."""
+    if chosen is not None and not chosen.size:
+        return []
+    with table.read(chosen) as read:
         rows, shared = read.rows.copy(), set(read.fields)
     if not rows.size:
         return []
@@ -258,6 +271,40 @@ def load(queue: tq.Queue, manifest: Manifest, parent: Path, rows_max: int) -> No
                 _fill(table, partition.schema(), batch)
 
 
+def keyed_rows(parent: Path, partition: SampleReader) -> dict[str, Any]:
+    """Keys, tags and fields of the samples of a partition that was `verified`."""
+    found: dict[str, Any] = {"keys": [], "tags": [], "fields": {}}
+    for group in partition.groups:
+        for batch in _batches(parent / FOLDER / group.file):
+            keys = batch["key"].to_pylist()
+            found["keys"] += keys
+            found["tags"] += map(given_tags, _tags(batch))
+            found["fields"] |= {key: list(group.fields) for key in keys}
+    return found
+
+
+def merge(queue: tq.Queue, manifest: Manifest, parent: Path, rows_max: int) -> int:
+    """Put the samples of a manifest that was `verified` by their keys, beside those that are there. Return how many.
+
+    Raises `SchemaError` for a field that the partition has with another type; nothing is put then.
+    """
+    count = 0
+    for partition in manifest.partitions:
+        table, schema = Partitions(queue, rows_max).make(partition.partition_id)[0], partition.schema()
+        for name, field in schema.items():
+            if name in table.fields and table.fields[name].describe() != field.describe():
+                raise SchemaError(
+                    f'field "{name}" is {field.describe()} in the dump, and {table.fields[name].describe()} in '
+                    f"partition {partition.partition_id!r}; load into another partition's name, or clear this one"
+                )
+        table.add_fields([without_rules(field) for name, field in schema.items() if name not in table.fields])
+        for group in partition.groups:
+            for batch in _batches(parent / FOLDER / group.file):
+                put_stored(table, _columns(schema, batch), batch["key"].to_pylist(), _tags(batch))
+                count += batch.num_rows
+    return count
+
+
 def _batches(file: Path) -> Iterator[pa.RecordBatch]:
     with pa.memory_map(str(file)) as source:
         reader = pa.ipc.open_file(source)
@@ -286,15 +333,19 @@ def _plant(table: tq.Table, wanted: Rows, end: int, rows_max: int) -> None:
 
 def _fill(table: tq.Table, schema: dict[str, Field], batch: pa.RecordBatch) -> None:
     rows, keys = np.asarray(batch["index"]), batch["key"].to_pylist()
-    columns = {
-        name.removeprefix("field."): _column(schema[name.removeprefix("field.")], batch[name])
-        for name in batch.schema.names
-        if name.startswith("field.")
-    }
-    table.update(rows, tags=[json.loads(tags) for tags in batch["tags"].to_pylist()], **columns)
+    table.update(rows, tags=_tags(batch), **_columns(schema, batch))
     keyed = [at for at, key in enumerate(keys) if key]
     if keyed:
         table.update(rows[keyed], key=[keys[at] for at in keyed])
+
+
+def _tags(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    return [json.loads(tags) for tags in batch["tags"].to_pylist()]
+
+
+def _columns(schema: dict[str, Field], batch: pa.RecordBatch) -> dict[str, Any]:
+    names = [name.removeprefix("field.") for name in batch.schema.names if name.startswith("field.")]
+    return {name: _column(schema[name], batch[f"field.{name}"]) for name in names}
 
 
 def _column(field: Field, array: pa.Array) -> Any:

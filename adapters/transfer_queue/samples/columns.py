@@ -22,6 +22,7 @@ from transferqueue.client.operations.name_suggestions import RESERVED
 from transferqueue.errors import UsageError
 from transferqueue.schema import Field
 from transferqueue.storage import PlainValues, RowsOf
+from transferqueue.storage.elements.torch_interop import as_jagged
 
 TORCH_DTYPE = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
@@ -125,6 +126,9 @@ def interleaved(parts: Sequence[TensorDict], order: npt.NDArray[np.intp], names:
         if all(isinstance(column, Tensor) and not column.is_nested for column in held):
             columns[name] = torch.cat(held)[torch.from_numpy(order)]
             continue
+        if all(isinstance(column, Tensor) and flat(column) for column in held) and _are_alike(held):
+            columns[name] = _interleaved_jagged(held, order)
+            continue
         values = [value for column in held for value in values_of(column)]
         values = [values[at] for at in order.tolist()]
         if all(isinstance(column, Tensor) for column in held):
@@ -134,6 +138,22 @@ def interleaved(parts: Sequence[TensorDict], order: npt.NDArray[np.intp], names:
         else:
             columns[name] = NonTensorStack(*values)
     return TensorDict(columns, batch_size=[len(order)])
+
+
+def _are_alike(held: Sequence[Any]) -> bool:
+    return len({(column.dtype, tuple(column.values().shape[1:])) for column in held}) == 1
+
+
+def _interleaved_jagged(held: Sequence[Any], order: npt.NDArray[np.intp]) -> Tensor:
+    """Rows of jagged tensors, picked from their values at once."""
+    lengths = np.concatenate([column.offsets().diff().numpy() for column in held])
+    starts = np.cumsum(lengths) - lengths
+    offsets = np.zeros(len(order) + 1, np.int64)
+    np.cumsum(lengths[order], out=offsets[1:])
+    places = np.repeat(starts[order] - offsets[:-1], lengths[order]) + np.arange(offsets[-1])
+    values = torch.cat([column.values() for column in held])[torch.from_numpy(places)]
+    jagged: Tensor = as_jagged(values, offsets)
+    return jagged
 
 
 def values_of(column: Any) -> list[Any]:

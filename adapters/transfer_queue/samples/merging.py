@@ -15,7 +15,9 @@ import torch
 from tensordict import TensorDict
 
 import transferqueue as tq
+from transferqueue.adapters.transfer_queue.samples import table_steps
 from transferqueue.adapters.transfer_queue.samples.columns import values_of
+from transferqueue.adapters.transfer_queue.steps import Steps
 from transferqueue.errors import DeadlineExceeded, RowsChanged
 from transferqueue.schema import Field
 from transferqueue.storage import PlainValues
@@ -29,13 +31,15 @@ RETRY_S: Final = 60.0
 writer always makes progress."""
 
 
-def retried(what: str, attempt: Callable[[], T], retry_on: tuple[type[Exception], ...] = (RowsChanged,)) -> T:
+async def retried(
+    what: str, attempt: Callable[[], Steps[T]], retry_on: tuple[type[Exception], ...] = (RowsChanged,)
+) -> T:
     """Return the result of `attempt`, repeated while others write what it read. ``TimeoutError`` after `RETRY_S`;
     nothing was changed."""
     deadline, attempts = time.monotonic() + RETRY_S, 1
     while True:
         try:
-            return attempt()
+            return await attempt()
         except retry_on as error:
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
@@ -45,16 +49,16 @@ def retried(what: str, attempt: Callable[[], T], retry_on: tuple[type[Exception]
             attempts += 1
 
 
-def merge(table: tq.Table, rows: Any, data: TensorDict, merge_fn: MergeFunction) -> None:
+async def merge(table: tq.Table, rows: Any, data: TensorDict, merge_fn: MergeFunction) -> None:
     """Set each field of `data` in these rows to ``merge_fn(old, new)``, in one commit.
 
     Raises `NotFound` if a row lacks one of the fields, `RowsChanged` if one was written after it was read,
     ``TypeError`` for a result of another type; nothing is changed then. What `merge_fn` raises passes through.
     """
     names = [str(name) for name in data.keys()]  # noqa: SIM118  (a TensorDict is no mapping)
-    with table.read(rows, fields=names) as read:
+    with await table_steps.read(table, rows, names) as read:
         columns = {name: _merged(table.fields[name], read[name], values_of(data.get(name)), merge_fn) for name in names}
-        table.update(rows, overwrite=True, if_unchanged=read, **columns)
+        await table_steps.update(table, rows, columns, if_unchanged=read)
 
 
 def _merged(field: Field, column: tq.Column, new: Sequence[Any], merge_fn: MergeFunction) -> Any:
