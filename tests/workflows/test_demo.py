@@ -130,6 +130,7 @@ def test_delayed_rows_are_one_version_behind_but_for_those_of_the_first_step(inp
     [
         pytest.param({"mode": "sync", "over_sample": 1.5, "rollouts": 2}, id="over-sampling"),
         pytest.param({"budget": 2, "rollouts": 2}, id="in parts", marks=pytest.mark.long),
+        pytest.param({"mode": "colocated"}, id="colocated"),
         pytest.param({"filter_equal": True}, id="groups replaced", marks=pytest.mark.long),
         pytest.param({"mode": "sync", "over_sample": 1.5, "filter_equal": True}, id="both", marks=pytest.mark.long),
     ],

@@ -32,29 +32,34 @@ RESTART: Final = "restart"
 """Kind of the event that reports a process that died and is started again: ``text`` says why, ``next`` what follows."""
 
 
-class TimeSpan(msgspec.Struct, frozen=True, kw_only=True, tag="span"):
-    """A time span of one process. rows, version: of its batch; -1 if it has none."""
+class TimeSpan(msgspec.Struct, frozen=True, kw_only=True, tag="span", omit_defaults=True):
+    """A time span of one stage. rows, version: of its batch; -1 if it has none. stage: label of the stage; "": of its
+    process."""
 
     name: str
     start: float
     end: float
     rows: int = -1
     version: int = -1
+    stage: str = ""
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True, tag="figures"):
-    """Metrics that a stage reports, with a kind such as "step"."""
+class Figures(msgspec.Struct, frozen=True, kw_only=True, tag="figures", omit_defaults=True):
+    """Metrics that a stage reports, with a kind such as "step". stage: as of `TimeSpan`."""
 
     kind: str
     at: float
     values: dict[str, Any]
+    stage: str = ""
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
-    """A call of a stage's function raised, and its rows were released as failed. text: the traceback."""
+class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failure", omit_defaults=True):
+    """A call of a stage's function raised, and its rows were released as failed. text: the traceback. stage: as of
+    `TimeSpan`."""
 
     text: str
     rows: int
+    stage: str = ""
 
 
 Event = TimeSpan | Figures | Failure

@@ -93,7 +93,7 @@ class Flow:
         queue: accepts other processes at its address, and stays open.
         jobs: the processes.
         directory: gets one log file for each process, with its stdout and stderr.
-        observe: is called for each event, with the label of its process, by the supervising thread. If it raises, the
+        observe: is called for each event, with the label of its stage, by the supervising thread. If it raises, the
             flow fails with that error.
         restarts_max: restarts of a process without work in between; default 2.
         environment: variables of the processes, beside those of this one; default None. Without ``OMP_NUM_THREADS``
@@ -359,7 +359,7 @@ class Flow:
         if not received:
             self._selector.unregister(child.events)
         for event in child.receiver.feed(received):
-            self._observe(child.job.label, event)
+            self._observe(event.stage or child.job.label, event)
             if isinstance(event, Failure):
                 child.failure = event
         if child.receiver.progressed:

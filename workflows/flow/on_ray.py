@@ -328,7 +328,7 @@ class _Running:
         if isinstance(item, str):
             return self._ended(msgspec.json.decode(item, type=_Ended))
         for event in self._receiver.feed(item):
-            observe(self.job.label, event)
+            observe(event.stage or self.job.label, event)
             self._failure = event if isinstance(event, Failure) else self._failure
         return _Heard.EVENT
 

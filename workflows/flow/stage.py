@@ -158,6 +158,7 @@ class Context:
         directory: folder of the run; default None: it has none.
         drain: says when the process shall end with the rows that it has; default None: never.
         weights: the queue that has the channels of weights, at another site than the stage's; default None: `queue`.
+        shared: what the stages of this process share; default None: the process has one stage.
     """
 
     def __init__(
@@ -171,6 +172,7 @@ class Context:
         directory: Path | None = None,
         drain: DrainRequest | None = None,
         weights: tq.Queue | None = None,
+        shared: Any = None,
     ) -> None:
         self.queue = queue
         self.table = table
@@ -179,6 +181,7 @@ class Context:
         self.directory = directory
         self.drain = drain or DrainRequest()
         self.weights = weights or queue
+        self.shared = shared
         self._settings = dict(settings or {})
 
     def settings(self, into: type[T]) -> T:

@@ -14,6 +14,7 @@ from typing import Final, Literal
 
 from transferqueue.errors import UsageError, listing
 from transferqueue.workflows.job.settings.job import (
+    IN_TURN,
     AlgorithmSettings,
     CheckpointSettings,
     DataSettings,
@@ -116,7 +117,7 @@ def demo_job(
     """
     learned, gym = LEARNED[task], GYM_TASKS[task]
     steps = steps or learned.steps
-    least = math.ceil(over_sample) - 1 if mode == "sync" else 1
+    least = math.ceil(over_sample) - 1 if mode in IN_TURN else 1
     options = {"vllm": {"dtype": "float32"}}.get(engine, {})
     return Job(
         name=f"demo-{task}-{mode}",

@@ -23,6 +23,7 @@ from transferqueue.adapters.builtin import is_builtin
 from transferqueue.adapters.protocols import Generator
 from transferqueue.errors import Impossible, UsageError, listing
 from transferqueue.lazy import install_line
+from transferqueue.workflows.job.graph import is_colocated
 from transferqueue.workflows.job.settings.job import EngineKind, EngineSettings, Job
 
 _CPU_CACHE_BYTES: Final = 256 << 20
@@ -120,7 +121,9 @@ def _vllm(settings: EngineSettings, job: Job, key: str) -> Generator:
     from transferqueue.adapters.vllm.engine import VllmGenerator
 
     here: dict[str, Any] = (
-        {} if torch.cuda.is_available() else {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_CACHE_BYTES}
+        {"enable_sleep_mode": is_colocated(job)}
+        if torch.cuda.is_available()
+        else {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_CACHE_BYTES}
     )
     arguments = {
         "dtype": job.model.dtype,

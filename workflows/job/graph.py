@@ -54,6 +54,8 @@ FACTORIES: Final[Mapping[str, str]] = {
     names.TRAIN_CRITIC: f"{_HERE}.training.process:train_critic",
     names.EVALUATE: f"{_HERE}.stages.evaluate:evaluate",
 }
+_COLOCATED: Final = f"{_HERE}.training.colocated:train"
+"""Factory of ``train`` in mode ``colocated``, whose process generates too."""
 """Factory of each process. A process imports that module only, so that only processes with a model load torch."""
 
 TRAINERS: Final = "trainers"
@@ -133,6 +135,11 @@ def hands_back(job: Job) -> bool:
 def stops_oversampling(job: Job) -> bool:
     """Whether generators stop when a batch is full. Episodes are finished instead."""
     return job.pacing.over_sample > 1 and not has_episodes(job)
+
+
+def is_colocated(job: Job) -> bool:
+    """Whether the trainer's process generates too."""
+    return job.pacing.mode == "colocated"
 
 
 def task_names(job: Job) -> tuple[str, ...]:
@@ -323,10 +330,17 @@ def stage_jobs(job: Job, directory: Path | None = None, *, site: str = "", weigh
         name = stage.task.name
         if name == names.LENGTHS:
             continue  # `rank` serves it
+        if name == generating and is_colocated(job):
+            continue  # `train` serves it
         here = [n for n in range(_count(name, job)) if name != generating or engine_of(job, n).site == site]
         processes += [_process(described, name, stage, number) for number in here]
     if job.evaluation.path:
         processes.append(_process(described, names.EVALUATE))
+    if is_colocated(job):
+        processes = [
+            msgspec.structs.replace(process, factory=_COLOCATED) if process.name == names.TRAIN else process
+            for process in processes
+        ]
     if site:
         processes = [process for process in processes if process.name == generating]
     return [msgspec.structs.replace(process, weights=weights) for process in processes]

@@ -24,6 +24,7 @@ from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.tokenizer import class_environment
 from transferqueue.workflows.job.graph import create_table, stage_jobs
 from transferqueue.workflows.job.run.folder import RunFolder, new_folder
+from transferqueue.workflows.job.run.machine import process_variables
 from transferqueue.workflows.job.run.preflight import importable, placement_of, preflight
 from transferqueue.workflows.job.run.record import RunRecord
 from transferqueue.workflows.job.run.recorded import recorded
@@ -134,7 +135,7 @@ class JobTrainer:
             directory=logs,
             observe=observe,
             environment=environment,
-            environments=placement.environments(),
+            environments=process_variables(self.job, placement),
         )
         self._flow = self._stack.enter_context(flow)
         return self._service

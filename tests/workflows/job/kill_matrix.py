@@ -36,8 +36,7 @@ from pathlib import Path
 
 from tests.workflows.job import short_run
 from tests.workflows.job.killed_run import SERVING, STARTS, Kill, KilledRun, kill_of, phases_of
-from transferqueue.workflows.job import names
-from transferqueue.workflows.job.graph import task_names
+from transferqueue.workflows.job.graph import stage_jobs
 from transferqueue.workflows.job.settings.read import job_from_file
 from transferqueue.workflows.job.training.checkpoint import Checkpoints, checkpoint_state
 
@@ -95,8 +94,8 @@ class RunResult:
 
 def targets(place: Path) -> list[str]:
     """What can be killed in the job of `place`."""
-    tasks = task_names(job_from_file(place / "job.toml"))
-    return [names.PROMPTS, *tasks, names.EVALUATE, *SERVING]
+    processes = dict.fromkeys(process.name for process in stage_jobs(job_from_file(place / "job.toml")))
+    return [*processes, *SERVING]
 
 
 def result_of(place: Path, folder: Path, kills: list[Kill], wanted: dict[str, bytes], longest_s: float) -> RunResult:

@@ -49,8 +49,13 @@ trainer = { prompts_per_step = 8, lr = 1e-3, order = "ordinal" }
 TOKENIZER = "transformers.tokenization_utils_tokenizers:TokenizersBackend model"
 """What a run finds out for its processes by `AutoTokenizer`, for which it loads torch: it is told, and starts four
 seconds sooner."""
-JOBS = {"grpo": GRPO, "ppo": PPO, "ppo-whitened": PPO.replace("whiten = false", "whiten = true")}
-"""Sync mode, fixed seeds, rows in order: each ends with the same weights whatever is killed."""
+JOBS = {
+    "grpo": GRPO,
+    "ppo": PPO,
+    "ppo-whitened": PPO.replace("whiten = false", "whiten = true"),
+    "colocated": GRPO.replace('mode = "sync"', 'mode = "colocated"'),
+}
+"""Nothing ahead, fixed seeds, rows in order: each ends with the same weights whatever is killed."""
 
 LOOK_S = 0.01
 """Time between two looks at a run from outside: a phase may be over in a tenth of a second."""

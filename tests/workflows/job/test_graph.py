@@ -128,6 +128,16 @@ def test_pacing_follows_the_mode():
     assert graph.limits(job("grpo", "checkpoint.every=10")).rows == 10 * 8 + 16
 
 
+def test_a_colocated_trainer_generates_too():
+    processes = {process.name: process for process in graph.stage_jobs(job("grpo", "pacing.mode=colocated"))}
+    assert [*processes] == ["prompts", "reward", "advantage", "train"]
+    assert processes["train"].factory == "transferqueue.workflows.job.training.colocated:train"
+    settings = job("play", "pacing.mode=colocated")
+    assert [process.name for process in graph.stage_jobs(settings)] == ["prompts", "advantage", "train"]
+    assert graph.pacing(settings).rows_ahead_max == 8
+    assert settings.trainer.stream == "off"
+
+
 def test_the_source_waits_for_room_as_long_as_others_for_rows():
     """A step, or the start of an engine, may take longer than the five minutes of other flows."""
     assert {process.stall_s for process in graph.stage_jobs(job("grpo"))} == {STALL_S}

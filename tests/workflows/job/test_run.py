@@ -45,6 +45,32 @@ def test_a_run_trains_every_row_and_leaves_files_and_no_memory(place, whole):
     assert RunFolder(folder).finished
 
 
+def test_a_colocated_job_loses_its_process_and_ends_as_one_with_an_engine_apart(place, tmp_path):
+    words = ("job.toml", "--json", "--set", 'evaluation.path=""', "--set", "trainer.stream=off")
+    apart = finished(train(place, *words, "--out", str(tmp_path / "apart")))
+    folder = tmp_path / "colocated"
+    process = train(place, *words, "--set", "pacing.mode=colocated", "--out", str(folder))
+    wait_for(process, folder / "steps.jsonl", 2)
+    os.kill(short_run.pid_of(process.pid, "train"), signal.SIGKILL)
+    outcome = finished(process)
+    for found in (apart, outcome):
+        assert (found["rows_put"], found["rows_done"], found["rows_dropped"]) == (ROWS, ROWS, {})
+        assert found["staleness"] == {"0": ROWS}
+    assert outcome["busy"].keys() == apart["busy"].keys()
+    assert [restart["label"] for restart in lines(folder / "restarts.jsonl")] == ["train-0"]
+    assert final_weights(folder) == final_weights(tmp_path / "apart")
+
+
+@pytest.mark.long
+def test_an_engine_that_cannot_start_beside_its_trainer_ends_the_run_with_its_text(place, tmp_path):
+    changes = ["pacing.mode=colocated", "engine.0.options.no_such_option=1", 'evaluation.path=""']
+    words = [word for change in changes for word in ("--set", change)]
+    process = train(place, "job.toml", "--out", str(tmp_path / "run"), *words)
+    _, stderr = process.communicate(timeout=200)
+    assert process.returncode in (2, 3)
+    assert "no_such_option" in stderr
+
+
 @pytest.mark.long
 def test_after_the_death_of_every_process_at_once_a_run_ends_bit_equal(place, whole):
     folder = place / "killed"
@@ -106,7 +132,7 @@ def test_a_reward_that_raises_ends_the_run_with_the_row_and_its_text(place):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["grpo", "ppo", "ppo-whitened"])
+@pytest.mark.parametrize("kind", ["grpo", "ppo", "ppo-whitened", "colocated"])
 def test_processes_killed_at_random_moments_lose_and_double_nothing(kind):
     assert kill_matrix.main(["--runs", "2", "--sample", "--kind", kind]) == 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
@@ -46,9 +45,10 @@ ENGINE: Final = "Engine and cluster"
 OUTPUT: Final = "Output"
 
 ModeOption = Annotated[
-    Literal["sync", "delayed", "async"],
+    Literal["sync", "delayed", "async", "colocated"],
     typer.Option(
-        help="Generate and train in turn; a batch ahead with weights one step old; or ahead with the newest.",
+        help="Generate and train in turn; a batch ahead with weights one step old; ahead with the newest; or in turn "
+        "in one process, on one device.",
         rich_help_panel=ASYNCHRONY,
     ),
 ]
@@ -202,8 +202,6 @@ def demo(
 
     _check_installed()
     check_task(dataset)
-    # Each process has one core's worth of a tiny model to compute; more threads would only wait for each other.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
     def job_in(inputs: Path) -> Job:
         return checked(

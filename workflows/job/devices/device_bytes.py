@@ -12,6 +12,9 @@ Weights, gradients and moments are exact: a test compares them with torch's. A r
 and two layers whole in place of all copies; it loads the whole model first (`DeviceBytes.loading`). Under LoRA only the
 adapters have gradients and moments. Activations are an estimate for a decoder of Llama's form whose attention keeps no
 scores. vLLM takes its share of the device for all three.
+
+A trainer and an engine that use a device in turn (mode ``colocated``) hold what stays of both, and the larger of what
+each adds in its turn: the trainer keeps weights and moments; an engine keeps its weights, but for vLLM, which sleeps.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from transferqueue.workflows.job.settings.sizes import tokens_of_row
 
 CACHE: Final = "kv_cache_memory_bytes"
 """Option of vLLM: bytes of its KV cache on each device."""
+TURN: Final = "in turn"
+"""Part of a trainer and an engine that use a device in turn: of the one that adds more."""
 NUMBER_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROCESS_BYTES: Final = 1 << 29
 """Context and libraries of a process on a GPU: about half a GiB. Not measured here."""
@@ -81,6 +86,15 @@ def trained(job: Job, sizes: ModelSizes, *, critic: bool = False) -> DeviceBytes
         },
         loading=sizes.parameters * base if sharded else 0,
     )
+
+
+def in_turn(trainer: DeviceBytes, engine: DeviceBytes, *, sleeps: bool) -> DeviceBytes:
+    """Return the bytes of a trainer and an engine that use a device in turn. sleeps: nothing stays of the engine."""
+    stays = {name: trainer.parts[name] for name in ("weights", "moments")}
+    kept = {} if sleeps else {"engine weights": engine.parts["weights"]}
+    training = trainer.total - sum(stays.values())
+    generation = engine.total - sum(kept.values())
+    return DeviceBytes(parts=stays | kept | {TURN: max(training, generation)})
 
 
 def scored(sizes: ModelSizes, dtype: str, tokens: int, logits_dtype: str = "float32") -> DeviceBytes:

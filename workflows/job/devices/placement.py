@@ -5,10 +5,11 @@
    the first engine. GPUs that a key names are left out, unless there are no others.
 2. A process sees its own GPUs alone (``CUDA_VISIBLE_DEVICES``), one with ``"cpu"`` and one without a model none.
    Processes that run only reward functions see every GPU that the job sees: a function may load a model itself.
-3. vLLM takes a share of a GPU (``options.gpu_memory_utilization``): the declared one, or what the other processes there
+3. In mode ``colocated`` the trainer's process has the engine too, on one GPU that either key may name.
+4. vLLM takes a share of a GPU (``options.gpu_memory_utilization``): the declared one, or what the other processes there
    leave, at most `SHARE_MAX`. Where two keys name one GPU, it must be declared.
-4. Two ranks are never on one GPU, nor are two parts of a ``tensor_parallel`` engine, which is on one host.
-5. The bytes of a GPU must be free on it. Of a GPU whose bytes are not known (0, as on Ray), nothing is compared.
+5. Two ranks are never on one GPU, nor are two parts of a ``tensor_parallel`` engine, which is on one host.
+6. The bytes of a GPU must be free on it. Of a GPU whose bytes are not known (0, as on Ray), nothing is compared.
 """
 
 from __future__ import annotations
@@ -26,9 +27,16 @@ from transferqueue.errors.text import counted
 from transferqueue.workflows.flow.processes.stage_process import StageJob
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.devices import device_bytes
-from transferqueue.workflows.job.devices.device_bytes import CACHE, PROCESS_BYTES, DeviceBytes, cache_bytes
+from transferqueue.workflows.job.devices.device_bytes import (
+    CACHE,
+    NUMBER_BYTES,
+    PROCESS_BYTES,
+    TURN,
+    DeviceBytes,
+    cache_bytes,
+)
 from transferqueue.workflows.job.devices.model_sizes import ModelSizes
-from transferqueue.workflows.job.graph import engine_of, evaluation_engine
+from transferqueue.workflows.job.graph import engine_of, evaluation_engine, is_colocated
 from transferqueue.workflows.job.settings.job import Devices, EngineSettings, Job, ScorerSettings
 from transferqueue.workflows.job.settings.sizes import gib, tokens_of_row
 
@@ -267,7 +275,7 @@ class _Map:
         self._take(label, f"engine.{entry}.devices", engine.devices, turn, engine.tensor_parallel)
 
     def _choose_for_ranks(self, ranks: Sequence[int]) -> None:
-        named = self._job.trainer.devices
+        key, named = _trainer(self._job)
         if isinstance(named, tuple) and (len(named) != len(ranks) or len(set(named)) < len(ranks)):
             raise UsageError(
                 f"trainer.devices={[*named]} with trainer.ranks={len(ranks)}: each rank has a GPU of its own; give "
@@ -281,13 +289,14 @@ class _Map:
         if len(self._open) < len(ranks):
             self._open = [*range(len(self._devices))]
         for rank in ranks:
-            self._take(f"{names.TRAIN}-{rank}", "trainer.devices", named, rank)
+            self._take(f"{names.TRAIN}-{rank}", key, named, rank)
 
     def _choose_for_evaluation(self) -> None:
         """Beside the first engine, unless the job says another place. On Ray a tensor-parallel engine has its GPUs
         alone."""
         named, width = self._job.evaluation.devices, 1
-        beside = next((process for process in self._placed.values() if _name(process.label) in _ENGINES), None)
+        generating = (names.TRAIN,) if is_colocated(self._job) else _ENGINES
+        beside = next((process for process in self._placed.values() if _name(process.label) in generating), None)
         if beside is not None:
             width = evaluation_engine(self._job).tensor_parallel
         label = f"{names.EVALUATE}-0"
@@ -346,7 +355,8 @@ class _Map:
             loading = max(loading, held.loading)
             for name, size in held.parts.items():
                 parts[name] = parts.get(name, 0) + size
-        context = PROCESS_BYTES if on_gpu else 0
+        own = 2 if self._is_shared(label) and engine_of(self._job, 0).kind == "vllm" else 1  # processes
+        context = own * PROCESS_BYTES if on_gpu else 0
         return DeviceBytes(parts=parts | {"process": context}, loading=loading and loading + context)
 
     def _models_of(self, label: str) -> Iterator[DeviceBytes | None]:
@@ -354,6 +364,8 @@ class _Map:
         job, name = self._job, _name(label)
         if name in _ENGINES:
             yield self._engine(engine_of(job, _instance(label)))
+        elif self._is_shared(label):
+            yield self._trainer_and_engine()
         elif name == names.TRAIN:
             yield self._counted(job.model.path, lambda sizes: device_bytes.trained(job, sizes))
         elif name == names.TRAIN_CRITIC:
@@ -368,6 +380,18 @@ class _Map:
             yield self._scorer(
                 {names.REFERENCE: job.reference, names.VALUE: job.critic, names.TEACHER: job.teacher}[name]
             )
+
+    def _is_shared(self, label: str) -> bool:
+        """Whether the process has a trainer and an engine."""
+        return is_colocated(self._job) and _name(label) == names.TRAIN
+
+    def _trainer_and_engine(self) -> DeviceBytes | None:
+        engine = engine_of(self._job, 0)
+        generated = self._engine(engine)
+        trained = self._counted(self._job.model.path, lambda sizes: device_bytes.trained(self._job, sizes))
+        if trained is None or generated is None:
+            return None
+        return device_bytes.in_turn(trained, generated, sleeps=engine.kind == "vllm")
 
     def _evaluation(self) -> Iterator[DeviceBytes | None]:
         if self._job.algorithm.kind == "sft":
@@ -401,7 +425,7 @@ class _Map:
 
     def _engine_of(self, process: PlacedProcess) -> EngineSettings | None:
         """The settings of a process with vLLM on a GPU that takes a share of it."""
-        if _name(process.label) in _ENGINES:
+        if _name(process.label) in _ENGINES or self._is_shared(process.label):
             engine = engine_of(self._job, _instance(process.label))
         elif _name(process.label) == names.EVALUATE and self._job.algorithm.kind != "sft":
             engine = evaluation_engine(self._job)
@@ -420,13 +444,19 @@ class _Map:
             return process
         share = float(engine.options.get(SHARE, 0)) or min(self._left(device, process) for device in process.devices)
         parts = process.held.parts
-        taken = int(share * min(self._devices[device].total for device in process.devices))
-        if taken:
+        taken = self._taken(process, share)
+        if taken and TURN in parts:
+            parts = parts | {TURN: max(parts[TURN], taken)}
+        elif taken:
             parts = parts | {"KV cache": taken - sum(parts.values()) + parts.get("KV cache", 0)}
         return changed(process, share=share, held=changed(process.held, parts=parts))
 
+    def _taken(self, process: PlacedProcess, share: float) -> int:
+        """The bytes of a share of each GPU of a process."""
+        return int(share * min(self._devices[device].total for device in process.devices))
+
     def _left(self, device: int, process: PlacedProcess) -> float:
-        """The share that other processes leave of a GPU."""
+        """The share that other processes, and a trainer in the same process, leave of a GPU."""
         found, others = self._devices[device], [other for other in self._on(device) if other.label != process.label]
         for other in others:
             if process.key and other.key:
@@ -439,6 +469,8 @@ class _Map:
             return math.floor(100 * SHARE_MAX / (len(others) + 1)) / 100
         open_too = [other for other in others if self._engine_of(other) and self._has_no_share(other)]
         taken = sum(other.held.total for other in others if other not in open_too)
+        if (own := process.held.parts).get(TURN):
+            taken += sum(own.values()) - own[TURN]
         left = min(SHARE_MAX, (found.free - taken) / found.total) / (len(open_too) + 1)
         return max(0.01, math.floor(100 * left + _ROUNDING) / 100)
 
@@ -469,7 +501,10 @@ class _Map:
         if not engine or not sizes:
             return True
         row = tokens_of_row(self._job) * cache_bytes(sizes, self._job.model.dtype) // engine.tensor_parallel
-        return process.held.parts["KV cache"] >= row
+        cache = process.held.parts.get("KV cache")
+        if cache is None:
+            cache = self._taken(process, process.share) - sizes.parameters * NUMBER_BYTES[self._job.model.dtype]
+        return cache >= row
 
 
 def _instances(job: Job, processes: Sequence[StageJob]) -> dict[str, list[int]]:
@@ -494,12 +529,19 @@ def _keys(job: Job, instances: Mapping[str, Sequence[int]]) -> dict[str, Devices
             entries = [_entry(job, f"{name}-{number}") for number in numbers]
             keys |= {f"engine.{entry}.devices": job.engine[entry].devices for entry in entries}
         elif name == names.TRAIN:
-            keys["trainer.devices"] = job.trainer.devices
+            keys |= [_trainer(job)]
         elif name == names.EVALUATE:
             keys["evaluation.devices"] = job.evaluation.devices
         else:
             keys |= [_scorer(job, name)]
     return keys
+
+
+def _trainer(job: Job) -> tuple[str, Devices]:
+    """Key and value of the devices of the trainer; where it has the engine in its process, of either."""
+    if is_colocated(job) and job.trainer.devices == "auto":
+        return "engine.0.devices", job.engine[0].devices
+    return "trainer.devices", job.trainer.devices
 
 
 def _scorer(job: Job, name: str) -> tuple[str, Devices]:

@@ -10,7 +10,8 @@ from typing import Final
 
 from transferqueue.errors import UsageError
 from transferqueue.lazy import install_line
-from transferqueue.workflows.job.devices.placement import VISIBLE, FoundDevice
+from transferqueue.workflows.job.devices.cores import THREADS, threads
+from transferqueue.workflows.job.devices.placement import VISIBLE, FoundDevice, Placement
 from transferqueue.workflows.job.settings.job import EngineKind, Job
 
 _ENGINE_PACKAGES: Final[dict[EngineKind, tuple[str, str]]] = {
@@ -66,6 +67,16 @@ def found_devices() -> list[FoundDevice]:
 
 def _unlisted(why: str) -> UsageError:
     return UsageError(f"{_LISTS}: {why}; repair the driver, or hide the program from PATH to run on the CPU")
+
+
+def process_variables(job: Job, placement: Placement) -> dict[str, dict[str, str]]:
+    """Return the variables of each process of the map, by label: its GPUs, and its threads unless ``OMP_NUM_THREADS``
+    is set."""
+    variables = placement.environments()
+    if THREADS not in os.environ:
+        for label, of_process in threads(placement.processes, job.pacing.mode, len(os.sched_getaffinity(0))).items():
+            variables[label] = variables.get(label, {}) | of_process
+    return variables
 
 
 def devices_of(text: str, visible: str | None) -> list[FoundDevice]:

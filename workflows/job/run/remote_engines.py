@@ -28,6 +28,7 @@ from transferqueue.workflows.flow.flow import Flow, Observe
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.tokenizer import class_environment
 from transferqueue.workflows.job.graph import stage_jobs
+from transferqueue.workflows.job.run.machine import process_variables
 from transferqueue.workflows.job.run.preflight import check_queue, importable, placement_of, preflight
 from transferqueue.workflows.job.run.server import RunServer
 from transferqueue.workflows.job.settings.job import Job
@@ -77,7 +78,7 @@ def run_remote_engines(
             observe=observe,
             restarts_max=RESTARTS_MAX,
             environment=environment,
-            environments=placement.environments(),
+            environments=process_variables(job, placement),
         ) as flow:
             flow.run()
 

@@ -34,6 +34,7 @@ from transferqueue.workflows.job.devices.placement import FoundDevice, Placement
 from transferqueue.workflows.job.graph import TRAINERS, create_table, generating_task, stage_jobs
 from transferqueue.workflows.job.run.elastic import scaler_of
 from transferqueue.workflows.job.run.folder import PLAN, SUMMARY, RunFolder, new_folder
+from transferqueue.workflows.job.run.machine import process_variables
 from transferqueue.workflows.job.run.on_ray import deployed, flow_on_ray, reserved
 from transferqueue.workflows.job.run.plot import can_draw, draw
 from transferqueue.workflows.job.run.preflight import check_queue, importable, placement_of, preflight
@@ -168,7 +169,7 @@ def _run_processes(
             gpus = stack.enter_context(reserved(placement, job))
             flow = flow_on_ray(job, processes, address, gpus=gpus, **terms)
         else:
-            environments = placement.environments()
+            environments = process_variables(job, placement)
             flow = Flow(queue, processes, directory=folder.path / "logs", environments=environments, **terms)
         with flow, _scaling(scaler, flow, queue.table(names.TABLE), job):
             started(flow)

@@ -14,7 +14,9 @@ import msgspec
 
 AlgorithmKind = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "ppo", "distill", "sft"]
 EngineKind = Literal["builtin", "transformers", "vllm", "vllm_server", "sglang_server", "openai"]
-Mode = Literal["sync", "delayed", "async"]
+Mode = Literal["sync", "delayed", "async", "colocated"]
+IN_TURN: Final = ("sync", "colocated")
+"""Modes in which nothing is generated ahead: a step's rows have the weights of the step before."""
 Devices = tuple[int, ...] | Literal["auto", "cpu"]
 
 _DTYPES: Final = "One of `float32`, `bfloat16` and `float16`."
@@ -259,7 +261,7 @@ class TrainerSettings(_Table):
     stream: Annotated[
         Literal["auto", "on", "off"],
         "`on`: begin with the rows that are ready; `off`: wait for all of a step;",
-        "`auto`: on, unless advantages are whitened or a step takes several updates.",
+        "`auto`: on, unless advantages are whitened, a step takes several updates, or the mode is `colocated`.",
     ] = "auto"
     order: Annotated[
         Literal["ready", "ordinal"],
@@ -297,12 +299,13 @@ class PacingSettings(_Table):
     mode: Annotated[
         Mode,
         "`sync`: nothing is generated ahead; `delayed`: one batch, with the weights before the current step's; `async`:"
-        " `depth` batches, with weights that change between two tokens.",
+        " `depth` batches, with weights that change between two tokens; `colocated`: as `sync`, in one process, whose"
+        " engine and trainer use one device in turn.",
     ] = "async"
     depth: Annotated[
         int | None,
         "Batches that are generated ahead.",
-        "Open: 0 for `sync`, 1 for `delayed`, and for `async` `max_staleness`, or 1.",
+        "Open: 0 for `sync` and `colocated`, 1 for `delayed`, and for `async` `max_staleness`, or 1.",
     ] = None
     max_staleness: Annotated[
         int | None,

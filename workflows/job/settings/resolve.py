@@ -16,7 +16,7 @@ from transferqueue.workflows.job.settings.job import Job, ScorerSettings
 
 Scorer = TypeVar("Scorer", bound=ScorerSettings)
 
-_AHEAD: Final = {"sync": 0, "delayed": 1, "async": 1}
+_AHEAD: Final = {"sync": 0, "colocated": 0, "delayed": 1, "async": 1}
 """Depth of each mode."""
 
 
@@ -57,10 +57,11 @@ def _staleness(job: Job) -> int:
 
 
 def _stream(job: Job) -> str:
-    """Begin with the rows that are ready, unless the step needs the whole batch first."""
+    """Begin with the rows that are ready, unless the step needs the whole batch or the engine's device first."""
     if job.trainer.stream != "auto":
         return job.trainer.stream
-    return "off" if job.algorithm.whiten or updates(job.algorithm) > 1 else "on"
+    whole = job.algorithm.whiten or updates(job.algorithm) > 1 or job.pacing.mode == "colocated"
+    return "off" if whole else "on"
 
 
 def _scorer(scorer: Scorer, job: Job, path: str) -> Scorer:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from transferqueue.errors import Impossible, UsageError
 from transferqueue.workflows.job.settings.defaults import KINDS, defaults_of, updates
-from transferqueue.workflows.job.settings.job import Job, RaySettings
+from transferqueue.workflows.job.settings.job import IN_TURN, Devices, Job, RaySettings
 from transferqueue.workflows.job.settings.ranges import check_ranges
 from transferqueue.workflows.job.settings.sizes import (
     GIB,
@@ -416,16 +416,21 @@ def _pacing(job: Job) -> None:
     pacing = job.pacing
     at_hand = f"mode={pacing.mode!r} with depth={pacing.depth} and max_staleness={pacing.max_staleness}"
     surplus = math.ceil(pacing.over_sample) - 1
-    if pacing.mode == "sync" and (pacing.depth or (pacing.max_staleness and not surplus)):
+    if pacing.mode in IN_TURN and (pacing.depth or (pacing.max_staleness and not surplus)):
         raise Impossible(f"{at_hand}: a synchronous job has 0 of both, and one that over-samples may have staleness")
     if pacing.mode == "delayed" and (pacing.depth not in (None, 1) or pacing.max_staleness not in (None, 1)):
         raise Impossible(f'{at_hand}: a one-step delay is 1 of both; mode="async" takes others')
     if pacing.mode == "async" and (pacing.depth == 0 or pacing.max_staleness == 0):
         raise Impossible(f'{at_hand}: nothing could be generated ahead; give at least 1 of both, or mode="sync"')
     if pacing.over_sample > 1 and pacing.mode != "sync":
+        why = (
+            "rows would be generated while the trainer has the device"
+            if pacing.mode == "colocated"
+            else "a job with depth begins more than a batch anyway"
+        )
         raise Impossible(
-            f"over_sample={pacing.over_sample:g} with mode={pacing.mode!r}: a job with depth begins more than a batch "
-            'anyway; set mode="sync", or more depth'
+            f'over_sample={pacing.over_sample:g} with mode={pacing.mode!r}: {why}; set mode="sync", or leave '
+            "over_sample out"
         )
     if pacing.max_staleness is not None and surplus > pacing.max_staleness:
         raise Impossible(
@@ -444,6 +449,53 @@ def _pacing(job: Job) -> None:
             f"too old to be trained; set pacing.max_staleness={job.weights.every}, or "
             f"weights.every={pacing.max_staleness}"
         )
+
+
+def _colocated(job: Job) -> None:
+    """Mode colocated has one process for engine and trainer, on one device."""
+    if job.pacing.mode != "colocated":
+        return
+    engines, at_hand = job.engine, 'mode="colocated"'
+    if job.algorithm.kind == "sft":
+        raise UsageError(f'{at_hand} with kind="sft", which generates nothing; leave it out')
+    if served := [engine.kind for engine in engines if engine.kind in _SERVED]:
+        raise UsageError(
+            f"{at_hand} with engine.kind={served[0]!r}: a server has devices of its own and cannot hand them to the "
+            'trainer; set engine.kind="vllm", or mode="sync"'
+        )
+    counts = {
+        "engine processes": sum(engine.count for engine in engines),
+        "trainer.ranks": job.trainer.ranks,
+        "engine.0.tensor_parallel": engines[0].tensor_parallel,
+    }
+    for key, count in counts.items():
+        if count != 1:
+            raise UsageError(
+                f'{at_hand} with {count} {key}: one process generates and trains, on one device; set 1, or mode="sync"'
+            )
+    others = {
+        'on="ray"': job.on == "ray",
+        "elastic.max": bool(job.elastic.max),
+        'dispatch.kind="length"': job.dispatch.kind == "length",
+        "engine.0.site": bool(engines[0].site),
+        'trainer.stream="on"': job.trainer.stream == "on",
+    }
+    for key, is_set in others.items():
+        if is_set:
+            raise UsageError(
+                f"{at_hand} with {key}: the engine is in the trainer's process, and has the device until the step's "
+                'rows have all come; leave it out, or set mode="sync"'
+            )
+    named = {devices for devices in (engines[0].devices, job.trainer.devices) if devices != "auto"}
+    if len(named) > 1 or any(len(devices) != 1 for devices in named if isinstance(devices, tuple)):
+        raise UsageError(
+            f"{at_hand} with engine.0.devices={_listed(engines[0].devices)} and "
+            f"trainer.devices={_listed(job.trainer.devices)}: both use one device in turn; name one GPU in one of them"
+        )
+
+
+def _listed(devices: Devices) -> str:
+    return str([*devices]) if isinstance(devices, tuple) else repr(devices)
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -518,6 +570,7 @@ _RULES: Final[tuple[Callable[[Job], None], ...]] = (
     _sites,
     _on_ray,
     _pacing,
+    _colocated,
     _best,
     _tokens,
     _memory,

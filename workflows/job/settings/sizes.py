@@ -6,7 +6,7 @@ from typing import Final
 
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.settings.defaults import advantage_columns, columns_of, tasks_of
-from transferqueue.workflows.job.settings.job import AlgorithmSettings, Job
+from transferqueue.workflows.job.settings.job import IN_TURN, AlgorithmSettings, Job
 
 GIB: Final = 1 << 30
 MIB: Final = 1 << 20
@@ -48,7 +48,7 @@ def batch_rows(job: Job) -> int:
 def depth(job: Job) -> float:
     """Batches that may be outstanding beyond the current one: the depth of the mode, and the surplus of
     over-sampling."""
-    by_mode = 0 if job.pacing.mode == "sync" else 1
+    by_mode = 0 if job.pacing.mode in IN_TURN else 1
     return (by_mode if job.pacing.depth is None else job.pacing.depth) + surplus_prompts(
         job
     ) / job.trainer.prompts_per_step

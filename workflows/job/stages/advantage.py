@@ -30,7 +30,7 @@ from transferqueue.workflows.job.algorithms.advantages import (
 )
 from transferqueue.workflows.job.names import ADVANTAGE
 from transferqueue.workflows.job.settings.defaults import columns_of, filled
-from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.settings.job import IN_TURN, Job
 from transferqueue.workflows.job.settings.sizes import depth
 from transferqueue.workflows.job.stages.all_dropped_guard import AllDroppedGuard
 
@@ -53,7 +53,7 @@ def advantage(context: Context) -> Iterator[Work]:
 
     step = StepRows(context)
     whole_steps = bool(
-        algorithm.whiten and job.trainer.order == "ordinal" and job.pacing.mode == "sync" and not depth(job)
+        algorithm.whiten and job.trainer.order == "ordinal" and job.pacing.mode in IN_TURN and not depth(job)
     )
 
     def compare(batch: tq.Batch) -> Iterator[PartialResult]:

@@ -8,7 +8,8 @@
    parameter update of AsyncFlow, arXiv 2507.01663, section 4). The engine changes weights when no row of an older
    version is left in it. Once a batch is full, nothing more begins in sync mode with weights older than those that the
    batch makes (`oversampling`).
-4. A row never begins with weights that would make it stale: it waits for newer ones.
+4. *Handed* (colocated): as exact in sync mode; the trainer of this process hands each version over (`device_turns`).
+5. A row never begins with weights that would make it stale: it waits for newer ones.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from transferqueue.errors import DeadlineExceeded, NotFound, PeerError
 from transferqueue.workflows.flow.events import SWAP, WEIGHTS
 from transferqueue.workflows.flow.loop.full_batches import Due, nothing_due
 from transferqueue.workflows.flow.stage import Context
+from transferqueue.workflows.job.graph import engine_of
 from transferqueue.workflows.job.names import POLICY
 from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.stages.device_turns import DeviceTurns
 
 FIRST_S: Final = 3600.0
 """Longest wait for the first weights, which the trainer publishes when its model is loaded."""
@@ -55,6 +58,10 @@ def policy_weights(context: Context, engine: Generator, job: Job, due: Due = not
 
     Blocks for the first version, at most `FIRST_S`. Raises `DeadlineExceeded` if none comes.
     """
+    if isinstance(context.shared, DeviceTurns):
+        with context.shared.hosting(context, engine, engine_of(job, context.instance).kind):
+            yield HandedWeights(context.shared)
+        return
     updater = WeightUpdater(context.weights, POLICY, _updating(context, engine, SWAP))
     try:
         if not updater.follow(FIRST_S):
@@ -165,6 +172,26 @@ class ExactWeights:
             self._update(ChannelWeights(self._address, weights), weights.version)
         self._channel.applied(weights.version)
         return weights.version
+
+
+# ---------------------------------------------------------------- handed versions
+
+
+class HandedWeights:
+    """Rule 4: of an engine that shares its device with the trainer."""
+
+    def __init__(self, turns: DeviceTurns) -> None:
+        self._turns = turns
+
+    def turns(self, batch: tq.Batch) -> list[tuple[int, list[int]]]:
+        """All rows at once, with the version of the clock."""
+        return [(batch.version, [*range(len(batch))])]
+
+    @contextmanager
+    def at(self, version: int) -> Iterator[None]:
+        """When the engine has that version."""
+        self._turns.wait(version, NEWER_S)
+        yield
 
 
 # ---------------------------------------------------------------- followed versions

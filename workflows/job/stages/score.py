@@ -25,7 +25,7 @@ from transferqueue.errors import DeadlineExceeded
 from transferqueue.workflows.flow.events import SWAP
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job.names import CRITIC, POLICY, TRAIN_CRITIC
-from transferqueue.workflows.job.settings.job import Job, ModelSettings, ScorerSettings
+from transferqueue.workflows.job.settings.job import IN_TURN, Job, ModelSettings, ScorerSettings
 from transferqueue.workflows.job.settings.sizes import pass_tokens
 
 FIRST_S: Final = 3600.0
@@ -69,7 +69,7 @@ def value(context: Context) -> Iterator[Values]:
     newest = _followed(context, CRITIC, model)
 
     def refresh(batch: tq.Batch) -> None:
-        if job.pacing.mode == "sync":
+        if job.pacing.mode in IN_TURN:
             _wait_for_critic(newest, int(batch.policy_version.max()))
         newest.follow()
 

@@ -12,6 +12,7 @@ import torch
 import transferqueue as tq
 from transferqueue.errors import InternalError
 from transferqueue.workflows.job.settings.job import AlgorithmSettings
+from transferqueue.workflows.job.stages.device_turns import DeviceTurns
 from transferqueue.workflows.job.training.checkpoint import Checkpoints
 from transferqueue.workflows.job.training.columns import RowColumns, joined, lengths, select
 from transferqueue.workflows.job.training.gather import StreamPosition
@@ -140,6 +141,25 @@ class Passes:
         figures = self._learner.step(counts=counts)
         self._update_s += self._clock() - started
         return figures
+
+
+class PassesInTurn(Passes):
+    """Passes on a device that the engine of this process uses in turn. turns: of the two. Other arguments as of
+    `Passes`."""
+
+    def __init__(self, learner: StepLearner, algorithm: AlgorithmSettings, *, seed: int, turns: DeviceTurns) -> None:
+        super().__init__(learner, algorithm, seed=seed)
+        self._turns = turns
+
+    def compute(self, columns: RowColumns, ids: list[int]) -> None:
+        """See `Passes`; takes the device."""
+        self._turns.to_trainer()
+        super().compute(columns, ids)
+
+    def discard(self) -> None:
+        """See `Passes`; gives the device back, since the rows are generated again."""
+        super().discard()
+        self._turns.to_engine()
 
 
 def of_updates(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:

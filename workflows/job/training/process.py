@@ -30,16 +30,17 @@ from transferqueue.workflows.job.data.tokenizer import load_tokenizer
 from transferqueue.workflows.job.reward_terms.term_names import term_names
 from transferqueue.workflows.job.run_files import CHECKPOINTS, MODEL, checkpoint_path, first_prompt
 from transferqueue.workflows.job.settings.defaults import defaults_of
-from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.settings.job import IN_TURN, Job
 from transferqueue.workflows.job.settings.resolve import resolve
 from transferqueue.workflows.job.settings.sizes import batch_rows, depth, group_rows
+from transferqueue.workflows.job.stages.device_turns import DeviceTurns
 from transferqueue.workflows.job.stages.evaluate import end_evaluations, request_evaluation
 from transferqueue.workflows.job.training.best_checkpoint import judged_steps
 from transferqueue.workflows.job.training.checkpoint import Checkpoints, CheckpointState, load_checkpoint
 from transferqueue.workflows.job.training.gather import StepShape, StreamPosition
 from transferqueue.workflows.job.training.learner import PolicyLearner, StepLearner, ValueLearner
 from transferqueue.workflows.job.training.model_files import export_checkpoint, load_policy, write_model_files
-from transferqueue.workflows.job.training.passes import Passes, RankFollower
+from transferqueue.workflows.job.training.passes import Passes, PassesInTurn, RankFollower
 from transferqueue.workflows.job.training.policy_critic_pair import PolicyCriticPair, latest_version
 from transferqueue.workflows.job.training.publication import Publisher
 from transferqueue.workflows.job.training.ranks import ALONE, Ranks, meeting
@@ -119,7 +120,8 @@ def _loop(context: Context, job: Job, learner: StepLearner, task: str) -> Callab
     checkpoints = _checkpoints(context, job, learner, task)
     state = _resumed(job, learner, checkpoints)
     channel = context.queue.weights(names.POLICY if task == names.TRAIN else names.CRITIC, keep=job.weights.keep)
-    publisher = _publisher(context, job, channel, learner)
+    turns = context.shared if isinstance(context.shared, DeviceTurns) else None
+    publisher = _publisher(context, job, channel, learner, turns)
     if not learner.ranks.leads:
         return RankFollower(learner, context.table, _fields(context.table, task), checkpoints, publisher).run
     latest = latest_version(channel)
@@ -132,7 +134,7 @@ def _loop(context: Context, job: Job, learner: StepLearner, task: str) -> Callab
     trainer = Trainer(
         table=context.table,
         stream=_stream(context, job, task, position),
-        passes=Passes(learner, job.algorithm, seed=job.seed),
+        passes=_passes(job, learner, turns),
         publisher=publisher,
         weights=learner.own_weights,
         checkpoints=checkpoints,
@@ -146,6 +148,8 @@ def _loop(context: Context, job: Job, learner: StepLearner, task: str) -> Callab
         version=version,
     )
     trainer.begin(resumed=state is not None)
+    if turns is not None:
+        turns.hand(trainer.version, learner.own_weights())
     return trainer.run if task == names.TRAIN_CRITIC else lambda: _to_the_end(trainer, context, job)
 
 
@@ -185,7 +189,7 @@ def _terms(job: Job, task: str, checkpoints: Checkpoints | None) -> TrainerTerms
         rewards=term_names(job) if is_policy else (),
         seals=is_policy,
         evaluate_every=job.evaluation.every,
-        in_turn=not is_policy and job.pacing.mode == "sync" and depth(job) == 0,
+        in_turn=not is_policy and job.pacing.mode in IN_TURN and depth(job) == 0,
     )
 
 
@@ -254,7 +258,15 @@ def _evaluations(context: Context, job: Job, task: str) -> Evaluations:
     return _HeldOut(context.queue) if task == names.TRAIN and job.evaluation.path else NoEvaluations()
 
 
-def _publisher(context: Context, job: Job, channel: tq.WeightChannel, learner: StepLearner) -> Publisher:
+def _passes(job: Job, learner: StepLearner, turns: DeviceTurns | None) -> Passes:
+    if turns is None:
+        return Passes(learner, job.algorithm, seed=job.seed)
+    return PassesInTurn(learner, job.algorithm, seed=job.seed, turns=turns)
+
+
+def _publisher(
+    context: Context, job: Job, channel: tq.WeightChannel, learner: StepLearner, turns: DeviceTurns | None
+) -> Publisher:
     return Publisher(
         channel,
         dtype=torch_dtype(job.weights.dtype) if job.weights.dtype else None,
@@ -265,6 +277,7 @@ def _publisher(context: Context, job: Job, channel: tq.WeightChannel, learner: S
         ranks=learner.ranks.world if learner.ranks.parallel == "fsdp2" else 1,
         emit=context.emit,
         figures=context.figures,
+        hand=(lambda version, source: None) if turns is None else turns.hand,
     )
 
 

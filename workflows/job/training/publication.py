@@ -84,7 +84,8 @@ class Publisher:
 
     dtype: of the published floating tensors; None: as they are. background False: `publish` returns when all is done.
     rank, ranks: of those that publish one version together (rule 4). emit: called with the time of each publication.
-    figures: called with its bytes and seconds. Call from one thread; `close` ends the thread.
+    figures: called with its bytes and seconds. hand: called with each published version and its weights, before its
+    step is acked. Call from one thread; `close` ends the thread.
     """
 
     def __init__(
@@ -98,8 +99,9 @@ class Publisher:
         clock: Callable[[], float] = time.monotonic,
         emit: Callable[[Event], None] = lambda event: None,
         figures: Callable[..., None] = lambda kind, **values: None,
+        hand: Callable[[int, WeightSource], None] = lambda version, source: None,
     ) -> None:
-        self._channel, self._clock, self._emit, self._figures = channel, clock, emit, figures
+        self._channel, self._clock, self._emit, self._figures, self._hand = channel, clock, emit, figures, hand
         self._background, self._rank, self._ranks = background, rank, ranks
         self._copy = HostCopy(dtype)
         self._copied, self._done = threading.Event(), threading.Event()
@@ -203,6 +205,7 @@ class Publisher:
             stood_still_s=stood,
             seconds=ended - asked,
         )
+        self._hand(version, source)
         then()
 
     def _finish(self, then: Callable[[], object]) -> None:

@@ -1,0 +1,41 @@
+"""Threads of the processes of a job that compute on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.workflows.job import jobs
+from transferqueue.workflows.job.devices.cores import threads
+from transferqueue.workflows.job.devices.model_sizes import ModelSizes
+from transferqueue.workflows.job.devices.placement import FoundDevice, device_map
+from transferqueue.workflows.job.graph import stage_jobs
+from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.settings.sizes import GIB
+
+TWO = 'engine=[{kind="transformers", count=2}]'
+
+
+def of(job: Job, cores: int, *devices: FoundDevice) -> dict[str, int]:
+    placement = device_map(job, stage_jobs(job), devices, {job.model.path: ModelSizes(parameters=1000)})
+    found = threads(placement.processes, job.pacing.mode, cores)
+    return {label: int(variables["OMP_NUM_THREADS"]) for label, variables in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "cores", "wanted"),
+    [
+        (["pacing.mode=colocated"], 8, {"train-0": 8}),
+        (["pacing.mode=sync"], 8, {"rollout-0": 8, "train-0": 8}),
+        (["pacing.mode=sync", TWO], 8, {"rollout-0": 4, "rollout-1": 4, "train-0": 8}),
+        (["pacing.mode=async", TWO], 8, {"rollout-0": 2, "rollout-1": 2, "train-0": 2}),
+        (["pacing.mode=async", TWO], 2, {"rollout-0": 1, "rollout-1": 1, "train-0": 1}),
+        (["pacing.mode=delayed", 'evaluation.path="held"'], 8, {"rollout-0": 4, "train-0": 4, "evaluate-0": 4}),
+    ],
+)
+def test_cores_follow_the_work(changes: list[str], cores: int, wanted: dict[str, int]) -> None:
+    assert of(jobs.job("grpo", *changes), cores) == wanted
+
+
+def test_a_process_on_a_gpu_takes_no_cores_from_others() -> None:
+    gpu = FoundDevice(name="0", total=8 * GIB, free=8 * GIB)
+    assert of(jobs.job("grpo", "trainer.devices=cpu"), 8, gpu) == {"train-0": 8}
