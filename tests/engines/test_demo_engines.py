@@ -8,7 +8,9 @@ installed too.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ pytest.importorskip("transformers", reason="make test-engines installs it")
 pytest.importorskip("reasoning_gym")
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
 
-from tests.workflows.test_demo import GROUP, PROMPTS, run, small_job
+from tests.workflows.test_demo import GROUP, PROMPTS, STEPS, run, small_job
 from transferqueue.workflows.flow.events import Event, Figures, TimeSpan
 from transferqueue.workflows.job.tiny_model.make import make, write_data
 
@@ -42,3 +44,24 @@ def test_the_job_runs_on_a_real_engine(engine: str, budget: int, tmp_path: Path)
     steps = [event.values for _, event in events if isinstance(event, Figures) and event.kind == "step"]
     assert steps[0]["staleness"] == {"0": PROMPTS * GROUP}
     assert steps[0]["engine_error"] < 1e-3  # the engine's log-probabilities are the trainer's
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_an_engine_beside_its_trainer_draws_with_the_trainers_weights_in_each_step(engine: str, tmp_path: Path) -> None:
+    if engine == "vllm":
+        pytest.importorskip("vllm")
+    make(tmp_path / "model", kind="builtin", num_hidden_layers=1, num_attention_heads=4)
+    write_data(tmp_path / "data", task="spell_backward", train=64, test=16)
+    steps: list[Mapping[str, Any]] = []
+
+    def hear(label: str, event: Event) -> None:
+        if isinstance(event, Figures) and event.kind == "step":
+            steps.append(event.values)
+
+    outcome = run(small_job(tmp_path, engine=engine, mode="colocated"), tmp_path / "run", observe=hear)
+    assert outcome.audit.dropped == {}
+    assert outcome.summary.staleness == {"0": STEPS * PROMPTS * GROUP}
+    assert all(values["engine_error"] < 1e-3 and values["gradient_norm"] > 0 for values in steps)

@@ -35,7 +35,7 @@ from transferqueue.workflows.flow.processes.stage_process import StageJob
 from transferqueue.workflows.flow.stage import Stage
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.settings.defaults import advantage_columns, columns_of, defaults_of, tasks_of
-from transferqueue.workflows.job.settings.job import EngineSettings, Job
+from transferqueue.workflows.job.settings.job import IN_TURN, EngineSettings, Job
 from transferqueue.workflows.job.settings.sizes import batch_rows, depth, rows_ahead, rows_kept, teacher_tokens
 
 _HERE: Final = "transferqueue.workflows.job"
@@ -142,6 +142,14 @@ def is_colocated(job: Job) -> bool:
     return job.pacing.mode == "colocated"
 
 
+def takes_whole_steps(job: Job) -> bool:
+    """Whether the only engine has room for all rows that may be ahead: no others come while they are in work, so few
+    leases and acks cost it no slot."""
+    engines = job.engine
+    alone = sum(engine.count for engine in engines) == 1 and not job.elastic.max
+    return alone and job.pacing.mode in IN_TURN and engines[0].slots >= rows_ahead(job) and not by_length(job)
+
+
 def task_names(job: Job) -> tuple[str, ...]:
     """Return the names of the table's tasks, in the order of a row's life."""
     tasks = tasks_of(job.algorithm)
@@ -212,7 +220,8 @@ def _generating(task: tq.Task, job: Job) -> Stage:
     if job.trainer.order == "ordinal":
         size = job.sampling.group_size
         return Stage(task=task, rows=size, slots=max(slots, size))
-    rows = max(1, min(slots // (_DEALT if by_length(job) else _LEASES), rows_ahead(job)))
+    leases = 1 if takes_whole_steps(job) else _DEALT if by_length(job) else _LEASES
+    rows = max(1, min(slots // leases, rows_ahead(job)))
     return Stage(task=task, rows=rows, at_least=1, slots=slots)
 
 

@@ -12,12 +12,13 @@ from transferqueue.workflows.job.graph import stage_jobs
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import GIB
 
+WHOLE, KL = "trainer.stream=off", "algorithm.kl=0.1"
 TWO = 'engine=[{kind="transformers", count=2}]'
 
 
 def of(job: Job, cores: int, *devices: FoundDevice) -> dict[str, int]:
     placement = device_map(job, stage_jobs(job), devices, {job.model.path: ModelSizes(parameters=1000)})
-    found = threads(placement.processes, job.pacing.mode, cores)
+    found = threads(placement.processes, job, cores)
     return {label: int(variables["OMP_NUM_THREADS"]) for label, variables in found.items()}
 
 
@@ -25,17 +26,20 @@ def of(job: Job, cores: int, *devices: FoundDevice) -> dict[str, int]:
     ("changes", "cores", "wanted"),
     [
         (["pacing.mode=colocated"], 8, {"train-0": 8}),
-        (["pacing.mode=sync"], 8, {"rollout-0": 8, "train-0": 8}),
-        (["pacing.mode=sync", TWO], 8, {"rollout-0": 4, "rollout-1": 4, "train-0": 8}),
+        (["pacing.mode=sync", WHOLE], 8, {"rollout-0": 8, "train-0": 8}),
+        (["pacing.mode=sync", WHOLE, TWO], 8, {"rollout-0": 4, "rollout-1": 4, "train-0": 8}),
+        (["pacing.mode=sync", WHOLE, KL], 8, {"rollout-0": 4, "reference-0": 4, "train-0": 8}),
+        (["pacing.mode=colocated", KL], 8, {"reference-0": 4, "train-0": 4}),
+        (["pacing.mode=sync"], 8, {"rollout-0": 4, "train-0": 4}),
         (["pacing.mode=async", TWO], 8, {"rollout-0": 2, "rollout-1": 2, "train-0": 2}),
         (["pacing.mode=async", TWO], 2, {"rollout-0": 1, "rollout-1": 1, "train-0": 1}),
         (["pacing.mode=delayed", 'evaluation.path="held"'], 8, {"rollout-0": 4, "train-0": 4, "evaluate-0": 4}),
     ],
 )
-def test_cores_follow_the_work(changes: list[str], cores: int, wanted: dict[str, int]) -> None:
+def test_those_that_work_at_once_divide_the_cores(changes: list[str], cores: int, wanted: dict[str, int]) -> None:
     assert of(jobs.job("grpo", *changes), cores) == wanted
 
 
 def test_a_process_on_a_gpu_takes_no_cores_from_others() -> None:
     gpu = FoundDevice(name="0", total=8 * GIB, free=8 * GIB)
-    assert of(jobs.job("grpo", "trainer.devices=cpu"), 8, gpu) == {"train-0": 8}
+    assert of(jobs.job("grpo", "trainer.devices=cpu"), 8, gpu) == {"train-0": 8}  # the engine is on the GPU

@@ -138,6 +138,21 @@ def test_a_colocated_trainer_generates_too():
     assert settings.trainer.stream == "off"
 
 
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        (("pacing.mode=colocated",), 8),
+        (("pacing.mode=sync",), 8),
+        (("pacing.mode=sync", "engine.0.slots=6"), 1),  # others wait for its slots
+        (("pacing.mode=sync", "engine.0.slots=16", "engine.0.count=2"), 4),  # the other engine gets rows too
+        (("pacing.mode=async", "engine.0.slots=16"), 4),
+    ],
+)
+def test_an_engine_without_rows_ahead_leases_a_step_at_once(changes, rows):
+    (stage,) = (stage for stage in graph.stages(job("grpo", *changes)) if stage.task.name == "rollout")
+    assert (stage.rows, stage.at_least) == (rows, 1)
+
+
 def test_the_source_waits_for_room_as_long_as_others_for_rows():
     """A step, or the start of an engine, may take longer than the five minutes of other flows."""
     assert {process.stall_s for process in graph.stage_jobs(job("grpo"))} == {STALL_S}

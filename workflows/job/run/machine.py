@@ -74,7 +74,7 @@ def process_variables(job: Job, placement: Placement) -> dict[str, dict[str, str
     is set."""
     variables = placement.environments()
     if THREADS not in os.environ:
-        for label, of_process in threads(placement.processes, job.pacing.mode, len(os.sched_getaffinity(0))).items():
+        for label, of_process in threads(placement.processes, job, len(os.sched_getaffinity(0))).items():
             variables[label] = variables.get(label, {}) | of_process
     return variables
 

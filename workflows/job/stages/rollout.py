@@ -18,7 +18,14 @@ from transferqueue.workflows.flow.loop.full_batches import nothing_due
 from transferqueue.workflows.flow.loop.preference import PreferringWork
 from transferqueue.workflows.flow.stage import Context, Work
 from transferqueue.workflows.job.engines import model_directory, open_engine
-from transferqueue.workflows.job.graph import by_length, engine_of, hands_back, in_parts, stops_oversampling
+from transferqueue.workflows.job.graph import (
+    by_length,
+    engine_of,
+    hands_back,
+    in_parts,
+    stops_oversampling,
+    takes_whole_steps,
+)
 from transferqueue.workflows.job.settings.job import EngineSettings, Job
 from transferqueue.workflows.job.stages.drain import drainable
 from transferqueue.workflows.job.stages.oversampling import Oversampling
@@ -94,7 +101,7 @@ class EngineRollout:
         self._generate = Generate(
             engine,
             sampling,
-            part_rows=max(1, min(PART_ROWS, slots // _PARTS)),
+            part_rows=PART_ROWS if takes_whole_steps(job) else max(1, min(PART_ROWS, slots // _PARTS)),
             token_versions=True,
             budget=budget,
             parts=in_parts(job),
