@@ -14,7 +14,7 @@ from transferqueue.workflows.job.settings.describe import OPEN, REQUIRED, Key, K
 
 PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "reference" / "job-keys.md"
 TABLES: Final = {table.name or "job": table for table in tables()}
-_TABLE: Final = re.compile(r"(<!-- keys: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_TABLE: Final = re.compile(r"(<!-- keys: ([\w.]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _COMMAND: Final = re.compile(r"`transferqueue docs ([\w-]+)`")
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         response_scores,
         teacher_top_k,
     )
-    from transferqueue.adapters.scoring.lora import add_lora, has_lora, published_weights, save_adapter
+    from transferqueue.adapters.scoring.lora import add_lora, has_lora, load_adapter, published_weights, save_adapter
     from transferqueue.adapters.scoring.plan import is_packed, plan_for
     from transferqueue.adapters.scoring.stages import LogProbs, RewardModel, TeacherTopK, Values
     from transferqueue.adapters.scoring.values import response_values, rewards_of
@@ -36,6 +36,7 @@ __all__ = [
     "checkpoint_gradients",
     "has_lora",
     "is_packed",
+    "load_adapter",
     "load_causal_lm",
     "load_classifier",
     "load_value_model",
@@ -53,7 +54,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "lora": "add_lora has_lora published_weights save_adapter",
+        "lora": "add_lora has_lora load_adapter published_weights save_adapter",
         "load": "checkpoint_gradients load_causal_lm load_classifier load_value_model",
         "logprobs": "ResponseScores response_logprobs response_scores teacher_top_k",
         "batching": "micro_batches",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 
 from transferqueue.adapters.protocols import TensorSpec, Unsupported
 from transferqueue.adapters.weights import ModuleWeights
-from transferqueue.errors import UsageError
+from transferqueue.errors import UsageError, listing
 
 _A: Final = "lora_a"
 _B: Final = "lora_b"
@@ -59,8 +59,15 @@ class LoraLinear(nn.Linear):
         )
 
 
-def add_lora(model: nn.Module, *, rank: int, alpha: float = 16.0, dtype: torch.dtype | None = None) -> list[str]:
-    """Give every linear layer of a model, but its output layer, a trained product of low rank, and freeze all else.
+def add_lora(
+    model: nn.Module,
+    *,
+    rank: int,
+    alpha: float = 16.0,
+    targets: Collection[str] = (),
+    dtype: torch.dtype | None = None,
+) -> list[str]:
+    """Give linear layers of a model a trained product of low rank, and freeze all else.
 
     Call it before the model is sharded and before its optimizer is made. A is drawn from torch's global generator.
 
@@ -68,13 +75,16 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float = 16.0, dtype: torch.d
         model: the model, which is changed.
         rank: of the products, at least 1.
         alpha: the products are scaled by ``alpha / rank``; above 0; default 16.0.
+        targets: last parts of the layers' names, such as ``["q_proj", "v_proj"]``; default (): all linear layers but
+            the output layer.
         dtype: of A and B; default None: that of the layer's weight.
 
     Returns:
         The names of the layers.
 
     Raises:
-        UsageError: a rank below 1, an alpha of 0 or less, or a model that has adapters.
+        UsageError: a rank below 1, an alpha of 0 or less, a target that is no linear layer, or a model that has
+            adapters.
         Unsupported: there is no linear layer.
     """
     if rank < 1 or not alpha > 0:
@@ -90,12 +100,56 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float = 16.0, dtype: torch.d
     }
     if not layers:
         raise Unsupported(f"{type(model).__name__} has no linear layers (torch.nn.Linear) to adapt; train it whole")
+    layers = _targeted(layers, targets) if targets else layers
     model.requires_grad_(requires_grad=False)
     if isinstance(score, nn.Module):
         score.requires_grad_()  # of a critic: it may have started at 0
     for layer in layers.values():
         _adapt(layer, rank, alpha, dtype)
     return list(layers)
+
+
+def _targeted(layers: Mapping[str, nn.Linear], targets: Collection[str]) -> dict[str, nn.Linear]:
+    parts = {name: name.rpartition(".")[2] for name in layers}
+    if missing := [target for target in targets if target not in parts.values()]:
+        raise UsageError(
+            f"no linear layer that can have adapters is called {listing(missing)}; there are "
+            f"{listing(sorted(set(parts.values())))}"
+        )
+    return {name: layer for name, layer in layers.items() if parts[name] in targets}
+
+
+def load_adapter(model: nn.Module, directory: str | Path) -> None:
+    """Set the adapters of a model to those of a directory in the format of peft.
+
+    Call it after `add_lora`, before the model is sharded.
+
+    Args:
+        model: a model with adapters, of the rank and the layers of those in the directory.
+        directory: has ``adapter_model.safetensors``.
+
+    Raises:
+        UsageError: a directory that cannot be read, or adapters of another rank or other layers.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file = Path(directory).expanduser() / "adapter_model.safetensors"
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f'adapters "{file}" cannot be read: {error}; give a directory that peft wrote') from error
+    own = {peft_name(name): part for name, part in model.named_parameters() if _is_adapter(name)}
+    shapes = [{name: tuple(part.shape) for name, part in parts.items()} for parts in (own, tensors)]
+    if shapes[0] != shapes[1]:
+        differing = sorted(name for name, _ in set(shapes[0].items()) ^ set(shapes[1].items()))
+        raise UsageError(
+            f'adapters "{directory}" are of another model, or of other layers: {listing(dict.fromkeys(differing))} '
+            "differ; give those of this model"
+        )
+    with torch.no_grad():
+        for name, part in own.items():
+            part.copy_(tensors[name])
 
 
 def _adapt(layer: nn.Linear, rank: int, alpha: float, dtype: torch.dtype | None) -> None:

@@ -22,6 +22,7 @@ from transferqueue.adapters.scoring import (  # noqa: E402
     add_lora,
     checkpoint_gradients,
     has_lora,
+    load_adapter,
     plan_for,
     published_weights,
     response_logprobs,
@@ -132,3 +133,39 @@ def test_what_cannot_be_adapted_is_refused() -> None:
         add_lora(torch.nn.Embedding(VOCABULARY, 4), rank=1)
     with pytest.raises(Unsupported, match="cannot checkpoint gradients"):
         checkpoint_gradients(torch.nn.Embedding(VOCABULARY, 4))
+
+
+def test_only_the_chosen_layers_get_adapters() -> None:
+    model = qwen3()
+    names = add_lora(model, rank=2, targets=["q_proj", "v_proj"])
+    assert len(names) == 2 * 2
+    assert {name.rpartition(".")[2] for name in names} == {"q_proj", "v_proj"}
+    with pytest.raises(UsageError, match=r"is called qproj; there are down_proj, .* v_proj"):
+        add_lora(qwen3(), rank=2, targets=["qproj"])
+
+
+@torch.no_grad()
+def test_training_begins_with_saved_adapters(tmp_path: Path) -> None:
+    with torch.enable_grad():
+        model = qwen3()
+        add_lora(model, rank=2, targets=["q_proj"])
+        trained(model)
+    save_adapter(model, tmp_path, base="models/base")
+    again, (prompts, responses) = qwen3(), rows()
+    add_lora(again, rank=2, targets=["q_proj"])
+    load_adapter(again, tmp_path)
+    wanted = response_logprobs(model, prompts, responses)
+    torch.testing.assert_close(response_logprobs(again, prompts, responses), wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("terms", [{"rank": 4, "targets": ["q_proj"]}, {"rank": 2}])
+def test_adapters_of_another_rank_or_of_other_layers_are_refused(tmp_path: Path, terms: dict[str, Any]) -> None:
+    saved = qwen3()
+    add_lora(saved, rank=2, targets=["q_proj"])
+    save_adapter(saved, tmp_path, base="models/base")
+    model = qwen3()
+    add_lora(model, **terms)
+    with pytest.raises(UsageError, match=r"are of another model, or of other layers: base_model.model.* differ"):
+        load_adapter(model, tmp_path)
+    with pytest.raises(UsageError, match=r"cannot be read: .*; give a directory that peft wrote"):
+        load_adapter(model, tmp_path / "gone")

@@ -36,7 +36,14 @@ from transferqueue.workflows.flow.stage import Stage
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.settings.defaults import advantage_columns, columns_of, defaults_of, tasks_of
 from transferqueue.workflows.job.settings.job import IN_TURN, EngineSettings, Job
-from transferqueue.workflows.job.settings.sizes import batch_rows, depth, rows_ahead, rows_kept, teacher_tokens
+from transferqueue.workflows.job.settings.sizes import (
+    batch_rows,
+    depth,
+    has_loss_mask,
+    rows_ahead,
+    rows_kept,
+    teacher_tokens,
+)
 
 _HERE: Final = "transferqueue.workflows.job"
 FACTORIES: Final[Mapping[str, str]] = {
@@ -244,7 +251,7 @@ def _at_least(task: str, job: Job, most: int) -> int:
 def _columns(task: str, job: Job) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the columns that a task needs and gives."""
     begun = BEGUN if in_parts(job) else ()
-    mask = ("loss_mask",) if has_episodes(job) else ()
+    mask = ("loss_mask",) if has_loss_mask(job) else ()
     ranked = (names.EXPECTED_TOKENS,) if by_length(job) else ()
     generates = {
         names.RANK: (("prompt_ids",), (names.EXPECTED_TOKENS, names.RANKER_VERSION)),

@@ -1,6 +1,7 @@
 """Data files: the rows of every kind are the same, and what is broken is refused by name."""
 
 import json
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -199,14 +200,14 @@ def test_a_file_that_was_cut_is_refused_by_name(tmp_path, suffix, keep):
 
 
 def test_paths_that_are_no_data_are_refused(tmp_path):
-    with pytest.raises(NotFound, match="there is no such file or directory; data of a hub must be downloaded first"):
+    with pytest.raises(NotFound, match="there is no such file or directory; a data set of the hub is given by its id"):
         open_data(tmp_path / "gone")
     with pytest.raises(NotFound, match=r"has no data files; it has none; read are Parquet"):
         open_data(tmp_path)
-    (tmp_path / "some.csv").write_text("a,b")
-    with pytest.raises(UsageError, match=r"ends in '.csv'; read are Parquet"):
-        open_data(tmp_path / "some.csv")
-    with pytest.raises(NotFound, match=r"has no data files; it has some.csv"):
+    (tmp_path / "some.xml").write_text("a,b")
+    with pytest.raises(UsageError, match=r"ends in '.xml'; read are Parquet"):
+        open_data(tmp_path / "some.xml")
+    with pytest.raises(NotFound, match=r"has no data files; it has some.xml"):
         open_data(tmp_path)
     write(tmp_path / "none.parquet", [{"a": 1}])
     pyarrow.parquet.write_table(pa.table({"a": []}), tmp_path / "none.parquet")
@@ -238,3 +239,46 @@ def test_sizes_are_bounded_before_anything_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "ENTRIES_MAX", 1)
     with pytest.raises(UsageError, match="over 1 entries"):
         open_data(tmp_path / "a")
+
+
+# ---------------------------------------------------------------- CSV and ids of the hub
+
+
+def test_each_value_of_a_csv_file_is_a_text_and_an_empty_one_is_none(tmp_path):
+    (tmp_path / "some.csv").write_text('id,answer\n007,"one, ""two""\nthree"\n1.50,\n')
+    data = open_data(tmp_path / "some.csv").select(["id", "answer"])
+    assert [data.row(at) for at in range(len(data))] == [
+        {"id": "007", "answer": 'one, "two"\nthree'},
+        {"id": "1.50", "answer": None},
+    ]
+    assert data.first_missing("answer") == 1
+    (tmp_path / "some.tsv").write_text("a\tb\n1,5\t2\n")
+    assert open_data(tmp_path / "some.tsv").row(0) == {"a": "1,5", "b": "2"}
+
+
+@pytest.mark.parametrize(
+    ("text", "match"), [("", "cannot be read as a CSV file"), ("a,a\n1,2\n", "names a column twice")]
+)
+def test_a_csv_file_without_names_or_with_one_twice_is_refused(tmp_path, text, match):
+    (tmp_path / "some.csv").write_text(text)
+    with pytest.raises(UsageError, match=match):
+        open_data(tmp_path / "some.csv")
+
+
+def test_a_csv_file_is_bounded_before_it_is_read(tmp_path, monkeypatch):
+    (tmp_path / "some.csv").write_text("a,b\n1,2\n")
+    monkeypatch.setattr(data_rows, "JSON_BYTES_MAX", 4)
+    with pytest.raises(Impossible, match="write it as Parquet"):
+        open_data(tmp_path / "some.csv")
+
+
+def test_an_id_of_the_hub_needs_the_library_and_a_path_has_no_subset(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UsageError, match=r"data.path openai/gsm8k is no path here, and .* needs the library datasets"):
+        open_data("openai/gsm8k", subset="main")
+    (tmp_path / "openai").mkdir()
+    with pytest.raises(UsageError, match=r"data.subset='main' with data.path openai/gsm8k, which is no id of the hub"):
+        open_data("openai/gsm8k", subset="main")
+    with pytest.raises(NotFound, match=r"data.path openai/gsm8k: there is no such file or directory"):
+        open_data("openai/gsm8k")

@@ -145,14 +145,14 @@ def test_a_text_far_over_the_limit_is_not_tokenized(chat):
 def test_a_response_that_is_learned_ends_with_the_end_of_the_turn(chat, row):
     made = renderer(chat, tuple(row), sft=True, response="answer" * ("answer" in row)).render(row, PLACE)
     assert made.text.endswith("<|im_start|>assistant\n")
-    ids = renderer(chat).response_tokens(made)
+    ids = renderer(chat).response_tokens(made).ids
     assert chat.decode(ids.tolist()) == "4<|im_end|>"
 
 
 def test_the_response_of_a_base_model_ends_with_its_end_token(base):
     settings = renderer(base, ("prompt", "answer"), sft=True, response="answer")
     made = settings.render({"prompt": "2+2=", "answer": "4"}, PLACE)
-    assert settings.response_tokens(made).tolist() == [base.get_vocab()["4"], base.eos_token_id]
+    assert settings.response_tokens(made).ids.tolist() == [base.get_vocab()["4"], base.eos_token_id]
 
 
 @pytest.mark.parametrize(
@@ -256,3 +256,78 @@ def test_a_class_that_is_not_known_is_chosen_again(tmp_path, monkeypatch, chat, 
 def test_a_class_is_known_for_its_own_path_alone(tmp_path, monkeypatch, chat):
     monkeypatch.setenv(CLASS_VARIABLE, f"transformers:GPT2Config {tmp_path / 'other'}")
     assert type(load_tokenizer(ModelSettings(path=str(save_tokenizer(tmp_path))))) is type(chat)
+
+
+# ---------------------------------------------------------------- all turns of the assistant
+
+TALK = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "+1?"},
+    {"role": "assistant", "content": "5"},
+]
+
+
+def test_every_turn_of_the_assistant_is_learned_with_its_end_and_nothing_else(chat):
+    turns = renderer(chat, sft=True, turns="all", system="Brief.")
+    made = turns.render({"prompt": TALK}, PLACE)
+    ids, learned = turns.response_tokens(made)
+    assert made.text + chat.decode(ids.tolist()) == (
+        "<|im_start|>system\nBrief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+        "<|im_start|>user\n+1?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>"
+    )
+    assert chat.decode(ids[learned].tolist()) == "4<|im_end|>5<|im_end|>"
+    assert (
+        chat.decode(ids.tolist())
+        == chat.decode(turns.encode([made.text + "".join(made.response)])[0].tolist())[len(made.text) : -1]
+    )
+
+
+@pytest.mark.parametrize("messages", [TALK[:3], TALK[1:], TALK[:1], "2+2?"])
+def test_conversations_without_a_last_word_of_the_assistant_are_refused(chat, messages):
+    with pytest.raises(UsageError, match=r'line 1: data.turns="all" learns messages of the assistant'):
+        renderer(chat, sft=True, turns="all").render({"prompt": messages}, PLACE)
+
+
+def test_a_template_that_changes_earlier_turns_is_refused(tmp_path):
+    forgets = CHAT.replace("{{ message.content }}", "{{ message.content if loop.last else '' }}")
+    tokenizer = load_tokenizer(ModelSettings(path=str(save_tokenizer(tmp_path, template=forgets))))
+    with pytest.raises(UsageError, match=r"set model\.chat_template to one that leaves earlier turns as they are"):
+        renderer(tokenizer, sft=True, turns="all").render({"prompt": TALK}, PLACE)
+
+
+# ---------------------------------------------------------------- arguments and tools of the chat template
+
+THINKS = CHAT + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+WITH_TOOLS = "{% if tools %}{{ tools[0].function.name }}!{% endif %}" + CHAT
+
+
+def test_arguments_and_tools_reach_the_chat_template(tmp_path):
+    path = str(save_tokenizer(tmp_path, template=WITH_TOOLS + THINKS[len(CHAT) :]))
+    tools = tmp_path / "tools.json"
+    tools.write_text('[{"type": "function", "function": {"name": "search"}}]')
+    model = ModelSettings(path=path, template_args={"enable_thinking": False}, tools=str(tools))
+    text = renderer(load_tokenizer(model)).render({"prompt": "Hi"}, PLACE).text
+    assert text.startswith("search!<|im_start|>user")
+    assert text.endswith("assistant\n<think></think>")
+    plain = renderer(load_tokenizer(ModelSettings(path=path))).render({"prompt": "Hi"}, PLACE).text
+    assert plain.startswith("<|im_start|>user")
+    assert plain.endswith("assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"template_args": {"thinking": True}}, r"model.template_args.thinking: the chat template .* does not read it"),
+        ({"tools": "gone.json"}, "model.tools gone.json: there is no such file"),
+        ({"tools": "bad.json"}, "model.tools bad.json: .* give a JSON array of functions"),
+        ({"tools": "good.json"}, "model.tools: the chat template .* does not read tools"),
+    ],
+)
+def test_what_the_chat_template_does_not_read_is_refused(tmp_path, monkeypatch, settings, match):
+    path = str(save_tokenizer(tmp_path))
+    (tmp_path / "bad.json").write_text('{"name": "search"}')
+    (tmp_path / "good.json").write_text('[{"name": "search"}]')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=match.replace("does not read it", "does not read thinking")):
+        load_tokenizer(ModelSettings(path=path, **settings))

@@ -196,7 +196,7 @@ def test_held_out_prompts_are_the_first_of_their_own_file(here):
     lines = [{"prompt": f"7*{n}=" + "x" * 99 * (n == 1), "answer": 7 * n} for n in range(5)]
     (here / "test.jsonl").write_text("\n".join(map(json.dumps, lines)))
     settings = job(here, "grpo", f"evaluation.path={here / 'test.jsonl'}", "evaluation.rows=3")
-    held_out = held_out_prompts(open_held_out(settings, ByteTokenizer()), settings)
+    held_out = held_out_prompts(open_held_out(settings, ByteTokenizer()), settings)[""]
     assert [(prompt.number, prompt.data["answer"]) for prompt in held_out] == [(0, 0), (1, 14), (2, 21)]
 
 
@@ -361,3 +361,56 @@ def test_no_prompt_is_lost_or_doubled_when_the_source_is_killed(here, kills, fac
     assert sorted(ordinal for ordinal, *_ in rows) == list(range(steps * batch_rows(settings)))
     assert counts.rows_put == counts.rows_done == steps * batch_rows(settings)
     assert any(getattr(event, "kind", "") == "prompts" and event.values["overlong"] == 0 for event in figures)
+
+
+# ---------------------------------------------------------------- mixtures
+
+
+def mixture(here: Path, *changes: str):
+    """Sums with an answer, and questions of other columns; three of four prompts are sums."""
+    questions = [{"question": f"q{n}" + "x" * 99 * (n == 1), "solution": str(n)} for n in range(4)]
+    (here / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    other = f"{{path='{here / 'questions.jsonl'}', template='{{question}}', columns={{answer='solution'}}}}"
+    sources = f"data.sources=[{{path='{data(here)}', weight=3}}, {other}]"
+    return jobs.job("grpo", 'data.path=""', sources, "reward.0.function=rewards_of_source:exact", *changes)
+
+
+def test_a_mixture_draws_its_sources_by_weight_each_with_its_own_columns(here):
+    taken = sequence(mixture(here)).take(80)
+    questions = [prompt for prompt in taken if prompt.text.startswith("q")]
+    assert 16 <= len(questions) <= 22, "one of four, and one question of four is too long"
+    assert {prompt.data["answer"] for prompt in questions} == {"0", "2", "3"}
+    sums = [prompt.text for prompt in taken if not prompt.text.startswith("q")]
+    assert len(set(sums[:10])) == 10, "each source has its epochs"
+    assert [prompt.number for prompt in taken] == list(range(80))
+
+
+@pytest.mark.parametrize("number", [0, 1, 7, 33, 250])
+def test_a_mixture_goes_on_where_it_was(here, number):
+    whole = sequence(mixture(here, "seed=5")).take(number + 20)
+    again = sequence(mixture(here, "seed=5"))
+    assert again.skip(number) == number
+    assert [prompt.text for prompt in again.take(20)] == [prompt.text for prompt in whole[number:]]
+    other = sequence(mixture(here, "seed=6")).take(20)
+    assert [prompt.text for prompt in other] != [prompt.text for prompt in whole[:20]]
+
+
+def test_a_mixture_with_a_source_that_is_not_there_is_refused_by_name(here):
+    with pytest.raises(NotFound, match=r"^data\.sources\.1\.path gone\.jsonl: there is no such file or directory"):
+        open_prompts(mixture(here, "data.sources.1.path=gone.jsonl"), ByteTokenizer())
+    with pytest.raises(NotFound, match=r"^data\.sources\.1\.template: \{text\} is no column of .*questions\.jsonl"):
+        open_prompts(mixture(here, "data.sources.1.template='{text}'"), ByteTokenizer())
+    other = jobs.job(
+        "grpo",
+        'data.path=""',
+        f"data.sources=[{{path='{data(here)}'}}, {{path='{here / 'questions.jsonl'}', prompt='question'}}]",
+        "reward.0.function=rewards_of_source:exact",
+    )
+    with pytest.raises(UsageError, match=r'wants "answer"; data has question, .* set data\.sources\.1\.columns ='):
+        open_prompts(other, ByteTokenizer())
+
+
+def test_turns_that_are_learned_are_a_column_of_their_own(here):
+    settings = jobs.job("sft", f"data.path={data(here)}", "data.turns=all", 'data.response=""')
+    assert "loss_mask" in [field.name for field in fields(settings)]
+    assert "loss_mask" not in [field.name for field in fields(job(here, "sft"))]

@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 import transferqueue as tq  # noqa: E402
 from tests.workflows.job.policies import context_of, job_of, publish, table_of  # noqa: E402
+from transferqueue.errors import UsageError  # noqa: E402
 from transferqueue.workflows.flow.events import Event, Figures  # noqa: E402
 from transferqueue.workflows.job.graph import evaluation_engine  # noqa: E402
 from transferqueue.workflows.job.settings.job import Job  # noqa: E402
@@ -175,3 +176,25 @@ def test_a_server_that_generates_for_training_does_not_evaluate(directory: Path)
     assert evaluation_engine(job(directory, engine=[server, here])).options == here["options"]
     wide = {"kind": "vllm", "tensor_parallel": 2, "count": 4}
     assert evaluation_engine(job(directory, engine=[wide])).tensor_parallel == 2
+
+
+def test_each_set_has_its_name_in_the_figures_and_passes_are_estimated(queue: tq.Queue, directory: Path) -> None:
+    other = {"name": "hard", "path": str(directory / "train.jsonl"), "rows": 2, "samples": 4}
+    settings = job(
+        directory,
+        evaluation={"sets": [other], "temperature": 1.0, "samples": 2, "pass_at": [1, 2, 4], "pass_reward": 5.0},
+    )
+    publish(queue, directory, 0)
+    request_evaluation(queue, 0, 0)
+    (found,) = figures(queue, settings)
+    assert (found["rows"], found["hard/rows"]) == (2 * ROWS, 2 * 4)
+    assert {name for name in found if "pass@" in name} == {"pass@1", "pass@2", *(f"hard/pass@{k}" for k in (1, 2, 4))}
+    assert 0 <= found["hard/pass@1"] <= found["hard/pass@2"] <= found["hard/pass@4"] <= 1
+
+
+def test_a_compared_figure_that_no_evaluation_has_is_an_error(queue: tq.Queue, directory: Path) -> None:
+    settings = job(directory, evaluation={"patience": 1, "figure": "reward/gone"})
+    publish(queue, directory, 0)
+    request_evaluation(queue, 0, 0)
+    with pytest.raises(UsageError, match=r"evaluation.figure='reward/gone' is not among the figures"):
+        figures(queue, settings)

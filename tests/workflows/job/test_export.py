@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers", exc_type=ImportError)
 from safetensors.torch import load_file  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
+from tests.workflows.job import jobs  # noqa: E402
 from tests.workflows.job.jobs import job as job_of  # noqa: E402
 from transferqueue.adapters.scoring import load_causal_lm, response_logprobs  # noqa: E402
 from transferqueue.cli.app import app  # noqa: E402
@@ -26,7 +27,7 @@ from transferqueue.workflows.job.run.folder import RunFolder  # noqa: E402
 from transferqueue.workflows.job.run_files import MODEL, checkpoint_path, model_directory  # noqa: E402
 from transferqueue.workflows.job.settings.job import Job  # noqa: E402
 from transferqueue.workflows.job.tiny_model.make import make  # noqa: E402
-from transferqueue.workflows.job.training.best_checkpoint import best_step, judged_steps  # noqa: E402
+from transferqueue.workflows.job.training.best_checkpoint import best_step, has_stalled, judged_steps  # noqa: E402
 from transferqueue.workflows.job.training.checkpoint import Checkpoints  # noqa: E402
 from transferqueue.workflows.job.training.gather import StreamPosition  # noqa: E402
 from transferqueue.workflows.job.training.model_files import export_checkpoint, write_model_files  # noqa: E402
@@ -311,3 +312,20 @@ def test_a_best_checkpoint_without_evaluations_of_checkpoints_is_refused(change,
     assert isinstance(job_of("sft", *BEST), Job)
     with pytest.raises(UsageError, match=words):
         job_of("sft", *BEST, change)
+
+
+def test_a_figure_is_compared_and_a_run_has_stalled_after_its_patience(whole, tmp_path):
+    folder = whole[0]
+    lines = [(1, 1, 0.2, 0.9), (2, 2, 0.6, 0.7), (3, 3, 0.5, 0.8)]
+    text = [
+        json.dumps({"step": step, "version": version, "reward": reward, "hard/loss": loss})
+        for step, version, reward, loss in lines
+    ]
+    (folder / "evaluations.jsonl").write_text("\n".join(text))
+    assert best_step(folder, [1, 2]) == best_step(folder, [1, 2], "hard/loss") == 2
+    assert best_step(folder, [1, 2], "hard/reward") is None
+    job = jobs.job("grpo", "evaluation.path=x", "evaluation.patience=1")
+    assert has_stalled(folder, job)
+    assert not has_stalled(folder, jobs.job("grpo", "evaluation.path=x", "evaluation.patience=2"))
+    assert not has_stalled(folder, jobs.job("grpo", "evaluation.path=x"))
+    assert not has_stalled(tmp_path, job), "nothing was evaluated yet"

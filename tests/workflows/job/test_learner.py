@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from transferqueue.adapters.scoring import response_scores
 from transferqueue.errors import UsageError
 from transferqueue.workflows.job.algorithms.losses import policy_loss
 from transferqueue.workflows.job.algorithms.responses import Responses
@@ -272,3 +273,19 @@ def test_a_critic_learns_the_returns_however_rows_come() -> None:
         whole.accumulate(valued())
         losses.append(whole.step()["loss"])
     assert losses[-1] < losses[0]
+
+
+def test_an_entropy_bonus_is_over_the_whole_distribution() -> None:
+    """Without advantages the bonus alone is learned: the entropy rises, and the figure is exact."""
+    given = columns("grpo") | {"advantages": [0.0] * ROWS}
+    algorithm = AlgorithmSettings(kind="grpo", entropy=1.0)
+    settings = TrainerSettings(lr=1e-2, micro_tokens=10_000)
+    one = PolicyLearner(model(), algorithm, settings, steps=10, rows_near=ROWS)
+    entropies = []
+    for _ in range(3):
+        one.accumulate(given)
+        entropies.append(one.step()["entropy"])
+    scores = response_scores(model(), given["prompt_ids"], given["response_ids"], entropy=True)
+    assert scores.entropy_N is not None
+    assert entropies[0] == pytest.approx(scores.entropy_N.mean().item(), rel=1e-4)
+    assert entropies[0] < entropies[1] < entropies[2]

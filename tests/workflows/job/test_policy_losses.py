@@ -267,3 +267,17 @@ def test_bad_responses_are_refused():
         policy_loss(row, AlgorithmSettings(kind="dr_grpo"))
     with pytest.raises(UsageError, match="has 2 tokens for each position: direction=reverse"):
         policy_loss(replace(row, teacher_logprobs_NK=torch.zeros(1, 2)), AlgorithmSettings(kind="distill", top_k=2))
+
+
+def test_the_entropy_bonus_raises_the_entropy():
+    responses = random_responses(3)
+    entropies_N = responses.entropies_N.clone().requires_grad_()
+    responses = replace(responses, entropies_N=entropies_N)
+    plain = policy_loss(responses, AlgorithmSettings(kind="dapo"))
+    with_bonus = policy_loss(responses, AlgorithmSettings(kind="dapo", entropy=0.5))
+    bonus = 0.5 * entropies_N.where(responses.mask_N, 0).sum()
+    torch.testing.assert_close(with_bonus.total, plain.total - bonus)
+    (with_bonus.total / with_bonus.weight).backward()
+    torch.testing.assert_close(entropies_N.grad, -0.5 * responses.mask_N.double() / with_bonus.weight)
+    with pytest.raises(UsageError, match=r"no entropies_N, which entropy=0.5 reads"):
+        policy_loss(replace(responses, entropies_N=None), AlgorithmSettings(kind="dapo", entropy=0.5))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.workflows.job import jobs
 from tests.workflows.job.tokens import ByteTokenizer
-from transferqueue.errors import NotFound, Unreachable, UsageError
+from transferqueue.errors import Impossible, NotFound, Unreachable, UsageError
 from transferqueue.workflows.job.data import prompt_data
 from transferqueue.workflows.job.run import preflight
 from transferqueue.workflows.job.run.folder import RunFolder
@@ -43,7 +43,7 @@ def small(*changes: str) -> Job:
 
 
 def test_a_whole_job_passes_and_its_data_is_open(place):
-    assert len(preflight.preflight(small(), code=place).rows) == 2
+    assert len(preflight.preflight(small(), code=place)) == 2
 
 
 @pytest.mark.parametrize("key", ["function", "environment"])
@@ -87,4 +87,30 @@ def test_a_queue_that_does_not_answer_is_refused_before_the_folder_is_made(place
 )
 def test_what_no_process_could_work_with_is_refused(place, changes, error, text):
     with pytest.raises(error, match=text):
+        preflight.preflight(small(*changes), code=place)
+
+
+def test_rows_longer_than_the_models_positions_are_refused(place):
+    config = place / "models" / "tiny" / "config.json"
+    config.write_text('{"max_position_embeddings": 40}')
+    with pytest.raises(Impossible, match=r"has 40 positions, and a row up to .*=32 \+ tokens_max=16 = 48 tokens"):
+        preflight.preflight(small(), code=place)
+    scaled = {"max_position_embeddings": 40, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
+    config.write_text(json.dumps({"text_config": scaled}))
+    assert len(preflight.preflight(small(), code=place)) == 2
+
+
+def test_a_layer_that_the_model_lacks_gets_no_adapter(place):
+    header = json.dumps({"l.0.q_proj.weight": {"shape": [2, 2], "dtype": "F32", "data_offsets": [0, 16]}}).encode()
+    weights = place / "models" / "tiny" / "model.safetensors"
+    weights.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    lora = "trainer.lora_rank=2"
+    assert preflight.preflight(small(lora, "trainer.lora_targets=['q_proj']"), code=place)
+    with pytest.raises(NotFound, match=r"lora_targets has 'q', and .* no such layer; it has q_proj"):
+        preflight.preflight(small(lora, "trainer.lora_targets=['q']"), code=place)
+
+
+def test_each_held_out_set_is_opened_before_the_start(place):
+    changes = ("evaluation.path=rows.jsonl", "evaluation.sets=[{name='aime', path='gone.jsonl'}]")
+    with pytest.raises(NotFound, match=r"^evaluation\.sets\.0\.path gone\.jsonl: there is no such file"):
         preflight.preflight(small(*changes), code=place)

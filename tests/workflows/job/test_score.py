@@ -95,6 +95,20 @@ def test_the_reference_is_the_policy_as_it_was(queue: tq.Queue, models: Path) ->
     assert_near(found, response_logprobs(wanted_of, PROMPTS, RESPONSES, temperature=0.7))
 
 
+def test_a_synchronised_reference_takes_the_newest_policy_every_so_many_steps(queue: tq.Queue, models: Path) -> None:
+    policy = load_causal_lm(models / "policy", dtype="float32", device="cpu")
+    given = job(models, "grpo-trainer-old", "reference.sync_every=2", "pacing.mode=sync")
+    with score.reference(context(queue, given)) as stage, torch.no_grad():
+        at_start = response_logprobs(policy, PROMPTS, RESPONSES, temperature=0.7)
+        for version in (1, 2, 3):
+            for parameter in policy.parameters():
+                parameter.mul_(1.1)
+            publish(queue, names.POLICY, version, policy)
+            if version != 3:
+                now = response_logprobs(policy, PROMPTS, RESPONSES, temperature=0.7)
+            assert_near(scored(stage, version)["ref_logprobs"], at_start if version == 1 else now)
+
+
 def test_the_teacher_gives_as_many_tokens_as_the_table_has(queue: tq.Queue, models: Path) -> None:
     wanted_of = load_causal_lm(models / "large", dtype="float32", device="cpu")
     with score.teacher(context(queue, job(models, "distill"))) as stage:

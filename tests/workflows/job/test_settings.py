@@ -1,5 +1,6 @@
 """A job file: what it may say, what it leaves open, and what is refused before anything starts."""
 
+import json
 import re
 import tomllib
 
@@ -231,6 +232,39 @@ REFUSED = [
     # memory
     (GRPO, "sampling.group_size=8192 ; queue.memory_gib=0.05", "a group of 8192 rows has up to"),
     (GRPO, "trainer.prompts_per_step=4096 ; queue.memory_gib=0.5", "are 65,536 rows, up to"),
+    (GRPO, "data.sources=[{path='a.jsonl'}]", "data.path= .* with data.sources: both name the data"),
+    (GRPO, "data.path=\"\" ; data.sources=[{path='a.jsonl'}] ; data.epochs=2", "data.epochs=2 with data.sources"),
+    (GRPO, 'data.path=""', 'data.path="": required; a file or directory of prompts'),
+    (GRPO, "data.path=\"\" ; data.sources=[{path=''}]", 'data.sources.0.path="": required'),
+    (GRPO, "data.path=\"\" ; data.sources=[{path='a', weight=0}]", "data.sources.0.weight=0"),
+    (GRPO, "data.turns=all", "data.turns=\"all\" with kind='grpo'"),
+    (GRPO, "model.template_args={tokenize=true}", "model.template_args.tokenize: the job sets it itself"),
+    (GRPO, "reference.sync_every=5", "reference.sync_every=5 with algorithm.kl=0: there is no reference"),
+    (
+        GRPO,
+        "algorithm.kl=0.1 ; reference={path='other', sync_every=5}",
+        "with reference.path='other': a reference that takes .* leave the path out",
+    ),
+    (GRPO, "trainer.lora_targets=['q_proj']", "lora_targets=['q_proj'] with lora_rank=0: there are no adapters"),
+    (GRPO, "trainer.lora_rank=2 ; trainer.lora_targets=['a.q_proj']", "give the last part of a layer's name"),
+    (GRPO, "trainer.lora_adapter=gone ; algorithm.kl=0.1", "the policy at its start has no directory of its own"),
+    (GRPO, "trainer.lora_adapter=gone", "trainer.lora_adapter='gone' has no adapter_config.json"),
+    (SFT, "algorithm.entropy=0.1", "entropy=0.1 with kind='sft', which explores nothing"),
+    (GRPO, "evaluation.sets=[{name='a', path='x'}]", "evaluation.sets has 'a' without evaluation.path"),
+    (
+        GRPO,
+        "evaluation.path=x ; evaluation.sets=[{name='a', path='x'}, {name='a', path='y'}]",
+        "evaluation.sets.1.name='a': its figures begin with it",
+    ),
+    (GRPO, "evaluation.pass_at=[4]", "evaluation.pass_at has 4, and evaluation.samples=1 .* set evaluation.samples=4"),
+    (GRPO, "evaluation.pass_at=[4] ; evaluation.samples=4", "with temperature=0: all responses .* are equal"),
+    (GRPO, "evaluation.patience=2", "evaluation.patience=2 without evaluation.path"),
+    (GRPO, "evaluation.figure=reward", "is compared by evaluation.patience and checkpoint.best; set one"),
+    (
+        GRPO,
+        "evaluation.path=x ; evaluation.patience=2 ; evaluation.figure=aime/reward",
+        "evaluation.figure='aime/reward': evaluations give reward",
+    ),
 ]
 
 
@@ -371,3 +405,39 @@ def test_a_written_job_keeps_every_value(job_file):
     assert isinstance(odd, Job)
     read = job_from_values(tomllib.loads(job_as_toml(checked(odd))))
     assert read == checked(odd)
+
+
+# ---------------------------------------------------------------- adapters that training begins with
+
+ADAPTER = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["v_proj", "q_proj"], "lora_dropout": 0.1}
+
+
+def adapter(tmp_path, **values):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER | values))
+    (tmp_path / "adapter_model.safetensors").touch()
+    return f'trainer.lora_adapter="{tmp_path}"'
+
+
+def test_rank_scale_and_layers_are_those_of_the_adapters(job_file, tmp_path):
+    job = job_from_file(job_file(GRPO), set=[adapter(tmp_path)])
+    trainer = job.trainer
+    assert (trainer.lora_rank, trainer.lora_alpha, trainer.lora_targets) == (4, 8.0, ("q_proj", "v_proj"))
+    assert checked(job) == job
+    assert job_from_values(tomllib.loads(job_as_toml(job))) == job
+
+
+@pytest.mark.parametrize(
+    ("values", "changes", "words"),
+    [
+        ({}, ["trainer.lora_rank=8"], "trainer.lora_rank=8 with .* which has 4; leave lora_rank out"),
+        ({}, ["trainer.lora_targets=['q_proj']"], "leave lora_targets out"),
+        ({"use_dora": True}, [], "has use_dora: trained adapters have one rank"),
+        ({"modules_to_save": ["lm_head"]}, [], "has modules_to_save"),
+        ({"peft_type": "IA3"}, [], "has IA3"),
+        ({"target_modules": "all-linear"}, [], "its target_modules are a list of names"),
+        ({"r": 0}, [], "has r=0"),
+    ],
+)
+def test_adapters_that_cannot_be_begun_with_are_refused(job_file, tmp_path, values, changes, words):
+    with pytest.raises(UsageError, match=words):
+        job_from_file(job_file(GRPO), set=[adapter(tmp_path, **values), *changes])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import signal
 from collections.abc import Iterator
@@ -109,6 +110,35 @@ def test_held_out_prompts_are_asked_for_before_during_and_after(model: Path, que
     with requests_table(queue).lease(names.EVALUATE, rows=3) as batch:
         assert batch["step"].list() == [0, 3, 4]
         assert batch["version"].list() == [0, 3, 4]
+        batch.ack()
+    with pytest.raises(tq.EndOfTable):
+        requests_table(queue).lease(names.EVALUATE, rows=1, timeout_s=5)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_run_ends_early_when_evaluations_improve_no_more(
+    model: Path, queue: tq.Queue, tmp_path: Path, every: int
+) -> None:
+    """The figures are in the folder of the run, as its supervisor writes them."""
+    given = stand_ins.values(
+        model,
+        evaluation={"path": "held-out", "every": 2, "patience": 1},
+        pacing={"mode": "async", "max_staleness": 2},
+        weights={"every": every},
+    )
+    lines = [json.dumps({"step": step, "version": step, "reward": 1.0 - step}) for step in (0, 2)]
+    (tmp_path / "evaluations.jsonl").write_text("\n".join(lines))
+    told: list[Any] = []
+    with stand_ins.table_of(queue, stand_ins.job_of(given)) as table:
+        stand_ins.train(queue.address, given, str(tmp_path), told)
+        audit = table.audit()
+    assert [step["step"] for step in events(told, "step")] == [1]
+    assert audit.balanced
+    assert (audit.rows_done, audit.rows_live) == (6, 0)
+    assert Checkpoints(tmp_path / "checkpoints" / "train").steps() == [1]
+    assert stand_ins.final_weights(queue)[0] == 1
+    with requests_table(queue).lease(names.EVALUATE, rows=2) as batch:
+        assert batch["step"].list() == [0, 1]
         batch.ack()
     with pytest.raises(tq.EndOfTable):
         requests_table(queue).lease(names.EVALUATE, rows=1, timeout_s=5)

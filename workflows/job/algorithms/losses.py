@@ -7,6 +7,7 @@ A token's loss, with r a ratio of `transferqueue.workflows.job.algorithms.ratios
 - dual clip (Ye et al., arXiv 1912.09729): where A < 0, at most ``-dual_clip A``.
 - times the truncated importance weight where ``tis_max`` is set, plus ``kl`` times an estimate of the KL to the
   reference.
+- less ``entropy`` times the entropy of the policy's distribution at the token (Williams and Peng 1991).
 - distill, reverse (https://thinkingmachines.ai/blog/on-policy-distillation): clipped, with
   ``A = log teacher - log policy`` at the drawn token.
 - distill, forward: ``sum_k p_T (log p_T - log p_S)`` over the teacher's k likeliest tokens (as in verl).
@@ -72,6 +73,8 @@ def policy_loss(responses: Responses, algorithm: AlgorithmSettings, *, tokens_ma
         ref_N = responses.column("ref_logprobs_N", f"kl={algorithm.kl}")
         figures["ref_kl"] = kl_N = kl_estimate(responses.logprobs_N, ref_N, algorithm.kl_estimator)
         losses_N = losses_N + algorithm.kl * kl_N if algorithm.kl_in == "loss" else losses_N
+    if algorithm.entropy:
+        losses_N = losses_N - algorithm.entropy * responses.column("entropies_N", f"entropy={algorithm.entropy}")
     if responses.entropies_N is not None:
         figures["entropy"] = responses.entropies_N
     return _summed(responses, losses_N, figures, aggregate=algorithm.aggregate, tokens_max=tokens_max)

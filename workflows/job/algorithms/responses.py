@@ -19,12 +19,13 @@ class Responses:
 
     ``logprobs_N``: the trained policy's, with a gradient. ``mask_N`` (bool): tokens that the loss is over.
     ``offsets_R1`` (int64): row r has tokens ``offsets_R1[r]`` to ``offsets_R1[r + 1]``. All others are read by some
-    algorithms only and get no gradient, save ``values_N`` and ``logprobs_NK``:
+    algorithms only and get no gradient, save ``values_N``, ``logprobs_NK`` and ``entropies_N``:
 
     - ``rollout_logprobs_N``: of the policy that drew the tokens. ``old_logprobs_N``: of the policy before the step, for
       ``old = "trainer"``; None where the step takes one update, since the policy before it is then the trained one.
     - ``advantages_N``: a row's advantage repeated over its tokens, or one for each token.
-    - ``ref_logprobs_N``: the reference's. ``entropies_N``: of the policy's distributions, for the figures.
+    - ``ref_logprobs_N``: the reference's. ``entropies_N``: of the policy's distributions, for the figures and the
+      entropy bonus.
     - ``values_N``, ``old_values_N``, ``returns_N``: the critic's values now, those that GAE was made with, and its
       returns.
     - ``teacher_logprobs_NK``, ``logprobs_NK``: of the teacher and of the policy at the same K tokens for each position.

@@ -3,7 +3,7 @@
 An Arrow file is memory-mapped, and a row is decoded when it is read. A JSON Lines file is decoded once when it is
 opened, which finds a broken line before anything starts; 16 bytes a line stay in memory, and a row is read from the
 file again. Parquet cannot be read by rows: the columns that are asked for are decoded into memory, at most
-`PARQUET_BYTES_MAX`.
+`PARQUET_BYTES_MAX`. A CSV file is decoded whole, and each of its values is a text.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 import msgspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet
 
 from transferqueue.errors import Impossible, NotFound, UsageError, listing
@@ -26,7 +27,7 @@ from transferqueue.limits import GIB, MIB
 LINE_BYTES_MAX: Final = 64 * MIB
 """Bytes of one line: a row is decoded as a whole."""
 JSON_BYTES_MAX: Final = GIB
-"""Bytes of a file that is one JSON array, which is decoded as a whole."""
+"""Bytes of a file that is one JSON array, or of a CSV file, which is decoded as a whole."""
 PARQUET_BYTES_MAX: Final = 8 * GIB
 """Decoded bytes of the columns that a job reads from Parquet files, which are kept in memory."""
 COLUMNS_MAX: Final = 4096
@@ -186,6 +187,29 @@ def _mapped(path: Path) -> ArrowRows:
         return ArrowRows(path, reader.schema, [reader.get_batch(at) for at in range(reader.num_record_batches)])
     stream = pa.ipc.open_stream(mapped)
     return ArrowRows(path, stream.schema, list(stream))
+
+
+def csv_rows(path: Path) -> ArrowRows:
+    """Decode a CSV file with a line of names, or a TSV file. Each value is a text, since the file says no types; an
+    empty one is no value."""
+    if (size := os.path.getsize(path)) > JSON_BYTES_MAX:
+        raise Impossible(
+            f"{path} is a CSV file of {size / GIB:.1f} GiB, over {JSON_BYTES_MAX / GIB:.0f}; write it as Parquet"
+        )
+    parse = pyarrow.csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",", newlines_in_values=True)
+
+    def read() -> pa.Table:
+        with pyarrow.csv.open_csv(path, parse_options=parse) as reader:
+            names = reader.schema.names
+        if len(set(names)) < len(names):
+            raise UsageError(f"{path} names a column twice: {listing(names)}; rename one")
+        convert = pyarrow.csv.ConvertOptions(
+            column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=True, null_values=[""]
+        )
+        return pyarrow.csv.read_csv(path, parse_options=parse, convert_options=convert)
+
+    table = read_or_refuse(path, read, "a CSV file")
+    return ArrowRows(path, table.schema, table.to_batches())
 
 
 def read_or_refuse(path: Path, read: Any, kind: str) -> Any:

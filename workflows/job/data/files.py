@@ -3,6 +3,7 @@
 =============================================  ==================================================================
 path                                           files
 =============================================  ==================================================================
+``org/name``, if there is no such path         none: an id of the hub (`transferqueue.workflows.job.data.hub`)
 a file                                         that file; the split is not looked at
 a directory that ``datasets`` saved            those that ``state.json`` lists; with ``dataset_dict.json``, those of
                                                the split's directory
@@ -24,7 +25,15 @@ from typing import Any, Final
 import msgspec
 
 from transferqueue.errors import NotFound, UsageError, listing
-from transferqueue.workflows.job.data.data_rows import DataRows, JoinedRows, arrow_rows, json_rows, parquet_rows
+from transferqueue.workflows.job.data.data_rows import (
+    DataRows,
+    JoinedRows,
+    arrow_rows,
+    csv_rows,
+    json_rows,
+    parquet_rows,
+)
+from transferqueue.workflows.job.data.hub import hub_rows, is_hub_id
 
 FILES_MAX: Final = 16_384
 """Files of one data set: each is opened, and the largest public ones have some thousands."""
@@ -37,8 +46,12 @@ _READERS: Final[Mapping[str, Callable[[Path], DataRows]]] = {
     ".jsonl": json_rows,
     ".ndjson": json_rows,
     ".json": json_rows,
+    ".csv": csv_rows,
+    ".tsv": csv_rows,
 }
-_KINDS: Final = "Parquet (.parquet), Arrow IPC (.arrow, .ipc, .feather) and JSON Lines (.jsonl, .ndjson, .json)"
+_KINDS: Final = (
+    "Parquet (.parquet), Arrow IPC (.arrow, .ipc, .feather), JSON Lines (.jsonl, .ndjson, .json) and CSV (.csv, .tsv)"
+)
 ENTRIES_MAX: Final = 100_000
 """Entries of a directory that are looked at, folders below it included: more is not a data set but a disk."""
 
@@ -56,11 +69,13 @@ _NO_SPLITS: Final = ("data", "part", "shard", "default")
 _NOT_DATA: Final = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 
 
-def open_data(path: str | Path, *, split: str = "train") -> DataRows:
-    """Open the rows of a data set; call `DataRows.select` before rows are read.
+def open_data(path: str | Path, *, split: str = "train", subset: str = "") -> DataRows:
+    """Open the rows of a data set; call `DataRows.select` before rows are read. subset: configuration of one that is
+    given by an id of the hub.
 
-    Reads Parquet footers and Arrow schemas, and JSON Lines once. Raises `NotFound` for a path or split that does not
-    exist, and `UsageError` for files of another kind, of several kinds, broken ones, and a data set without rows.
+    Reads Parquet footers and Arrow schemas, JSON Lines once, and CSV whole; an id is loaded, or downloaded first.
+    Raises `NotFound` for a path or split that does not exist, and `UsageError` for files of another kind, of several
+    kinds, broken ones, and a data set without rows.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as directory:
@@ -69,6 +84,13 @@ def open_data(path: str | Path, *, split: str = "train") -> DataRows:
     ...     len(rows), rows.row(0)
     (1, {'question': '2+2?'})
     """
+    if is_hub_id(str(path)):
+        return hub_rows(str(path), subset=subset, split=split)
+    if subset:
+        raise UsageError(
+            f"data.subset={subset!r} with data.path {path}, which is no id of the hub: give the path of its files, and "
+            "leave the subset out"
+        )
     files = data_files(Path(path).expanduser(), split)
     opened = [_READERS[file.suffix.lower()](file) for file in files]
     rows = opened[0] if len(opened) == 1 else JoinedRows([rows for rows in opened if len(rows)] or opened[:1])
@@ -85,8 +107,8 @@ def data_files(path: Path, split: str) -> list[Path]:
         files = _of_directory(path, split)
     else:
         raise NotFound(
-            f"data.path {path}: there is no such file or directory; data of a hub must be downloaded first "
-            "(hf download --repo-type dataset NAME --local-dir DIR)"
+            f"data.path {path}: there is no such file or directory; a data set of the hub is given by its id, such as "
+            '"openai/gsm8k"'
         )
     _check_kind(path, files)
     return files
@@ -97,7 +119,7 @@ def _check_kind(path: Path, files: Sequence[Path]) -> None:
     if unknown:
         raise UsageError(
             f"data.path {unknown[0]} ends in {unknown[0].suffix or 'nothing'!r}; read are {_KINDS}; convert it, for "
-            "example with pyarrow.csv.read_csv and pyarrow.parquet.write_table"
+            "example with pyarrow.parquet.write_table"
         )
     kinds = sorted({file.suffix.lower() for file in files})
     if len({_READERS[kind] for kind in kinds}) > 1:

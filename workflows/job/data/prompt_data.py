@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -9,24 +10,31 @@ from typing import Any, Final
 import msgspec
 
 from transferqueue.adapters.stages.reward_functions import GIVEN, load_reward
-from transferqueue.errors import Impossible, NotFound, UsageError, listing
+from transferqueue.errors import Impossible, InternalError, NotFound, UsageError, listing
 from transferqueue.workflows.job.data.data_rows import DataRows
 from transferqueue.workflows.job.data.files import open_data
 from transferqueue.workflows.job.data.prompts import PromptRenderer, near
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
-from transferqueue.workflows.job.settings.job import DataSettings, Job
+from transferqueue.workflows.job.settings.job import DataPart, DataSettings, Job
 
 PROMPT: Final = "prompt"
 """Key of column ``data`` with the prompt itself."""
+_KEYS: Final = (
+    re.compile(r"\bdata\.(path|subset|split|prompt|template|response|columns)\b"),
+    re.compile(r"\bdata\.(path|subset|split)\b"),
+)
+"""Keys in errors of a data set that a source or a held-out set has too, and those that ``evaluation`` has."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptData:
-    """Rows of data with what makes prompts of them. columns: the data's columns by the names that rewards ask for."""
+class PromptSource:
+    """One data set with what makes prompts of its rows. columns: the data's columns by the names that rewards ask for.
+    weight: of its prompts among those of all sources."""
 
     rows: DataRows
     renderer: PromptRenderer
     columns: Mapping[str, str]
+    weight: float = 1.0
 
     def check_first(self) -> None:
         """Raise `UsageError` if the first row makes no prompt, or has a value that rewards could not get; other rows
@@ -43,13 +51,49 @@ class PromptData:
         return values
 
 
+@dataclass(frozen=True, kw_only=True)
+class PromptData:
+    """The rows of one or several sources, which are numbered source after source."""
+
+    sources: Sequence[PromptSource]
+
+    def __len__(self) -> int:
+        """Return the number of rows of all sources."""
+        return sum(len(source.rows) for source in self.sources)
+
+    @property
+    def renderer(self) -> PromptRenderer:
+        """The renderer of the first source: all have one tokenizer and one longest prompt."""
+        return self.sources[0].renderer
+
+    def source_of(self, position: int) -> tuple[PromptSource, int]:
+        """Return the source of the row at `position`, and the row's position in it."""
+        for source in self.sources:
+            if position < len(source.rows):
+                return source, position
+            position -= len(source.rows)
+        raise InternalError(f"position {position} is beyond the {len(self):,} rows of the data")
+
+    def check_first(self) -> None:
+        """As `PromptSource.check_first`, of each source."""
+        for source in self.sources:
+            source.check_first()
+
+
 def open_prompts(job: Job, tokenizer: TextTokenizer | None = None) -> PromptData:
     """Open the data that a job trains on. tokenizer: the model's, if it is loaded already.
 
     Raises `NotFound` for a file or column that is missing, `UsageError` for data that makes no prompts, and
     `Impossible` for fewer prompts than the steps of the job need.
     """
-    opened = _opened(job, job.data, tokenizer, "data.path")
+    tokenizer = tokenizer or load_tokenizer(job.model)
+    if job.data.sources:
+        sources = [
+            _opened(job, _of_part(job.data, part), tokenizer, f"data.sources.{place}", part.weight)
+            for place, part in enumerate(job.data.sources)
+        ]
+        return PromptData(sources=sources)
+    opened = _opened(job, job.data, tokenizer, "data")
     prompts = job.steps * job.trainer.prompts_per_step
     if job.data.epochs and job.data.epochs * len(opened.rows) < prompts:
         raise Impossible(
@@ -59,43 +103,65 @@ def open_prompts(job: Job, tokenizer: TextTokenizer | None = None) -> PromptData
             f"steps={job.data.epochs * len(opened.rows) // job.trainer.prompts_per_step}, or data.epochs=0 for as many "
             "as it takes"
         )
-    return opened
+    return PromptData(sources=[opened])
 
 
-def open_held_out(job: Job, tokenizer: TextTokenizer | None = None) -> PromptData:
-    """Open the data of `evaluation.path`; it has the columns that the training data has."""
-    settings = msgspec.structs.replace(job.data, path=job.evaluation.path, split=job.evaluation.split)
-    return _opened(job, settings, tokenizer, "evaluation.path")
+def open_held_out(job: Job, tokenizer: TextTokenizer | None = None) -> dict[str, PromptData]:
+    """Open the sets of held-out prompts, by their names; that of `evaluation.path` is "". They have the columns that
+    the training data has."""
+    tokenizer, evaluation = tokenizer or load_tokenizer(job.model), job.evaluation
+    first = DataPart(path=evaluation.path, subset=evaluation.subset)
+    settings = msgspec.structs.replace(job.data, split=evaluation.split)
+    opened = {"": _opened(job, _of_part(settings, first), tokenizer, "evaluation")}
+    for place, part in enumerate(evaluation.sets):
+        opened[part.name] = _opened(job, _of_part(settings, part), tokenizer, f"evaluation.sets.{place}")
+    return {name: PromptData(sources=[source]) for name, source in opened.items()}
 
 
-def _opened(job: Job, settings: DataSettings, tokenizer: TextTokenizer | None, key: str) -> PromptData:
-    try:
-        rows = open_data(settings.path, split=settings.split)
-    except UsageError as error:
-        raise type(error)(str(error).replace("data.path", key, 1)) from error
-    renderer = PromptRenderer(
-        settings, tokenizer or load_tokenizer(job.model), rows.columns, learns_response=job.algorithm.kind == "sft"
+def _of_part(settings: DataSettings, part: DataPart) -> DataSettings:
+    """Return the settings of one data set; what it leaves open is that of `settings`."""
+    own = part.prompt or part.template
+    return msgspec.structs.replace(
+        settings,
+        sources=(),
+        path=part.path,
+        subset=part.subset,
+        split=part.split or settings.split,
+        prompt=(part.prompt if own else "") or settings.prompt,
+        template=part.template if own else settings.template,
+        response=part.response or settings.response,
+        columns=part.columns or settings.columns,
     )
-    columns = reward_columns(job, rows.columns)
+
+
+def _opened(job: Job, settings: DataSettings, tokenizer: TextTokenizer, key: str, weight: float = 1.0) -> PromptSource:
+    """Open one data set. key: its table, for errors."""
+    try:
+        rows = open_data(settings.path, split=settings.split, subset=settings.subset)
+        renderer = PromptRenderer(settings, tokenizer, rows.columns, learns_response=job.algorithm.kind == "sft")
+        columns = reward_columns(job, settings, rows.columns)
+    except UsageError as error:
+        text = _KEYS[key == "evaluation"].sub(rf"{key}.\1", str(error))
+        raise type(error)(text if key in text or key == "data" else f"{key}: {text}") from error
     rows = rows.select(tuple(dict.fromkeys((*renderer.columns, *columns.values()))))
     for name in renderer.columns:
         if (at := rows.first_missing(name)) is not None:
             raise UsageError(f'{rows.place(at)}: column "{name}" has no value; each row needs one, for its prompt')
-    return PromptData(rows=rows, renderer=renderer, columns=columns)
+    return PromptSource(rows=rows, renderer=renderer, columns=columns, weight=weight)
 
 
 # ---------------------------------------------------------------- columns of rewards
 
 
-def reward_columns(job: Job, has: Sequence[str]) -> dict[str, str]:
+def reward_columns(job: Job, settings: DataSettings, has: Sequence[str]) -> dict[str, str]:
     """Return the data's columns that the rewards of a job get, by the names that they use. Imports the modules of
     reward functions.
 
     A function gets the parameters that it names; one with ``**kwargs``, and an environment, gets the names of
     `data.columns`, or every column if there are none. Raises `NotFound` for a column that is missing.
     """
-    named = _named_columns(job.data, has)
-    every = list(job.data.columns or named)
+    named = _named_columns(settings, has)
+    every = list(settings.columns or named)
     wanted: list[str] = []
     for reward in job.reward:
         if reward.function:

@@ -16,9 +16,11 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Final
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from transferqueue.adapters.protocols import Ids
 from transferqueue.errors import NotFound, UsageError, listing
@@ -105,11 +107,18 @@ def _as_text(value: Any, name: str, place: str) -> str:
 @dataclass(frozen=True, kw_only=True)
 class RenderedPrompt:
     """One prompt. value: as rewards see it, a text or a list of messages. text: its text for the tokenizer. response:
-    text to learn (sft), or ""."""
+    text that follows (sft), in parts: the first is learned, and of several every second one."""
 
     value: str | list[dict[str, Any]]
     text: str
-    response: str = ""
+    response: tuple[str, ...] = ()
+
+
+class LearnedTokens(NamedTuple):
+    """Tokens of a response: int32 ``[T]``; and which of them are learned, bool ``[T]``; None: all."""
+
+    ids: Ids
+    learned: npt.NDArray[np.bool_] | None
 
 
 class PromptRenderer:
@@ -153,6 +162,8 @@ class PromptRenderer:
             value = self._template.fill(row, place)
         if not self._learns_response:
             return RenderedPrompt(value=value, text=self._text(value, place))
+        if self._settings.turns == "all":
+            return self._conversation(value, place)
         prompt, response = self._with_response(value, row, place)
         return self._learned(prompt, response, place)
 
@@ -167,9 +178,20 @@ class PromptRenderer:
         adds them."""
         return self._encode(texts, add_special_tokens=not self._chat)
 
-    def response_tokens(self, prompt: RenderedPrompt) -> Ids:
-        """Return the ids of a response that is learned, up to and with its end token."""
-        ids = self._encode([prompt.response], add_special_tokens=False)[0]
+    def response_tokens(self, prompt: RenderedPrompt) -> LearnedTokens:
+        """Return the tokens of a response; what is learned of it, up to and with its end token."""
+        parts = self._encode(prompt.response, add_special_tokens=False)
+        if len(parts) == 1 and self._settings.turns == "last":
+            return LearnedTokens(self._up_to_its_end(parts[0]), None)
+        ids, learned = [], []
+        for number, part in enumerate(parts):
+            turn = self._up_to_its_end(part) if number % 2 == 0 else part[:0]
+            ids.append(turn if number == len(parts) - 1 else part)
+            learned.append(np.arange(len(ids[-1])) < len(turn))
+        return LearnedTokens(np.concatenate(ids), np.concatenate(learned))
+
+    def _up_to_its_end(self, ids: Ids) -> Ids:
+        """Return the ids of a turn up to its end token, which is appended if the template writes none."""
         special = np.flatnonzero(np.isin(ids, self.tokenizer.all_special_ids)) if self._chat else np.empty(0, np.intp)
         if special.size:
             return ids[: special[-1] + 1]
@@ -217,7 +239,7 @@ class PromptRenderer:
     def _learned(self, prompt: str | list[dict[str, Any]], response: str, place: str) -> RenderedPrompt:
         text = self._text(prompt, place)
         if not self._chat:
-            return RenderedPrompt(value=prompt, text=text, response=response)
+            return RenderedPrompt(value=prompt, text=text, response=(response,))
         whole = render(
             self.tokenizer,
             [*self._messages(prompt), {"role": "assistant", "content": response}],
@@ -225,12 +247,43 @@ class PromptRenderer:
             prompt=False,
         )
         if not whole.startswith(text):
+            raise _written_differently(place, text, whole)
+        return RenderedPrompt(value=prompt, text=text, response=(whole[len(text) :],))
+
+    def _conversation(self, value: str | list[dict[str, Any]], place: str) -> RenderedPrompt:
+        """Return a conversation of which each message of the assistant is learned: the prompt is what stands before
+        the first one."""
+        answers = [at for at, message in enumerate(value) if _is_answer(message)]
+        if not answers or answers[0] == 0 or not _is_answer(value[-1]) or not self._chat:
             raise UsageError(
-                f"{place}: the chat template writes the conversation with its response differently from the prompt "
-                f"before it: {_short(text[-60:])} against {_short(whole[len(text) - 60 : len(text)])}; set "
-                "model.chat_template"
+                f'{place}: data.turns="all" learns messages of the assistant, so the model needs a chat template '
+                '(model.chat_template), and each row messages that begin with another role and end with "assistant"; '
+                'mend the row, or set data.turns="last"'
             )
-        return RenderedPrompt(value=prompt, text=text, response=whole[len(text) :])
+        messages = [message for message in value if isinstance(message, dict)]
+        before = [self._part(messages[:at], place, prompt=True) for at in answers]
+        after = [self._part(messages[: at + 1], place, prompt=False) for at in answers]
+        bounds = [end for pair in zip(before, after, strict=True) for end in pair]
+        for shorter, longer in pairwise(bounds):
+            if not longer.startswith(shorter):
+                raise _written_differently(place, shorter, longer)
+        parts = [longer[len(shorter) :] for shorter, longer in pairwise(bounds)]
+        return RenderedPrompt(value=messages[: answers[0]], text=before[0], response=tuple(parts))
+
+    def _part(self, messages: list[dict[str, Any]], place: str, *, prompt: bool) -> str:
+        return render(self.tokenizer, self._messages(messages), place, prompt=prompt)
+
+
+def _is_answer(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant"
+
+
+def _written_differently(place: str, text: str, whole: str) -> UsageError:
+    return UsageError(
+        f"{place}: the chat template writes the conversation with its response differently from the part before it: "
+        f"{_short(text[-60:])} against {_short(whole[max(0, len(text) - 60) : len(text)])}; set model.chat_template to "
+        "one that leaves earlier turns as they are"
+    )
 
 
 def _check_column(name: str, settings: DataSettings, columns: Sequence[str]) -> None:

@@ -119,6 +119,8 @@ class JobPrompts:
         }
         if prompts[0].response_ids is not None:
             columns["response_ids"] = [prompt.response_ids for prompt in prompts]
+        if prompts[0].learned is not None:
+            columns["loss_mask"] = [prompt.learned for prompt in prompts]
         if self._in_parts:
             columns |= {name: [_nothing(name)] * len(prompts) for name in BEGUN}
         return columns
@@ -147,7 +149,7 @@ def source_with(context: Context, tokenizer: TextTokenizer) -> Iterator[Produce]
     before = first_prompt(context.directory) * group_rows(job)
     produce = JobPrompts(job, sequence, rows_put=before + audit(context.table).put)
     yield produce
-    context.figures("prompts", put=sequence.number, data_rows=len(data.rows), overlong=sequence.dropped)
+    context.figures("prompts", put=sequence.number, data_rows=len(data), overlong=sequence.dropped)
     if produce.data_ended:
         with suppress(Sealed):
             context.table.seal()

@@ -6,8 +6,11 @@ import importlib
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
+
+import msgspec
 
 from transferqueue.adapters.builtin import is_builtin
 from transferqueue.adapters.builtin.tokenizer import CharacterTokenizer
@@ -53,7 +56,13 @@ def load_tokenizer(model: ModelSettings) -> TextTokenizer:
     tokenizer = _load(model)
     if model.chat_template:
         tokenizer.chat_template = _template(Path(model.chat_template).expanduser())
-    check_template(tokenizer, model.chat_template or model.tokenizer or model.path)
+    source = model.chat_template or model.tokenizer or model.path
+    if arguments := _template_arguments(model, tokenizer, source):
+        # Every caller renders with them: prompts, turns of episodes, and functions of the user.
+        tokenizer.apply_chat_template = partial(  # type: ignore[method-assign]
+            tokenizer.apply_chat_template, **arguments
+        )
+    check_template(tokenizer, source)
     return tokenizer
 
 
@@ -142,6 +151,37 @@ def _template(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"model.chat_template {path} is not text in UTF-8: {error}") from error
+
+
+def _template_arguments(model: ModelSettings, tokenizer: TextTokenizer, source: str) -> dict[str, Any]:
+    """Return what the job gives the chat template. Raises `UsageError` for an argument that it does not read."""
+    arguments = dict(model.template_args)
+    if model.tools:
+        arguments["tools"] = _tools(Path(model.tools).expanduser())
+    for name in arguments:
+        key = "model.tools" if name == "tools" else f"model.template_args.{name}"
+        if not tokenizer.chat_template:
+            raise UsageError(f"{key}: {source} has no chat template; set model.chat_template, or leave it out")
+        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            raise UsageError(
+                f"{key}: the chat template of {source} does not read {name}; give an argument that it reads, or leave "
+                "it out"
+            )
+    return arguments
+
+
+def _tools(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise NotFound(f"model.tools {path}: there is no such file; give a JSON file with an array of functions")
+    if path.stat().st_size > TEMPLATE_BYTES_MAX:
+        raise UsageError(f"model.tools {path} is over {TEMPLATE_BYTES_MAX >> 20} MiB; a prompt has no room for it")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
+    except msgspec.DecodeError as error:
+        raise UsageError(
+            f"model.tools {path}: {error}; give a JSON array of functions, such as "
+            '[{"type": "function", "function": {"name": "search", "parameters": {}}}]'
+        ) from error
 
 
 # ---------------------------------------------------------------- chat templates

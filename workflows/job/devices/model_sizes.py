@@ -49,6 +49,32 @@ def model_sizes(path: str) -> ModelSizes | None:
     return _sizes(parameters, config.get("text_config", config)) if parameters else None
 
 
+def positions_of(path: str) -> int:
+    """Return the tokens of the longest row that the model in a directory takes, by its ``config.json``; 0: that says
+    none, or is not on this machine.
+
+    Rotary positions that are stretched (``rope_scaling``) count with their factor.
+    """
+    config = _config(Path(path).expanduser())
+    config = config.get("text_config") or config
+    stated = config.get("max_position_embeddings") or config.get("n_positions") or 0
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    original, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
+    stretched = int((original or stated) * factor) if isinstance(factor, int | float) else 0
+    return max(int(stated), stretched)
+
+
+def layer_names(path: str) -> set[str]:
+    """Return the last part of the name of each layer with a weight of two dimensions in the files of a model; none if
+    they are not on this machine."""
+    specs = checkpoint_specs(Path(path).expanduser())
+    return {
+        name.removesuffix(".weight").rpartition(".")[2]
+        for name, spec in specs.items()
+        if name.endswith(".weight") and len(spec.shape) == 2
+    }
+
+
 def _config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / "config.json").read_bytes())

@@ -37,14 +37,14 @@ def export_run(
         raise UsageError(f"--step {step} with --best: both choose the checkpoint; leave one of them out")
     folder = RunFolder(run)
     job = _at_its_place(folder, folder.job())
-    chosen = _chosen(run, step, best=best)
+    chosen = _chosen(run, step, job.evaluation.figure, best=best)
     from transferqueue.workflows.job.training.model_files import export_checkpoint  # loads torch
 
     checkpoint = checkpoint_path(run / CHECKPOINTS / names.TRAIN, chosen)
     return Exported(chosen, export_checkpoint(checkpoint, job, out, dtype=dtype, merge=merge))
 
 
-def _chosen(run: Path, step: int | None, *, best: bool) -> int:
+def _chosen(run: Path, step: int | None, figure: str, *, best: bool) -> int:
     steps = checkpoint_steps(run / CHECKPOINTS / names.TRAIN)
     if not steps:
         raise no_checkpoint(run)
@@ -52,7 +52,7 @@ def _chosen(run: Path, step: int | None, *, best: bool) -> int:
         raise NotFound(f"{run} has no checkpoint of step {step}; it has those of steps {listing(map(str, steps))}")
     if not best:
         return steps[-1] if step is None else step
-    if (found := best_step(run, steps)) is None:
+    if (found := best_step(run, steps, figure)) is None:
         raise NotFound(
             f'{run} has no checkpoint that was evaluated: set checkpoint.best="evaluation" in its job, or give --step, '
             f"one of {listing(map(str, steps))}"

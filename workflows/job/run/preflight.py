@@ -14,17 +14,17 @@ from typing import Final
 
 import transferqueue as tq
 from transferqueue.adapters.stages.reward_functions import load_callable
-from transferqueue.errors import Impossible, NotFound, PeerError, Unreachable
+from transferqueue.errors import Impossible, NotFound, PeerError, Unreachable, listing
 from transferqueue.workflows.job.data.prompt_data import PromptData, open_held_out, open_prompts
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer
 from transferqueue.workflows.job.devices.device_bytes import NUMBER_BYTES
-from transferqueue.workflows.job.devices.model_sizes import model_sizes
+from transferqueue.workflows.job.devices.model_sizes import layer_names, model_sizes, positions_of
 from transferqueue.workflows.job.devices.placement import FoundDevice, Placement, device_map
 from transferqueue.workflows.job.graph import stage_jobs
 from transferqueue.workflows.job.run.machine import check_packages, found_devices
 from transferqueue.workflows.job.run.on_ray import cluster_devices, is_placed_by_options
 from transferqueue.workflows.job.settings.job import Job
-from transferqueue.workflows.job.settings.sizes import GIB, gib, row_bytes, rows_kept
+from transferqueue.workflows.job.settings.sizes import GIB, gib, row_bytes, rows_kept, tokens_of_row
 from transferqueue.workflows.job.stages.rollout import stop_id
 
 QUEUE_S: Final = 10.0
@@ -59,6 +59,9 @@ def preflight(job: Job, *, code: Path | None = None) -> PromptData:
     import_from(code)
     for key, path in _models(job):
         check_model(key, path)
+        if not key.startswith("reward"):  # their tokens are their own
+            check_positions(job, key, path)
+    _check_targets(job)
     for key, named in _names(job):
         if named:
             load_callable(named, key)
@@ -66,7 +69,8 @@ def preflight(job: Job, *, code: Path | None = None) -> PromptData:
     data = open_prompts(job)
     data.check_first()
     if job.evaluation.path:
-        open_held_out(job, data.renderer.tokenizer).check_first()
+        for held_out in open_held_out(job, data.renderer.tokenizer).values():
+            held_out.check_first()
     _check_stops(job, data.renderer.tokenizer)
     check_memory(job)
     return data
@@ -143,6 +147,29 @@ def check_model(key: str, path: str) -> None:
     looks_like_path = path.startswith((".", "/", "~")) or (len(folder.parts) > 1 and folder.parent.is_dir())
     if looks_like_path and not folder.is_dir():
         raise NotFound(f"{key}={path!r}: there is no such directory")
+
+
+def check_positions(job: Job, key: str, path: str) -> None:
+    """Raise `Impossible` if the longest row has more tokens than a model has positions. An id of the hub is not looked
+    at."""
+    positions, longest = positions_of(path), tokens_of_row(job)
+    if 0 < positions < longest:
+        raise Impossible(
+            f"{key}={path!r} has {positions:,} positions, and a row up to prompt_tokens_max="
+            f"{job.data.prompt_tokens_max} + tokens_max={job.sampling.tokens_max} = {longest:,} tokens: set "
+            f"sampling.tokens_max or data.prompt_tokens_max so that both are at most {positions}, or give a model with "
+            "more positions"
+        )
+
+
+def _check_targets(job: Job) -> None:
+    layers = layer_names(job.model.path)
+    for target in job.trainer.lora_targets if layers else ():
+        if target not in layers:
+            raise NotFound(
+                f"trainer.lora_targets has {target!r}, and {job.model.path} no such layer; it has "
+                f"{listing(sorted(layers))}"
+            )
 
 
 def bytes_of(job: Job) -> JobBytes:

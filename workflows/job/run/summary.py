@@ -27,8 +27,9 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a run, with the keys of ``summary.json``.
 
     measure: what the evaluations measured on held-out prompts (``reward``, or ``kl`` and ``loss`` where there is none);
-    before, after: its mean at the two ends of the run (None: not evaluated). figures: mean of each figure of a step
-    (`run.figures`) over the first and over the last tenth of the steps. warnings: the rules of thumb that broke, in
+    before, after: its mean at the two ends of the run (None: not evaluated). stopped: why it took fewer steps than its
+    job has. figures: mean of each figure of a step (`run.figures`) over the first and over the last tenth of the steps.
+    warnings: the rules of thumb that broke, in
     words. seconds: of the last start, its processes' start and evaluations included; trained_s: of that from the
     trainer's first wait to its last step, over which samples_per_s, tokens_per_s (of responses), trainer_idle (share
     spent waiting for rows) and busy (share that processes of a task worked on rows) are. publish_s: median time of a
@@ -68,6 +69,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     rows_done: int
     rows_dropped: dict[str, int]
     failures: dict[str, int]
+    stopped: str = ""
     dispatch: dict[str, Any] = {}
     ranker: list[dict[str, Any]] = []
     publications: dict[str, dict[str, float]] = {}
@@ -88,7 +90,10 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
         dropped = ", ".join(f"{rows:,} {reason}" for reason, rows in self.rows_dropped.items()) or "0"
         return [
             ("job", f"{self.name}: {self.kind}, {self.mode}, seed {self.seed}"),
-            ("steps", f"{self.steps:,}" + (f", in {self.starts} starts" if self.starts > 1 else "")),
+            (
+                "steps",
+                f"{self.steps:,} {self.stopped}".rstrip() + (f", in {self.starts} starts" if self.starts > 1 else ""),
+            ),
             (f"held-out {self.measure}", _change(self.before, self.after)),
             ("seconds", f"{self.seconds:.1f}, {self.trained_s:.1f} of them training"),
             ("samples/s, tokens/s", f"{self.samples_per_s:,.1f}, {self.tokens_per_s:,.0f}"),
@@ -111,6 +116,10 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
             *(("warning", warning.text_of_all) for warning in self.warnings),
         ]
 
+    def _steps(self) -> str:
+        taken = f"{self.steps:,} {self.stopped}".rstrip()
+        return taken + (f", in {self.starts} starts" if self.starts > 1 else "")
+
     def text(self) -> str:
         """Return the table as lines."""
         rows = self.rows()
@@ -131,7 +140,8 @@ def summarize(
     """Summarise a finished run; `audit` and `table` (its statistics) are of its table. predicted: by its plan."""
     generators, trainers = record.spans_of(names.ROLLOUT, names.PLAY), record.spans_of(names.TRAIN)
     trained_s = record.trained_s()
-    measure, before, after = evaluated(record.evaluations)
+    stopped = 0 < len(record.steps) < job.steps and job.evaluation.patience > 0 and not job.data.epochs
+    measure, before, after = evaluated(record.evaluations, stopped=stopped)
     idle = list(record.each("idle_s"))
     return RunSummary(
         name=job.name,
@@ -139,6 +149,7 @@ def summarize(
         mode=job.pacing.mode,
         seed=job.seed,
         steps=len(record.steps),
+        stopped=f"of {job.steps:,}: evaluation.patience={job.evaluation.patience}" if stopped else "",
         starts=starts,
         measure=measure,
         before=before,
@@ -185,8 +196,9 @@ _TASKS: Final = (
 )
 
 
-def evaluated(evaluations: list[dict[str, Any]]) -> tuple[str, float | None, float | None]:
-    """Return the measures before the run and after it; None for a missing evaluation.
+def evaluated(evaluations: list[dict[str, Any]], *, stopped: bool = False) -> tuple[str, float | None, float | None]:
+    """Return the measures before the run and after it; None for a missing evaluation. stopped: the run ended early, so
+    its last evaluation is the one after it.
 
     >>> before, after = {"when": "before", "reward": 0.25}, {"when": "after", "reward": 0.75}
     >>> evaluated([before, {"when": "during", "reward": 0.5}, after])
@@ -194,6 +206,8 @@ def evaluated(evaluations: list[dict[str, Any]]) -> tuple[str, float | None, flo
     """
     at = {evaluation["when"]: evaluation for evaluation in reversed(evaluations) if evaluation.get("when") == "before"}
     at |= {evaluation["when"]: evaluation for evaluation in evaluations if evaluation.get("when") == "after"}
+    if stopped and evaluations:
+        at["after"] = max(evaluations, key=lambda evaluation: int(evaluation["step"]))
     measure = next((name for name in MEASURES if any(name in evaluation for evaluation in at.values())), MEASURES[0])
     before, after = (at.get(when, {}).get(measure) for when in ("before", "after"))
     return measure, _rounded(before), _rounded(after)

@@ -127,7 +127,7 @@ def columns_of(settings: AlgorithmSettings) -> dict[str, tuple[str, ...]]:
     """Return the columns that tasks ``advantage``, ``train`` and ``train_critic`` read; only the tasks that the job
     has.
 
-    ``loss_mask`` is not among them: only episodes have it, and it is read wherever it exists.
+    ``loss_mask`` is not among them: it is read wherever it exists, in episodes and in conversations of sft.
 
     >>> columns_of(AlgorithmSettings(kind="grpo"))["train"]
     ('prompt_ids', 'response_ids', 'rollout_logprobs', 'advantages')

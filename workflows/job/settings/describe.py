@@ -75,11 +75,16 @@ def key_names() -> list[str]:
 
 
 def tables() -> Iterator[KeyTable]:
-    """Yield the tables of a job file; the keys outside tables first."""
+    """Yield the tables of a job file; the keys outside tables first, and those in a table after it."""
     yield KeyTable("", Job, _summary(Job))
-    for field in figures(Job).values():
+    yield from _below(Job, "")
+
+
+def _below(table: type[msgspec.Struct], at: str) -> Iterator[KeyTable]:
+    for field in figures(table).values():
         if (struct := _struct(field)) is not None:
-            yield KeyTable(field.name, struct, field.meaning or _summary(struct))
+            yield KeyTable(f"{at}{field.name}", struct, field.meaning or _summary(struct))
+            yield from _below(struct, f"{at}{field.name}.")
 
 
 def keys(table: KeyTable) -> list[Key]:

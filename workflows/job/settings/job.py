@@ -41,6 +41,12 @@ class ModelSettings(_Table):
     ] = ""
     tokenizer: Annotated[str, "Directory or id of the tokenizer. Empty: `model.path`."] = ""
     chat_template: Annotated[str, "File with a chat template in Jinja. Empty: the tokenizer's own."] = ""
+    template_args: Annotated[
+        dict[str, Any], "Arguments of the chat template, such as `{ enable_thinking = false }`."
+    ] = {}
+    tools: Annotated[
+        str, "JSON file with the tools that the chat template describes: an array of functions, as OpenAI has them."
+    ] = ""
     dtype: Annotated[
         str,
         "Dtype of engines that the job starts, of the trainer's passes, and of scoring models without their own.",
@@ -49,15 +55,41 @@ class ModelSettings(_Table):
     trust_remote_code: Annotated[bool, "Run Python code that comes with a model or tokenizer."] = False
 
 
+class DataPart(_Table):
+    """A data set whose open keys are those of `data`."""
+
+    path: Annotated[str, "Files, directory or id, as `data.path`."]
+    subset: Annotated[str, "Configuration of a data set that is given by its id."] = ""
+    split: Annotated[str, "Split. Empty: as that of the table it belongs to."] = ""
+    prompt: Annotated[str, "Column of the prompt. Empty, with an empty `template`: as in `data`."] = ""
+    template: Annotated[str, "Text of the prompt, as `data.template`."] = ""
+    response: Annotated[str, "Column of the response. Empty: as in `data`."] = ""
+    columns: Annotated[dict[str, str], "Columns by the names that rewards ask for. Empty: as in `data`."] = {}
+
+
+class MixtureSource(DataPart):
+    """One of several data sets that prompts are drawn from. `data.sources` is an array of these tables."""
+
+    weight: Annotated[float, "Share of the prompts, as a part of the sum of all weights."] = 1.0
+
+
 class DataSettings(_Table):
     """The prompts that the policy is trained on."""
 
     path: Annotated[
-        str, "Parquet, Arrow or JSONL, a file or a directory of them, or a directory that `datasets` saved."
-    ]
+        str,
+        "Parquet, Arrow, JSONL or CSV, a file or a directory of them, a directory that `datasets` saved, or an id of"
+        ' the hub, such as `"openai/gsm8k"`. Empty: `sources` name the data.',
+    ] = ""
+    subset: Annotated[str, "Configuration of a data set that is given by its id. Empty: its only one."] = ""
     split: Annotated[
         str, "Split of a directory, by the names of its files. Where `path` is a file, it is not read."
     ] = "train"
+    sources: Annotated[
+        tuple[MixtureSource, ...],
+        "Several data sets instead of `path`, mixed by weight: `{ path, weight, … }`, with the keys `subset`, `split`,"
+        " `prompt`, `template`, `response` and `columns` where they differ from these.",
+    ] = ()
     prompt: Annotated[str, "Column of the prompt, a text or a list of messages. Not read with a `template`."] = "prompt"
     template: Annotated[
         str, 'Text of the prompt with columns in braces: `"{question}"`. Empty: the column `prompt` has it.'
@@ -70,6 +102,10 @@ class DataSettings(_Table):
         "Column of the response that `sft` learns; other kinds refuse it.",
         "Empty: messages end with one of the assistant.",
     ] = ""
+    turns: Annotated[
+        Literal["last", "all"],
+        "Messages of the assistant that `sft` learns: the `last` one, or `all` of a conversation.",
+    ] = "last"
     columns: Annotated[
         dict[str, str],
         'Columns by the names that rewards ask for: `{ answer = "solution" }`.',
@@ -192,6 +228,9 @@ class AlgorithmSettings(_Table):
         float,
         'Largest importance weight p_old / p_rollout of a token; needs `old = "trainer"`. 0: tokens have no weight.',
     ] = 0.0
+    entropy: Annotated[
+        float, "Coefficient of the entropy of the policy's tokens, which is subtracted from the loss. 0: none."
+    ] = 0.0
     kl: Annotated[float, "Coefficient of the KL divergence from the reference. 0: there is no reference."] = 0.0
     kl_in: Annotated[
         Literal["loss", "reward"], "Term that has the KL: it is added to the loss, or subtracted from the reward."
@@ -237,6 +276,16 @@ class ScorerSettings(_Table):
     processes: Annotated[int, "Processes that score."] = 1
 
 
+class ReferenceSettings(ScorerSettings):
+    """The model that `algorithm.kl` holds the policy near; without a path, the policy at its start."""
+
+    sync_every: Annotated[
+        int,
+        "Steps after which the reference takes the newest weights of the policy. 0: it stays as it is.",
+        "A reference process that starts again takes the newest, too.",
+    ] = 0
+
+
 class CriticSettings(ScorerSettings):
     """The value model of `ppo`, which requires its path; other kinds refuse one."""
 
@@ -276,6 +325,16 @@ class TrainerSettings(_Table):
     ] = False
     lora_rank: Annotated[int, "Rank of LoRA adapters, which are trained alone. 0: all weights are trained."] = 0
     lora_alpha: Annotated[float, "Scale of the adapters: their product counts `lora_alpha` / `lora_rank` times."] = 16.0
+    lora_targets: Annotated[
+        tuple[str, ...],
+        'Linear layers that get adapters, by the last part of their names: `["q_proj", "v_proj"]`.',
+        "Empty: all but the output layer.",
+    ] = ()
+    lora_adapter: Annotated[
+        str,
+        "Directory of adapters in the format of peft that training begins with; their rank, scale and layers are those"
+        " of the job. Empty: new ones.",
+    ] = ""
     lr: Annotated[float, "Learning rate after the warmup."] = 1e-6
     warmup: Annotated[int, "Steps in which the learning rate rises to `lr`."] = 0
     schedule: Annotated[
@@ -384,13 +443,27 @@ class CheckpointSettings(_Table):
     ] = True
 
 
+class EvaluationSet(DataPart, kw_only=True):
+    """A further set of held-out prompts. `evaluation.sets` is an array of these tables."""
+
+    name: Annotated[str, "Beginning of its figures: `aime/reward`."]
+    rows: Annotated[int, "Most prompts. 0: as `evaluation.rows`."] = 0
+    samples: Annotated[int, "Responses to each prompt. 0: as `evaluation.samples`."] = 0
+
+
 class EvaluationSettings(_Table):
     """Evaluation on held-out prompts, beside training."""
 
     path: Annotated[
         str, "Held-out prompts, as `data.path`, with the columns of the training data. Empty: none are evaluated."
     ] = ""
+    subset: Annotated[str, "Configuration, as `data.subset`."] = ""
     split: Annotated[str, "Split of a directory, as `data.split`."] = "test"
+    sets: Annotated[
+        tuple[EvaluationSet, ...],
+        "Further sets of prompts beside `path`: `{ name, path, … }`, with the keys `rows` and `samples`, and those of"
+        " `data.sources` but the weight.",
+    ] = ()
     devices: Annotated[Devices, "GPUs of the process,", _GPUS + "that of the first engine."] = "auto"
     every: Annotated[int, "Steps between two evaluations. 0: before and after the run only."] = 50
     rows: Annotated[int, "Most prompts that are evaluated, the first ones of the file."] = 256
@@ -398,6 +471,20 @@ class EvaluationSettings(_Table):
     temperature: Annotated[
         float, "Temperature of these responses; 0 takes the most probable token. `distill` draws as in training."
     ] = 0.0
+    pass_at: Annotated[
+        tuple[int, ...],
+        "Each k of a figure `pass@k`: the probability that one of k responses passes, estimated without bias from"
+        " `samples` responses. Sets with fewer samples leave it out.",
+    ] = ()
+    pass_reward: Annotated[float, "Least reward of a response that passes."] = 1.0
+    figure: Annotated[
+        str,
+        "Figure that `patience` and `checkpoint.best` compare, such as `aime/pass@8`. Lower is better for `kl` and"
+        " `loss`. Empty: the reward, or where rows have none, `kl` or `loss`.",
+    ] = ""
+    patience: Annotated[
+        int, "Evaluations in a row without a better figure after which the run ends. 0: it takes all steps."
+    ] = 0
 
 
 class LogSettings(_Table):
@@ -457,9 +544,7 @@ class Job(_Table):
     engine: tuple[EngineSettings, ...] = (EngineSettings(),)
     sampling: SamplingSettings = SamplingSettings()
     reward: tuple[RewardSettings, ...] = ()
-    reference: Annotated[
-        ScorerSettings, "The model that `algorithm.kl` holds the policy near; without a path, the policy at its start."
-    ] = ScorerSettings()
+    reference: ReferenceSettings = ReferenceSettings()
     critic: CriticSettings = CriticSettings()
     teacher: Annotated[
         ScorerSettings, "The model that `distill` learns from, which requires its path; other kinds refuse one."

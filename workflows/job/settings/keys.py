@@ -38,6 +38,18 @@ OTHER_NAMES: Final = {
     "clip_ratio": "algorithm.clip_low",
     "max_response_length": "sampling.tokens_max",
     "lr_scheduler_type": "trainer.schedule",
+    "chat_template_kwargs": "model.template_args",
+    "dataset_name": "data.path",
+    "dataset_config": "data.subset",
+    "entropy_coeff": "algorithm.entropy",
+    "lora_r": "trainer.lora_rank",
+    "target_modules": "trainer.lora_targets",
+    "lora_target_modules": "trainer.lora_targets",
+    "lora_adapter_path": "trainer.lora_adapter",
+    "ref_model_sync_steps": "reference.sync_every",
+    "early_stopping_patience": "evaluation.patience",
+    "metric_for_best_model": "evaluation.figure",
+    "assistant_only_loss": "data.turns",
 }
 """What other trainers call a key of a job file."""
 

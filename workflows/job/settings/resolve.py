@@ -10,9 +10,11 @@ from typing import Final, TypeVar
 
 from msgspec.structs import replace
 
+from transferqueue.errors import UsageError
 from transferqueue.workflows.job.run_files import model_directory
+from transferqueue.workflows.job.settings.adapter_config import adapter_config
 from transferqueue.workflows.job.settings.defaults import filled, updates
-from transferqueue.workflows.job.settings.job import Job, ScorerSettings
+from transferqueue.workflows.job.settings.job import Job, ScorerSettings, TrainerSettings
 
 Scorer = TypeVar("Scorer", bound=ScorerSettings)
 
@@ -28,7 +30,7 @@ def resolve(job: Job) -> Job:
     tokenizer = model_directory(job.model.tokenizer or path)
     job = replace(job, model=replace(job.model, path=path, tokenizer=tokenizer))
     job = replace(job, pacing=replace(job.pacing, depth=_depth(job), max_staleness=_staleness(job)))
-    job = replace(job, trainer=replace(job.trainer, stream=_stream(job)))
+    job = replace(job, trainer=_with_adapters(replace(job.trainer, stream=_stream(job))))
     return replace(
         job,
         reference=_scorer(job.reference, job, job.model.path if algorithm.kl > 0 else ""),
@@ -62,6 +64,27 @@ def _stream(job: Job) -> str:
         return job.trainer.stream
     whole = job.algorithm.whiten or updates(job.algorithm) > 1 or job.pacing.mode == "colocated"
     return "off" if whole else "on"
+
+
+def _with_adapters(trainer: TrainerSettings) -> TrainerSettings:
+    """Take rank, scale and layers from the adapters that training begins with."""
+    if not trainer.lora_adapter:
+        return trainer
+    found = adapter_config(trainer.lora_adapter)
+    filled_in = replace(
+        trainer, lora_rank=found.rank, lora_alpha=found.alpha, lora_targets=tuple(sorted(found.targets))
+    )
+    for key in ("lora_rank", "lora_alpha", "lora_targets"):
+        given, own = getattr(trainer, key), getattr(filled_in, key)
+        is_open = not trainer.lora_rank if key == "lora_alpha" else not given
+        if not is_open and (sorted(given) if key == "lora_targets" else given) != (
+            list(own) if key == "lora_targets" else own
+        ):
+            raise UsageError(
+                f"trainer.{key}={given!r} with trainer.lora_adapter={trainer.lora_adapter!r}, which has {own!r}; leave "
+                f"{key} out"
+            )
+    return filled_in
 
 
 def _scorer(scorer: Scorer, job: Job, path: str) -> Scorer:

@@ -32,6 +32,10 @@ _SERVED: Final = ("vllm_server", "sglang_server", "openai")
 _APART: Final = ("builtin", "transformers")
 """Engines of one device, which can compute each request apart from all others."""
 _DTYPES: Final = ("float32", "bfloat16", "float16")
+_OF_THE_CALL: Final = ("tools", "tokenize", "add_generation_prompt", "continue_final_message", "conversation")
+"""Arguments of a tokenizer's ``apply_chat_template`` that ``model.template_args`` may not have."""
+_SET: Final = re.compile(r"[A-Za-z][\w-]{0,63}")
+"""Name of a set of held-out prompts."""
 
 
 def check(job: Job) -> None:
@@ -46,9 +50,24 @@ def check(job: Job) -> None:
 
 
 def _paths(job: Job) -> None:
-    for key, path in (("model.path", job.model.path), ("data.path", job.data.path)):
+    if not job.model.path.strip():
+        raise UsageError('model.path="": required')
+    paths = {f"data.sources.{place}.path": source.path for place, source in enumerate(job.data.sources)}
+    paths |= {f"evaluation.sets.{place}.path": each.path for place, each in enumerate(job.evaluation.sets)}
+    if not job.data.sources:
+        paths["data.path"] = job.data.path
+    for key, path in paths.items():
         if not path.strip():
-            raise UsageError(f'{key}="": required')
+            raise UsageError(f'{key}="": required; a file or directory of prompts: {key} = "prompts.jsonl"')
+
+
+def _template_arguments(job: Job) -> None:
+    for name in job.model.template_args:
+        if name in _OF_THE_CALL:
+            raise UsageError(
+                f"model.template_args.{name}: the job sets it itself; leave it out"
+                + ("; a file with tools is model.tools" if name == "tools" else "")
+            )
 
 
 def _dtypes(job: Job) -> None:
@@ -67,10 +86,34 @@ def _dtypes(job: Job) -> None:
 
 
 def _data(job: Job) -> None:
-    if job.algorithm.kind != "sft" and job.data.response:
+    responses = {"data.response": job.data.response}
+    responses |= {f"data.sources.{place}.response": source.response for place, source in enumerate(job.data.sources)}
+    for key, response in responses.items():
+        if response and job.algorithm.kind != "sft":
+            raise UsageError(
+                f"{key}={response!r} is read by sft alone, and kind={job.algorithm.kind!r}; a reward gets the column "
+                "by its name, or by data.columns"
+            )
+    if job.data.turns == "all" and (job.algorithm.kind != "sft" or any(responses.values())):
         raise UsageError(
-            f"data.response={job.data.response!r} is read by sft alone, and kind={job.algorithm.kind!r}; a reward gets "
-            "the column by its name, or by data.columns"
+            f'data.turns="all" with kind={job.algorithm.kind!r} and data.response={job.data.response!r}: it is for '
+            'messages whose turns of the assistant sft learns; set data.turns="last", or leave the response out'
+        )
+
+
+def _mixture(job: Job) -> None:
+    data = job.data
+    if not data.sources:
+        return
+    if data.path or data.subset:
+        raise UsageError(
+            f"data.path={data.path!r} with data.sources: both name the data; make it one of data.sources, or leave "
+            "these out"
+        )
+    if data.epochs:
+        raise UsageError(
+            f"data.epochs={data.epochs} with data.sources: each source is passed over as often as its weight needs; "
+            "leave it out, and set steps"
         )
 
 
@@ -90,6 +133,36 @@ def _models_of_the_kind(job: Job) -> None:
     if job.reference.path and not job.algorithm.kl:
         raise UsageError(
             f"reference.path={job.reference.path!r} with algorithm.kl=0: nothing reads its log-probs; set algorithm.kl"
+        )
+
+    if job.reference.sync_every and not job.algorithm.kl:
+        raise UsageError(
+            f"reference.sync_every={job.reference.sync_every} with algorithm.kl=0: there is no reference; set "
+            "algorithm.kl"
+        )
+    if job.reference.sync_every and job.reference.path not in ("", job.model.path):
+        raise UsageError(
+            f"reference.sync_every={job.reference.sync_every} with reference.path={job.reference.path!r}: a reference "
+            "that takes the policy's weights begins as the policy; leave the path out"
+        )
+
+
+def _adapters(job: Job) -> None:
+    trainer = job.trainer
+    if trainer.lora_targets and not trainer.lora_rank and not trainer.lora_adapter:
+        raise UsageError(
+            f"trainer.lora_targets={list(trainer.lora_targets)} with lora_rank=0: there are no adapters; set "
+            "trainer.lora_rank"
+        )
+    for target in trainer.lora_targets:
+        if not target or "." in target:
+            raise UsageError(
+                f'trainer.lora_targets has {target!r}; give the last part of a layer\'s name, such as "q_proj"'
+            )
+    if trainer.lora_adapter and job.algorithm.kl and not job.reference.path:
+        raise UsageError(
+            f"trainer.lora_adapter={trainer.lora_adapter!r} with algorithm.kl={job.algorithm.kl:g}: the policy at its "
+            "start has no directory of its own; set reference.path, to model.path for the model without adapters"
         )
 
 
@@ -189,6 +262,13 @@ def _corrections(job: Job) -> None:
         raise UsageError(
             f"clip_high={algorithm.clip_high:g} is below clip_low={algorithm.clip_low:g}: a better action could grow "
             "less than a worse one shrinks"
+        )
+
+
+def _entropy(job: Job) -> None:
+    if job.algorithm.entropy and not defaults_of(job.algorithm.kind).rewarded:
+        raise UsageError(
+            f"entropy={job.algorithm.entropy:g} with kind={job.algorithm.kind!r}, which explores nothing; leave it out"
         )
 
 
@@ -498,7 +578,66 @@ def _listed(devices: Devices) -> str:
     return str([*devices]) if isinstance(devices, tuple) else repr(devices)
 
 
-# ---------------------------------------------------------------- checkpoints
+# ---------------------------------------------------------------- evaluation and checkpoints
+
+
+def _evaluation(job: Job) -> None:
+    evaluation = job.evaluation
+    names = [each.name for each in evaluation.sets]
+    if names and not evaluation.path:
+        raise UsageError(f"evaluation.sets has {names[0]!r} without evaluation.path, the first set; set it")
+    for place, name in enumerate(names):
+        if not _SET.fullmatch(name) or name == "reward" or name in names[:place]:
+            raise UsageError(
+                f"evaluation.sets.{place}.name={name!r}: its figures begin with it; give letters, digits, - and _, "
+                'each set another, and none "reward"'
+            )
+    _pass_at(job)
+    needed = {"evaluation.path": evaluation.path, "evaluation.every": evaluation.every}
+    if evaluation.patience and (missing := [key for key, value in needed.items() if not value]):
+        raise UsageError(f"evaluation.patience={evaluation.patience} without {missing[0]}; set it")
+    if evaluation.figure and not (evaluation.patience or job.checkpoint.best):
+        raise UsageError(
+            f"evaluation.figure={evaluation.figure!r} is compared by evaluation.patience and checkpoint.best; set one"
+        )
+    if evaluation.figure and not _is_evaluated(evaluation.figure, job):
+        raise UsageError(
+            f"evaluation.figure={evaluation.figure!r}: evaluations give {', '.join(_measures(job))}"
+            + ("".join(f", and each as {name}/…" for name in names))
+        )
+
+
+def _pass_at(job: Job) -> None:
+    evaluation = job.evaluation
+    if not evaluation.pass_at:
+        return
+    most = max(evaluation.samples, *(each.samples for each in evaluation.sets), 0)
+    if (largest := max(evaluation.pass_at)) > most:
+        raise UsageError(
+            f"evaluation.pass_at has {largest}, and evaluation.samples={evaluation.samples}: pass@k is estimated from "
+            f"at least k responses; set evaluation.samples={largest}"
+        )
+    if evaluation.temperature == 0 and most > 1:
+        raise UsageError(
+            f"evaluation.pass_at={list(evaluation.pass_at)} with temperature=0: all responses to a prompt are equal; "
+            "set evaluation.temperature=1.0"
+        )
+    if not defaults_of(job.algorithm.kind).rewarded:
+        raise UsageError(f"evaluation.pass_at with kind={job.algorithm.kind!r}, which has no reward; leave it out")
+
+
+def _measures(job: Job) -> list[str]:
+    """Return the figures of an evaluation that can be compared, but those of single rewards."""
+    if defaults_of(job.algorithm.kind).rewarded:
+        return ["reward", *(f"pass@{k}" for k in job.evaluation.pass_at)]
+    return ["loss" if job.algorithm.kind == "sft" else "kl"]
+
+
+def _is_evaluated(figure: str, job: Job) -> bool:
+    name, slash, rest = figure.partition("/")
+    own = rest if slash and name in {each.name for each in job.evaluation.sets} else figure
+    is_term = own.startswith("reward/") and defaults_of(job.algorithm.kind).rewarded
+    return is_term or own in _measures(job)
 
 
 def _best(job: Job) -> None:
@@ -552,13 +691,17 @@ def _memory(job: Job) -> None:
 
 _RULES: Final[tuple[Callable[[Job], None], ...]] = (
     _paths,
+    _template_arguments,
     _dtypes,
     _data,
+    _mixture,
     _models_of_the_kind,
+    _adapters,
     _rewards,
     _groups,
     _sampling,
     _corrections,
+    _entropy,
     _kl,
     _distillation,
     _updates,
@@ -571,6 +714,7 @@ _RULES: Final[tuple[Callable[[Job], None], ...]] = (
     _on_ray,
     _pacing,
     _colocated,
+    _evaluation,
     _best,
     _tokens,
     _memory,

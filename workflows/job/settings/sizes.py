@@ -72,7 +72,14 @@ def rows_kept(job: Job) -> int:
 
 def row_bytes(job: Job) -> int:
     """Bytes of a row whose prompt and response have all the tokens that they may have."""
-    return 4 * job.data.prompt_tokens_max + job.sampling.tokens_max * token_bytes(job.algorithm)
+    masked = _TOKEN_BYTES["loss_mask"] if has_loss_mask(job) else 0
+    return 4 * job.data.prompt_tokens_max + job.sampling.tokens_max * (token_bytes(job.algorithm) + masked)
+
+
+def has_loss_mask(job: Job) -> bool:
+    """Whether rows say which tokens of their response are learned: those of episodes, and of conversations whose turns
+    sft learns."""
+    return job.data.turns == "all" or any(reward.environment for reward in job.reward)
 
 
 def token_bytes(algorithm: AlgorithmSettings) -> int:

@@ -25,7 +25,7 @@ from transferqueue.workflows.job.engines import open_engine
 from transferqueue.workflows.job.graph import evaluation_engine
 from transferqueue.workflows.job.names import EVALUATE, POLICY
 from transferqueue.workflows.job.settings.job import Job
-from transferqueue.workflows.job.stages.measures import Measure, measure_of
+from transferqueue.workflows.job.stages.measures import HeldOut, held_out
 
 EVALUATIONS: Final = "evaluation"
 """Table of requests: one row for each."""
@@ -84,11 +84,11 @@ def evaluate(context: Context) -> Iterator[Callable[[], None]]:
     job = context.settings(Job)
     with ExitStack() as stack:
         weights = stack.enter_context(HeldWeights(context.queue))
-        measure = stack.enter_context(measure_of(job, lambda: closing(open_engine(evaluation_engine(job), job))))
-        yield lambda: serve_requests(context, job, measure, weights)
+        prompts = stack.enter_context(held_out(job, lambda: closing(open_engine(evaluation_engine(job), job))))
+        yield lambda: serve_requests(context, job, prompts, weights)
 
 
-def serve_requests(context: Context, job: Job, measure: Measure, weights: HeldWeights) -> None:
+def serve_requests(context: Context, job: Job, prompts: HeldOut, weights: HeldWeights) -> None:
     """Evaluate for each request, in order. Returns when no more come."""
     requests = requests_table(context.queue)
     while True:
@@ -103,8 +103,8 @@ def serve_requests(context: Context, job: Job, measure: Measure, weights: HeldWe
         with batch:
             step, asked = int(batch["step"].numpy()[0]), int(batch["version"].numpy()[0])
             with weights.at(asked) as (source, version), context.span(SWAP, version):
-                measure.load(source, version)
-            figures = {"when": when_of(step, job.steps), "step": step, "version": version, **measure.figures()}
+                prompts.load(source, version)
+            figures = {"when": when_of(step, job.steps), "step": step, "version": version, **prompts.figures()}
             context.figures(FIGURES, **figures, **({} if version == asked else {"asked_version": asked}))
 
 

@@ -7,13 +7,18 @@ sft the loss.
 - distill: ``kl``, the mean over tokens of log p_student − log p_teacher, of responses that the student draws at the
   temperature of training: an estimate of the reverse KL.
 - sft: ``loss``, the mean negative log-prob of the tokens of held-out responses.
+
+With `evaluation.pass_at`, rewards also give ``pass@k``: the probability that one of k responses to a prompt passes,
+``1 - C(n - c, k) / C(n, k)`` of n responses with c that pass (Chen et al., arXiv 2107.03374), the mean over prompts.
+Figures of a further set of prompts begin with its name: ``aime/reward``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -23,12 +28,12 @@ from transferqueue.adapters.protocols import STOP, Completion, Generator, Ids, P
 from transferqueue.adapters.stages.environments import Episode, as_they_end
 from transferqueue.adapters.stages.generation import row_seed
 from transferqueue.adapters.weights import copy_weights
-from transferqueue.errors import UsageError
+from transferqueue.errors import UsageError, listing
 from transferqueue.workflows.job.data.prompt_data import open_held_out
 from transferqueue.workflows.job.data.sequence import NumberedPrompt, held_out_prompts
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
 from transferqueue.workflows.job.reward_terms.scorer import RewardScorer
-from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.settings.job import EvaluationSettings, Job
 from transferqueue.workflows.job.stages.episodes import JobEpisodes, environment_of
 from transferqueue.workflows.job.stages.policy_weights import FixedWeights
 from transferqueue.workflows.job.stages.rollout import sampling_of
@@ -41,35 +46,67 @@ OpenEngine = Callable[[], AbstractContextManager[Generator]]
 
 
 class Measure(Protocol):
-    """Figures of a version on the held-out prompts."""
+    """Figures of a version on held-out prompts."""
 
     def load(self, source: WeightSource, version: int) -> None:
         """Take the weights of a version."""
 
+    def figures(self, prompts: Sequence[NumberedPrompt], samples: int) -> dict[str, Any]:
+        """Measure them on these prompts, each with so many responses. Blocks."""
+
+
+class HeldOut:
+    """The sets of held-out prompts of a job with their measure."""
+
+    def __init__(self, job: Job, prompts: Mapping[str, Sequence[NumberedPrompt]], measure: Measure) -> None:
+        self._evaluation, self._prompts, self._measure = job.evaluation, prompts, measure
+        self._samples = {each.name: each.samples for each in job.evaluation.sets}
+
+    def load(self, source: WeightSource, version: int) -> None:
+        """Take the weights of a version."""
+        self._measure.load(source, version)
+
     def figures(self) -> dict[str, Any]:
-        """Measure them. Blocks."""
+        """Return the figures of all sets. Blocks. `UsageError` if `evaluation.figure` is not among them."""
+        found: dict[str, Any] = {}
+        for name, prompts in self._prompts.items():
+            samples = self._samples.get(name) or self._evaluation.samples
+            figures = self._measure.figures(prompts, samples)
+            found |= {f"{name}/{figure}" if name else figure: value for figure, value in figures.items()}
+        if self._evaluation.figure and self._evaluation.figure not in found:
+            raise UsageError(
+                f"evaluation.figure={self._evaluation.figure!r} is not among the figures of this evaluation, "
+                f"{listing(found)}; give one of them"
+            )
+        return found
 
 
 @contextmanager
-def measure_of(job: Job, open_engine: OpenEngine) -> Iterator[Measure]:
+def held_out(job: Job, open_engine: OpenEngine) -> Iterator[HeldOut]:
     """Open the held-out prompts and their measure. open_engine: opens a generator, if responses are drawn.
 
     Raises as `open_held_out` does, and `UsageError` if no held-out prompt is short enough.
     """
     tokenizer = load_tokenizer(job.model)
     prompts = held_out_prompts(open_held_out(job, tokenizer), job)
+    with _measure(job, open_engine, tokenizer) as measure:
+        yield HeldOut(job, prompts, measure)
+
+
+@contextmanager
+def _measure(job: Job, open_engine: OpenEngine, tokenizer: TextTokenizer) -> Iterator[Measure]:
     if job.algorithm.kind == "sft":
-        yield HeldOutLoss(job, prompts)
+        yield HeldOutLoss(job)
         return
     sampling = held_out_sampling(job)
     with open_engine() as engine:
         if job.algorithm.kind == "distill":
-            yield TeacherDivergence(job, prompts, engine, sampling)
+            yield TeacherDivergence(job, engine, sampling)
         elif any(reward.environment for reward in job.reward):
-            yield EpisodeReward(job, prompts, engine, sampling, tokenizer)
+            yield EpisodeReward(job, engine, sampling, tokenizer)
         else:
             with RewardScorer(job, tokenizer) as scorer:
-                yield ResponseReward(job, prompts, engine, sampling, scorer)
+                yield ResponseReward(job, engine, sampling, scorer)
 
 
 def held_out_sampling(job: Job) -> Sampling:
@@ -80,21 +117,18 @@ def held_out_sampling(job: Job) -> Sampling:
 
 
 class _Drawing:
-    """Draws `evaluation.samples` responses to each prompt."""
+    """Draws responses to prompts."""
 
-    def __init__(self, job: Job, prompts: Sequence[NumberedPrompt], engine: Generator, sampling: Sampling) -> None:
-        self._job, self._prompts, self._engine, self._sampling = job, prompts, engine, sampling
+    def __init__(self, job: Job, engine: Generator, sampling: Sampling) -> None:
+        self._job, self._engine, self._sampling = job, engine, sampling
 
     def load(self, source: WeightSource, version: int) -> None:
         """Give the engine the weights."""
         self._engine.update_weights(source, version)
 
-    def _drawn(self) -> list[Completion]:
+    def _drawn(self, prompts: Sequence[NumberedPrompt], samples: int) -> list[Completion]:
         seed = self._job.seed + _SEED
-        requested = [
-            Prompt(ids=prompt.ids, samples=self._job.evaluation.samples, seed=row_seed(seed, prompt.number))
-            for prompt in self._prompts
-        ]
+        requested = [Prompt(ids=prompt.ids, samples=samples, seed=row_seed(seed, prompt.number)) for prompt in prompts]
         drawn = self._engine.generate(requested, self._sampling)
         return sorted(drawn, key=lambda completion: (completion.prompt, completion.sample))
 
@@ -102,20 +136,18 @@ class _Drawing:
 class ResponseReward(_Drawing):
     """The mean reward of responses, by the reward functions of the job."""
 
-    def __init__(
-        self, job: Job, prompts: Sequence[NumberedPrompt], engine: Generator, sampling: Sampling, scorer: RewardScorer
-    ) -> None:
-        super().__init__(job, prompts, engine, sampling)
+    def __init__(self, job: Job, engine: Generator, sampling: Sampling, scorer: RewardScorer) -> None:
+        super().__init__(job, engine, sampling)
         self._scorer = scorer
 
-    def figures(self) -> dict[str, Any]:
-        """``rows`` (scored), ``reward``, ``reward/NAME``, ``tokens`` (mean), ``ended`` (share that drew an end token),
-        ``failed`` if a reward did."""
-        drawn = self._drawn()
+    def figures(self, prompts: Sequence[NumberedPrompt], samples: int) -> dict[str, Any]:
+        """``rows`` (scored), ``reward``, ``reward/NAME``, ``pass@k``, ``tokens`` (mean), ``ended`` (share that drew an
+        end token), ``failed`` if a reward did."""
+        drawn = self._drawn(prompts, samples)
         scores = self._scorer.score(
-            ids=[self._prompts[completion.prompt].number for completion in drawn],
-            data=[self._prompts[completion.prompt].data for completion in drawn],
-            prompt_ids=[self._prompts[completion.prompt].ids for completion in drawn],
+            ids=[prompts[completion.prompt].number for completion in drawn],
+            data=[prompts[completion.prompt].data for completion in drawn],
+            prompt_ids=[prompts[completion.prompt].ids for completion in drawn],
             response_ids=[completion.ids for completion in drawn],
         )
         kept = ~scores.failed
@@ -125,21 +157,16 @@ class ResponseReward(_Drawing):
             if not np.isnan(term).all()
         }
         failed = {"failed": len(scores.failures)} if scores.failures else {}
-        return {**_mean("reward", scores.rewards[kept]), **terms, **failed, **_lengths(drawn)}
+        prompts_of = [completion.prompt for completion, is_kept in zip(drawn, kept, strict=True) if is_kept]
+        passed = pass_figures(prompts_of, scores.rewards[kept], self._job.evaluation)
+        return {**_mean("reward", scores.rewards[kept]), **terms, **passed, **failed, **_lengths(drawn)}
 
 
 class EpisodeReward(_Drawing):
     """The mean reward of episodes, by the environment of the job."""
 
-    def __init__(
-        self,
-        job: Job,
-        prompts: Sequence[NumberedPrompt],
-        engine: Generator,
-        sampling: Sampling,
-        tokenizer: TextTokenizer,
-    ) -> None:
-        super().__init__(job, prompts, engine, sampling)
+    def __init__(self, job: Job, engine: Generator, sampling: Sampling, tokenizer: TextTokenizer) -> None:
+        super().__init__(job, engine, sampling)
         self._at_once = max(each.slots for each in job.engine)
         self._environment = environment_of(job)
         held_out_job = msgspec.structs.replace(job, seed=job.seed + _SEED)
@@ -147,21 +174,22 @@ class EpisodeReward(_Drawing):
             self._environment, engine, FixedWeights(), sampling, held_out_job, slots=self._at_once, tokenizer=tokenizer
         )
 
-    def figures(self) -> dict[str, Any]:
-        """``rows``, ``reward``, ``turns`` and ``tokens`` (means); ``failed`` if an environment did."""
-        samples = self._job.evaluation.samples
+    def figures(self, prompts: Sequence[NumberedPrompt], samples: int) -> dict[str, Any]:
+        """``rows``, ``reward``, ``pass@k``, ``turns`` and ``tokens`` (means); ``failed`` if an environment did."""
 
         def played(at: int, given_up: Callable[[], bool]) -> Any:
-            prompt = self._prompts[at // samples]
+            prompt = prompts[at // samples]
             ordinal = prompt.number * samples + at % samples
             return self._play.episode(prompt.ids, prompt.data, prompt.number, ordinal, given_up)
 
-        ended = [episode for _, episode in as_they_end(played, len(self._prompts) * samples, self._at_once)]
-        episodes = [episode for episode in ended if isinstance(episode, Episode)]
+        ended = list(as_they_end(played, len(prompts) * samples, self._at_once))
+        whole = [(at // samples, episode) for at, episode in ended if isinstance(episode, Episode)]
+        episodes = [episode for _, episode in whole]
         rewards = np.array([self._environment.weight * sum(episode.rewards) for episode in episodes])
         failed = {"failed": len(ended) - len(episodes)} if len(episodes) < len(ended) else {}
         return {
             **_mean("reward", rewards),
+            **pass_figures([prompt for prompt, _ in whole], rewards, self._job.evaluation),
             "turns": float(np.mean([episode.turns for episode in episodes])),
             "tokens": float(np.mean([sum(episode.trajectory.drawn) for episode in episodes])),
             **failed,
@@ -171,20 +199,19 @@ class EpisodeReward(_Drawing):
 class TeacherDivergence(_Drawing):
     """The divergence of the student from the teacher."""
 
-    def __init__(self, job: Job, prompts: Sequence[NumberedPrompt], engine: Generator, sampling: Sampling) -> None:
+    def __init__(self, job: Job, engine: Generator, sampling: Sampling) -> None:
         from transferqueue.adapters.scoring import load_causal_lm
 
-        super().__init__(job, prompts, engine, sampling)
+        super().__init__(job, engine, sampling)
         self._teacher = load_causal_lm(job.teacher.path, dtype=job.teacher.dtype or job.model.dtype)
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self, prompts: Sequence[NumberedPrompt], samples: int) -> dict[str, Any]:
         """``rows``, ``kl`` (nats a token), ``tokens`` (mean), ``ended``."""
-        drawn = self._drawn()
-        prompts = [self._prompts[completion.prompt].ids for completion in drawn]
+        drawn = self._drawn(prompts, samples)
         teacher_N = _logprobs(
             self._teacher,
-            prompts,
-            [each.ids for each in drawn],
+            [prompts[completion.prompt].ids for completion in drawn],
+            [completion.ids for completion in drawn],
             self._job.teacher.tokens,
             self._job.sampling.temperature,
         )
@@ -192,30 +219,45 @@ class TeacherDivergence(_Drawing):
         return {"rows": len(drawn), "kl": float(np.mean(student_N - teacher_N)), **_lengths(drawn)}
 
 
-@dataclass
-class _Tokens:
-    prompts: list[Ids]
-    responses: list[Ids]
-
-
 class HeldOutLoss:
     """The mean negative log-prob of the tokens of held-out responses."""
 
-    def __init__(self, job: Job, prompts: Sequence[NumberedPrompt]) -> None:
+    def __init__(self, job: Job) -> None:
         from transferqueue.adapters.scoring import load_causal_lm
 
         self._model = load_causal_lm(job.model.path, dtype=job.model.dtype, revision=job.model.revision)
-        self._tokens = _Tokens([prompt.ids for prompt in prompts], [_response(prompt) for prompt in prompts])
         self._tokens_max = job.trainer.micro_tokens
 
     def load(self, source: WeightSource, version: int) -> None:
         """Copy the weights into the model."""
         copy_weights(source, self._model)
 
-    def figures(self) -> dict[str, Any]:
-        """``rows`` and ``loss`` (nats a token)."""
-        logprobs_N = _logprobs(self._model, self._tokens.prompts, self._tokens.responses, self._tokens_max, 1.0)
-        return {"rows": len(self._tokens.prompts), "loss": float(-np.mean(logprobs_N))}
+    def figures(self, prompts: Sequence[NumberedPrompt], samples: int) -> dict[str, Any]:
+        """``rows`` and ``loss`` (nats a token that is learned)."""
+        responses = [_response(prompt) for prompt in prompts]
+        logprobs_N = _logprobs(self._model, [prompt.ids for prompt in prompts], responses, self._tokens_max, 1.0)
+        learned_N = np.concatenate([_learned(prompt) for prompt in prompts])
+        return {"rows": len(prompts), "loss": float(-np.mean(logprobs_N[learned_N]))}
+
+
+def pass_figures(
+    prompts: Iterable[int], rewards: Sequence[float] | Any, evaluation: EvaluationSettings
+) -> dict[str, float]:
+    """Return ``pass@k`` for each k of `evaluation.pass_at` that a prompt has responses for; the mean over those
+    prompts. prompts: of each response.
+
+    >>> pass_figures([0, 0, 0, 0], [1.0, 0.0, 0.0, 1.0], EvaluationSettings(pass_at=(1, 2)))
+    {'pass@1': 0.5, 'pass@2': 0.8333333333333334}
+    """
+    drawn, passed = Counter[int](), Counter[int]()
+    for prompt, reward in zip(prompts, rewards, strict=True):
+        drawn[prompt] += 1
+        passed[prompt] += bool(reward >= evaluation.pass_reward)
+    estimates = {
+        k: [1.0 - math.comb(n - passed[prompt], k) / math.comb(n, k) for prompt, n in sorted(drawn.items()) if n >= k]
+        for k in evaluation.pass_at
+    }
+    return {f"pass@{k}": sum(each) / len(each) for k, each in estimates.items() if each}
 
 
 def _response(prompt: NumberedPrompt) -> Ids:
@@ -224,6 +266,10 @@ def _response(prompt: NumberedPrompt) -> Ids:
             f"held-out prompt {prompt.number} has no response; sft needs data.response in the held-out data too"
         )
     return prompt.response_ids
+
+
+def _learned(prompt: NumberedPrompt) -> Any:
+    return np.ones(len(_response(prompt)), bool) if prompt.learned is None else prompt.learned
 
 
 def _logprobs(model: Any, prompts: Sequence[Ids], responses: Sequence[Ids], tokens: int, temperature: float) -> Any:

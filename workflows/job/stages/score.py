@@ -36,12 +36,17 @@ CRITIC_S: Final = 3600.0
 
 @contextmanager
 def reference(context: Context) -> Iterator[LogProbs]:
-    """Yield the stage that gives ``ref_logprobs``, by the model of ``reference.path`` (default: the policy as it
-    was)."""
+    """Yield the stage that gives ``ref_logprobs``, by the model of ``reference.path`` (default: the policy as it was),
+    which takes the newest weights every ``reference.sync_every`` steps."""
     job = context.settings(Job)
     model = _scorer(load_causal_lm, job.reference, job.model)
+    refresh = _synchronised(context, model, job.reference.sync_every) if job.reference.sync_every else _unchanged
     yield LogProbs(
-        model, gives="ref_logprobs", temperature=job.sampling.temperature, tokens=pass_tokens(job, job.reference.tokens)
+        model,
+        gives="ref_logprobs",
+        temperature=job.sampling.temperature,
+        tokens=pass_tokens(job, job.reference.tokens),
+        refresh=refresh,
     )
 
 
@@ -99,17 +104,36 @@ def _scorer(load: Callable[..., Any], scorer: ScorerSettings, policy: ModelSetti
     )
 
 
+def _unchanged(batch: tq.Batch) -> None:
+    return None
+
+
+def _synchronised(context: Context, model: Any, every: int) -> Callable[[tq.Batch], None]:
+    """Return what loads the newest version of the policy before a batch, `every` versions after the last one."""
+    newest = _updater(context, POLICY, model)
+    newest.version = 0  # the policy at its start, which the model is
+
+    def refresh(batch: tq.Batch) -> None:
+        if int(batch.policy_version.max()) // every > newest.version // every:
+            newest.follow()
+
+    return refresh
+
+
+def _updater(context: Context, channel: str, model: Any) -> WeightUpdater:
+    def update(source: WeightSource, version: int) -> None:
+        with context.span(SWAP, version):
+            copy_weights(source, model)
+
+    return WeightUpdater(context.queue, channel, update)
+
+
 def _followed(context: Context, channel: str, model: Any) -> WeightUpdater:
     """Load the first version of `channel` into `model`; return what loads the newest.
 
     Raises `DeadlineExceeded` if no first version comes.
     """
-
-    def update(source: WeightSource, version: int) -> None:
-        with context.span(SWAP, version):
-            copy_weights(source, model)
-
-    updater = WeightUpdater(context.queue, channel, update)
+    updater = _updater(context, channel, model)
     if not updater.follow(FIRST_S):
         raise DeadlineExceeded(
             f'no weights came on channel "{channel}" within {FIRST_S:g} s; the trainer publishes them before its first '

@@ -69,7 +69,7 @@ def config(tokenizer: Any, **changes: Any) -> Any:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
-        "max_position_embeddings": 1024,
+        "max_position_embeddings": 4096,
         "tie_word_embeddings": True,
         "initializer_range": 0.08,
         "eos_token_id": tokenizer.eos_token_id,

@@ -1,7 +1,8 @@
-"""Which checkpoint of a run its evaluation found best. No torch here.
+"""Which checkpoint of a run its evaluation found best, and whether evaluations still improve. No torch here.
 
 1. An evaluation belongs to a checkpoint if both name the same step and version: with others the weights differ.
-2. The mean reward is the measure; where rows have none, the lower divergence or loss is better. Of equals the first.
+2. The figure `evaluation.figure` is compared; if it is empty, the mean reward, and where rows have none, the divergence
+   or the loss, which are better lower. Of equals the first is better.
 3. Evaluations come later than checkpoints. Those that were not judged yet stay, the oldest ones, since they are judged
    next: as many as the job keeps anyway, so a slow evaluation does not fill the disk.
 """
@@ -17,7 +18,8 @@ from transferqueue.workflows.job import names
 from transferqueue.workflows.job.run_files import CHECKPOINTS, EVALUATIONS, STATE, checkpoint_path, json_lines
 from transferqueue.workflows.job.settings.job import Job
 
-_SIGNS: Final = {"reward": 1.0, "kl": -1.0, "loss": -1.0}
+_USUAL: Final = ("reward", "kl", "loss")
+_LOWER_IS_BETTER: Final = ("kl", "loss")
 
 
 class _Judged(NamedTuple):
@@ -25,17 +27,27 @@ class _Judged(NamedTuple):
     score: float
 
 
-def best_step(folder: Path, steps: Sequence[int]) -> int | None:
-    """Return which checkpoint of the run in `folder`, of these steps, was evaluated best; None if none was."""
-    return _best(folder, steps, _evaluations(folder))
+def best_step(folder: Path, steps: Sequence[int], figure: str = "") -> int | None:
+    """Return which checkpoint of the run in `folder`, of these steps, was evaluated best by `evaluation.figure`; None
+    if none was."""
+    return _best(folder, steps, _evaluations(folder, figure))
 
 
 def judged_steps(folder: Path, steps: Sequence[int], job: Job) -> list[int]:
     """Return which of these checkpoints stay because of evaluations: the best, and those that are not judged yet."""
-    judged = _evaluations(folder)
+    judged = _evaluations(folder, job.evaluation.figure)
     best = _best(folder, steps, judged)
     waiting = [step for step in steps if step not in judged and step % job.evaluation.every == 0]
     return [*waiting[: job.checkpoint.keep], *([] if best is None else [best])]
+
+
+def has_stalled(folder: Path, job: Job) -> bool:
+    """Whether the last `evaluation.patience` evaluations of the run in `folder` were no better than one before them."""
+    if not job.evaluation.patience:
+        return False
+    judged = _evaluations(folder, job.evaluation.figure)
+    scores = [judged[step].score for step in sorted(judged)]
+    return bool(scores) and len(scores) - 1 - scores.index(max(scores)) >= job.evaluation.patience
 
 
 def _best(folder: Path, steps: Sequence[int], judged: dict[int, _Judged]) -> int | None:
@@ -51,11 +63,12 @@ def _version(folder: Path, step: int) -> int:
     return int(json.loads(state.read_bytes())["version"])
 
 
-def _evaluations(folder: Path) -> dict[int, _Judged]:
+def _evaluations(folder: Path, figure: str) -> dict[int, _Judged]:
     """The last evaluation of each step."""
     judged: dict[int, _Judged] = {}
     for values in json_lines(folder / EVALUATIONS):
-        measure = next((name for name in _SIGNS if name in values), "")
-        if measure:
-            judged[values["step"]] = _Judged(values["version"], _SIGNS[measure] * values[measure])
+        measure = figure or next((name for name in _USUAL if name in values), "")
+        if measure in values:
+            sign = -1.0 if measure.rpartition("/")[2] in _LOWER_IS_BETTER else 1.0
+            judged[values["step"]] = _Judged(values["version"], sign * values[measure])
     return judged

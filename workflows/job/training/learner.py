@@ -25,7 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from transferqueue.adapters.protocols import WeightSource
-from transferqueue.adapters.scoring import is_packed, micro_batches, response_scores, response_values
+from transferqueue.adapters.scoring import (
+    ResponseScores,
+    is_packed,
+    micro_batches,
+    response_scores,
+    response_values,
+)
 from transferqueue.adapters.scoring.load import torch_dtype
 from transferqueue.adapters.scoring.lora import published_weights
 from transferqueue.adapters.trainers.learners import LossSum
@@ -229,6 +235,7 @@ class PolicyLearner(StepLearner):
             columns["response_ids"],
             temperature=self._temperature,
             logits_dtype=self._logits_dtype,
+            entropy=bool(self.algorithm.entropy),
             at_ids=columns["teacher_ids"] if forward else None,
         )
         logprobs_N = scores.logprobs_N
@@ -236,11 +243,17 @@ class PolicyLearner(StepLearner):
         responses = Responses(
             logprobs_N=logprobs_N,
             logprobs_NK=scores.logprobs_NK,
-            entropies_N=None if self.algorithm.kind == "sft" else -logprobs_N.detach(),  # of drawn tokens: the entropy
+            entropies_N=self._entropies(scores),
             **others,  # type: ignore[arg-type]
         )
         loss = policy_loss(responses, self.algorithm, tokens_max=self._tokens_max)
         return LossSum(loss.total, loss.weight, {**loss.figures, **self._differences(responses, columns)})
+
+    def _entropies(self, scores: ResponseScores) -> Tensor | None:
+        """The entropy at each token, with a gradient where it is in the loss; else its estimate by the drawn tokens."""
+        if scores.entropy_N is not None:
+            return scores.entropy_N
+        return None if self.algorithm.kind == "sft" else -scores.logprobs_N.detach()
 
     def _differences(self, responses: Responses, columns: RowColumns) -> dict[str, float]:
         """Sum the differences between the trainer's log-probs and those of the engine that drew the tokens: apart where

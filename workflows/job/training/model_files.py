@@ -61,7 +61,13 @@ def load_policy(job: Job, *, device: str = "auto") -> Any:
         trust_remote_code=job.model.trust_remote_code,
     )
     if settings.lora_rank:
-        add_lora(model, rank=settings.lora_rank, alpha=settings.lora_alpha, dtype=torch_dtype(settings.master_dtype))
+        add_lora(
+            model,
+            rank=settings.lora_rank,
+            alpha=settings.lora_alpha,
+            targets=settings.lora_targets,
+            dtype=torch_dtype(settings.master_dtype),
+        )
     return model
 
 

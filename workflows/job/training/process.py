@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import transferqueue as tq
-from transferqueue.adapters.scoring import load_value_model
+from transferqueue.adapters.scoring import load_adapter, load_value_model
 from transferqueue.adapters.scoring.load import checkpoint_gradients, torch_dtype
 from transferqueue.adapters.weights import TensorWeights, copy_weights
 from transferqueue.errors import DeadlineExceeded, NotFound, UsageError
@@ -35,7 +35,7 @@ from transferqueue.workflows.job.settings.resolve import resolve
 from transferqueue.workflows.job.settings.sizes import batch_rows, depth, group_rows
 from transferqueue.workflows.job.stages.device_turns import DeviceTurns
 from transferqueue.workflows.job.stages.evaluate import end_evaluations, request_evaluation
-from transferqueue.workflows.job.training.best_checkpoint import judged_steps
+from transferqueue.workflows.job.training.best_checkpoint import has_stalled, judged_steps
 from transferqueue.workflows.job.training.checkpoint import Checkpoints, CheckpointState, load_checkpoint
 from transferqueue.workflows.job.training.gather import StepShape, StreamPosition
 from transferqueue.workflows.job.training.learner import PolicyLearner, StepLearner, ValueLearner
@@ -76,6 +76,8 @@ def policy_learner(job: Job, ranks: Ranks = ALONE) -> PolicyLearner:
     if settings.lora_rank:
         torch.manual_seed(job.seed)  # the same adapters on every rank, and in every life without a checkpoint
     model = load_policy(job)
+    if settings.lora_adapter:
+        load_adapter(model, settings.lora_adapter)
     _prepare(model, job)
     return PolicyLearner(
         ranks.placed(model, torch_dtype(job.model.dtype)),
@@ -242,10 +244,10 @@ def _pair(context: Context, job: Job) -> PolicyCriticPair | None:
 
 
 class _HeldOut:
-    """Asks the process ``evaluate`` by the queue."""
+    """Asks the process ``evaluate`` by the queue; its figures are in the folder of the run."""
 
-    def __init__(self, queue: tq.Queue) -> None:
-        self._queue = queue
+    def __init__(self, queue: tq.Queue, folder: Path | None, job: Job) -> None:
+        self._queue, self._folder, self._job = queue, folder, job
 
     def request(self, step: int, version: int) -> None:
         request_evaluation(self._queue, step, version)
@@ -253,9 +255,14 @@ class _HeldOut:
     def end(self) -> None:
         end_evaluations(self._queue)
 
+    def stalled(self) -> bool:
+        return self._folder is not None and has_stalled(self._folder, self._job)
+
 
 def _evaluations(context: Context, job: Job, task: str) -> Evaluations:
-    return _HeldOut(context.queue) if task == names.TRAIN and job.evaluation.path else NoEvaluations()
+    if task != names.TRAIN or not job.evaluation.path:
+        return NoEvaluations()
+    return _HeldOut(context.queue, context.directory, job)
 
 
 def _passes(job: Job, learner: StepLearner, turns: DeviceTurns | None) -> Passes:

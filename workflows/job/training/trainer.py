@@ -6,8 +6,8 @@
    the two), and then ``rollback(c)``: rows of later steps come again, and leases of an earlier life end. Versions only
    rise: if a version after that of c was published, the weights of c are published again under the next number. Rows of
    the lost versions are then as stale as the table's pacing says.
-3. After its last step the policy's trainer seals the table and drops the rows that were generated ahead: they end as
-   dropped ("surplus").
+3. After its last step, or when evaluations improve no more (`evaluation.patience`), the policy's trainer seals the
+   table and drops the rows that were generated ahead: they end as dropped ("surplus").
 4. The critic's trainer goes on until the table ends. It and the policy's are a pair, which goes back to the same
    checkpoint (`pair`).
 5. In sync mode the critic takes the rows of step k + 1 only if the policy generated them after its step k (`pair`, rule
@@ -69,6 +69,9 @@ class Evaluations(Protocol):
     def end(self) -> None:
         """No more requests will come."""
 
+    def stalled(self) -> bool:
+        """Whether the run is to end, since evaluations improve no more."""
+
 
 class Partner(Protocol):
     """The other trainer of a pair, and what both have on the disk
@@ -96,6 +99,10 @@ class NoEvaluations:
     def end(self) -> None:
         """Do nothing."""
 
+    def stalled(self) -> bool:
+        """Return False."""
+        return False
+
 
 @dataclass
 class Trainer:
@@ -119,6 +126,7 @@ class Trainer:
     latest: int = -1
     version: int = -1
     """Version of the weights as they are."""
+    _stalled: bool = False
     _saved: int = -1
     _save_s: float = 0.0
     _reported_at: float = 0.0
@@ -150,9 +158,12 @@ class Trainer:
                     break
                 if gathered.is_held:
                     self._take(gathered)
+                    self._stalled = not self._has_all_steps and self.evaluations.stalled()
                 else:
                     self.passes.discard()
                     self.stream.give_up(gathered)
+            if self._stalled:
+                self._evaluate_last()
             self.publisher.wait()
             self._save()
             if self.terms.seals:
@@ -164,7 +175,7 @@ class Trainer:
 
     @property
     def _has_all_steps(self) -> bool:
-        return self.step >= self.terms.steps and not self.terms.endless
+        return self._stalled or (self.step >= self.terms.steps and not self.terms.endless)
 
     @property
     def _begins_with_partner(self) -> bool:
@@ -208,6 +219,14 @@ class Trainer:
         if self.terms.save_every and (self.step % self.terms.save_every == 0 or self.step == self.terms.steps):
             self.publisher.wait()
             self._save()
+
+    def _evaluate_last(self) -> None:
+        """Publish the weights of a run that ends early, and have them evaluated."""
+        if not self._publishes():
+            self._publish(lambda: None)
+            self.publisher.wait()
+        if not self._evaluates(self.step):
+            self.evaluations.request(self.step, self.version)
 
     def _evaluates(self, step: int) -> bool:
         every = self.terms.evaluate_every
