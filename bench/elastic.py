@@ -74,7 +74,7 @@ def job_in(folder: Path, steps: int) -> Job:
             "sampling": {"group_size": GROUP, "tokens_max": LONG},
             "algorithm": {"kind": "grpo"},
             "trainer": {"prompts_per_step": PROMPTS, "lr": 1e-5},
-            "elastic": {"max": 2, "threshold": 0.5, "deadline_s": 30.0},
+            "elastic": {"max": 2, "threshold": 0.5},
             "weights": {"dtype": "float32"},
             "checkpoint": {"every": 0},
             "log": {"samples": 0},

@@ -310,15 +310,6 @@ def test_a_plan_whose_gain_is_within_its_error_is_not_used() -> None:
     assert sum(plan.order == "longest" for plan in plans) <= 5  # by one draw it was 11
 
 
-def test_an_engine_that_is_bound_to_a_class_gets_it() -> None:
-    expected = np.random.default_rng(0).permutation(np.concatenate([np.full(230, 100), np.full(26, 4000)]))
-    engines = [
-        engine(name, 16, FLAT, serves=serves) for name, serves in zip("abc", ("regular", "tail", "any"), strict=True)
-    ]
-    plan = plan_batch(expected, engines, NONE)
-    assert (plan.lanes["a"].lane, plan.lanes["b"].lane) == ("regular", "tail")
-
-
 def test_a_large_batch_is_thinned_and_takes_about_as_long() -> None:
     lengths = np.random.default_rng(0).integers(1, 1000, 8192)
     plan = plan_batch(lengths, [engine("a", 64, FLAT), engine("b", 64, FLAT)], NONE)

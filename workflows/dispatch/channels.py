@@ -21,7 +21,7 @@ from transferqueue.policies import Compare
 from transferqueue.workflows.dispatch.decode import MeteredGenerator
 from transferqueue.workflows.flow.stage import LeaseChoice
 from transferqueue.workflows.planner.batch_plan import EngineLane, EngineReport, Plan
-from transferqueue.workflows.planner.engine_times import DecodeCurve, Lane
+from transferqueue.workflows.planner.engine_times import DecodeCurve
 
 T = TypeVar("T")
 _FOLLOW_S: Final = 3600.0
@@ -73,9 +73,9 @@ def live_engines(queue: tq.Queue, table: str) -> list[EngineReport]:
 class PlanFollower:
     """The newest plan of a table for one engine. A thread waits at the server for the next one, until `close`."""
 
-    def __init__(self, queue: tq.Queue, table: str, engine: str, slots: int, serves: Lane = "any") -> None:
+    def __init__(self, queue: tq.Queue, table: str, engine: str, slots: int) -> None:
         self._queue, self._channel, self._engine = queue, plan_channel(table), engine
-        self._own = EngineLane(serves, slots)
+        self._slots = slots
         self._plan = Plan()
         self._changed = threading.Condition()
         self._ended = False
@@ -97,7 +97,7 @@ class PlanFollower:
     def choice(self) -> LeaseChoice:
         """Return which rows the engine leases first now, and how many it runs at once."""
         plan = self._plan
-        lane = plan.lanes.get(self._engine, EngineLane("any", self._own.slots))
+        lane = plan.lanes.get(self._engine, EngineLane("any", self._slots))
         if lane.lane == "any":
             return LeaseChoice(slots=lane.slots)
         return LeaseChoice((Compare("tokens", ">=" if lane.lane == "tail" else "<", plan.cut),), lane.slots)
@@ -122,7 +122,7 @@ class PlanFollower:
 
 @contextmanager
 def dispatched(
-    queue: tq.Queue, table: str, engine: Generator, *, name: str, slots: int, serves: Lane = "any"
+    queue: tq.Queue, table: str, engine: Generator, *, name: str, slots: int
 ) -> Iterator[tuple[MeteredGenerator, PlanFollower]]:
     """Measure `engine` and follow the plans of `table` as the engine `name`; yield the engine to call, and the
     follower.
@@ -132,12 +132,12 @@ def dispatched(
 
     def report(curve: DecodeCurve) -> None:
         channel = report_channel(table, name)
-        version = publish(queue, channel, EngineReport(name=name, slots=slots, serves=serves, curve=curve))
+        version = publish(queue, channel, EngineReport(name=name, slots=slots, curve=curve))
         queue.weights(channel).applied(version)  # the queue forgets this with the session: see `live_engines`
 
     metered = MeteredGenerator(engine, _one_at_a_time(report))
     report(DecodeCurve())
-    follower = PlanFollower(queue, table, name, slots, serves)
+    follower = PlanFollower(queue, table, name, slots)
     try:
         yield metered, follower
     finally:

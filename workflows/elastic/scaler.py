@@ -24,6 +24,8 @@ ELASTIC: Final = "elastic"
 generators (before the change), delta_s, bound_s, generation_s, training_s, seconds, patience; unknown numbers are
 absent."""
 LABEL: Final = "scaler"
+DEADLINE_S: Final = 60.0
+"""Seconds that a removed process has to give its rows back before it is killed."""
 LOOK_S: Final = 2.0
 """Seconds between two reads of the table's counters, which generators report while there are any."""
 
@@ -52,7 +54,7 @@ class Scaler:
         *,
         count: int,
         observe: Callable[[str, Event], None],
-        deadline_s: float,
+        deadline_s: float = DEADLINE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._controller, self._template, self._observe = controller, template, observe

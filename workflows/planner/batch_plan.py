@@ -56,7 +56,6 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         name: unique among engines.
         slots: rows that it can generate at once, at least 1.
-        serves: the class that its settings bind it to; default ``"any"``.
         curve: its time for a token; default: nothing was measured.
 
     Raises:
@@ -65,7 +64,6 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     slots: int
-    serves: Lane = "any"
     curve: DecodeCurve = DecodeCurve()
 
     def __post_init__(self) -> None:
@@ -152,10 +150,9 @@ def plan_batch(
 
     choosing, judging = draws[:CHOOSING], draws[-JUDGING:]
     whole, splits = _candidates(rows, engines)
-    candidates = splits if _bound(engines) and splits else [*splits, whole]
-    best = min(candidates, key=lambda plan: float(seconds_of(plan, choosing).mean()))
+    best = min([*splits, whole], key=lambda plan: float(seconds_of(plan, choosing).mean()))
     best_D = seconds_of(best, judging)
-    if best.split and not _bound(engines):
+    if best.split:
         whole_D = seconds_of(whole, judging)
         best, best_D = (best, best_D) if _gain(best_D, whole_D).enough else (whole, whole_D)
     return _judged(best, best_D, seconds_of(Plan(), judging))
@@ -228,19 +225,11 @@ def _candidates(expected: Lengths, engines: Sequence[EngineReport]) -> tuple[Pla
     return whole, splits[:CANDIDATES]
 
 
-def _bound(engines: Sequence[EngineReport]) -> bool:
-    """Whether settings bind an engine to a class: then a split is wanted."""
-    return any(engine.serves != "any" for engine in engines)
-
-
 def _splits(expected: Lengths, engines: Sequence[EngineReport]) -> Iterator[Plan]:
     """Every split: the engines that are fastest with one row serve the tail first."""
-    free = sorted((engine for engine in engines if engine.serves == "any"), key=lambda engine: engine.curve.token_ms(1))
-    bound = {engine.name for engine in engines if engine.serves == "tail"}
-    for count in range(len(free) + 1):
-        tail = bound | {engine.name for engine in free[:count]}
-        if not 0 < len(tail) < len(engines):
-            continue
+    fastest = sorted(engines, key=lambda engine: engine.curve.token_ms(1))
+    for count in range(1, len(engines)):
+        tail = {engine.name for engine in fastest[:count]}
         for share in CUTS:
             cut = int(np.quantile(expected, share, method="higher"))
             if not 0 < np.count_nonzero(expected >= cut) < expected.size:

@@ -120,7 +120,8 @@ class MixtureOrder:
             parts.append(self._orders[number].positions(int(self._taken[number]), left))
             self._taken[number] += len(parts[-1])
             left -= len(parts[-1])
-        return np.concatenate([*parts, np.empty(0, np.int64)]) + self._first[number]
+        positions: Positions = np.concatenate([*parts, np.empty(0, np.int64)]) + self._first[number]
+        return positions
 
     def _go_to(self, place: int) -> None:
         """Count what the places before `place` took of each source."""

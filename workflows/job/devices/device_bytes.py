@@ -75,7 +75,7 @@ def trained(job: Job, sizes: ModelSizes, *, critic: bool = False) -> DeviceBytes
     activations = _activations(
         sizes, settings.micro_tokens, compute, residual=base, recomputed=settings.gradient_checkpointing
     )
-    logits = _logits(sizes, settings.micro_tokens, NUMBER_BYTES[settings.logits_dtype])
+    logits = _logits(sizes, settings.micro_tokens, NUMBER_BYTES["float32"])
     return DeviceBytes(
         parts={
             "weights": (sizes.parameters * base + adapters * master) // ranks,
@@ -97,10 +97,10 @@ def in_turn(trainer: DeviceBytes, engine: DeviceBytes, *, sleeps: bool) -> Devic
     return DeviceBytes(parts=stays | kept | {TURN: max(training, generation)})
 
 
-def scored(sizes: ModelSizes, dtype: str, tokens: int, logits_dtype: str = "float32") -> DeviceBytes:
+def scored(sizes: ModelSizes, dtype: str, tokens: int) -> DeviceBytes:
     """Return the bytes of a model that makes forward passes of at most `tokens` tokens."""
     number = NUMBER_BYTES[dtype]
-    logits = _logits(sizes, tokens, NUMBER_BYTES[logits_dtype])
+    logits = _logits(sizes, tokens, NUMBER_BYTES["float32"])
     return DeviceBytes(
         parts={"weights": sizes.parameters * number, "activations": _layer(sizes, number, number) * tokens + logits}
     )

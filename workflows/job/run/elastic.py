@@ -38,13 +38,12 @@ def scaler_of(job: Job, processes: list[StageJob], observe: Observe) -> Scaler |
     generating = [process for process in processes if process.name in (names.ROLLOUT, names.PLAY)]
     if not elastic.max or not generating:
         return None
-    terms = ElasticTerms(min=elastic.min, max=elastic.max, threshold=elastic.threshold, idle_s=elastic.idle_s)
+    terms = ElasticTerms(min=elastic.min, max=elastic.max, threshold=elastic.threshold)
     return Scaler(
         ElasticController(terms),
         generating[-1],
         count=len(generating),
         observe=observe,
-        deadline_s=elastic.deadline_s,
     )
 
 

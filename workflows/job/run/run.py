@@ -213,7 +213,7 @@ def _loggers(job: Job, folder: RunFolder, observe: Observe) -> Iterator[Observe]
 @contextmanager
 def _snapshots(job: Job, queue: tq.Queue, observe: Observe) -> Iterator[Observe]:
     """Take snapshots of the queue beside checkpoints, where the server's state is not on a disk already."""
-    if not (job.checkpoint.snapshot and job.checkpoint.every) or job.queue.durability == "disk" or job.queue.address:
+    if not job.checkpoint.every or job.queue.durability == "disk" or job.queue.address:
         yield observe
         return
     with QueueSnapshots(queue, keep=job.checkpoint.keep) as snapshots:

@@ -141,10 +141,6 @@ class EngineSettings(_Table):
         _GPUS + "the first ones.",
     ] = "auto"
     slots: Annotated[int, "Requests that one process runs at a time."] = 64
-    serves: Annotated[
-        Literal["any", "tail", "regular"],
-        "Rows of dispatch by length that the engine takes: `tail`: the longest; `regular`: the others.",
-    ] = "any"
     site: Annotated[
         str, "Site that runs these processes, by `transferqueue train --site NAME`. Empty: where the job runs."
     ] = ""
@@ -157,11 +153,6 @@ class SamplingSettings(_Table):
     group_size: Annotated[int, "Responses to each prompt. `sft` has one, and does not read it."] = 8
     tokens_max: Annotated[int, "Longest response, in tokens."] = 512
     temperature: Annotated[float, "Divisor of the logits, for drawing and for log-probs."] = 1.0
-    top_p: Annotated[
-        float,
-        "Probability mass that tokens are drawn from. Below 1 it is refused, but for `sft`: log-probs of a cut"
-        " distribution are not those of the trained model.",
-    ] = 1.0
     stop: Annotated[tuple[str, ...], "Texts of one token each that end a response, as the model's end tokens do."] = ()
     budget: Annotated[
         int, "Most tokens that one lease adds to a response; a later lease goes on with it. 0: no bound."
@@ -201,7 +192,6 @@ class AlgorithmSettings(_Table):
         "Divisor of a group's centred rewards: their standard deviation, `sample`: by n − 1, `population`: by n.",
         "Read by `grpo`, `dr_grpo`, `dapo` and `gspo`.",
     ] = ""
-    std_eps: Annotated[float, "Added to that deviation."] = 1e-4
     clip_low: Annotated[float, "The ratio is clipped below 1 − `clip_low`."] = 0.0
     clip_high: Annotated[
         float,
@@ -303,7 +293,6 @@ class TrainerSettings(_Table):
     ] = "single"
     ranks: Annotated[int, "Processes that train together."] = 1
     master_dtype: Annotated[str, "Dtype of the weights that the optimizer updates.", _DTYPES] = "float32"
-    logits_dtype: Annotated[str, "Dtype in which the output layer computes logits.", _DTYPES] = "float32"
     micro_tokens: Annotated[
         int, "Most tokens of one forward and backward pass; at least the longest prompt and response."
     ] = 8192
@@ -405,16 +394,11 @@ class ElasticSettings(_Table):
         float,
         "A process is added when generation takes longer than training by this share of the time that it would save.",
     ] = 1.0
-    idle_s: Annotated[float, "Seconds without a row after which the last process ends, with `min = 0`."] = 60.0
-    deadline_s: Annotated[float, "Seconds that a removed process has to give its rows back before it is killed."] = 60.0
 
 
 class WeightsSettings(_Table):
     """How weights are published."""
 
-    background: Annotated[
-        bool, "Publish in a thread: the trainer waits for the copy to host memory alone. Not read at depth 0."
-    ] = True
     dtype: Annotated[str, "Dtype of published weights.", _DTYPES, "Empty: the trainer's."] = "bfloat16"
     every: Annotated[int, "Steps between two versions."] = 1
     keep: Annotated[int, "Versions that the queue keeps."] = 2
@@ -438,9 +422,6 @@ class CheckpointSettings(_Table):
         "Checkpoint that a new run begins with: a run's folder, or a directory `step-N`. Empty: none, it begins with"
         " `model.path`.",
     ] = ""
-    snapshot: Annotated[
-        bool, "Take a snapshot of the queue with each checkpoint, if the job has its own server, not on a disk."
-    ] = True
 
 
 class EvaluationSet(DataPart, kw_only=True):

@@ -53,6 +53,12 @@ OTHER_NAMES: Final = {
 }
 """What other trainers call a key of a job file."""
 
+_NOT_HERE: Final = {
+    "top_p": "responses are drawn from the whole distribution, since log-probs of a cut one are not those of the "
+    "trained model; leave it out",
+}
+"""Keys of other trainers that a job has on purpose not, with the reason."""
+
 
 def check_keys(values: object, kind: Any, at: str) -> None:
     """Refuse keys of `values` that `kind` does not have, here and below."""
@@ -72,6 +78,8 @@ def check_keys(values: object, kind: Any, at: str) -> None:
 
 def _meant(name: str, value: object, names: list[str], key: str) -> str:
     """Say which key was meant: one of another table, one with a similar name, or list those that exist."""
+    if name in _NOT_HERE:
+        return _NOT_HERE[name]
     elsewhere = [found for found in _keys() if found.rpartition(".")[2] == name and found != key]
     if name in OTHER_NAMES:
         elsewhere = [OTHER_NAMES[name], *elsewhere]

@@ -60,11 +60,9 @@ RANGES: Final[dict[str, NumberRange]] = {
     "sampling.temperature": NumberRange(
         0, above=True, why="responses to learn from are drawn, not the most probable ones"
     ),
-    "sampling.top_p": NumberRange(0, 1, above=True),
     "sampling.budget": NumberRange(0, why="0 is no bound"),
     "reward.processes": _PROCESSES,
     "reward.timeout_s": _POSITIVE,
-    "algorithm.std_eps": NumberRange(0, 1),
     "algorithm.clip_low": NumberRange(0, 1, below=True, why="0 takes the one of the kind"),
     "algorithm.clip_high": NumberRange(0, why="0 takes the one of the kind"),
     "algorithm.dual_clip": NumberRange(1, above=True, or_zero=True),
@@ -106,8 +104,6 @@ RANGES: Final[dict[str, NumberRange]] = {
     "elastic.min": NumberRange(0, 1024, why="0 ends the last process while no row waits"),
     "elastic.max": NumberRange(0, 1024, why="0 keeps the counts of engine"),
     "elastic.threshold": NumberRange(0, 4, above=True, why="at 0 noise would decide"),
-    "elastic.idle_s": _ANY,
-    "elastic.deadline_s": _ANY,
     "weights.every": _COUNT,
     "weights.keep": _COUNT,
     "checkpoint.every": NumberRange(0, why="0 writes none"),

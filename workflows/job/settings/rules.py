@@ -77,7 +77,6 @@ def _dtypes(job: Job) -> None:
         "critic.dtype": job.critic.dtype,
         "teacher.dtype": job.teacher.dtype,
         "trainer.master_dtype": job.trainer.master_dtype,
-        "trainer.logits_dtype": job.trainer.logits_dtype,
         "weights.dtype": job.weights.dtype,
     }
     for key, dtype in dtypes.items():
@@ -231,11 +230,6 @@ def _groups(job: Job) -> None:
 
 
 def _sampling(job: Job) -> None:
-    if job.sampling.top_p < 1 and job.algorithm.kind != "sft":
-        raise UsageError(
-            f"top_p={job.sampling.top_p:g}: log-probs of a cut distribution are not those of the trained model; set "
-            "sampling.top_p=1"
-        )
     if job.algorithm.overlong_buffer > job.sampling.tokens_max:
         raise UsageError(
             f"overlong_buffer={job.algorithm.overlong_buffer} is more than tokens_max={job.sampling.tokens_max}: it is "
@@ -384,11 +378,6 @@ def _engines(job: Job) -> None:
                 f'engine.{place}.tensor_parallel={engine.tensor_parallel} with kind="{engine.kind}", which uses one '
                 'device; set kind="vllm"'
             )
-    classes = {engine.serves for engine in job.engine}
-    if len(classes) == 1 and classes != {"any"}:
-        raise Impossible(
-            f"every engine serves {classes.pop()!r}: rows of the other class would wait for ever; let one serve any"
-        )
 
 
 def _order(job: Job) -> None:
@@ -414,12 +403,6 @@ def _order(job: Job) -> None:
 
 def _dispatch(job: Job) -> None:
     by_length = job.dispatch.kind == "length"
-    for place, engine in enumerate(job.engine):
-        if engine.serves != "any" and not by_length:
-            raise UsageError(
-                f"engine.{place}.serves={engine.serves!r} with dispatch.kind={job.dispatch.kind!r}: rows have no "
-                'classes; set dispatch.kind="length", or leave it out'
-            )
     if by_length and job.algorithm.kind == "sft":
         raise UsageError('dispatch.kind="length" with kind="sft": nothing is generated; leave it out')
     if by_length and job.trainer.order == "ordinal":

@@ -72,7 +72,7 @@ def generating(
         if by_length(job):
             name, slots = f"{context.instance}", settings.slots
             engine, follower = stack.enter_context(
-                dispatched(context.queue, context.table.name, engine, name=name, slots=slots, serves=settings.serves)
+                dispatched(context.queue, context.table.name, engine, name=name, slots=slots)
             )
             chosen = partial(PreferringWork, choice=follower.choice)
         due = nothing_due if oversampling is None else stack.enter_context(oversampling.stopping(engine))
@@ -132,7 +132,6 @@ def sampling_of(job: Job, settings: EngineSettings) -> Sampling:
     return Sampling(
         tokens_max=job.sampling.tokens_max,
         temperature=job.sampling.temperature,
-        top_p=job.sampling.top_p,
         stop_ids=stop_ids(load_tokenizer(job.model), job, model_directory(EngineSettings(), job)),
     )
 

@@ -224,7 +224,6 @@ class PolicyLearner(StepLearner):
         near = rows_near if self.algorithm.aggregate == "rows" else rows_near * max(1, tokens_max)
         super().__init__(model, trainer, steps=steps, lr=trainer.lr, weight_near=near, compute=compute, ranks=ranks)
         self._temperature, self._tokens_max = temperature, tokens_max
-        self._logits_dtype = torch_dtype(trainer.logits_dtype)
 
     def loss(self, columns: RowColumns) -> LossSum:
         """See `StepLearner`."""
@@ -234,7 +233,6 @@ class PolicyLearner(StepLearner):
             columns["prompt_ids"],
             columns["response_ids"],
             temperature=self._temperature,
-            logits_dtype=self._logits_dtype,
             entropy=bool(self.algorithm.entropy),
             at_ids=columns["teacher_ids"] if forward else None,
         )

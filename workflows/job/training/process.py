@@ -279,7 +279,7 @@ def _publisher(
         dtype=torch_dtype(job.weights.dtype) if job.weights.dtype else None,
         # In sync mode the next rows need these weights. Rows that a killed trainer left may be ready before: none is
         # leased until they are stale.
-        background=job.weights.background and depth(job) > 0,
+        background=depth(job) > 0,
         rank=learner.ranks.rank,
         ranks=learner.ranks.world if learner.ranks.parallel == "fsdp2" else 1,
         emit=context.emit,
