@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from transferqueue.adapters.stages.reward_functions import load_reward
+from transferqueue.errors import NotFound, UsageError
 from transferqueue.workflows.job.data.files import open_data
 
 datasets = pytest.importorskip("datasets", reason="make test-engines installs it")
@@ -74,3 +75,27 @@ def test_a_reward_that_trl_makes_is_made_with_its_args() -> None:
     made = load_reward("trl.rewards:get_soft_overlong_punishment", {"max_completion_len": 10, "soft_punish_cache": 4})
     ids = [list(range(length)) for length in (3, 8, 20)]
     assert made({"completion_ids": ids}, rows=3).tolist() == [0.0, -0.5, -1.0]
+
+
+def test_an_id_of_the_hub_is_read_from_the_cache_without_a_network(
+    data: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache is as `load_dataset` leaves it, under the name of an id."""
+    (tmp_path / "sums").mkdir()
+    data.remove_columns("level").to_parquet(tmp_path / "sums" / "train.parquet")
+    cache = tmp_path / "cache"
+    datasets.load_dataset(str(tmp_path / "sums"), cache_dir=str(cache))
+    (cache / "sums").rename(cache / "own___sums")
+    monkeypatch.chdir(tmp_path / "sums")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    opened = open_data("own/sums").select(["answer", "prompt"])
+    assert [opened.row(at)["answer"] for at in range(len(opened))] == [row["answer"] for row in ROWS]
+    assert opened.row(2)["prompt"] == ROWS[2]["prompt"]
+    assert opened.place(3) == "own/sums, row 3"
+    with pytest.raises(NotFound, match=r"data.path own/gone: .* no data set that the hub or the local cache gives"):
+        open_data("own/gone")
+    with pytest.raises(UsageError, match=r"data.path own/sums: .* set data.subset and data.split"):
+        open_data("own/sums", split="other")
+    with pytest.raises(UsageError, match=r"data.path own/sums: .* set data.subset and data.split"):
+        open_data("own/sums", subset="other")
