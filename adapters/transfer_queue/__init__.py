@@ -43,6 +43,7 @@ from transferqueue.adapters.transfer_queue.sampler import (
     RankAwareSampler,
     SeqlenBalancedSampler,
     SequentialSampler,
+    StreamingTokenBudgetSampler,
 )
 from transferqueue.adapters.transfer_queue_hook import activate
 
@@ -60,6 +61,7 @@ __all__ = [
     "StorageKeyNotFoundError",
     "StreamingDataLoader",
     "StreamingDataset",
+    "StreamingTokenBudgetSampler",
     "TransferQueueClient",
     "activate",
     "async_kv_batch_get",

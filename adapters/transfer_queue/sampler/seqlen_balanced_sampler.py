@@ -65,13 +65,14 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         groups = self.groups(ready_indexes, batch_size * self.dp_size)
         if not groups:
             return []
-        lengths = _lengths(groups, partition)
+        lengths = group_lengths(groups, partition)
         equal = len(groups) % self.dp_size == 0
         split = get_seqlen_balanced_partitions(lengths, k_partitions=self.dp_size, equal_size=equal)
         return [[index for group in share for index in groups[group]] for share in split]
 
 
-def _lengths(groups: Sequence[Sequence[int]], partition: Any) -> list[int]:
+def group_lengths(groups: Sequence[Sequence[int]], partition: Any) -> list[int]:
+    """The tokens of each group: the tags ``total_lengths`` of its samples, 1 for a sample without."""
     if partition is None:
         return [len(group) for group in groups]
     tags = partition.get_custom_meta([index for group in groups for index in group])
