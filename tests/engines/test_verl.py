@@ -65,6 +65,11 @@ def register(*uids: str) -> None:
     tq.kv_batch_put(keys=list(uids), partition_id=TRAIN, fields=fields, tags=tags)
 
 
+def multimodal(length: int) -> dict[str, torch.Tensor]:
+    """What a processor of images gives for a trajectory: other shapes for each."""
+    return {"pixel_values": torch.full((4 * length, 8), 1.0 / length), "image_grid_thw": torch.tensor([[1, length, 4]])}
+
+
 def worker() -> Any:
     """Its agent loop's worker with a given agent: the number of tokens is that of the session."""
     module = module_of("agent_loop_tq")
@@ -79,6 +84,9 @@ def worker() -> Any:
         async def _compute_score(self, outputs: Any, kwargs: Any) -> None:
             for output in outputs:
                 output.reward_score = float(kwargs["session_id"])
+
+        def _compute_multi_modal_inputs(self, output: Any, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+            return multimodal(len(output.response_ids))
 
         async def _compute_teacher_logprobs(self, *arguments: Any, **named: Any) -> None:
             return None
@@ -136,6 +144,15 @@ def test_agent_loop_and_replay_buffer() -> None:
     data = tq.kv_batch_get(batch.keys, TRAIN, select_fields=["responses", "rm_scores"])
     scores = {key: row.sum().item() for key, row in zip(batch.keys, data["rm_scores"].unbind(), strict=True)}
     assert scores == {"a_0_0": 0.0, "a_1_0": 1.0, "b_0_0": 0.0, "b_1_0": 1.0}
+
+
+def test_multimodal_inputs_of_trajectories() -> None:
+    rolled_out("a")
+    batch = sampled(1)
+    data = tq.kv_batch_get(batch.keys, TRAIN, select_fields=["multi_modal_inputs", "responses"])
+    for responses, inputs in zip(data["responses"].unbind(), data["multi_modal_inputs"], strict=True):
+        assert inputs.keys() == multimodal(1).keys()
+        assert all(torch.equal(inputs[name], given) for name, given in multimodal(len(responses)).items())
 
 
 def test_padding_makes_a_batch_divisible() -> None:
