@@ -8,14 +8,16 @@ one process takes part.
 
 from transferqueue.adapters.transfer_queue.client import TransferQueueClient
 from transferqueue.adapters.transfer_queue.dataloader import StreamingDataLoader, StreamingDataset
-from transferqueue.adapters.transfer_queue.errors import StorageKeyNotFoundError
+from transferqueue.adapters.transfer_queue.errors import LockLostError, StorageKeyNotFoundError
 from transferqueue.adapters.transfer_queue.interface import (
     async_kv_batch_get,
     async_kv_batch_get_by_meta,
     async_kv_batch_put,
     async_kv_batch_update,
     async_kv_clear,
+    async_kv_global_lock,
     async_kv_list,
+    async_kv_local_lock,
     async_kv_put,
     async_kv_update,
     close,
@@ -28,7 +30,9 @@ from transferqueue.adapters.transfer_queue.interface import (
     kv_batch_put,
     kv_batch_update,
     kv_clear,
+    kv_global_lock,
     kv_list,
+    kv_local_lock,
     kv_put,
     kv_update,
     load_checkpoint,
@@ -55,6 +59,7 @@ __all__ = [
     "BatchMeta",
     "GRPOGroupNSampler",
     "KVBatchMeta",
+    "LockLostError",
     "RankAwareSampler",
     "SeqlenBalancedSampler",
     "SequentialSampler",
@@ -69,7 +74,9 @@ __all__ = [
     "async_kv_batch_put",
     "async_kv_batch_update",
     "async_kv_clear",
+    "async_kv_global_lock",
     "async_kv_list",
+    "async_kv_local_lock",
     "async_kv_put",
     "async_kv_update",
     "close",
@@ -82,7 +89,9 @@ __all__ = [
     "kv_batch_put",
     "kv_batch_update",
     "kv_clear",
+    "kv_global_lock",
     "kv_list",
+    "kv_local_lock",
     "kv_put",
     "kv_update",
     "load_checkpoint",

@@ -286,6 +286,16 @@ class TransferQueueClient:
         self.steps = ClientSteps(PartitionSteps(queue, rows_max, renews=True))
         self._queue, self._ask, self._ask_async, self._rows_max = queue, ask, ask_async, rows_max
 
+    @property
+    def queue(self) -> tq.Queue:
+        """The queue of this process."""
+        return self._queue
+
+    @property
+    def async_queue(self) -> tq.AsyncQueue:
+        """The queue of this process, for event loops."""
+        return tq.AsyncQueue(*self._queue._clients)
+
     def run(self, call: Steps[T]) -> T:
         """Return the result of a call, in this thread."""
         return steps.run(call, self._ask)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 
+class LockLostError(RuntimeError):
+    """Another process may hold the keys: the lease of the lock ended."""
+
+
 class StorageKeyNotFoundError(KeyError, ValueError):
     """A sample has no such data."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from tensordict import TensorDict
 
-from transferqueue.adapters.transfer_queue import checkpoint, deployment
+from transferqueue.adapters.transfer_queue import checkpoint, deployment, locks
 from transferqueue.adapters.transfer_queue.checkpoint import checksummed_json
 from transferqueue.adapters.transfer_queue.client import Parser, TransferQueueClient, _keys, _parsed
 from transferqueue.adapters.transfer_queue.metadata import KVBatchMeta
@@ -159,6 +160,39 @@ async def _kv_clear(keys: list[str] | str, partition_id: str, fields: Sequence[s
             "fields is empty, so nothing would be cleared; name fields, or give None to delete the samples"
         )
     await get_client().steps.kv_clear(_keys(keys), partition_id, names)
+
+
+def kv_local_lock(
+    keys: list[str] | str, partition_id: str, timeout: float | None = None
+) -> AbstractContextManager[locks.KeyLock]:
+    """Hold keys among the threads and tasks of this process, in a ``with`` block. No call checks it.
+
+    Blocks until all keys are free, for `timeout` seconds at most (None: without limit), then ``TimeoutError``.
+    ``RuntimeError`` in an event loop, or inside another local lock.
+    """
+    return locks.locked(get_client().queue, locks.LOCAL, keys, partition_id, timeout, locks.LEASE_S)
+
+
+def kv_global_lock(
+    keys: list[str] | str, partition_id: str, timeout: float | None = None, lease_s: float = locks.LEASE_S
+) -> AbstractContextManager[locks.KeyLock]:
+    """`kv_local_lock` among all processes of the service. Its value has ``check()``, which raises `LockLostError` if
+    the lock is lost, as after a stop of this process for `lease_s` seconds."""
+    return locks.locked(get_client().queue, locks.GLOBAL, keys, partition_id, timeout, lease_s)
+
+
+def async_kv_local_lock(
+    keys: list[str] | str, partition_id: str, timeout: float | None = None
+) -> AbstractAsyncContextManager[locks.KeyLock]:
+    """`kv_local_lock`, for any event loop, in an ``async with`` block."""
+    return locks.async_locked(get_client().async_queue, locks.LOCAL, keys, partition_id, timeout, locks.LEASE_S)
+
+
+def async_kv_global_lock(
+    keys: list[str] | str, partition_id: str, timeout: float | None = None, lease_s: float = locks.LEASE_S
+) -> AbstractAsyncContextManager[locks.KeyLock]:
+    """`kv_global_lock`, for any event loop, in an ``async with`` block."""
+    return locks.async_locked(get_client().async_queue, locks.GLOBAL, keys, partition_id, timeout, lease_s)
 
 
 def save_checkpoint(

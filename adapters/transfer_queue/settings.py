@@ -99,7 +99,12 @@ def _unused(
     config: Mapping[str, Any], name: str, storage: Mapping[str, Any], *, is_spread: bool, is_spilling: bool
 ) -> Iterator[str]:
     """Name each given setting that means nothing here. Settings that are null, or of another backend, are not given."""
-    known = {"metrics": {"enabled", "port", "endpoint"}, "controller": {"sampler", "polling_mode"}, "backend": set()}
+    known = {
+        "metrics": {"enabled", "port", "endpoint"},
+        "controller": {"sampler", "polling_mode"},
+        "lock": {"enabled"},  # locks need no setting
+        "backend": set(),
+    }
     for section, keys in known.items():
         if section != "backend":
             yield from (f"{section}.{key}" for key in _given(_mapping(section, config.get(section))) if key not in keys)

@@ -48,13 +48,15 @@ def test_what_is_not_used_is_named() -> None:
                 "SimpleStorage": {"num_data_storage_units": 2, "payload_transfer": {"mode": "rdma"}, "zmq_info": None},
                 "MooncakeStore": {"auto_init": True},
             },
-            "lock": {"enabled": True},
+            "lock": {"enabled": True, "num_shards": 4},
+            "trace": {"enabled": True},
         },
         1,
     )
     assert found.unused == [
         "controller.retries",
-        "lock",
+        "lock.num_shards",
+        "trace",
         "backend.SimpleStorage.num_data_storage_units (one node has one shared memory)",
         f"backend.SimpleStorage.payload_transfer.mode ({BY}, and by one TCP stream between nodes)",
     ]
