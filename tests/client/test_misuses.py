@@ -394,10 +394,10 @@ PUT: dict[str, Misuse] = {
         tq.SchemaError,
         r'"text": rows of type function are not a column; give numbers, text',
     ),
-    "keys of a dict that are no text": (
-        lambda w: w.create().put(x=[{(1, 2): 3}]),
+    "an object in a dict": (
+        lambda w: w.create().put(x=[{"a": 3, "b": object()}]),
         tq.SchemaError,
-        r'"x", row 0: a dict has the key \(1, 2\); keys are str or int',
+        r'"x", row 0: a value holds builtins.object, which is not stored: give its parts .* or register the class',
     ),
     "a meta tensor": (
         lambda w: w.table.put(score=torch.zeros(2, device="meta")),
