@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -13,7 +14,7 @@ from transferqueue.adapters.stages.reward_functions import GIVEN, load_reward
 from transferqueue.errors import Impossible, InternalError, NotFound, UsageError, listing
 from transferqueue.workflows.job.data.data_rows import DataRows
 from transferqueue.workflows.job.data.files import open_data
-from transferqueue.workflows.job.data.prompts import PromptRenderer, near
+from transferqueue.workflows.job.data.prompts import PromptRenderer, check_columns, near
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
 from transferqueue.workflows.job.settings.job import DataPart, DataSettings, Job
 
@@ -86,36 +87,64 @@ def open_prompts(job: Job, tokenizer: TextTokenizer | None = None) -> PromptData
     Raises `NotFound` for a file or column that is missing, `UsageError` for data that makes no prompts, and
     `Impossible` for fewer prompts than the steps of the job need.
     """
-    tokenizer = tokenizer or load_tokenizer(job.model)
-    if job.data.sources:
-        sources = [
-            _opened(job, _of_part(job.data, part), tokenizer, f"data.sources.{place}", part.weight)
-            for place, part in enumerate(job.data.sources)
-        ]
-        return PromptData(sources=sources)
-    opened = _opened(job, job.data, tokenizer, "data")
-    prompts = job.steps * job.trainer.prompts_per_step
-    if job.data.epochs and job.data.epochs * len(opened.rows) < prompts:
-        raise Impossible(
-            f"steps={job.steps} × prompts_per_step={job.trainer.prompts_per_step} are {prompts:,} prompts; "
-            f"{job.data.path} has {len(opened.rows):,} rows × epochs={job.data.epochs} = "
-            f"{job.data.epochs * len(opened.rows):,}: set "
-            f"steps={job.data.epochs * len(opened.rows) // job.trainer.prompts_per_step}, or data.epochs=0 for as many "
-            "as it takes"
-        )
-    return PromptData(sources=[opened])
+    data = PromptData(sources=_opened(job, _training(job), tokenizer))
+    _check_epochs(job, len(data))
+    return data
 
 
 def open_held_out(job: Job, tokenizer: TextTokenizer | None = None) -> dict[str, PromptData]:
     """Open the sets of held-out prompts, by their names; that of `evaluation.path` is "". They have the columns that
     the training data has."""
-    tokenizer, evaluation = tokenizer or load_tokenizer(job.model), job.evaluation
+    parts = _held_out(job)
+    opened = _opened(job, list(parts.values()), tokenizer)
+    return {name: PromptData(sources=[source]) for name, source in zip(parts, opened, strict=True)}
+
+
+def open_all(job: Job) -> tuple[PromptData, list[PromptData]]:
+    """Open the training data and each set of held-out prompts, as the two functions above do: all files before the
+    tokenizer."""
+    training = _training(job)
+    held_out = list(_held_out(job).values()) if job.evaluation.path else []
+    opened = _opened(job, [*training, *held_out], None)
+    data = PromptData(sources=opened[: len(training)])
+    _check_epochs(job, len(data))
+    return data, [PromptData(sources=[source]) for source in opened[len(training) :]]
+
+
+def _training(job: Job) -> list[_Part]:
+    sources = enumerate(job.data.sources)
+    parts = [_Part(_of_part(job.data, part), f"data.sources.{at}", part.weight) for at, part in sources]
+    return parts or [_Part(job.data, "data")]
+
+
+def _held_out(job: Job) -> dict[str, _Part]:
+    evaluation = job.evaluation
     first = DataPart(path=evaluation.path, subset=evaluation.subset)
     settings = msgspec.structs.replace(job.data, split=evaluation.split)
-    opened = {"": _opened(job, _of_part(settings, first), tokenizer, "evaluation")}
-    for place, part in enumerate(evaluation.sets):
-        opened[part.name] = _opened(job, _of_part(settings, part), tokenizer, f"evaluation.sets.{place}")
-    return {name: PromptData(sources=[source]) for name, source in opened.items()}
+    parts = {"": _Part(_of_part(settings, first), "evaluation")}
+    for at, part in enumerate(evaluation.sets):
+        parts[part.name] = _Part(_of_part(settings, part), f"evaluation.sets.{at}")
+    return parts
+
+
+def _check_epochs(job: Job, rows: int) -> None:
+    prompts = job.steps * job.trainer.prompts_per_step
+    if job.data.epochs and job.data.epochs * rows < prompts:
+        raise Impossible(
+            f"steps={job.steps} × prompts_per_step={job.trainer.prompts_per_step} are {prompts:,} prompts; "
+            f"{job.data.path} has {rows:,} rows × epochs={job.data.epochs} = "
+            f"{job.data.epochs * rows:,}: set "
+            f"steps={job.data.epochs * rows // job.trainer.prompts_per_step}, or data.epochs=0 for as many "
+            "as it takes"
+        )
+
+
+class _Part(NamedTuple):
+    """A data set to open. key: its table, for errors."""
+
+    settings: DataSettings
+    key: str
+    weight: float = 1.0
 
 
 def _of_part(settings: DataSettings, part: DataPart) -> DataSettings:
@@ -134,20 +163,42 @@ def _of_part(settings: DataSettings, part: DataPart) -> DataSettings:
     )
 
 
-def _opened(job: Job, settings: DataSettings, tokenizer: TextTokenizer, key: str, weight: float = 1.0) -> PromptSource:
-    """Open one data set. key: its table, for errors."""
-    try:
-        rows = open_data(settings.path, split=settings.split, subset=settings.subset)
-        renderer = PromptRenderer(settings, tokenizer, rows.columns, learns_response=job.algorithm.kind == "sft")
-        columns = reward_columns(job, settings, rows.columns)
-    except UsageError as error:
-        text = _KEYS[key == "evaluation"].sub(rf"{key}.\1", str(error))
-        raise type(error)(text if key in text or key == "data" else f"{key}: {text}") from error
+def _opened(job: Job, parts: Sequence[_Part], tokenizer: TextTokenizer | None) -> list[PromptSource]:
+    """Open data sets. Paths and columns are checked before a tokenizer is loaded, which takes seconds."""
+    learns = job.algorithm.kind == "sft"
+    rows_of, columns_of = [], []
+    for part in parts:
+        with _named(part.key):
+            rows_of.append(open_data(part.settings.path, split=part.settings.split, subset=part.settings.subset))
+            check_columns(part.settings, rows_of[-1].columns, learns_response=learns)
+            columns_of.append(reward_columns(job, part.settings, rows_of[-1].columns))
+    tokenizer = tokenizer or load_tokenizer(job.model)
+    return [
+        _source(part, tokenizer, rows, columns, learns_response=learns)
+        for part, rows, columns in zip(parts, rows_of, columns_of, strict=True)
+    ]
+
+
+def _source(
+    part: _Part, tokenizer: TextTokenizer, rows: DataRows, columns: Mapping[str, str], *, learns_response: bool
+) -> PromptSource:
+    with _named(part.key):
+        renderer = PromptRenderer(part.settings, tokenizer, rows.columns, learns_response=learns_response)
     rows = rows.select(tuple(dict.fromkeys((*renderer.columns, *columns.values()))))
     for name in renderer.columns:
         if (at := rows.first_missing(name)) is not None:
             raise UsageError(f'{rows.place(at)}: column "{name}" has no value; each row needs one, for its prompt')
-    return PromptSource(rows=rows, renderer=renderer, columns=columns, weight=weight)
+    return PromptSource(rows=rows, renderer=renderer, columns=columns, weight=part.weight)
+
+
+@contextmanager
+def _named(key: str) -> Iterator[None]:
+    """Name the table `key` in errors about ``data``."""
+    try:
+        yield
+    except UsageError as error:
+        text = _KEYS[key == "evaluation"].sub(rf"{key}.\1", str(error))
+        raise type(error)(text if key in text or key == "data" else f"{key}: {text}") from error
 
 
 # ---------------------------------------------------------------- columns of rewards

@@ -132,7 +132,7 @@ class PromptRenderer:
     ) -> None:
         self._settings, self.tokenizer = settings, tokenizer
         self._learns_response = learns_response
-        self._template = PromptTemplate(settings.template, columns, settings.path) if settings.template else None
+        self._template = check_columns(settings, columns, learns_response=learns_response)
         self._chat = bool(tokenizer.chat_template)
         self._source = f"chat template of {settings.path}"
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)
@@ -143,15 +143,11 @@ class PromptRenderer:
             )
         if learns_response and tokenizer.eos_token_id is None:
             raise UsageError("the tokenizer has no end token (eos_token): a response that is learned must end with it")
-        for name in self.columns:
-            _check_column(name, settings, columns)
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns of the data that prompts and responses are made from."""
-        prompt = (self._settings.prompt,) if self._template is None else self._template.columns
-        response = (self._settings.response,) if self._learns_response and self._settings.response else ()
-        return tuple(dict.fromkeys((*prompt, *response)))
+        return _columns(self._settings, self._template, learns_response=self._learns_response)
 
     def render(self, row: dict[str, Any], place: str) -> RenderedPrompt:
         """Return the prompt of one row. Raises `UsageError` for a value that is no prompt; `place` is the row's place
@@ -284,6 +280,23 @@ def _written_differently(place: str, text: str, whole: str) -> UsageError:
         f"{_short(text[-60:])} against {_short(whole[max(0, len(text) - 60) : len(text)])}; set model.chat_template to "
         "one that leaves earlier turns as they are"
     )
+
+
+def check_columns(
+    settings: DataSettings, columns: Sequence[str], *, learns_response: bool = False
+) -> PromptTemplate | None:
+    """Return the template of prompts, if there is one. Raises `NotFound` for a column of prompts or responses that the
+    data lacks. It needs no tokenizer, which takes seconds to load."""
+    template = PromptTemplate(settings.template, columns, settings.path) if settings.template else None
+    for name in _columns(settings, template, learns_response=learns_response):
+        _check_column(name, settings, columns)
+    return template
+
+
+def _columns(settings: DataSettings, template: PromptTemplate | None, *, learns_response: bool) -> tuple[str, ...]:
+    prompt = (settings.prompt,) if template is None else template.columns
+    response = (settings.response,) if learns_response and settings.response else ()
+    return tuple(dict.fromkeys((*prompt, *response)))
 
 
 def _check_column(name: str, settings: DataSettings, columns: Sequence[str]) -> None:

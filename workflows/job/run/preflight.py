@@ -15,7 +15,7 @@ from typing import Final
 import transferqueue as tq
 from transferqueue.adapters.stages.reward_functions import load_callable
 from transferqueue.errors import Impossible, NotFound, PeerError, Unreachable, listing
-from transferqueue.workflows.job.data.prompt_data import PromptData, open_held_out, open_prompts
+from transferqueue.workflows.job.data.prompt_data import PromptData, open_all
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer
 from transferqueue.workflows.job.devices.device_bytes import NUMBER_BYTES
 from transferqueue.workflows.job.devices.model_sizes import layer_names, model_sizes, positions_of
@@ -66,11 +66,9 @@ def preflight(job: Job, *, code: Path | None = None) -> PromptData:
         if named:
             load_callable(named, key)
     _check_resume(job.checkpoint.resume)
-    data = open_prompts(job)
-    data.check_first()
-    if job.evaluation.path:
-        for held_out in open_held_out(job, data.renderer.tokenizer).values():
-            held_out.check_first()
+    data, held_out = open_all(job)
+    for opened in (data, *held_out):
+        opened.check_first()
     _check_stops(job, data.renderer.tokenizer)
     check_memory(job)
     return data
