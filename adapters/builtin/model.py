@@ -20,6 +20,7 @@ from torch.nn import functional
 from transferqueue.adapters.builtin import MARK
 from transferqueue.adapters.builtin.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCABULARY_SIZE
 from transferqueue.adapters.engines.key_value_cache import GrowingCache
+from transferqueue.adapters.weight_files import WEIGHTS, model_weight_files
 from transferqueue.errors import NotFound, UsageError
 
 
@@ -201,7 +202,7 @@ class BuiltinModel(nn.Module):
         place = Path(directory)
         place.mkdir(parents=True, exist_ok=True)
         self.save_config(place)
-        save_file(self.state_dict(), place / "model.safetensors", metadata={"format": "pt"})
+        save_file(self.state_dict(), place / WEIGHTS, metadata={"format": "pt"})
 
     def save_config(self, directory: Path) -> None:
         """Write ``config.json``, for weights in the dtype that they have here."""
@@ -215,15 +216,12 @@ class BuiltinModel(nn.Module):
         """
         from safetensors.torch import load_file
 
-        place = Path(directory).expanduser()
+        model, place = cls.of_config(directory), Path(directory).expanduser()
         try:
-            config = json.loads((place / "config.json").read_bytes())
-            weights = load_file(place / "model.safetensors")
+            files = model_weight_files(place) or [place / WEIGHTS]
+            weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
         except OSError as error:
-            raise NotFound(
-                f'model "{directory}" cannot be loaded: {error}; make one with `transferqueue demo`'
-            ) from error
-        model = cls(ModelShape(**{name: config[name] for name in ModelShape.__dataclass_fields__}))
+            raise _not_loaded(directory, error) from error
         try:
             model.load_state_dict(weights)
         except RuntimeError as error:
@@ -231,6 +229,16 @@ class BuiltinModel(nn.Module):
                 f'model "{directory}" has weights of another shape than its config.json: {error}'
             ) from error
         return model
+
+    @classmethod
+    def of_config(cls, directory: str | Path) -> Self:
+        """Return a model of the sizes of the one in a directory, with random weights. Raises `NotFound` if it has no
+        ``config.json``."""
+        try:
+            config = json.loads((Path(directory).expanduser() / "config.json").read_bytes())
+        except OSError as error:
+            raise _not_loaded(directory, error) from error
+        return cls(ModelShape(**{name: config[name] for name in ModelShape.__dataclass_fields__}))
 
     def _initialize(self, generator: torch.Generator) -> None:
         """Draw all matrices: normal, ``1 / sqrt(inputs)``, outputs of a layer smaller by depth."""
@@ -241,6 +249,10 @@ class BuiltinModel(nn.Module):
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 std /= math.sqrt(2 * self.config.num_hidden_layers)
             nn.init.normal_(weight, std=std, generator=generator)
+
+
+def _not_loaded(directory: str | Path, error: OSError) -> NotFound:
+    return NotFound(f'model "{directory}" cannot be loaded: {error}; make one with `transferqueue demo`')
 
 
 def _mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:

@@ -47,7 +47,7 @@ def load_causal_lm(
 
         return BuiltinModel.from_pretrained(path).to(torch_device(device), torch_dtype(dtype)).eval()
     model, missing = _loaded("AutoModelForCausalLM", path, dtype, device, revision, trust_remote_code)
-    _check_complete(path, missing)
+    check_complete(path, missing)
     return _prepared(model)
 
 
@@ -81,7 +81,7 @@ def load_value_model(
     model, missing = _loaded(
         "AutoModelForTokenClassification", path, dtype, device, revision, trust_remote_code, num_labels=1
     )
-    _check_complete(path, [name for name in missing if not name.startswith(_HEADS)])
+    check_complete(path, [name for name in missing if not name.startswith(_HEADS)])
     with torch.no_grad():
         for name in missing:
             model.get_parameter(name).zero_()
@@ -113,7 +113,7 @@ def load_classifier(
         UsageError: its files lack weights, so that rewards would be random; several labels; or an unknown dtype.
     """
     model, missing = _loaded("AutoModelForSequenceClassification", path, dtype, device, revision, trust_remote_code)
-    _check_complete(path, missing)
+    check_complete(path, missing)
     if model.config.num_labels != 1:
         raise UsageError(f'model "{path}" gives {model.config.num_labels} scores a row; a reward model gives one')
     return _prepared(model)
@@ -180,7 +180,13 @@ def _loaded(
     return model.to(place), sorted(report["missing_keys"])
 
 
-def _check_complete(path: str | Path, missing: list[str]) -> None:
+def check_complete(path: str | Path, missing: list[str]) -> None:
+    """Raise `UsageError` if the files of a model lack weights.
+
+    Args:
+        path: of the model.
+        missing: names of the weights.
+    """
     if missing:
         raise UsageError(
             f'model "{path}" lacks the weights {listing(missing)}: they would be random; give a model that was saved '
@@ -189,12 +195,21 @@ def _check_complete(path: str | Path, missing: list[str]) -> None:
 
 
 def _prepared(model: Any) -> Any:
-    """Turn dropout off, so that log-probs in training are those of generation, and find out how rows are run."""
+    """Turn dropout off, and find out how rows are run."""
+    without_dropout(model)
+    plan_for(model)
+    return model
+
+
+def without_dropout(model: Any) -> None:
+    """Turn dropout off, so that log-probs in training are those of generation.
+
+    Args:
+        model: which is changed, and is in evaluation mode then.
+    """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         elif isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
     model.eval()
-    plan_for(model)
-    return model

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from transferqueue.adapters.protocols import TensorSpec, Unsupported
+from transferqueue.adapters.weight_shards import is_sharded, like, shard_of
 from transferqueue.adapters.weights import ModuleWeights
 from transferqueue.errors import UsageError, listing
 
@@ -47,16 +48,12 @@ class LoraLinear(nn.Linear):
     def merged_shard(self) -> Tensor:
         """As `merged`, sharded as W is: each rank computes its own rows. Gathers A, which is small, so every rank must
         call it."""
-        from torch.distributed.tensor import DTensor
-
         weight, b = self.weight.detach(), self.lora_b.detach()
-        if not (isinstance(weight, DTensor) and isinstance(b, DTensor)):
+        if not is_sharded(weight):
             return self.merged()
-        low = b.to_local().float() @ whole(self.lora_a.detach()).float()
-        local = (weight.to_local().float() + self.lora_scale * low).to(weight.dtype)
-        return DTensor.from_local(
-            local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-        )
+        low = shard_of("lora_b", b).values.float() @ whole(self.lora_a.detach()).float()
+        local = (shard_of("weight", weight).values.float() + self.lora_scale * low).to(weight.dtype)
+        return like(weight, local)
 
 
 def add_lora(
@@ -69,7 +66,8 @@ def add_lora(
 ) -> list[str]:
     """Give linear layers of a model a trained product of low rank, and freeze all else.
 
-    Call it before the model is sharded and before its optimizer is made. A is drawn from torch's global generator.
+    Call it before the model is sharded and before its optimizer is made. A is drawn from torch's global generator. On
+    the meta device there is nothing to draw: see `load_sharded`.
 
     Args:
         model: the model, which is changed.
@@ -122,7 +120,7 @@ def _targeted(layers: Mapping[str, nn.Linear], targets: Collection[str]) -> dict
 def load_adapter(model: nn.Module, directory: str | Path) -> None:
     """Set the adapters of a model to those of a directory in the format of peft.
 
-    Call it after `add_lora`, before the model is sharded.
+    Call it after `add_lora`. A rank of a sharded model sets its part.
 
     Args:
         model: a model with adapters, of the rank and the layers of those in the directory.
@@ -139,7 +137,7 @@ def load_adapter(model: nn.Module, directory: str | Path) -> None:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         raise UsageError(f'adapters "{file}" cannot be read: {error}; give a directory that peft wrote') from error
-    own = {peft_name(name): part for name, part in model.named_parameters() if _is_adapter(name)}
+    own = {peft_name(name): part for name, part in model.named_parameters() if is_adapter(name)}
     shapes = [{name: tuple(part.shape) for name, part in parts.items()} for parts in (own, tensors)]
     if shapes[0] != shapes[1]:
         differing = sorted(name for name, _ in set(shapes[0].items()) ^ set(shapes[1].items()))
@@ -147,18 +145,27 @@ def load_adapter(model: nn.Module, directory: str | Path) -> None:
             f'adapters "{directory}" are of another model, or of other layers: {listing(dict.fromkeys(differing))} '
             "differ; give those of this model"
         )
-    with torch.no_grad():
-        for name, part in own.items():
-            part.copy_(tensors[name])
+    for name, part in own.items():
+        shard = shard_of(name, part)
+        shard.values.copy_(tensors[name][shard.first :][: len(shard.values)])
 
 
 def _adapt(layer: nn.Linear, rank: int, alpha: float, dtype: torch.dtype | None) -> None:
     place: dict[str, Any] = {"device": layer.weight.device, "dtype": dtype or layer.weight.dtype}
     layer.__class__ = LoraLinear
-    layer.lora_a = nn.Parameter(torch.empty(rank, layer.in_features, **place))
-    layer.lora_b = nn.Parameter(torch.zeros(layer.out_features, rank, **place))
+    layer.lora_a = nn.Parameter(new_adapter(_A, torch.empty(rank, layer.in_features, **place)))
+    layer.lora_b = nn.Parameter(new_adapter(_B, torch.empty(layer.out_features, rank, **place)))
     layer.lora_scale = alpha / rank  # type: ignore[assignment]
-    nn.init.kaiming_uniform_(layer.lora_a, a=math.sqrt(5))
+
+
+def new_adapter(name: str, values: Tensor) -> Tensor:
+    """Fill a whole tensor with the values that the adapter of this name begins with: A from torch's global generator.
+
+    Args:
+        name: of the parameter.
+        values: which are changed, and returned.
+    """
+    return nn.init.zeros_(values) if name.endswith(_B) else nn.init.kaiming_uniform_(values, a=math.sqrt(5))
 
 
 def has_lora(model: nn.Module) -> bool:
@@ -196,11 +203,11 @@ class MergedWeights:
 
     def metadata(self) -> Mapping[str, TensorSpec]:
         """Names, shapes and dtypes."""
-        return {name: spec for name, spec in self._plain.metadata().items() if not _is_adapter(name)}
+        return {name: spec for name, spec in self._plain.metadata().items() if not is_adapter(name)}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._plain:
-            if not _is_adapter(name):
+            if not is_adapter(name):
                 layer = self._layers.get(name)
                 yield name, tensor if layer is None else layer.merged()
 
@@ -209,7 +216,7 @@ class MergedWeights:
         return {
             name: self._layers[name].merged_shard() if name in self._layers else tensor
             for name, tensor in self._plain.sharded().items()
-            if not _is_adapter(name)
+            if not is_adapter(name)
         }
 
 
@@ -232,7 +239,7 @@ def save_adapter(model: nn.Module, directory: str | Path, *, base: str) -> None:
     tensors = {
         peft_name(name): whole(part.detach()).contiguous()
         for name, part in model.named_parameters()
-        if _is_adapter(name)
+        if is_adapter(name)
     }
     place = Path(directory)
     place.mkdir(parents=True, exist_ok=True)
@@ -290,5 +297,10 @@ def whole(tensor: Tensor) -> Tensor:
     return gathered
 
 
-def _is_adapter(name: str) -> bool:
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter of this name is a part of an adapter.
+
+    Args:
+        name: in the module.
+    """
     return name.endswith((f".{_A}", f".{_B}"))

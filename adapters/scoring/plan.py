@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from transferqueue.adapters.protocols import Unsupported
 from transferqueue.adapters.scoring.forward_rows import ForwardRows, forward_rows, shared_rows
+from transferqueue.adapters.weight_shards import is_sharded
 from transferqueue.errors import UsageError
 
 _PLAN: Final = "transferqueue_plan"
@@ -72,6 +73,20 @@ def plan_for(model: nn.Module) -> ScoringPlan:
         plan = _found(inner)
         setattr(inner, _PLAN, plan)
     return plan
+
+
+def plan_on_ranks(model: Any) -> None:
+    """Make the plan of a sharded model, which `plan_for` returns then. Every rank calls it: the experiment is a
+    collective.
+
+    Args:
+        model: a causal language model, sharded by ``fully_shard``.
+
+    Raises:
+        Unsupported: the model is not causal.
+    """
+    setattr(model, _PLAN, _found(model))
+    model.reshard()  # FSDP2 leaves the root whole after a pass without gradients, and the next gives it no gradient
 
 
 def is_packed(model: nn.Module) -> bool:
@@ -135,7 +150,7 @@ def lay_out(model: nn.Module, prompts: Any, responses: Any) -> ForwardRows:
 
 def _check_whole(model: nn.Module) -> None:
     first = next(model.parameters())
-    if first.is_meta or hasattr(first, "full_tensor"):
+    if first.is_meta or is_sharded(first):
         state = "on the meta device" if first.is_meta else "sharded"
         raise UsageError(f"{type(model).__name__} is {state}; call scoring.plan_for(model) once before that")
 
@@ -187,8 +202,9 @@ def _has_own_head(model: Any, *, packed: bool) -> bool:
         return False
     with _evaluating(model):
         rows = forward_rows(_ROWS, [[]] * len(_ROWS), packed=packed, device=device_of(model))
-        logits = model(**inputs(rows)).logits
-        wanted = head(model.base_model(**inputs(rows)).last_hidden_state)
+        with _outputs_of(head) as outputs:
+            logits = model(**inputs(rows)).logits
+        wanted = outputs[-1] if _is_sharded(model) else head(_hidden(model, inputs(rows)))
     return logits.shape == wanted.shape and torch.allclose(logits, wanted, rtol=1e-3, atol=1e-3)
 
 
@@ -215,9 +231,34 @@ def _outputs(model: Any, rows: list[list[int]], *, packed: bool) -> list[Tensor]
     """Return the model's outputs over each row: ``[tokens, …]``."""
     with _evaluating(model):
         laid = forward_rows(rows, [[]] * len(rows), packed=packed, device=device_of(model))
-        output = model.base_model(**inputs(laid)).last_hidden_state
+        output = _hidden(model, inputs(laid))
     flat = output.reshape(-1, output.shape[-1])
     return [flat[int(last) + 1 - len(row) : int(last) + 1] for row, last in zip(rows, laid.last_R, strict=True)]
+
+
+def _hidden(model: Any, arguments: dict[str, Any]) -> Tensor:
+    """Return what the body of the model gives to its output layer. Of a sharded model the weights around its layers are
+    whole only within its own forward."""
+    if not _is_sharded(model):
+        return model.base_model(**arguments).last_hidden_state  # type: ignore[no-any-return]
+    with _outputs_of(model.base_model) as outputs:
+        model(**arguments)
+    return outputs[-1].last_hidden_state  # type: ignore[no-any-return]
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return is_sharded(next(model.parameters()))
+
+
+@contextmanager
+def _outputs_of(module: nn.Module) -> Iterator[list[Any]]:
+    """Collect what calls of a module return until the end of the block."""
+    outputs: list[Any] = []
+    handle = module.register_forward_hook(lambda module, arguments, output: outputs.append(output))
+    try:
+        yield outputs
+    finally:
+        handle.remove()
 
 
 @contextmanager

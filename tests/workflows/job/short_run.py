@@ -139,7 +139,8 @@ def final_weights(folder: Path) -> dict[str, bytes]:
         task.name: max(task.glob("step-*")) for task in sorted((folder / "checkpoints").iterdir()) if task.is_dir()
     }
     assert {path.name for path in newest.values()} == {f"step-{STEPS:08}"}, newest
-    return {task: (path / "model.safetensors").read_bytes() for task, path in newest.items()}
+    files = {task: sorted(path.glob("model*.safetensors")) for task, path in newest.items()}
+    return {task: b"".join(file.read_bytes() for file in of_task) for task, of_task in files.items()}
 
 
 # ---------------------------------------------------------------- processes of a run

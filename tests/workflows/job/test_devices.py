@@ -246,9 +246,11 @@ def test_a_model_that_does_not_fit_is_refused_with_the_arithmetic():
     assert len(placed(jobs.job("grpo", VLLM, *ranks), gpus(5), LARGE).processes) == 5
 
 
-def test_a_rank_of_fsdp2_holds_the_whole_model_while_it_loads():
+def test_a_rank_of_fsdp2_holds_its_share_of_the_model():
     held = device_bytes.trained(jobs.job("grpo", "trainer.parallel=fsdp2", "trainer.ranks=4"), LARGE)
-    assert (held.parts["weights"], held.loading) == (7_600_000_000, 4 * 7_600_000_000)
+    shares = {"weights": 1, "gradients": 1, "moments": 2}
+    assert {name: held.parts[name] for name in shares} == {name: each * 7_600_000_000 for name, each in shares.items()}
+    assert held.total == sum(held.parts.values())
 
 
 def test_vllm_gets_what_the_others_leave_of_a_gpu():

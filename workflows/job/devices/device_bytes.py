@@ -9,9 +9,9 @@ With P parameters of the model, and n bytes of a number of the named dtype:
 | engine | P · n(model) | – | – | – | one layer, a prompt in each slot | `slots` of the longest row |
 
 Weights, gradients and moments are exact: a test compares them with torch's. A rank of ``fsdp2`` has its share of them,
-and two layers whole in place of all copies; it loads the whole model first (`DeviceBytes.loading`). Under LoRA only the
-adapters have gradients and moments. Activations are an estimate for a decoder of Llama's form whose attention keeps no
-scores. vLLM takes its share of the device for all three.
+from loading on, and two layers whole in place of all copies. Under LoRA only the adapters have gradients and moments.
+Activations are an estimate for a decoder of Llama's form whose attention keeps no scores. vLLM takes its share of the
+device for all three.
 
 A trainer and an engine that use a device in turn (mode ``colocated``) hold what stays of both, and the larger of what
 each adds in its turn: the trainer keeps weights and moments; an engine keeps its weights, but for vLLM, which sleeps.
@@ -47,16 +47,14 @@ class DeviceBytes:
 
     Args:
         parts: by what they hold; default: none, the sizes of the model are not known.
-        loading: taken at once while the model is loaded, instead of `parts`; default 0.
     """
 
     parts: dict[str, int] = field(default_factory=dict)
-    loading: int = 0
 
     @property
     def total(self) -> int:
-        """The most at a time."""
-        return max(self.loading, sum(self.parts.values()))
+        """All parts together."""
+        return sum(self.parts.values())
 
 
 def trained(job: Job, sizes: ModelSizes, *, critic: bool = False) -> DeviceBytes:
@@ -84,7 +82,6 @@ def trained(job: Job, sizes: ModelSizes, *, critic: bool = False) -> DeviceBytes
             "copies": _copies(sizes, base, compute, sharded=sharded),
             "activations": max(activations + logits, step),  # those are freed when the optimizer begins
         },
-        loading=sizes.parameters * base if sharded else 0,
     )
 
 

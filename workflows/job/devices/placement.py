@@ -103,8 +103,7 @@ class PlacedProcess:
         if not self.held.parts:
             return f"{self.label} not known: its model is not on this machine"
         parts = ", ".join(f"{name} {gib(size)}" for name, size in self.held.parts.items() if size)
-        loading = f"; while it loads {gib(self.held.loading)}" if self.held.loading == self.held.total else ""
-        return f"{self.label} {gib(self.held.total)} ({parts}{loading})"
+        return f"{self.label} {gib(self.held.total)} ({parts})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,16 +347,14 @@ class _Map:
 
     def _bytes(self, label: str, *, on_gpu: bool) -> DeviceBytes:
         parts: dict[str, int] = {}
-        loading = 0
         for held in self._models_of(label):
             if held is None:
                 return DeviceBytes()
-            loading = max(loading, held.loading)
             for name, size in held.parts.items():
                 parts[name] = parts.get(name, 0) + size
         own = 2 if self._is_shared(label) and engine_of(self._job, 0).kind == "vllm" else 1  # processes
         context = own * PROCESS_BYTES if on_gpu else 0
-        return DeviceBytes(parts=parts | {"process": context}, loading=loading and loading + context)
+        return DeviceBytes(parts=parts | {"process": context})
 
     def _models_of(self, label: str) -> Iterator[DeviceBytes | None]:
         """Yield the bytes of each model of a process; None for a model that is not here."""

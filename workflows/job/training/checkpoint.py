@@ -8,21 +8,26 @@
                                                 weight; random generators
     state.json                                  step, version of its weights, position in the data, its writer
 
-One process writes the directory, whole, whatever number of ranks trains. So transformers, vLLM and `model.path` load
-it as it is; loaders that take each ``*.safetensors`` of a directory for weights see the weights alone.
+Under ``fsdp2`` each rank writes files of its own (``model-00001-of-00008.safetensors`` with an index,
+``trainer/optimizer-00001-of-00008.safetensors``), and none has the whole model or its moments in memory
+(`checkpoint_files`). Any number of ranks goes on from them, and transformers, vLLM and `model.path` load the directory
+as it is.
 
-A checkpoint is written into a directory beside it, whose files and names are synchronised with the disk; then the
-directory is renamed. ``state.json`` has the checksum of each file, which is compared before anything is loaded. A
-reader takes the newest directory of that form, so a death at any moment leaves the checkpoint before or this one, never
-a part. The schedule has no state: the rate follows from the step.
+1. The ranks write into a directory beside the checkpoint's place, which they share. Rank 0 renames it once the files of
+   all are on the disk. A reader takes the newest directory with a checkpoint's name, so a death at any moment leaves
+   the checkpoint before or this one, never a part.
+2. What fails on one rank is raised by all, and the directory is removed.
+3. ``state.json`` has the checksum of each file with tensors. The ranks share the work of comparing them, before any
+   loads something. The schedule has no state: the rate follows from the step.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,27 +35,31 @@ import msgspec
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
 
-from transferqueue.adapters.scoring.lora import has_lora, peft_name, whole
-from transferqueue.errors import Corruption, NotFound, UsageError, listing
+from transferqueue.adapters.weight_files import TensorFiles
+from transferqueue.errors import Corruption, NotFound, UsageError
 from transferqueue.limits import MIB
 from transferqueue.storage.memory.checksum import checksum
 from transferqueue.transport.system.private_files import sync_path
 from transferqueue.workflows.flow.loop.serving import StageFailedInProcess
 from transferqueue.workflows.job.run_files import STATE, checkpoint_path, checkpoint_steps
+from transferqueue.workflows.job.training.checkpoint_files import (
+    TRAINER,
+    checkpoint_bytes,
+    set_moments,
+    set_weights,
+    write_index,
+    write_tensors,
+)
 from transferqueue.workflows.job.training.gather import StreamPosition
 from transferqueue.workflows.job.training.learner import StepLearner
+from transferqueue.workflows.job.training.ranks import ALONE, Ranks
 
 FORMAT: Final = 2
-WEIGHTS, ADAPTERS, TRAINER = "model.safetensors", "adapter_model.safetensors", "trainer"
-_OPTIMIZER: Final = f"{TRAINER}/optimizer.safetensors"
 _REMEDY: Final = (
     "put it back, or start a new run with checkpoint.resume at an older checkpoint: rows of its steps are final in "
     "this run"
 )
-_RANDOM: Final = "random/"
 
 
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,48 +110,59 @@ class Checkpoints:
         """Write a checkpoint of the learner as it is now, then remove those beyond `keep`. Returns its step, seconds
         and bytes.
 
-        Under FSDP2 every rank calls this; rank 0 writes. Blocks until the checkpoint would survive a loss of power.
-        `StageFailedInProcess` if it cannot be written: what there is of it is removed, and the checkpoints before stay.
+        Every rank calls this. Blocks until the checkpoint would survive a loss of power. `StageFailedInProcess` on all
+        ranks if it cannot be written: what there is of it is removed, and the checkpoints before stay.
         """
         started = time.monotonic()
-        tensors = learner_tensors(learner)
-        if not learner.ranks.leads:
-            return {}
         state = CheckpointState(step=learner.steps_taken, version=version, position=position)
         final = self.path(state.step)
-        if not final.exists():
-            weights, optimizer = tensors
-            self._write_or_remove(final, {weights_file(learner.model): weights, _OPTIMIZER: optimizer}, state)
+        try:
+            self._write(learner, state, final)
+        except OSError as error:
+            raise StageFailedInProcess(
+                f"the checkpoint of step {state.step}, {checkpoint_bytes(learner) / MIB:,.1f} MiB, cannot be written "
+                f'to "{self.directory}": {error}; make room there, and go on with train --resume'
+            ) from error
+        if not learner.ranks.leads:
+            return {}
         self._prune()
         nbytes = sum(file.stat().st_size for file in final.rglob("*") if file.is_file())
         return {"step": state.step, "seconds": time.monotonic() - started, "bytes": nbytes}
 
-    def _write_or_remove(self, final: Path, files: Mapping[str, dict[str, Tensor]], state: CheckpointState) -> None:
-        unfinished = final.with_name(f".{final.name}.{os.getpid()}")
+    def _write(self, learner: StepLearner, state: CheckpointState, final: Path) -> None:
+        ranks = learner.ranks
+        unfinished = _on_all(ranks, lambda: self._begun(final) if ranks.leads else "")[0]
+        if not unfinished:
+            return
+        place = self.directory / unfinished
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._write(unfinished, final, files, state)
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            nbytes = sum(tensor.nbytes for part in files.values() for tensor in part.values())
-            raise StageFailedInProcess(
-                f"the checkpoint of step {state.step}, {nbytes / MIB:,.1f} MiB, cannot be written to "
-                f'"{self.directory}": {error}; make room there, and go on '
-                "with train --resume"
-            ) from error
+            written = _on_all(ranks, lambda: _summed(place, write_tensors(place, learner)))
+            sums = {name: found for each in written for name, found in each.items()}
+            _on_all(ranks, lambda: self._finish(place, final, learner, state, sums) if ranks.leads else None)
+        finally:
+            if ranks.leads:
+                shutil.rmtree(place, ignore_errors=True)
 
-    def _write(
-        self, unfinished: Path, final: Path, files: Mapping[str, dict[str, Tensor]], state: CheckpointState
-    ) -> None:
+    def _begun(self, final: Path) -> str:
+        """Make the directory that becomes `final`. Returns its name; "" if the checkpoint is there already."""
+        if final.exists():
+            return ""
+        unfinished = final.with_name(f".{final.name}.{os.getpid()}")
         shutil.rmtree(unfinished, ignore_errors=True)
         (unfinished / TRAINER).mkdir(parents=True)
-        self._describe(unfinished)
-        for name, part in files.items():
-            save_file(part, unfinished / name, metadata={"format": "pt"})
-        state = msgspec.structs.replace(state, checksums={name: _checksum(unfinished / name) for name in files})
-        (unfinished / STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
-        sync_tree(unfinished)
-        unfinished.rename(final)
+        return unfinished.name
+
+    def _finish(
+        self, place: Path, final: Path, learner: StepLearner, state: CheckpointState, sums: dict[str, str]
+    ) -> None:
+        if away := [name for name in sums if not (place / name).is_file()]:
+            raise OSError(f'rank 0 does not see "{away[0]}", which another rank wrote: put the folder on a shared disk')
+        self._describe(place)
+        write_index(place, learner)
+        state = msgspec.structs.replace(state, checksums=sums)
+        (place / STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
+        sync_tree(place)
+        place.rename(final)
         sync_path(self.directory)
 
     def _prune(self) -> None:
@@ -154,38 +174,65 @@ class Checkpoints:
 
 
 def load_checkpoint(path: Path, learner: StepLearner) -> CheckpointState:
-    """Restore the learner from the checkpoint at `path`. Returns its description.
+    """Restore the learner from the checkpoint at `path`, each rank its part; all call it. Returns its description.
 
     `NotFound` if it is not complete, `Corruption` if a file cannot be read, `UsageError` if it is of another model.
     """
     state = checkpoint_state(path)
-    weights, optimizer = (load_tensors(path, state, name) for name in (weights_name(state), _OPTIMIZER))
+    weights, moments = (checked_files(path, state, named, learner.ranks) for named in _by_kind(state))
     set_weights(learner.model, weights, path)
-    _set_optimizer(learner, optimizer)
+    set_moments(learner, moments)
     learner.steps_taken = state.step
     return state
 
 
-def load_tensors(path: Path, state: CheckpointState, name: str) -> dict[str, Tensor]:
-    """Return the tensors of a file of the checkpoint at `path`, once its checksum is verified. Raises `Corruption`."""
+def checked_weights(path: Path, state: CheckpointState) -> TensorFiles:
+    """Return the weights, or adapters, of the checkpoint at `path`, once the checksums of their files are verified.
+    Raises `Corruption`."""
+    return checked_files(path, state, _by_kind(state)[0])
+
+
+def _by_kind(state: CheckpointState) -> tuple[list[str], list[str]]:
+    """The files with weights, and those with moments, each in the order of the ranks that wrote them."""
+    names = sorted(state.checksums)
+    trainer = [name for name in names if name.startswith(f"{TRAINER}/")]
+    return [name for name in names if name not in trainer], trainer
+
+
+def checked_files(path: Path, state: CheckpointState, names: Sequence[str], ranks: Ranks = ALONE) -> TensorFiles:
+    """Return the tensors of these files of the checkpoint at `path`, once their checksums are verified, each by one
+    rank; all call it. Raises `Corruption`, on every rank the same."""
     try:
-        _verify(path, state, name)
-        tensors: dict[str, Tensor] = load_file(path / name)
-    except Corruption:
-        raise
-    except (OSError, ValueError, SafetensorError) as error:  # ValueError: an empty file cannot be mapped
+        found = _on_all(ranks, lambda: _summed(path, names[ranks.rank :: ranks.world]))
+        for name, now in (entry for each in found for entry in each.items()):
+            if now != state.checksums[name]:
+                raise Corruption(
+                    f'"{path / name}" is damaged: its checksum is {now}, and was {state.checksums[name]} when it was '
+                    f"written; {_REMEDY}"
+                )
+        return TensorFiles(path / name for name in names)
+    except (OSError, SafetensorError) as error:
         raise Corruption(f'checkpoint "{path}" cannot be read: {error}; {_REMEDY}') from error
-    return tensors
 
 
-def weights_file(model: nn.Module) -> str:
-    """Return the name of the file with the weights of `model`."""
-    return ADAPTERS if has_lora(model) else WEIGHTS
+def _on_all(ranks: Ranks, work: Callable[[], Any]) -> list[Any]:
+    """Do this rank's part of some work; every rank calls it. Returns what the parts returned, by rank. If one failed,
+    every rank raises its `OSError`."""
+    own: OSError | None = None
+    try:
+        done = {"result": work()}
+    except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+        own, done = OSError(str(error)), {"error": str(error)}
+    outcomes = [json.loads(text) for text in ranks.exchanged(json.dumps(done))]
+    errors = [f"rank {rank}: {outcome['error']}" for rank, outcome in enumerate(outcomes) if "error" in outcome]
+    if errors:
+        raise OSError(errors[0]) if ranks.world > 1 or own is None else own
+    return [outcome["result"] for outcome in outcomes]
 
 
-def weights_name(state: CheckpointState) -> str:
-    """Return the name of the file with the weights of a checkpoint."""
-    return ADAPTERS if ADAPTERS in state.checksums else WEIGHTS
+def _summed(directory: Path, names: Sequence[str]) -> dict[str, str]:
+    """Return the checksums of files, by name."""
+    return {name: f"{checksum(np.memmap(directory / name, np.uint8, mode='r')):016x}" for name in names}
 
 
 def checkpoint_state(path: Path) -> CheckpointState:
@@ -204,126 +251,7 @@ def checkpoint_state(path: Path) -> CheckpointState:
     return state
 
 
-def _verify(path: Path, state: CheckpointState, name: str) -> None:
-    """Raise `Corruption` for a file that is not as it was written."""
-    found, written = _checksum(path / name), state.checksums.get(name, "none")
-    if found != written:
-        raise Corruption(
-            f'"{path / name}" is damaged: its checksum is {found}, and was {written} when it was written; {_REMEDY}'
-        )
-
-
 def sync_tree(directory: Path) -> None:
     """Block until all files and names below `directory` are on disk."""
     for file in (*directory.rglob("*"), directory):
         sync_path(file)
-
-
-def _checksum(file: Path) -> str:
-    return f"{checksum(np.memmap(file, np.uint8, mode='r')):016x}"
-
-
-# ---------------------------------------------------------------- tensors
-
-
-def learner_tensors(learner: StepLearner) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return weights, and the state of optimizer and random generators, by name, as whole tensors in host memory. Only
-    rank 0 keeps them; the others give their shards, and get nothing."""
-    names, leads = _names(learner.model), learner.ranks.leads
-    model, optimizer = _saved_weights(learner.model), _optimizer_entries(learner, names)
-    gathered = [_gathered(part, keep=leads) for part in (model, optimizer)]
-    return gathered[0], {**gathered[1], **_random_states()}
-
-
-def _optimizer_entries(learner: StepLearner, names: Mapping[int, str]) -> dict[str, Any]:
-    return {
-        f"{names[id(parameter)]}/{entry}": value
-        for parameter in learner.trained
-        for entry, value in learner.optimizer.state.get(parameter, {}).items()
-    }
-
-
-def _gathered(tensors: Mapping[str, Any], *, keep: bool) -> dict[str, Tensor]:
-    kept: dict[str, Tensor] = {}
-    for name, value in tensors.items():
-        gathered = _host(value, keep=keep)
-        if keep:
-            kept[name] = gathered
-    return kept
-
-
-def set_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
-    """Copy the weights of the checkpoint at `path` into `model`. `UsageError` if they are of another model."""
-    own = _saved_weights(model)
-    if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in weights.items()}:
-        differing = sorted(own.keys() ^ weights.keys()) or [n for n in own if own[n].shape != weights[n].shape]
-        raise UsageError(
-            f'checkpoint "{path}" is of another model: {listing(differing)} differ; give its model, or leave '
-            "checkpoint.resume out"
-        )
-    for name, value in own.items():
-        _copy(value, weights[name])
-
-
-def _set_optimizer(learner: StepLearner, optimizer: Mapping[str, Tensor]) -> None:
-    names = _names(learner.model)
-    for parameter in learner.trained:
-        prefix = f"{names[id(parameter)]}/"
-        entries = {name.removeprefix(prefix): value for name, value in optimizer.items() if name.startswith(prefix)}
-        if entries:
-            learner.optimizer.state[parameter] = {name: _like(parameter, value) for name, value in entries.items()}
-    _set_random_states(optimizer)
-
-
-def _names(model: nn.Module) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in model.named_parameters()}
-
-
-def _saved_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights that a checkpoint has, by name: all, or of a model with adapters those that are trained, by peft's
-    names. Tied ones, which are one parameter, by their first name alone."""
-    state = model.state_dict(keep_vars=True)
-    first = {id(tensor): name for name, tensor in reversed(state.items())}
-    saved = {name: tensor for name, tensor in state.items() if first[id(tensor)] == name}
-    if not has_lora(model):
-        return saved
-    return {peft_name(name): tensor for name, tensor in saved.items() if tensor.requires_grad}
-
-
-def _host(value: Any, *, keep: bool) -> Tensor:
-    """Gather a value from all ranks; to host memory if it is kept."""
-    tensor: Tensor = value if isinstance(value, Tensor) else torch.tensor(value)
-    gathered = whole(tensor).detach()
-    return gathered.cpu().contiguous() if keep else gathered
-
-
-def _copy(into: Tensor, value: Tensor) -> None:
-    with torch.no_grad():
-        into.copy_(_like(into, value))
-
-
-def _like(tensor: Tensor, value: Tensor) -> Tensor:
-    """Return `value`, which is whole, where and as `tensor` is: on its device, and sharded if it is."""
-    if value.ndim == 0:
-        return value.clone()
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    placed = value.to(tensor.device)
-    if isinstance(tensor, DTensor):
-        return distribute_tensor(placed, tensor.device_mesh, tensor.placements)
-    return placed
-
-
-def _random_states() -> dict[str, Tensor]:
-    states = {f"{_RANDOM}cpu": torch.get_rng_state()}
-    for device in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        states[f"{_RANDOM}cuda{device}"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def _set_random_states(states: Mapping[str, Tensor]) -> None:
-    for name, state in states.items():
-        if name == f"{_RANDOM}cpu":
-            torch.set_rng_state(state)
-        elif name.startswith(f"{_RANDOM}cuda") and int(name[len(_RANDOM) + 4 :]) < torch.cuda.device_count():
-            torch.cuda.set_rng_state(state, int(name[len(_RANDOM) + 4 :]))

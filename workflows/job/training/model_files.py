@@ -19,28 +19,22 @@ from pathlib import Path
 from typing import Any, Final
 
 from safetensors.torch import save_file
-from torch import Tensor
 
 from transferqueue.adapters.builtin.model import BuiltinModel
 from transferqueue.adapters.scoring import load_causal_lm
-from transferqueue.adapters.scoring.load import torch_dtype
+from transferqueue.adapters.scoring.load import torch_device, torch_dtype
+from transferqueue.adapters.scoring.load_sharded import load_sharded_causal_lm
 from transferqueue.adapters.scoring.lora import add_lora, has_lora, merge_lora, peft_config
+from transferqueue.adapters.weight_files import INDEX, TensorFiles
 from transferqueue.errors import UsageError
 from transferqueue.limits import MIB
 from transferqueue.observe import units
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer
 from transferqueue.workflows.job.run_files import ADAPTER_CONFIG, CONFIG, STATE
 from transferqueue.workflows.job.settings.job import Job
-from transferqueue.workflows.job.training.checkpoint import (
-    ADAPTERS,
-    TRAINER,
-    WEIGHTS,
-    checkpoint_state,
-    load_tensors,
-    set_weights,
-    sync_tree,
-    weights_name,
-)
+from transferqueue.workflows.job.training.checkpoint import checked_weights, checkpoint_state, sync_tree
+from transferqueue.workflows.job.training.checkpoint_files import ADAPTERS, TRAINER, set_weights
+from transferqueue.workflows.job.training.ranks import ALONE, Ranks
 
 SHARD_BYTES: Final = 5 * 10**9
 """Most bytes of a file with weights; one larger tensor is a file of its own."""
@@ -49,17 +43,26 @@ _FILES_BYTES: Final = 64 * MIB
 GENERATION: Final = "generation_config.json"
 
 
-def load_policy(job: Job, *, device: str = "auto") -> Any:
+def load_policy(job: Job, *, device: str = "auto", ranks: Ranks = ALONE) -> Any:
     """Load the policy of a resolved job as its trainer begins with it: with the adapters that it trains, whose values
-    are drawn from torch's global generator. device: as of `load_causal_lm`."""
-    settings = job.trainer
-    model = load_causal_lm(
-        job.model.path,
-        dtype=_base_dtype(job),
-        device=device,
-        revision=job.model.revision,
-        trust_remote_code=job.model.trust_remote_code,
+    are drawn from torch's global generator. device: as of `load_causal_lm`. ranks: under ``fsdp2`` each loads its part,
+    so all call this."""
+    source: dict[str, Any] = {
+        "dtype": _base_dtype(job),
+        "device": device,
+        "revision": job.model.revision,
+        "trust_remote_code": job.model.trust_remote_code,
+    }
+    if ranks.parallel != "fsdp2":
+        return _adapted(load_causal_lm(job.model.path, **source), job)
+    compute, place = torch_dtype(job.model.dtype), torch_device(device)
+    return load_sharded_causal_lm(
+        job.model.path, lambda model: ranks.sharded(_adapted(model, job), compute, place), **source
     )
+
+
+def _adapted(model: Any, job: Job) -> Any:
+    settings = job.trainer
     if settings.lora_rank:
         add_lora(
             model,
@@ -135,11 +138,12 @@ def export_checkpoint(
         torch_dtype(dtype)
     check_out(out)
     state = checkpoint_state(checkpoint)
-    name = weights_name(state)
-    if merge and name == WEIGHTS:
+    adapters = ADAPTERS in state.checksums
+    if merge and not adapters:
         raise UsageError("--merge: the run trains all weights and has no adapters; leave it out")
-    tensors = load_tensors(checkpoint, state, name)
-    if name == ADAPTERS and not merge:
+    files = checked_weights(checkpoint, state)
+    if adapters and not merge:
+        tensors = {name: files.piece(name, 0) for name in files.names}
         if dtype:
             tensors = {name: tensor.to(torch_dtype(dtype)) for name, tensor in tensors.items()}
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -147,12 +151,7 @@ def export_checkpoint(
             save_file(tensors, unfinished / ADAPTERS, metadata={"format": "pt"})
             _copy_others(checkpoint, unfinished)
         return nbytes
-    if merge:
-        model = _merged(checkpoint, job, tensors, dtype)
-    else:
-        stored = str(next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()))
-        del tensors  # they were read for their checksum; the model's library reads them itself
-        model = _whole(checkpoint, job, dtype or stored.removeprefix("torch."))
+    model = _merged(checkpoint, job, files, dtype) if merge else _whole(checkpoint, job, dtype or files.dtype)
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     with _written(out, nbytes, free_bytes) as unfinished:
         if isinstance(model, BuiltinModel):
@@ -178,9 +177,9 @@ def _whole(checkpoint: Path, job: Job, dtype: str) -> Any:
     return model
 
 
-def _merged(checkpoint: Path, job: Job, tensors: dict[str, Tensor], dtype: str) -> Any:
+def _merged(checkpoint: Path, job: Job, files: TensorFiles, dtype: str) -> Any:
     model = load_policy(job, device="cpu")
-    set_weights(model, tensors, checkpoint)
+    set_weights(model, files, checkpoint)
     if dtype:
         model.to(torch_dtype(dtype))
     merge_lora(model)
@@ -190,7 +189,8 @@ def _merged(checkpoint: Path, job: Job, tensors: dict[str, Tensor], dtype: str) 
 def _copy_others(checkpoint: Path, into: Path) -> None:
     """Copy what a checkpoint has beside weights, the trainer's state and what `into` has already."""
     for entry in checkpoint.iterdir():
-        if entry.name in (WEIGHTS, ADAPTERS, STATE, TRAINER) or (into / entry.name).exists():
+        is_written = entry.suffix == ".safetensors" or entry.name in (INDEX, STATE, TRAINER)
+        if is_written or (into / entry.name).exists():
             continue
         if entry.is_dir():
             shutil.copytree(entry, into / entry.name)

@@ -71,16 +71,16 @@ def train_critic(context: Context) -> Iterator[Callable[[], None]]:
 
 
 def policy_learner(job: Job, ranks: Ranks = ALONE) -> PolicyLearner:
-    """Load the policy of a resolved job, place it on this rank, and return its learner."""
+    """Load the policy of a resolved job, or this rank's part of it, and return its learner."""
     settings = job.trainer
     if settings.lora_rank:
         torch.manual_seed(job.seed)  # the same adapters on every rank, and in every life without a checkpoint
-    model = load_policy(job)
+    model = load_policy(job, ranks=ranks)
     if settings.lora_adapter:
         load_adapter(model, settings.lora_adapter)
     _prepare(model, job)
     return PolicyLearner(
-        ranks.placed(model, torch_dtype(job.model.dtype)),
+        model,
         job.algorithm,
         settings,
         steps=job.steps,

@@ -1,30 +1,19 @@
 """The part of the weights that one rank of a sharded trainer has, and so publishes.
 
-FSDP2 splits each parameter over the ranks along dimension 0, in chunks of equal size; the last ranks may have fewer
-rows, or none. Unsharded tensors (buffers) are the same on all ranks, and rank 0 publishes them.
+Unsharded tensors (buffers) are the same on all ranks, and rank 0 publishes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 import transferqueue as tq
-from transferqueue.adapters.protocols import TensorSpec, Unsupported
+from transferqueue.adapters.protocols import TensorSpec
+from transferqueue.adapters.weight_shards import Shard, shard_of
 from transferqueue.adapters.weights import spec
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Rows of a tensor that this rank has, ``[n, ...]``: from row `first` on, of `rows`. rows 0: the tensor is
-    whole."""
-
-    values: Tensor
-    first: int = 0
-    rows: int = 0
 
 
 class RankShards:
@@ -36,8 +25,8 @@ class RankShards:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], rank: int) -> None:
-        found = {name: _shard(name, tensor, rank) for name, tensor in tensors.items()}
-        self._shards = {name: shard for name, shard in found.items() if shard is not None}
+        found = {name: shard_of(name, tensor) for name, tensor in tensors.items()}
+        self._shards = {name: shard for name, shard in found.items() if (len(shard.values) if shard.rows else not rank)}
 
     def metadata(self) -> Mapping[str, TensorSpec]:
         """Names, shapes and dtypes of the local tensors."""
@@ -53,25 +42,3 @@ class RankShards:
 
 def _placed(shard: Shard, copy: Tensor) -> Any:
     return tq.WeightSlice(copy, first=shard.first, rows=shard.rows) if shard.rows else copy
-
-
-def _shard(name: str, tensor: Tensor, rank: int) -> Shard | None:
-    """The part of the tensor that this rank publishes; None: others do."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor import Shard as SplitAlong
-
-    if not isinstance(tensor, DTensor):
-        return Shard(tensor.detach()) if rank == 0 else None
-    if tuple(tensor.placements) != (SplitAlong(0),):
-        raise Unsupported(
-            f'tensor "{name}" is placed as {tensor.placements}; ranks publish tensors that are split along dimension 0'
-        )
-    local, rows, world = tensor.to_local().detach(), tensor.shape[0], tensor.device_mesh.size()
-    chunk = -(-rows // world)
-    first = min(rank * chunk, rows)
-    if local.shape[0] != min(chunk, rows - first):
-        raise Unsupported(
-            f'rank {rank} has {local.shape[0]} of {rows} rows of tensor "{name}", not {min(chunk, rows - first)}; '
-            "chunks must be equal"
-        )
-    return Shard(local, first, rows) if local.shape[0] else None

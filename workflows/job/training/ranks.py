@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 import transferqueue as tq
+from transferqueue.adapters.weight_files import host_bytes
+from transferqueue.adapters.weight_shards import rows_of_rank, shard_of
 from transferqueue.errors import DeadlineExceeded, Unreachable, UsageError
 from transferqueue.workflows.job import names
 
@@ -103,6 +106,42 @@ class Ranks:
         dist.all_reduce(values, group=dist.group.WORLD)
         return dict(zip(every, values.tolist(), strict=True))
 
+    def exchanged(self, text: str) -> list[str]:
+        """Return the texts of all ranks, by rank; every rank calls it."""
+        if self.world == 1:
+            return [text]
+        own = (
+            torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+        )
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([len(own)]))
+        longest = max(map(int, sizes))
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(texts, torch.cat([own, torch.zeros(longest - len(own), dtype=torch.uint8)]))
+        return [bytes(found[: int(size)].tolist()).decode() for found, size in zip(texts, sizes, strict=True)]
+
+    def parts(self, name: str, tensor: Tensor, taker: int) -> Iterator[Tensor]:
+        """Yield all rows of a tensor on the rank `taker`, in order and in parts, in host memory. Every rank calls it,
+        exhausts it, and gives its shard; the others yield nothing. A tensor that is whole everywhere is one part."""
+        shard = shard_of(name, tensor)
+        if not shard.rows:
+            yield from [shard.values] if self.rank == taker else []
+            return
+        own = host_bytes(shard.values)
+        if self.rank != taker:
+            if len(own):
+                dist.send(own, taker)
+            return
+        row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
+        for rank in range(self.world):
+            size = rows_of_rank(shard.rows, rank, self.world)[1] * row_bytes
+            if rank != taker and size:
+                part = torch.empty(size, dtype=torch.uint8)
+                dist.recv(part, rank)
+                yield part
+            elif size:
+                yield own
+
     def sum_gradients(self, parameters: Sequence[nn.Parameter], factor: float) -> None:
         """Turn gradients of sums, each multiplied by its own constant, into `factor` times their sum over ranks."""
         if self.parallel == "ddp":
@@ -118,17 +157,14 @@ class Ranks:
 
     # ------------------------------------------------------------ models
 
-    def placed(self, model: nn.Module, compute: torch.dtype) -> nn.Module:
-        """Shard `model` over the ranks under ``fsdp2``, its layers one by one; else return it as it is."""
-        if self.parallel != "fsdp2":
-            return model
+    def sharded(self, model: nn.Module, compute: torch.dtype, device: torch.device) -> nn.Module:
+        """Shard a model that has no memory yet over the ranks, its layers one by one. device: of its weights. compute:
+        dtype of the passes."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        first = next(model.parameters())
-        mesh = init_device_mesh(first.device.type, (self.world,))
-        options: dict[str, Any] = {"mesh": mesh}
-        if first.dtype != compute:
+        options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (self.world,))}
+        if next(model.parameters()).dtype != compute:
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         for layer in _layers(model):
             fully_shard(layer, **options)
