@@ -27,7 +27,6 @@ def nested(depth: int) -> list[Any]:
 INTEGERS: dict[str, Callable[[tq.Queue, tq.Table, int], object]] = {
     "column": lambda queue, table, value: table.put(x=[value]),
     "of a list": lambda queue, table, value: table.put(x=[1], z=[[value]]),
-    "of a value": lambda queue, table, value: table.put(x=[1], z=[{"a": [value]}]),
     "for all rows": lambda queue, table, value: table.put(x=value, y=[[1]]),
     "tags": lambda queue, table, value: table.put(x=[1], tags={"a": value}),
     "tokens": lambda queue, table, value: table.put(x=[1], tokens=[value]),

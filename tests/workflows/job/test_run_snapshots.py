@@ -1,6 +1,7 @@
 """Snapshots of a run's queue: one after each checkpoint, restored where the server's state is lost."""
 
 import os
+import shutil
 import signal
 from contextlib import suppress
 
@@ -52,7 +53,7 @@ def test_a_snapshot_that_was_being_written_is_none(tmp_path):
 
 def test_a_run_whose_queue_is_lost_before_its_first_snapshot_goes_on_after_its_checkpoint(tmp_path):
     place = short_run.make_place(tmp_path)
-    first = short_run.train(place, "job.toml", "--out", "run", "--json", "--set", "checkpoint.snapshot=false")
+    first = short_run.train(place, "job.toml", "--out", "run", "--json")
     short_run.wait_for(first, place / "run" / "steps.jsonl", 3)
     killed = [*short_run.descendants(first.pid), first.pid]
     for pid in killed:
@@ -60,6 +61,7 @@ def test_a_run_whose_queue_is_lost_before_its_first_snapshot_goes_on_after_its_c
             os.kill(pid, signal.SIGKILL)
     first.communicate()
     discard_state(place / "run")
+    shutil.rmtree(place / "run" / SNAPSHOTS, ignore_errors=True)
     summary = short_run.finished(short_run.train(place, "--resume", "--out", "run", "--json"))
     assert [step["step"] for step in short_run.lines(place / "run" / "steps.jsonl")] == [*range(1, short_run.STEPS + 1)]
     assert summary["rows_put"] == summary["rows_done"] + sum(summary["rows_dropped"].values())

@@ -97,7 +97,7 @@ def job_in(folder):
             "name": "trouble",
             "steps": STEPS,
             "model": {"path": model, "dtype": "float32"},
-            "data": {"path": str(folder / "data"), "prompt": "question", "prompt_tokens_max": 64},
+            "data": {"path": str(folder / "data"), "prompt": "question", "prompt_tokens_max": 28},
             "engine": [{"kind": "builtin", "slots": 64}],
             "sampling": {"group_size": GROUP, "tokens_max": 4},
             "reward": [{"function": "own_rewards:rarely"}, {"function": "own_rewards:dead"}],
