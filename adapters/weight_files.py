@@ -32,6 +32,8 @@ _DTYPES: Final = {
     "uint8": "U8",
     "bool": "BOOL",
 }
+_Spec = tuple[str, tuple[int, ...]]
+"""Dtype, by torch's name, and shape."""
 _ALIGNED: Final = 8
 """The header ends at a multiple of so many bytes."""
 
@@ -51,6 +53,35 @@ def model_weight_files(directory: Path) -> list[Path]:
         return []
     named = json.loads((directory / INDEX).read_bytes())["weight_map"].values()
     return [directory / name for name in sorted(set(named))]
+
+
+def numbered_file(file: str, number: int, count: int) -> str:
+    """Return the name of one of several files that stand for one, as transformers names them.
+
+    Args:
+        file: name of the one.
+        number: from 0.
+        count: of all; 1: the name stays.
+
+    Example:
+        >>> numbered_file("model.safetensors", 0, 1), numbered_file("model.safetensors", 1, 4)
+        ('model.safetensors', 'model-00002-of-00004.safetensors')
+    """
+    name, dot, kind = file.rpartition(".")
+    return file if count == 1 else f"{name}-{number + 1:05}-of-{count:05}{dot}{kind}"
+
+
+def write_index(directory: Path, files: Mapping[str, str], nbytes: int) -> None:
+    """Write which file has which weight, if they are not all in one.
+
+    Args:
+        directory: of the model.
+        files: the name of the file of each weight.
+        nbytes: of all weights.
+    """
+    if set(files.values()) - {WEIGHTS}:
+        index = {"metadata": {"total_size": nbytes}, "weight_map": dict(files)}
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 class TensorFiles:
@@ -87,8 +118,16 @@ class TensorFiles:
     @property
     def dtype(self) -> str:
         """Torch's name of the dtype of the first tensor with floating numbers; "" if there is none."""
-        stored = (pieces[0].get_dtype() for pieces in self._pieces.values())
-        return next((name for dtype in stored for name, own in _DTYPES.items() if own == dtype and "float" in name), "")
+        return next((dtype for dtype in map(self.dtype_of, self._pieces) if "float" in dtype), "")
+
+    def dtype_of(self, name: str) -> str:
+        """Return torch's name of the dtype of a tensor.
+
+        Args:
+            name: of the tensor.
+        """
+        stored = self._pieces[name][0].get_dtype()
+        return next(own for own, theirs in _DTYPES.items() if theirs == stored)
 
     def slices(self) -> dict[str, Any]:
         """Return safetensors' own slices of tensors that lie in one file each."""
@@ -152,7 +191,7 @@ class TensorWriter:
         UsageError: a dtype that safetensors does not know.
     """
 
-    def __init__(self, path: Path, specs: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    def __init__(self, path: Path, specs: Mapping[str, _Spec]) -> None:
         self._error: OSError | None = None
         self._file: Any = None
         try:
@@ -189,6 +228,70 @@ class TensorWriter:
             raise self._error
 
 
+def copy_weights(files: TensorFiles, directory: Path, *, dtype: str = "", file_bytes: int) -> int:
+    """Write all tensors as the weights of a model, in files with an index. One tensor is in memory at a time.
+
+    Args:
+        files: with the tensors.
+        directory: of the model.
+        dtype: torch's name of that of floating tensors; default "": as they are.
+        file_bytes: most bytes of a file; one larger tensor is a file of its own.
+
+    Returns:
+        The bytes of the tensors.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    import torch
+
+    parts = _in_parts({name: _copied_spec(files, name, dtype) for name in files.names}, file_bytes)
+    named = {numbered_file(WEIGHTS, number, len(parts)): specs for number, specs in enumerate(parts)}
+    for file, specs in named.items():
+        with TensorWriter(directory / file, specs) as writer:
+            for name, (own, shape) in specs.items():
+                tensor = torch.empty(shape, dtype=getattr(torch, own))
+                files.read(name, tensor)
+                writer.write(tensor)
+        writer.check()
+    nbytes = sum(_spec_bytes(spec) for specs in parts for spec in specs.values())
+    write_index(directory, {name: file for file, specs in named.items() for name in specs}, nbytes)
+    return nbytes
+
+
+def copied_bytes(files: TensorFiles, *, dtype: str = "") -> int:
+    """Return how many bytes `copy_weights` writes.
+
+    Args:
+        files: as of `copy_weights`.
+        dtype: as of `copy_weights`; default "".
+    """
+    return sum(_spec_bytes(_copied_spec(files, name, dtype)) for name in files.names)
+
+
+def _copied_spec(files: TensorFiles, name: str, dtype: str) -> _Spec:
+    own = files.dtype_of(name)
+    return dtype if dtype and "float" in own else own, files.shape(name)
+
+
+def _in_parts(specs: Mapping[str, _Spec], file_bytes: int) -> list[dict[str, _Spec]]:
+    parts: list[dict[str, _Spec]] = [{}]
+    room = file_bytes
+    for name, spec in specs.items():
+        if parts[-1] and _spec_bytes(spec) > room:
+            parts.append({})
+            room = file_bytes
+        parts[-1][name] = spec
+        room -= _spec_bytes(spec)
+    return parts
+
+
+def _spec_bytes(spec: _Spec) -> int:
+    import torch
+
+    return math.prod(spec[1]) * int(getattr(torch, spec[0]).itemsize)
+
+
 def host_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor in host memory: uint8 ``[nbytes]``. A tensor on the host is not copied.
 
@@ -209,15 +312,13 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _header(specs: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
-    import torch
-
+def _header(specs: Mapping[str, _Spec]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for name, (dtype, shape) in specs.items():
         if dtype not in _DTYPES:
             raise UsageError(f'tensor "{name}" is of dtype {dtype}; safetensors files have {listing(_DTYPES)}')
-        end = begin + math.prod(shape) * getattr(torch, dtype).itemsize
+        end = begin + _spec_bytes((dtype, shape))
         entries[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()

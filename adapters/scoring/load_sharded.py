@@ -62,8 +62,7 @@ def load_sharded_causal_lm(
             f'model "{path}" has no safetensors files, of which ranks read their parts; load it once and write it by '
             "save_pretrained"
         )
-    with _parameters_on_meta():
-        model = _without_weights(directory, torch_dtype(dtype), trust_remote_code=trust_remote_code)
+    model = model_without_weights(directory, dtype, trust_remote_code=trust_remote_code)
     without_dropout(model)
     model = shard(model)
     _fill(model, TensorFiles(files), place, path)
@@ -88,11 +87,28 @@ def _parameters_on_meta() -> Iterator[None]:
         handle.remove()
 
 
-def _without_weights(directory: Path, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
-    if is_builtin(directory):
-        from transferqueue.adapters.builtin.model import BuiltinModel
+def model_without_weights(directory: Path, dtype: str, *, trust_remote_code: bool = False) -> Any:
+    """Return the causal language model in a directory without memory for its weights.
 
-        return BuiltinModel.of_config(directory).to(dtype)
+    Args:
+        directory: of the model; its files of weights are not read.
+        dtype: as of `load_causal_lm`.
+        trust_remote_code: as of `load_causal_lm`; default False.
+
+    Raises:
+        NotFound: there is no model.
+        UsageError: an unknown dtype, or kind of model.
+    """
+    own = torch_dtype(dtype)
+    with _parameters_on_meta():
+        if is_builtin(directory):
+            from transferqueue.adapters.builtin.model import BuiltinModel
+
+            return BuiltinModel.of_config(directory).to(own)
+        return _of_transformers(directory, own, trust_remote_code=trust_remote_code)
+
+
+def _of_transformers(directory: Path, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
     import transformers
 
     try:

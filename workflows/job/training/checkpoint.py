@@ -48,8 +48,8 @@ from transferqueue.workflows.job.training.checkpoint_files import (
     checkpoint_bytes,
     set_moments,
     set_weights,
-    write_index,
     write_tensors,
+    write_weights_index,
 )
 from transferqueue.workflows.job.training.gather import StreamPosition
 from transferqueue.workflows.job.training.learner import StepLearner
@@ -158,7 +158,7 @@ class Checkpoints:
         if away := [name for name in sums if not (place / name).is_file()]:
             raise OSError(f'rank 0 does not see "{away[0]}", which another rank wrote: put the folder on a shared disk')
         self._describe(place)
-        write_index(place, learner)
+        write_weights_index(place, learner)
         state = msgspec.structs.replace(state, checksums=sums)
         (place / STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
         sync_tree(place)

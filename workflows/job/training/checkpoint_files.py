@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
@@ -20,7 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from transferqueue.adapters.scoring.lora import has_lora, peft_name
-from transferqueue.adapters.weight_files import INDEX, WEIGHTS, TensorFiles, TensorWriter, dtype_name
+from transferqueue.adapters.weight_files import (
+    WEIGHTS,
+    TensorFiles,
+    TensorWriter,
+    dtype_name,
+    numbered_file,
+    write_index,
+)
 from transferqueue.adapters.weight_shards import like, shard_of
 from transferqueue.errors import UsageError, listing
 from transferqueue.transport.system.private_files import sync_path
@@ -46,20 +52,19 @@ def write_tensors(directory: Path, learner: StepLearner) -> list[str]:
     rank, writers = learner.ranks.rank, _writers(learner)
     names = _write_weights(directory, learner, writers)
     if rank < writers:
-        names.append(_numbered(_MOMENTS, rank, writers))
+        names.append(numbered_file(_MOMENTS, rank, writers))
         _write_moments(directory / names[-1], learner)
     for name in names:
         sync_path(directory / name)
     return names
 
 
-def write_index(directory: Path, learner: StepLearner) -> None:
+def write_weights_index(directory: Path, learner: StepLearner) -> None:
     """Write which file of a checkpoint has which weight, if several have some."""
     writers, tensors = _writers(learner), saved_weights(learner.model)
-    if writers > 1 and not has_lora(learner.model):
-        files = {name: _numbered(WEIGHTS, taker, writers) for name, taker in _takers(tensors, writers).items()}
-        index = {"metadata": {"total_size": sum(map(_size, tensors.values()))}, "weight_map": files}
-        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    if not has_lora(learner.model):
+        files = {name: numbered_file(WEIGHTS, taker, writers) for name, taker in _takers(tensors, writers).items()}
+        write_index(directory, files, sum(map(_size, tensors.values())))
 
 
 def set_weights(model: nn.Module, files: TensorFiles, path: Path) -> None:
@@ -116,7 +121,7 @@ def _write_weights(directory: Path, learner: StepLearner, writers: int) -> list[
     takers = dict.fromkeys(tensors, 0) if adapters else _takers(tensors, writers)
     parts = (part for name, tensor in tensors.items() for part in ranks.parts(name, tensor, takers[name]))
     specs = {name: _spec(tensor) for name, tensor in tensors.items() if takers[name] == ranks.rank}
-    file = ADAPTERS if adapters else _numbered(WEIGHTS, ranks.rank, writers)
+    file = ADAPTERS if adapters else numbered_file(WEIGHTS, ranks.rank, writers)
     if not specs:
         return [file for _ in parts]  # it only gives
     _write(directory / file, specs, parts)
@@ -134,16 +139,6 @@ def _takers(tensors: Mapping[str, Tensor], writers: int) -> dict[str, int]:
 
 def _writers(learner: StepLearner) -> int:
     return learner.ranks.world if learner.ranks.parallel == "fsdp2" else 1
-
-
-def _numbered(file: str, rank: int, writers: int) -> str:
-    """Return the name of the file of one writer: as it is if there is no other.
-
-    >>> _numbered("model.safetensors", 0, 1), _numbered("model.safetensors", 1, 4)
-    ('model.safetensors', 'model-00002-of-00004.safetensors')
-    """
-    name, dot, kind = file.rpartition(".")
-    return file if writers == 1 else f"{name}-{rank + 1:05}-of-{writers:05}{dot}{kind}"
 
 
 def _write(file: Path, specs: Mapping[str, tuple[str, tuple[int, ...]]], parts: Iterable[Tensor]) -> None:

@@ -18,14 +18,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from safetensors.torch import save_file
 
 from transferqueue.adapters.builtin.model import BuiltinModel
 from transferqueue.adapters.scoring import load_causal_lm
 from transferqueue.adapters.scoring.load import torch_device, torch_dtype
-from transferqueue.adapters.scoring.load_sharded import load_sharded_causal_lm
+from transferqueue.adapters.scoring.load_sharded import load_sharded_causal_lm, model_without_weights
 from transferqueue.adapters.scoring.lora import add_lora, has_lora, merge_lora, peft_config
-from transferqueue.adapters.weight_files import INDEX, TensorFiles
+from transferqueue.adapters.weight_files import INDEX, TensorFiles, copied_bytes, copy_weights
 from transferqueue.errors import UsageError
 from transferqueue.limits import MIB
 from transferqueue.observe import units
@@ -127,8 +128,9 @@ def export_checkpoint(
     """Write the policy of a checkpoint as a model directory `out`; return the bytes of its weights.
 
     job: of the run, resolved. dtype: of floating weights ("": that of the trained ones). merge: add adapters to the
-    weights of their base, which is loaded; else they are written in the format of peft. Holds the written weights in
-    host memory. shard_bytes: most bytes of a file. free_bytes: bytes that are free where a directory is.
+    weights of their base, which is loaded; else they are written in the format of peft. Holds a tensor at a time; the
+    written weights, where the model's publisher has them in other parts, or adapters are added. shard_bytes: most bytes
+    of a file. free_bytes: bytes that are free where a directory is.
 
     Raises `UsageError` for an unknown dtype, an `out` that has files, a run without adapters that is to be merged, and
     a disk without room, before anything is written; as `load_checkpoint` for a checkpoint that cannot be read.
@@ -151,7 +153,16 @@ def export_checkpoint(
             save_file(tensors, unfinished / ADAPTERS, metadata={"format": "pt"})
             _copy_others(checkpoint, unfinished)
         return nbytes
-    model = _merged(checkpoint, job, files, dtype) if merge else _whole(checkpoint, job, dtype or files.dtype)
+    own = dtype or files.dtype
+    if not merge:
+        empty = model_without_weights(checkpoint, own, trust_remote_code=job.model.trust_remote_code)
+        if _has_publishers_names(empty, files):
+            with _written(out, copied_bytes(files, dtype=dtype), free_bytes) as unfinished:
+                _write_config(unfinished, empty)
+                nbytes = copy_weights(files, unfinished, dtype=dtype, file_bytes=shard_bytes)
+                _copy_others(checkpoint, unfinished)
+            return nbytes
+    model = _merged(checkpoint, job, files, dtype) if merge else _whole(checkpoint, job, own)
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     with _written(out, nbytes, free_bytes) as unfinished:
         if isinstance(model, BuiltinModel):
@@ -162,6 +173,18 @@ def export_checkpoint(
             (unfinished / GENERATION).write_text(settings.to_json_string(), encoding="utf-8")
         _copy_others(checkpoint, unfinished)
     return nbytes
+
+
+def _has_publishers_names(model: Any, files: TensorFiles) -> bool:
+    """Whether the publisher of the model has weights of these names and shapes, so that they can be copied."""
+    if isinstance(model, BuiltinModel):
+        return True
+    from transformers.core_model_loading import revert_weight_conversion
+
+    stored = {name: torch.empty(files.shape(name), device="meta") for name in files.names}
+    theirs = revert_weight_conversion(model, dict(stored))
+    shapes = [{name: tensor.shape for name, tensor in tensors.items()} for tensors in (stored, theirs)]
+    return shapes[0] == shapes[1] and not getattr(model, "_keys_to_ignore_on_save", None)
 
 
 def check_out(out: Path) -> None:
