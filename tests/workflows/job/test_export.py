@@ -329,3 +329,5 @@ def test_a_figure_is_compared_and_a_run_has_stalled_after_its_patience(whole, tm
     assert not has_stalled(folder, jobs.job("grpo", "evaluation.path=x", "evaluation.patience=2"))
     assert not has_stalled(folder, jobs.job("grpo", "evaluation.path=x"))
     assert not has_stalled(tmp_path, job), "nothing was evaluated yet"
+    judged(tmp_path, (0, 0, 0.1), (1, 5, 0.3), (2, 5, 0.3), (3, 5, 0.3), measure="reward")
+    assert not has_stalled(tmp_path, job), "three late evaluations of one version"

@@ -464,7 +464,9 @@ class EvaluationSettings(_Table):
         " `loss`. Empty: the reward, or where rows have none, `kl` or `loss`.",
     ] = ""
     patience: Annotated[
-        int, "Evaluations in a row without a better figure after which the run ends. 0: it takes all steps."
+        int,
+        "Evaluations in a row without a better figure after which the run ends; training goes on while they are made."
+        " 0: it takes all steps.",
     ] = 0
 
 

@@ -42,11 +42,15 @@ def judged_steps(folder: Path, steps: Sequence[int], job: Job) -> list[int]:
 
 
 def has_stalled(folder: Path, job: Job) -> bool:
-    """Whether the last `evaluation.patience` evaluations of the run in `folder` were no better than one before them."""
+    """Whether the last `evaluation.patience` evaluations of the run in `folder` were no better than one before them.
+
+    An evaluation that comes late has the newest weights, as the one after it may: of each version one counts.
+    """
     if not job.evaluation.patience:
         return False
     judged = _evaluations(folder, job.evaluation.figure)
-    scores = [judged[step].score for step in sorted(judged)]
+    of_version = {each.version: each.score for _, each in sorted(judged.items())}
+    scores = [of_version[version] for version in sorted(of_version)]
     return bool(scores) and len(scores) - 1 - scores.index(max(scores)) >= job.evaluation.patience
 
 
