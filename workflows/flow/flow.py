@@ -71,7 +71,7 @@ _FAREWELL_S: Final = 1.0
 _PIPE_BYTES: Final = 1 << 16
 
 Observe = Callable[[str, Event], None]
-"""Called for each event, with the label of its process, by the supervising thread. If it raises, the flow fails with
+"""Called for each event, with the label of its stage, by the supervising thread. If it raises, the flow fails with
 that error."""
 
 
