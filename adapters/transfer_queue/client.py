@@ -278,12 +278,20 @@ class TransferQueueClient:
     any event loop.
 
     `ask` calls a method of the controller by name, and so does `ask_async` in an event loop. `rows_max` bounds a
-    partition that this client creates.
+    partition that this client creates. `room_s`: how long a put waits for memory.
     """
 
-    def __init__(self, queue: tq.Queue, ask: Ask, ask_async: AsyncAsk, rows_max: int, client_id: str = "") -> None:
+    def __init__(
+        self,
+        queue: tq.Queue,
+        ask: Ask,
+        ask_async: AsyncAsk,
+        rows_max: int,
+        client_id: str = "",
+        room_s: float = 0.0,
+    ) -> None:
         self.client_id = client_id
-        self.steps = ClientSteps(PartitionSteps(queue, rows_max, renews=True))
+        self.steps = ClientSteps(PartitionSteps(queue, rows_max, renews=True, room_s=room_s))
         self._queue, self._ask, self._ask_async, self._rows_max = queue, ask, ask_async, rows_max
 
     @property

@@ -43,6 +43,8 @@ WAITING: Final = "waiting"
 WAITING_QUESTIONS: Final = frozenset({"get_meta", "wait_for"})
 """Questions that may wait for samples. They have threads of their own, so that others are answered meanwhile."""
 WAITING_MAX: Final = 256
+SPILL_S: Final = 60.0
+"""How long a put waits while samples go to the disk."""
 SPILLED_SHARE: Final = 0.9
 """Of the free space of the directory of ``ssd_offload``, when the service starts."""
 LOCAL: Final = "TRANSFERQUEUE_SHIM_LOCAL"
@@ -58,6 +60,7 @@ class DropInServer:
         control, settings = config.get("controller") or {}, storage_settings(config, nodes)
         if settings.unused:
             _log.warning("transfer_queue.init: settings that are not used here: %s", "; ".join(settings.unused))
+        self._room_s = SPILL_S if settings.spill_dir else 0.0
         with ExitStack() as ending:
             address = _deployed(settings, ending) if settings.is_spread else None
             self._queue = ending.enter_context(
@@ -84,11 +87,11 @@ class DropInServer:
             ending.callback(metrics.close)
             self._config["metrics"] = {**settings, "endpoint": metrics.address}
 
-    def hello(self) -> tuple[str, dict[str, Any], str, int]:
+    def hello(self) -> tuple[str, dict[str, Any], str, int, float]:
         """Return the address of the queue, the configuration, the name of the socket for questions ("": there is
-        none), and the most samples of a partition."""
+        none), the most samples of a partition, and how long a put waits for memory."""
         name = self._questions.name if self._questions else ""
-        return self._queue.address, self._config, name, self.controller.rows_max
+        return self._queue.address, self._config, name, self.controller.rows_max, self._room_s
 
     def kept(self, number: int) -> Any:
         """Raise the exception that a question over the socket has raised, or return its answer, which that did not
@@ -111,12 +114,17 @@ class DropInConnection:
     """
 
     def __init__(self, ask: Ask, end: Callable[[], object] | None, ask_async: AsyncAsk | None = None) -> None:
-        address, self.config, name, rows_max = ask("hello")
+        address, self.config, name, rows_max, room_s = ask("hello")
         self._threads = ThreadPoolExecutor(WAITING_MAX, thread_name_prefix="transfer_queue question")
         self.queue = tq.connect(address, label="transfer_queue client")
         self._questions = LocalControllerSocket(name, ask)
         self.client = TransferQueueClient(
-            self.queue, self._questions.ask, ask_async or self._ask_async, rows_max, client_id=f"client-{os.getpid()}"
+            self.queue,
+            self._questions.ask,
+            ask_async or self._ask_async,
+            rows_max,
+            client_id=f"client-{os.getpid()}",
+            room_s=room_s,
         )
         self._end = end
 
@@ -291,7 +299,7 @@ def _deployed(settings: StorageSettings, ending: ExitStack) -> str:
     if settings.spill_dir:
         Path(settings.spill_dir).mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(settings.spill_dir).free
-        spill = {"spill_dir": settings.spill_dir, "spill_bytes": int(free * SPILLED_SHARE)}
+        spill = {"spill_dir": Path(settings.spill_dir) / "transferqueue", "spill_bytes": int(free * SPILLED_SHARE)}
     deployment = tq.deploy_ray(
         namespace=NAMESPACE,
         durability="memory" if spill else "process",

@@ -38,6 +38,32 @@ def nodes(tmp_path, monkeypatch):
         ray.shutdown()
 
 
+@pytest.fixture
+def one_node(tmp_path, monkeypatch):
+    directory = tmp_path / "run"
+    directory.mkdir(mode=0o700)
+    monkeypatch.setenv("TRANSFERQUEUE_RUNTIME", str(directory))
+    monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    ray.init(address="local", num_cpus=2, include_dashboard=False)
+    yield
+    shim.close()
+    ray.shutdown()
+
+
+def test_samples_that_memory_does_not_hold_go_to_the_ssd(one_node, tmp_path):
+    storage = {"total_storage_bytes": "64MiB", "ssd_offload": {"enabled": True, "path": str(tmp_path / "ssd")}}
+    shim.init({"backend": {"SimpleStorage": storage}})
+    for number in range(12):
+        shim.kv_put(str(number), "p", {"x": torch.full((1 << 20,), float(number), dtype=torch.float64)})
+    for number in range(12):
+        (row,) = shim.kv_batch_get([str(number)], "p")["x"].unbind()
+        assert (len(row), row[-1].item()) == (1 << 20, number)
+        del row
+    spilled = shim.get_client().queue.stats().server.spill
+    assert spilled is not None
+    assert spilled.spilled_bytes > 0
+
+
 @ray.remote(resources={"rollout": 1}, num_cpus=0)
 def generate(partition: str) -> list[Any]:
     """A rollout worker of the other node: reads prompts, and puts responses with multimodal inputs."""

@@ -54,11 +54,11 @@ class PartitionSteps:
     """The partitions of a deployment. Every method may be called from any thread or event loop, and is run as `steps`.
 
     `rows_max` bounds the samples of a partition that is created here. `renews`: ask the controller to drop the table of
-    a partition that has no samples and does not fit a put.
+    a partition that has no samples and does not fit a put. `room_s`: how long a put waits for memory.
     """
 
-    def __init__(self, queue: tq.Queue, rows_max: int, *, renews: bool = False) -> None:
-        self._queue, self._rows_max, self._renews = queue, rows_max, renews
+    def __init__(self, queue: tq.Queue, rows_max: int, *, renews: bool = False, room_s: float = 0.0) -> None:
+        self._queue, self._rows_max, self._renews, self._room_s = queue, rows_max, renews, room_s
         self._tables: dict[str, tq.Table] = {}
 
     async def names(self) -> list[str]:
@@ -94,7 +94,7 @@ class PartitionSteps:
         """Put new samples without keys; return their indexes."""
 
         async def work(table: tq.Table, made: Columns | None) -> Rows:
-            return await _put(table, made or await _columns(table, data), None, None)
+            return await _put(table, made or await _columns(table, data), None, None, self._room_s)
 
         return await self._on(partition_id, data, work)
 
@@ -113,7 +113,8 @@ class PartitionSteps:
         samples were new."""
 
         async def work(table: tq.Table, made: Columns | None) -> tuple[tq.Table, Rows] | None:
-            return await _put_keyed(table, made or await _columns(table, data), keys, tags, is_new=made is not None)
+            columns = made or await _columns(table, data)
+            return await _put_keyed(table, columns, keys, tags, is_new=made is not None, room_s=self._room_s)
 
         return await self._on(partition_id, data, work)
 
@@ -258,12 +259,12 @@ async def columns_at(table: tq.Table, rows: Rows, names: Sequence[str] | None) -
 
 
 async def _put_keyed(
-    table: tq.Table, columns: Columns, keys: Sequence[str], tags: Tags | None, *, is_new: bool
+    table: tq.Table, columns: Columns, keys: Sequence[str], tags: Tags | None, *, is_new: bool, room_s: float = 0.0
 ) -> tuple[tq.Table, Rows] | None:
     rows = np.full(len(keys), -1) if is_new else await table_steps.find(table, keys)
     if (rows < 0).all():
         try:
-            await _put(table, columns, keys, tags)
+            await _put(table, columns, keys, tags, room_s)
             return None
         except AlreadyExists:  # another client was quicker with one of the keys
             rows = await table_steps.find(table, keys)
@@ -273,16 +274,16 @@ async def _put_keyed(
     return table, rows
 
 
-async def _put(table: tq.Table, columns: Columns, keys: Sequence[str] | None, tags: Tags | None) -> Rows:
+async def _put(table: tq.Table, columns: Columns, keys: Sequence[str] | None, tags: Tags | None, room_s: float) -> Rows:
     facts: dict[str, Any] = {"tags": [stored_tags(sample_tags) for sample_tags in tags]} if tags else {}
     if keys is not None:
         facts["key"] = list(keys)
-    return await table_steps.put_at_once(table, columns, **facts)
+    return await table_steps.put(table, columns, room_s=room_s, **facts)
 
 
 def put_at_once(table: tq.Table, columns: Columns, **facts: Any) -> Rows:
     """Put samples, or raise `Full`: the drop-in's calls do not wait for room."""
-    return steps.run(table_steps.put_at_once(table, columns, **facts))
+    return steps.run(table_steps.put(table, columns, **facts))
 
 
 def put_stored(table: tq.Table, columns: Columns, keys: Sequence[str], tags: Tags) -> None:
@@ -299,7 +300,7 @@ async def _create(table: tq.Table, keys: Sequence[str]) -> Rows:
         if not new:
             return rows
         try:
-            await table_steps.put_at_once(table, {}, key=new)
+            await table_steps.put(table, {}, key=new)
         except AlreadyExists:
             continue
     raise AlreadyExists(f"keys of table {table.name} are put and deleted by others all the time; try again")

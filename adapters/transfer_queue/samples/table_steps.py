@@ -54,10 +54,12 @@ async def find(table: tq.Table, keys: Sequence[str]) -> Rows:
     return await Operate(table._client, tables.find(table._terms, keys))
 
 
-async def put_at_once(table: tq.Table, columns: Mapping[str, Any], **facts: Any) -> Rows:
-    """Put rows, or raise `Full`: the drop-in's calls do not wait for room."""
-    client = table._client
-    return await Operate(client, commit.put_at_once(client, table._terms, GivenFacts(**facts), columns))
+async def put(table: tq.Table, columns: Mapping[str, Any], *, room_s: float = 0.0, **facts: Any) -> Rows:
+    """Put rows, or raise `Full`: the drop-in's calls wait for room only while rows go to a disk, for `room_s`."""
+    client, given = table._client, GivenFacts(**facts)
+    if room_s:
+        return await Operate(client, commit.put(client, table._terms, given, columns, 0, room_s))
+    return await Operate(client, commit.put_at_once(client, table._terms, given, columns))
 
 
 async def update(

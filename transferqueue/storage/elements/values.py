@@ -78,6 +78,25 @@ class _Writer:
             )
         return Ext(kind.code, _encode(self._children(value, kind.parts(value, self.subject))))
 
+    def is_plain(self, value: Any) -> bool:
+        """Whether MessagePack has a value that is no leaf as it is. Most values are so, and this costs half of
+        `walk`."""
+        cls = type(value)
+        if cls is dict:
+            if not _KEYS.issuperset(map(type, value)):
+                return False
+            children = value.values()
+        elif cls is list:
+            children = value
+        else:
+            return False
+        self._enter(value, len(children))
+        for child in children:
+            if type(child) not in _LEAVES and not self.is_plain(child):
+                return False
+        self.path.pop()
+        return True
+
     def _children(self, value: Any, children: Any) -> list[Any]:
         self._enter(value, len(children))
         if self.wide:
@@ -118,8 +137,10 @@ def pieces(value: object, subject: str) -> list[Memory]:
     """The stored bytes of one value, in pieces that lie one after the other: MessagePack, and the memory of arrays,
     which must not change before it is written. `SchemaError` naming `subject` if the value cannot be kept."""
     try:
-        writer = _Writer(subject)
         try:
+            if type(value) in _LEAVES or _Writer(subject).is_plain(value):
+                return [_encode(value)]
+            writer = _Writer(subject)
             tree = _encode(writer.walk(value))
         except OverflowError:
             writer = _Writer(subject, wide=True)

@@ -46,11 +46,14 @@ def parse_list(rows: Sequence[Any], field: Field | None, subject: str) -> Parsed
 def parse_values(rows: Sequence[Any], subject: str) -> Parsed:
     """Parse a plain value for each row."""
     encoded = [pieces(row, f"{subject}, row {at}") for at, row in enumerate(rows)]
+    flat = list(chain.from_iterable(encoded))
+    if len(flat) == len(rows):
+        return parse_stored(flat)
     lengths = np.fromiter((sum(map(len, row)) for row in encoded), np.int64, len(encoded))
-    return BytesInput("value", lengths, ByteStrings(list(chain.from_iterable(encoded)), int(lengths.sum())))
+    return BytesInput("value", lengths, ByteStrings(flat, int(lengths.sum())))
 
 
-def parse_stored(rows: Sequence[bytes]) -> Parsed:
+def parse_stored(rows: Sequence[bytes | memoryview]) -> Parsed:
     """The stored bytes of a plain value for each row."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     return BytesInput("value", lengths, ByteStrings(rows, int(lengths.sum())))
