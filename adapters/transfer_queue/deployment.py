@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import transferqueue as tq
 from transferqueue.adapters.transfer_queue import sampler as samplers
@@ -32,8 +32,10 @@ from transferqueue.adapters.transfer_queue.metrics import Metrics
 from transferqueue.adapters.transfer_queue.sampler import BaseSampler
 from transferqueue.adapters.transfer_queue.settings import StorageSettings, storage_settings
 from transferqueue.adapters.transfer_queue.steps import Ask, AsyncAsk
+from transferqueue.errors import Unreachable
 from transferqueue.limits import parse_switch
 from transferqueue.storage.elements.dtypes import imported_module
+from transferqueue.transport import this_host
 
 _log: Final = logging.getLogger("transferqueue")
 
@@ -49,6 +51,26 @@ SPILLED_SHARE: Final = 0.9
 """Of the free space of the directory of ``ssd_offload``, when the service starts."""
 LOCAL: Final = "TRANSFERQUEUE_SHIM_LOCAL"
 CONFIG: Final = Path(__file__).with_name("config.yaml")
+
+
+class ServiceTerms(NamedTuple):
+    """What a process needs to know of the service.
+
+    Args:
+        address: of the queue.
+        config: the merged settings.
+        questions: the name of the socket for questions; "": there is none.
+        rows_max: samples of a partition.
+        room_s: how long a put waits for memory.
+        host: the service's machine.
+    """
+
+    address: str
+    config: dict[str, Any]
+    questions: str
+    rows_max: int
+    room_s: float
+    host: str
 
 
 class DropInServer:
@@ -87,11 +109,12 @@ class DropInServer:
             ending.callback(metrics.close)
             self._config["metrics"] = {**settings, "endpoint": metrics.address}
 
-    def hello(self) -> tuple[str, dict[str, Any], str, int, float]:
-        """Return the address of the queue, the configuration, the name of the socket for questions ("": there is
-        none), the most samples of a partition, and how long a put waits for memory."""
+    def hello(self) -> ServiceTerms:
+        """Return what a process needs to know of the service."""
         name = self._questions.name if self._questions else ""
-        return self._queue.address, self._config, name, self.controller.rows_max, self._room_s
+        return ServiceTerms(
+            self._queue.address, self._config, name, self.controller.rows_max, self._room_s, this_host()
+        )
 
     def kept(self, number: int) -> Any:
         """Raise the exception that a question over the socket has raised, or return its answer, which that did not
@@ -114,9 +137,9 @@ class DropInConnection:
     """
 
     def __init__(self, ask: Ask, end: Callable[[], object] | None, ask_async: AsyncAsk | None = None) -> None:
-        address, self.config, name, rows_max, room_s = ask("hello")
+        address, self.config, name, rows_max, room_s, host = ask("hello")
         self._threads = ThreadPoolExecutor(WAITING_MAX, thread_name_prefix="transfer_queue question")
-        self.queue = tq.connect(address, label="transfer_queue client")
+        self.queue = _connected(address, host)
         self._questions = LocalControllerSocket(name, ask)
         self.client = TransferQueueClient(
             self.queue,
@@ -139,6 +162,18 @@ class DropInConnection:
     async def _ask_async(self, name: str, *arguments: Any) -> Any:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._questions.ask, name, *arguments)
+
+
+def _connected(address: str, host: str) -> tq.Queue:
+    try:
+        return tq.connect(address, label="transfer_queue client")
+    except Unreachable as error:
+        if host == this_host():
+            raise
+        raise Unreachable(
+            f"the service listens at {address} of another machine, where it was started while the Ray cluster had one "
+            f"node; close() it, and call init() when all nodes have joined: {error}"
+        ) from error
 
 
 _guard: Final = threading.Lock()

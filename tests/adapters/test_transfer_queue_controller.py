@@ -46,6 +46,12 @@ def attach(server: service.DropInServer) -> service.DropInConnection:
     return service.DropInConnection(lambda name, *arguments: getattr(server, name)(*arguments), None)
 
 
+def test_a_process_of_another_machine_is_told_what_to_do() -> None:
+    terms = service.ServiceTerms("ipc:///nowhere/q.sock", {}, "", 1, 0.0, "another machine")
+    with pytest.raises(Unreachable, match=r"of another machine, .* call init.. when all nodes have joined"):
+        service.DropInConnection(lambda name: terms, None)
+
+
 def put(client: Any, *names: str, rows: int = 2) -> Any:
     return client.put(TensorDict({name: torch.arange(rows) for name in names}, batch_size=[rows]), partition_id="p")
 
