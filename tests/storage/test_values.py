@@ -107,6 +107,19 @@ def test_arrays_in_values_are_views_of_shared_memory() -> None:
         assert all(0 <= at < whole.size and at % 16 == 0 for at in inside)
 
 
+def test_views_of_values_keep_their_memory_after_their_rows() -> None:
+    with tq.connect("embedded", arena_bytes="16MiB") as queue:
+        table = queue.create_table("t", retention=tq.Manual())
+        rows = table.put(x=[{"a": torch.full((1 << 18,), 7.0)}, {}, {"a": np.ones(3)}])
+        with table.read(rows) as read:
+            kept, _, copied = read["x"].list()
+        table.delete(rows)
+        for number in range(40):  # more than the arena holds
+            table.delete(table.put(x=[{"a": torch.full((1 << 18,), float(number))}], timeout_s=60))
+        assert bool((kept["a"] == 7).all())
+        assert copied["a"].tolist() == [1.0, 1.0, 1.0]
+
+
 def test_dicts_with_tensors_are_a_column_by_themselves() -> None:
     with tq.connect("embedded") as queue:
         table = queue.create_table("t", tasks=[tq.Task("train", needs=["inputs"])])
