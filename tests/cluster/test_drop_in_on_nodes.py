@@ -1,5 +1,6 @@
 """The drop-in on a Ray cluster whose nodes share no /tmp and no /dev/shm, as machines do: make test-ray runs this."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -87,8 +88,8 @@ def test_drivers_and_workers_of_several_nodes_share_partitions(nodes):
     client = shim.get_client()
     client.put(TensorDict({"prompt": prompts}, batch_size=[2]), partition_id="train")
     assert ray.get(generate.remote("train"), timeout=200) == [[0, 1, 2], [0, 1, 2, 3, 4]]
-    meta = client.get_meta(["response", "inputs"], 2, "train", task_name="train")
-    found = client.get_data(meta)
+    meta = asyncio.run(client.async_get_meta(["response", "inputs"], 2, "train", task_name="train"))
+    found = asyncio.run(client.async_get_data(meta))
     assert [len(row) for row in found["response"].unbind()] == [100_000, 3]
     assert [inputs["grid"] for inputs in found["inputs"].tolist()] == [(1, 0), (1, 1)]
     assert torch.equal(found["inputs"].tolist()[1]["pixel_values"], torch.ones(4, 8))
