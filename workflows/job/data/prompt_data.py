@@ -28,7 +28,7 @@ _KEYS: Final = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptSet:
+class DataSource:
     """One data set with what makes prompts of its rows. columns: the data's columns by the names that rewards ask for.
     weight: of its prompts among those of all sources."""
 
@@ -56,7 +56,7 @@ class PromptSet:
 class PromptData:
     """The rows of one or several sources, which are numbered source after source."""
 
-    sources: Sequence[PromptSet]
+    sources: Sequence[DataSource]
 
     def __len__(self) -> int:
         """Return the number of rows of all sources."""
@@ -67,7 +67,7 @@ class PromptData:
         """The renderer of the first source: all have one tokenizer and one longest prompt."""
         return self.sources[0].renderer
 
-    def source_of(self, position: int) -> tuple[PromptSet, int]:
+    def source_of(self, position: int) -> tuple[DataSource, int]:
         """Return the source of the row at `position`, and the row's position in it."""
         for source in self.sources:
             if position < len(source.rows):
@@ -76,7 +76,7 @@ class PromptData:
         raise InternalError(f"position {position} is beyond the {len(self):,} rows of the data")
 
     def check_first(self) -> None:
-        """As `PromptSet.check_first`, of each source."""
+        """As `DataSource.check_first`, of each source."""
         for source in self.sources:
             source.check_first()
 
@@ -163,7 +163,7 @@ def _of_part(settings: DataSettings, part: DataPart) -> DataSettings:
     )
 
 
-def _opened(job: Job, parts: Sequence[_Part], tokenizer: TextTokenizer | None) -> list[PromptSet]:
+def _opened(job: Job, parts: Sequence[_Part], tokenizer: TextTokenizer | None) -> list[DataSource]:
     """Open data sets. Paths and columns are checked before a tokenizer is loaded, which takes seconds."""
     learns = job.algorithm.kind == "sft"
     rows_of, columns_of = [], []
@@ -181,14 +181,14 @@ def _opened(job: Job, parts: Sequence[_Part], tokenizer: TextTokenizer | None) -
 
 def _source(
     part: _Part, tokenizer: TextTokenizer, rows: DataRows, columns: Mapping[str, str], *, learns_response: bool
-) -> PromptSet:
+) -> DataSource:
     with _named(part.key):
         renderer = PromptRenderer(part.settings, tokenizer, rows.columns, learns_response=learns_response)
     rows = rows.select(tuple(dict.fromkeys((*renderer.columns, *columns.values()))))
     for name in renderer.columns:
         if (at := rows.first_missing(name)) is not None:
             raise UsageError(f'{rows.place(at)}: column "{name}" has no value; each row needs one, for its prompt')
-    return PromptSet(rows=rows, renderer=renderer, columns=columns, weight=part.weight)
+    return DataSource(rows=rows, renderer=renderer, columns=columns, weight=part.weight)
 
 
 @contextmanager
