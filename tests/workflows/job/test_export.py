@@ -167,6 +167,7 @@ def test_adapters_come_out_as_peft_reads_them_or_merged(adapted, tmp_path):
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "adapter").chat_template
 
     export_run(folder, tmp_path / "merged", merge=True)
+    assert not (tmp_path / "merged" / "adapter_config.json").exists(), "peft would look for adapters beside it"
     for model in (
         load_causal_lm(tmp_path / "merged", dtype="float32"),
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval(),

@@ -215,6 +215,8 @@ def _copy_others(checkpoint: Path, into: Path) -> None:
         is_written = entry.suffix == ".safetensors" or entry.name in (INDEX, STATE, TRAINER)
         if is_written or (into / entry.name).exists():
             continue
+        if entry.name == ADAPTER_CONFIG and (into / CONFIG).is_file():
+            continue  # a merged model: peft would look for its adapters
         if entry.is_dir():
             shutil.copytree(entry, into / entry.name)
         else:
