@@ -2,7 +2,7 @@
 
 Programs written for it run unchanged. `activate()` before their imports makes ``transfer_queue`` this package, in
 this process and those it starts (Ray's workers too); ``transferqueue drop-in on`` does so for a whole environment.
-Written from the documented behaviour, not from the code. Needs torch, tensordict and omegaconf, and Ray if more than
+The code is its own; the behaviour is the documented one. Needs torch, tensordict and omegaconf, and Ray if more than
 one process takes part.
 """
 
