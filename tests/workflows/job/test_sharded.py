@@ -21,20 +21,37 @@ from tests.workflows.job.test_export import logprobs, moe  # noqa: E402
 from transferqueue.adapters.scoring import load_causal_lm  # noqa: E402
 from transferqueue.adapters.weight_files import model_weight_files  # noqa: E402
 from transferqueue.errors import Corruption  # noqa: E402
+from transferqueue.workflows.job.data.tokenizer import load_tokenizer  # noqa: E402
 from transferqueue.workflows.job.run_files import checkpoint_path  # noqa: E402
 from transferqueue.workflows.job.tiny_model.make import make  # noqa: E402
 from transferqueue.workflows.job.training.checkpoint import Checkpoints, checkpoint_state, load_checkpoint  # noqa: E402
 from transferqueue.workflows.job.training.gather import StreamPosition  # noqa: E402
-from transferqueue.workflows.job.training.model_files import export_checkpoint  # noqa: E402
+from transferqueue.workflows.job.training.model_files import export_checkpoint, write_model_files  # noqa: E402
 from transferqueue.workflows.job.training.process import policy_learner  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 WAIT_S = 500
 SIZES = {"hidden_size": 16, "intermediate_size": 36, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 """36 rows and 15 are halves of whole rows and not."""
+
+
+def with_adapters(base: Path) -> None:
+    """A model, and beside it a checkpoint of adapters that were trained for a step."""
+    make(base, **SIZES)
+    job = job_at(base.parent, ["trainer.lora_rank=3"])
+    learner, tokenizer = policy_learner(job), load_tokenizer(job.model)
+    step(learner)
+    first = Checkpoints(
+        base.parent / "first",
+        describe=lambda place: write_model_files(place, learner.model, tokenizer, job.model.path),
+    )
+    first.save(learner, 1, StreamPosition())
+
+
 MODELS: dict[str, tuple[Any, list[str]]] = {
     "tied": (lambda place: make(place, **SIZES), []),
     "adapters": (lambda place: make(place, **SIZES), ["trainer.lora_rank=3"]),
+    "given adapters": (with_adapters, ["trainer.lora_adapter={place}/first/step-00000001"]),
     "built in": (lambda place: make(place, kind="builtin"), []),
     "experts": (moe, []),
 }
@@ -57,11 +74,12 @@ class Trained(NamedTuple):
         return checkpoint_path(self.place / "ranks", 1)
 
 
-@pytest.fixture(scope="module", params=["tied", "adapters", *only_long("built in", "experts")])
+@pytest.fixture(scope="module", params=["tied", "adapters", *only_long("given adapters", "built in", "experts")])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     make_model, changes = MODELS[request.param]
     place = tmp_path_factory.mktemp("ranks")
     make_model(place / "base")
+    changes = [change.format(place=place) for change in changes]
     job = job_at(place, changes)
     alone = policy_learner(job)
     taken = step(alone)
