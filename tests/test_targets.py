@@ -63,7 +63,7 @@ def test_test_all_runs_every_test_target_but_the_long_one() -> None:
 
 
 def test_each_environment_has_what_the_package_needs() -> None:
-    """Its installation brings it, so a new requirement reaches the environments of all targets."""
+    """pip installs the requirements of the package with it, so a new one reaches the environments of all targets."""
     installs = [line for line in MAKEFILE.read_text().splitlines() if line.endswith("--editable .")]
     assert len(installs) >= 10
     assert not [line for line in installs if "--no-deps" in line]
