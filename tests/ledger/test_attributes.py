@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import transferqueue
-from transferqueue.ledger.persistence.image import FINGERPRINT
+from transferqueue.ledger.persistence.image import fingerprint
 from transferqueue.ledger.rows import groups, row_state
 from transferqueue.ledger.tasks import group_task, task_state
 
@@ -30,7 +30,7 @@ from pathlib import Path
 from tests.ledger.driver import World
 from transferqueue.errors import Corruption
 from transferqueue.ledger import Ledger
-from transferqueue.ledger.persistence.image import FINGERPRINT
+from transferqueue.ledger.persistence.image import fingerprint
 from transferqueue.policies import Task
 from transferqueue.server.durability.snapshot_directory import SnapshotReader, SnapshotWriter
 from transferqueue.server.durability.snapshot_files import (
@@ -67,7 +67,7 @@ for value in (0, 10):
     other = Ledger()
     other.restore_snapshot(read_contents(reader, manifest, tables, {{}}), 5.0)
     assert column(other).tolist() == [0, 2, 3, 4, 5]
-assert FINGERPRINT.hex() != sys.argv[2]
+assert fingerprint().hex() != sys.argv[2]
 print("stored")
 """
 
@@ -82,7 +82,7 @@ def test_one_line_stores_an_attribute_wherever_a_row_is_stored(tmp_path: Path, o
     assert source.count(line) == 1
     path.write_text(source.replace(line, f"    {MORE}{line}"))
     made = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(where=where), str(tmp_path / "snapshots"), FINGERPRINT.hex()],
+        [sys.executable, "-c", PROGRAM.format(where=where), str(tmp_path / "snapshots"), fingerprint().hex()],
         cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}:{PACKAGE.parent}"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert made.stdout == "stored\n", made.stderr

@@ -83,7 +83,11 @@ def state_of(ledger: Ledger, now: float) -> object:
     """What can be seen of a ledger, and what it has for its server to do."""
     seen = [ledger.observe(m.Observe(what), now) for what in ("stats", "audit", "sessions")]
     tables = ledger.state.tables.values()
-    rows = [[column.tobytes() for column in table.rows.pages.stored] for table in tables]
+    resident = [(table.rows.pages, table.rows.pages.resident_rows()) for table in tables]
+    rows = [
+        [pages.next_row, here.tobytes(), *(column.a[pages.index(here)].tobytes() for column in pages._columns)]
+        for pages, here in resident
+    ]
     return (
         seen,
         rows,

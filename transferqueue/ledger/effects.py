@@ -12,7 +12,8 @@ renewing a lease costs one push, and ending one costs nothing.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -30,13 +31,13 @@ class Blocked(msgspec.Struct, frozen=True):
     keys: tuple[WakeKey, ...]
 
 
-class WakeWaiters(msgspec.Struct, frozen=True):
+class WakeWaiters(msgspec.Struct, frozen=True, tag=True):
     """Requests that wait for `key` may proceed now, or can never proceed: apply them again."""
 
     key: WakeKey
 
 
-class FreeExtent(msgspec.Struct, frozen=True):
+class FreeExtent(msgspec.Struct, frozen=True, tag=True):
     """This extent is free: it has no live row, no view and no writer. Its memory may be allocated again."""
 
     extent: int
@@ -45,7 +46,7 @@ class FreeExtent(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-class LeaseEnded(msgspec.Struct, frozen=True):
+class LeaseEnded(msgspec.Struct, frozen=True, tag=True):
     """A lease ended without a call of its holder: it expired, or its rows were dropped or requeued."""
 
     session: int
@@ -65,12 +66,12 @@ class Writes(Protocol):
         """The checks have ended, and the writes begin."""
 
 
+@dataclass(slots=True, eq=False)
 class Effects:
     """Collects effects. A key is woken once, however often it was touched."""
 
-    def __init__(self) -> None:
-        self._events: list[Effect] = []
-        self._woken: dict[WakeKey, None] = {}
+    _events: list[Effect] = field(default_factory=list)
+    _woken: dict[WakeKey, None] = field(default_factory=dict)
 
     def wake(self, *key: str) -> None:
         """Have requests that wait for `key` applied again."""
@@ -108,6 +109,18 @@ class Deadlines:
         subject.deadline = at
         self._pushed += 1
         heapq.heappush(self._heap, (at, self._pushed, subject))
+
+    def order(self, subjects: Sequence[Expiring]) -> list[int]:
+        """The positions in `subjects` of those that have a deadline, in the order in which they are due. `KeyError` if
+        another one has a deadline."""
+        position = {id(subject): at for at, subject in enumerate(subjects)}
+        valid = [subject for at, _, subject in sorted(self._heap) if subject.deadline == at]
+        return list(dict.fromkeys(position[id(subject)] for subject in valid))
+
+    def restore(self, due: Sequence[Expiring]) -> None:
+        """Have exactly these subjects, which have their deadlines, in the order in which they are due."""
+        self._heap = [(one.deadline, number, one) for number, one in enumerate(due) if one.deadline is not None]
+        self._pushed = len(due)
 
     def next(self) -> float | None:
         """The earliest valid deadline."""

@@ -26,7 +26,7 @@ from transferqueue.ledger.data_loss import lose_blocks, values_in
 from transferqueue.ledger.dispatch import OPERATIONS
 from transferqueue.ledger.effects import Blocked, Effect, Expiring
 from transferqueue.ledger.persistence import image
-from transferqueue.ledger.persistence.restore import check_empty, restored
+from transferqueue.ledger.persistence.restore import check_empty, restore
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot, take_snapshot
 from transferqueue.ledger.reports.answers import Observation, explained, observed, sessions
 from transferqueue.ledger.reports.listed_events import listed_events
@@ -152,7 +152,9 @@ class Ledger:
         long as an `image` of the current state, and the snapshot.
         """
         self.tick(now)
-        state = restored(self.state, snapshot, self.state.now)
+        check_empty(self.state)
+        state, _ = image.read(image.write(self.state, 0), self.state.core.plugins)
+        restore(state, snapshot, self.state.now)
         with self._changes("a restore"):
             self.state = state
             if self._cold is not None:

@@ -8,17 +8,18 @@ cached reply, or an error if the reply is gone. It is never executed a second ti
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import dataclass, field
 
 from transferqueue.errors import ProtocolError
 from transferqueue.limits import REPLIES_KEPT_MAX
 from transferqueue.wire.messages import Reply
 
 
+@dataclass(slots=True, eq=False)
 class IntervalSet:
     """A set of integers that are mostly consecutive, stored as ascending disjoint spans."""
 
-    def __init__(self) -> None:
-        self._spans: list[list[int]] = []
+    _spans: list[list[int]] = field(default_factory=list)
 
     def __contains__(self, number: int) -> bool:
         at = bisect_right(self._spans, [number, number]) - 1
@@ -47,16 +48,19 @@ class IntervalSet:
             self._spans.pop(0)
 
 
+@dataclass(slots=True, eq=False)
 class ReplyCache:
-    """Replies of one session, for its retries."""
+    """Replies of one session, for its retries.
 
-    def __init__(self) -> None:
-        self._kept: dict[int, Reply] = {}
-        self._given = IntervalSet()
-        """Answered calls whose reply was evicted."""
-        self._seen = 0
-        self.last = 0
-        """The highest call that was ever answered: a higher one is new."""
+    Args:
+        last: the highest call that was ever answered: a higher one is new.
+    """
+
+    _kept: dict[int, Reply] = field(default_factory=dict)
+    _given: IntervalSet = field(default_factory=IntervalSet)
+    """Answered calls whose reply was evicted."""
+    _seen: int = 0
+    last: int = 0
 
     @property
     def kept(self) -> int:
@@ -105,16 +109,23 @@ class ReplyCache:
             self._given.forget(call)
 
 
+@dataclass(slots=True, eq=False)
 class SessionState:
-    """One connected client."""
+    """One connected client.
 
-    def __init__(self, number: int, client: bytes, label: str, now: float, origin: bytes = b"") -> None:
-        self.id = number
-        self.client = client
-        self.label = label
-        self.opened = now
-        self.origin = origin
-        """Opaque bytes from the caller, which identify the client after a restart."""
-        self.replies = ReplyCache()
-        self.open = True
-        """False: the session ended, but a view or a writer may still exist, so its pins and grants stay."""
+    Args:
+        id: its number.
+        client: the id of the client.
+        label: its name in texts.
+        opened: the time.
+        origin: opaque bytes from the caller, which identify the client after a restart.
+        open: False: the session ended, but a view or a writer may still exist, so its pins and grants stay.
+    """
+
+    id: int
+    client: bytes
+    label: str
+    opened: float
+    origin: bytes = b""
+    replies: ReplyCache = field(default_factory=ReplyCache)
+    open: bool = True

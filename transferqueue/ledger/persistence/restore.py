@@ -1,7 +1,8 @@
 """Rebuilds the tables and channels of a snapshot in a ledger without tables.
 
-- `restored` changes a copy of the state and returns it. The caller replaces its state in one assignment, so an error
-  here changes nothing.
+- `restore` changes a copy of the state. The caller replaces its state in one assignment, so an error here changes
+  nothing.
+- `restored_table` makes a table from its columns, for images too.
 - `snapshot_checks` has already checked that ids, states, groups and counts fit each other. Terms are checked here, as
   of any new table, and each restored table must balance.
 """
@@ -14,7 +15,6 @@ import numpy as np
 
 from transferqueue.errors import Corruption, NotFound, UsageError, listing
 from transferqueue.ledger.arrays import BoolArray, IntArray, tally
-from transferqueue.ledger.persistence import image
 from transferqueue.ledger.persistence.snapshot import ChannelSnapshot, LedgerSnapshot, TableCounters, TableSnapshot
 from transferqueue.ledger.reports.statistics import table_audit
 from transferqueue.ledger.requests.tables import check_create, create_table
@@ -24,9 +24,9 @@ from transferqueue.ledger.rows.row_metadata import CheckedFacts
 from transferqueue.ledger.rows.row_pages import LIVE
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, return_rows
 from transferqueue.ledger.state import LedgerState
-from transferqueue.ledger.table_state import TableState
+from transferqueue.ledger.table_state import SharedState, TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
-from transferqueue.ledger.tasks.task_state import ACKED_WITH_STEP, KEPT_STALE, LEASED, RETRYING, TaskState
+from transferqueue.ledger.tasks.task_state import ACKED_WITH_STEP, KEPT_STALE, LEASED, RETRYING
 from transferqueue.limits import PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.wire.messages import CreateTable, WrittenBlock
@@ -35,19 +35,23 @@ RESTORE_SESSION = -1
 """Owner of the extents of the snapshot's blocks until all are committed."""
 
 
-def restored(state: LedgerState, snapshot: LedgerSnapshot, now: float) -> LedgerState:
-    """Return a copy of the state with the tables and channels of `snapshot`. Each block lies in an extent of its own,
-    of whole pages, which belongs to this ledger from now on. Blocks have no copies at first; those of a table with
+def restore(state: LedgerState, snapshot: LedgerSnapshot, now: float) -> None:
+    """Add the tables and channels of `snapshot` to a state without any. Each block lies in an extent of its own, of
+    whole pages, which belongs to this ledger from now on. Blocks have no copies at first; those of a table with
     replicas lack them, and are copied when further shards have joined.
 
-    `UsageError` if a table or channel exists, `Corruption` if no ledger could have written the snapshot. `state` does
-    not change.
+    `Corruption` if no ledger could have written the snapshot; then the state cannot be used.
     """
-    check_empty(state)
-    copied, _ = image.read(image.write(state, 0), state.core.plugins)
-    _restore(copied, snapshot, now)
-    _check_sums(copied, snapshot)
-    return copied
+    for table in snapshot.tables:
+        _check_terms(state, table)
+    one = _SnapshotRestore(state, snapshot, now)
+    for table in snapshot.tables:
+        one.table(table)
+    for channel in snapshot.channels:
+        one.channel(channel)
+    state.core.blocks.return_grants(RESTORE_SESSION)
+    state.dropped_tables = dict(snapshot.dropped_tables)
+    _check_sums(state, snapshot)
 
 
 def check_empty(state: LedgerState) -> None:
@@ -78,18 +82,6 @@ def _check_terms(state: LedgerState, snapshot: TableSnapshot) -> None:
         raise Corruption(f'table "{snapshot.terms.name}" has terms that no table can have: {error}') from error
 
 
-def _restore(state: LedgerState, snapshot: LedgerSnapshot, now: float) -> None:
-    for table in snapshot.tables:
-        _check_terms(state, table)
-    restore = _SnapshotRestore(state, snapshot, now)
-    for table in snapshot.tables:
-        restore.table(table)
-    for channel in snapshot.channels:
-        restore.channel(channel)
-    state.core.blocks.return_grants(RESTORE_SESSION)
-    state.dropped_tables = dict(snapshot.dropped_tables)
-
-
 def _request(snapshot: TableSnapshot) -> CreateTable:
     terms = snapshot.terms
     return CreateTable(
@@ -105,46 +97,18 @@ class _SnapshotRestore:
 
     def table(self, snapshot: TableSnapshot) -> None:
         """Restore a table."""
-        table = create_table(self._state.core, _request(snapshot))
+        ids, live = snapshot.rows["row_id"], snapshot.rows["fate"] == LIVE
+        table, at = restored_table(self._state.core, snapshot, ids[live], self._now)
         self._state.tables[table.name] = table
-        table.restrict_fields(snapshot.terms.extra_fields)
-        table.sealed, table.clock = snapshot.terms.sealed, snapshot.terms.version
-        ids = snapshot.rows["row_id"]
-        table.rows.pages.restore(snapshot.counts.next_row, ids)
-        at = table.rows.pages.index(ids)
-        self._rows(table, snapshot, at)
         self._blocks(table, snapshot, at)
-        _counts(table, snapshot)
-        live = snapshot.rows["fate"] == LIVE
-        table.groups.restore(snapshot.groups, ids[live], snapshot.rows["group_id"][live])
-        for name, task in table.tasks.items():
-            self._task(task, snapshot, name, ids, at)
-        if table.versions is not None:
-            table.versions.file(ids[live], table.rows.version.a[at[live]])
+        for task in table.tasks.values():
+            task.rerank(ids, at)
         table.history.add(self._now, "restored", ids)
         if table.ordinals.cursor() != snapshot.counts.cursor:
             raise Corruption(
                 f'table "{table.name}" has the cursor {snapshot.counts.cursor}; its rows say {table.ordinals.cursor()}'
             )
         self._end_leases(table, ids, at)
-
-    def _rows(self, table: TableState, snapshot: TableSnapshot, at: IntArray) -> None:
-        rows = table.rows
-        rows.restore(at, snapshot.rows, self._now)
-        for name, has_field in snapshot.has.items():
-            rows.set_fields(at[has_field], rows.mask((name,)))
-        for name, gone in snapshot.freed.items():
-            rows.mark_freed(at[gone], rows.mask((name,)))
-        for name, values in snapshot.inline.items():
-            rows.set_inline(name, at, values)
-        for texts, facts in (
-            (snapshot.keys, CheckedFacts(keys=[*snapshot.keys.values()])),
-            (snapshot.tags, CheckedFacts(tags=[*snapshot.tags.values()])),
-        ):
-            ids = np.array([*texts], np.int64)
-            rows.set_facts(ids, rows.pages.index(ids), facts)
-        left = [(task["state"] <= ACKED_WITH_STEP) | (task["state"] == KEPT_STALE) for task in snapshot.tasks.values()]
-        rows.tasks_left.a[at] = np.sum(left, axis=0) if left else 0
 
     def _blocks(self, table: TableState, snapshot: TableSnapshot, at: IntArray) -> None:
         refs: dict[int, int] = {}
@@ -165,14 +129,6 @@ class _SnapshotRestore:
             extent.id, at.offset, at.nbytes, at.rows, list(at.fields), list(at.counts), None, at.checksum
         )
         return blocks.commit([placed], usage, [refs])[0]
-
-    def _task(self, task: TaskState, snapshot: TableSnapshot, name: str, ids: IntArray, at: IntArray) -> None:
-        task.restore(ids, at, snapshot.tasks[name])
-        task.counters = copy(snapshot.counts.tasks[name])
-        if isinstance(task, GroupTaskState):
-            task.restore_groups(snapshot.forming[name], ids, at, self._now)
-        else:
-            task.rerank(ids, at)
 
     def _end_leases(self, table: TableState, ids: IntArray, at: IntArray) -> None:
         for task in table.tasks.values():
@@ -197,8 +153,58 @@ class _SnapshotRestore:
         self._state.core.effects.wake("channel", snapshot.name)
 
 
-def _counts(table: TableState, snapshot: TableSnapshot) -> None:
+# ---------------------------------------------------------------- the columns of a table
+
+
+def restored_table(
+    core: SharedState, stored: TableSnapshot, members: IntArray, now: float
+) -> tuple[TableState, IntArray]:
+    """A table of these columns, without the places of its values, and with empty ready queues. Returns it, and the
+    positions of its rows.
+
+    Args:
+        core: of its ledger.
+        stored: the columns.
+        members: the live rows that have a group, those of one group in their order. Others are ignored.
+        now: the time as of which the columns have times.
+    """
+    table = create_table(core, _request(stored))
+    table.restrict_fields(stored.terms.extra_fields)
+    table.sealed, table.clock = stored.terms.sealed, stored.terms.version
+    ids = stored.rows["row_id"]
+    table.rows.pages.restore(stored.counts.next_row, ids)
+    at = table.rows.pages.index(ids)
+    _restore_rows(table, stored, at, now)
     for name in TableCounters.__struct_fields__:
-        setattr(table, name, copy(getattr(snapshot.counts.table, name)))
-    table.flow.refills = dict(snapshot.counts.refills)
-    table.ordinals.spans = snapshot.ordinals
+        setattr(table, name, copy(getattr(stored.counts.table, name)))
+    table.flow.refills = dict(stored.counts.refills)
+    table.ordinals.spans = stored.ordinals
+    table.groups.restore(stored.groups, members, table.rows.group_id.a[table.rows.pages.index(members)])
+    for name, task in table.tasks.items():
+        task.restore(ids, at, stored.tasks[name])
+        task.counters = copy(stored.counts.tasks[name])
+        if isinstance(task, GroupTaskState):
+            task.restore_groups(stored.forming[name], ids, at, now)
+    if table.versions is not None:
+        live = stored.rows["fate"] == LIVE
+        table.versions.file(ids[live], table.rows.version.a[at[live]])
+    return table, at
+
+
+def _restore_rows(table: TableState, stored: TableSnapshot, at: IntArray, now: float) -> None:
+    rows = table.rows
+    rows.restore(at, stored.rows, now)
+    for name, has_field in stored.has.items():
+        rows.set_fields(at[has_field], rows.mask((name,)))
+    for name, gone in stored.freed.items():
+        rows.mark_freed(at[gone], rows.mask((name,)))
+    for name, values in stored.inline.items():
+        rows.set_inline(name, at, values)
+    for texts, facts in (
+        (stored.keys, CheckedFacts(keys=[*stored.keys.values()])),
+        (stored.tags, CheckedFacts(tags=[*stored.tags.values()])),
+    ):
+        ids = np.array([*texts], np.int64)
+        rows.set_facts(ids, rows.pages.index(ids), facts)
+    left = [(task["state"] <= ACKED_WITH_STEP) | (task["state"] == KEPT_STALE) for task in stored.tasks.values()]
+    rows.tasks_left.a[at] = np.sum(left, axis=0) if left else 0

@@ -150,17 +150,30 @@ def take_snapshot(state: LedgerState) -> LedgerSnapshot:
 def _table(table: TableState, now: float) -> TableSnapshot:
     rows = _kept_rows(table)
     at = table.rows.pages.index(rows)
+    snapshot = columns_of_table(table, rows, now)
+    if not table.keeps_ended:
+        for texts in (snapshot.keys, snapshot.tags):
+            for row in texts.keys() & table.dropped.by_row.keys():
+                del texts[row]
+    for group, count in table.flow.promised.items():
+        snapshot.counts.refills[group] = snapshot.counts.refills.get(group, 0) + count
+    snapshot.places = {name: _places(table, name, at) for name in table.rows.fields if name not in table.rows.inline}
+    return snapshot
+
+
+def columns_of_table(table: TableState, rows: IntArray, now: float) -> TableSnapshot:
+    """The columns of these rows, without the places of their values; times as of `now`."""
+    at = table.rows.pages.index(rows)
     table.ordinals.merge_pending()
-    left_out = table.dropped.by_row if not table.keeps_ended else {}
     return TableSnapshot(
         terms=table.terms(),
         counts=_counts(table),
         rows={"row_id": rows} | table.rows.stored(at, now),
-        keys={row: key for row, key in table.rows.keys.items() if row not in left_out},
-        tags={row: tags for row, tags in table.rows.tags.items() if row not in left_out},
+        keys=dict(table.rows.keys),
+        tags=dict(table.rows.tags),
         has={name: table.rows.has_all(at, table.rows.mask((name,))) for name in table.rows.fields},
         inline={name: column.a[at] for name, column in table.rows.inline.items()},
-        places={name: _places(table, name, at) for name in table.rows.fields if name not in table.rows.inline},
+        places={},
         tasks={name: task.stored(at) for name, task in table.tasks.items()},
         groups=table.groups.stored(),
         forming={task.task.name: task.stored_groups(now) for task in table.group_tasks},
@@ -178,12 +191,9 @@ def _kept_rows(table: TableState) -> IntArray:
 
 
 def _counts(table: TableState) -> TableCounts:
-    refills = dict(table.flow.refills)
-    for group, count in table.flow.promised.items():
-        refills[group] = refills.get(group, 0) + count
     counters = TableCounters(*(copy(getattr(table, name)) for name in TableCounters.__struct_fields__))
     tasks = {name: copy(task.counters) for name, task in table.tasks.items()}
-    return TableCounts(table.rows.pages.next_row, table.ordinals.cursor(), refills, counters, tasks)
+    return TableCounts(table.rows.pages.next_row, table.ordinals.cursor(), dict(table.flow.refills), counters, tasks)
 
 
 def _places(table: TableState, name: str, at: IntArray) -> tuple[IntArray, AnyArray]:

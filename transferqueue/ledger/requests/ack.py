@@ -277,7 +277,7 @@ def _outrank(table: TableState, staged: StagedCommit, at: IntArray) -> None:
     values, whatever they had."""
     if not staged.blocks:
         return
-    into = [part for parts in staged.parts for part in parts]
+    into = [names for parts in staged.parts for names in parts]
     added, ended = table.column_groups.make_way(at, staged.names, into, min(staged.blocks))
     for number, count in added:
         table.core.blocks.refer([number], count)

@@ -28,7 +28,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
+
+import msgspec
 
 from transferqueue.errors import NotFound, ProtocolError, ShardLost, UsageError, listing
 from transferqueue.errors.text import counted
@@ -39,39 +41,37 @@ from transferqueue.wire.messages import BlockLocation, CopyLocation, WrittenBloc
 
 _NO_COPIES: Final[list[CopyLocation]] = []
 _NO_BLOCK: Final = BlockLocation(0, 0, 0, 0, 0, 0, [], [], 0, b"", _NO_COPIES)
+_Bytes = bytes
 Written = dict[int, tuple[int, int]]
 """Extent -> where the blocks of one commit begin and end in it."""
 
 
-class OwnerBytes:
-    """Bytes of the live blocks of one owner, each of which lies in `replicas` shards. `contents`: the newest live block
-    of each field and content (`_content_key`) to which commits may refer."""
+class OwnerBytes(msgspec.Struct, eq=False):
+    """Bytes of the live blocks of one owner, each of which lies in `replicas` shards. `contents`: the number of the
+    newest live block of each field and content (`_content_key`) to which commits may refer."""
 
-    __slots__ = ("bytes", "contents", "replicas")
-
-    def __init__(self, replicas: int = 1) -> None:
-        self.replicas = replicas
-        self.bytes = 0
-        self.contents: dict[bytes, CommittedBlock] = {}
+    replicas: int = 1
+    bytes: int = 0
+    contents: dict[_Bytes, int] = {}
 
 
-class ExtentState:
-    """A piece of an arena. Only `session` may commit into it (0: none)."""
+class ExtentState(msgspec.Struct, eq=False, array_like=True):
+    """A piece of an arena. Only `session` may commit into it (0: none).
 
-    __slots__ = ("blocks", "id", "lost", "nbytes", "offset", "open", "session", "shard", "spans")
+    Args:
+        blocks: number of blocks in it that are live or pinned.
+        spans: committed byte ranges, ascending, those that touch as one; kept while the session may still commit.
+    """
 
-    def __init__(self, number: int, shard: int, offset: int, nbytes: int, session: int) -> None:
-        self.id = number
-        self.shard = shard
-        self.offset = offset
-        self.nbytes = nbytes
-        self.session = session
-        self.open = True
-        self.lost = False
-        self.blocks = 0
-        """Number of blocks in it that are live or pinned."""
-        self.spans: list[tuple[int, int]] = []
-        """Committed byte ranges, ascending, those that touch as one; kept while the session may still commit."""
+    id: int
+    shard: int
+    offset: int
+    nbytes: int
+    session: int
+    open: bool = True
+    lost: bool = False
+    blocks: int = 0
+    spans: list[tuple[int, int]] = []
 
     def overlaps(self, start: int, end: int) -> bool:
         """Whether a committed range overlaps [start, end)."""
@@ -125,6 +125,27 @@ class CommittedBlock:
     def shards(self) -> Shards:
         """The shards that have it, ascending."""
         return tuple(sorted(extent.shard for extent in self.extents))
+
+
+class StoredBlock(NamedTuple):
+    """A block in an image. `owner`: the position of its account in a list; -1: its owner is gone."""
+
+    at: BlockLocation
+    refs: int
+    pins: int
+    owner: int
+
+
+class StoredBlocks(msgspec.Struct):
+    """A registry in an image."""
+
+    extents: list[ExtentState]
+    blocks: list[StoredBlock]
+    pins: dict[int, dict[int, int]]
+    last_shard: int
+    missing: MissingCopies
+    granted: int
+    committed: int
 
 
 class BlockPart:
@@ -200,6 +221,27 @@ class BlockRegistry:
         """Number of extents ever granted, which is the id of the last one."""
         return self._next_extent - 1
 
+    def stored(self, owners: Sequence[OwnerBytes]) -> StoredBlocks:
+        """The registry as an image has it. `owners`: the accounts that exist."""
+        number = {id(usage): at for at, usage in enumerate(owners)}
+        blocks = [
+            StoredBlock(one.at, one.refs, one.pins, number.get(id(one.usage), -1)) for one in self.blocks.values()
+        ]
+        return StoredBlocks(
+            [*self.extents.values()], blocks, self.pins, self.last_shard, self.missing, self.granted, self.committed
+        )
+
+    def restore(self, stored: StoredBlocks, owners: Sequence[OwnerBytes]) -> None:
+        """Continue as the registry of an image. `owners`: as for `stored`."""
+        self.extents = {extent.id: extent for extent in stored.extents}
+        for at, refs, pins, owner in stored.blocks:
+            extents = tuple([self.extents[number] for number in (at.extent, *(copy.extent for copy in at.copies))])
+            usage = owners[owner] if owner >= 0 else OwnerBytes()
+            block = self.blocks[at.block] = CommittedBlock(at, extents, usage)
+            block.refs, block.pins = refs, pins
+        self.pins, self.last_shard, self.missing = stored.pins, stored.last_shard, stored.missing
+        self._next_extent, self._next_block = stored.granted + 1, stored.committed + 1
+
     def attach(self, part: BlockPart) -> None:
         """Have this part follow the registry, instead of an earlier one of its class."""
         self.parts = (*(one for one in self.parts if type(one) is not type(part)), part)
@@ -264,7 +306,7 @@ class BlockRegistry:
         copies = 1 if usage is None else usage.replicas
         written: dict[int, ExtentState] | None = {} if len(placed) > 1 else None
         for block in placed:
-            if block.content and _is_reference(block, usage):
+            if block.content and self._is_reference(block, usage):
                 continue
             shards = [self._check_place(session, written, block, block.extent, block.offset)]
             if block.copies:
@@ -322,7 +364,7 @@ class BlockRegistry:
         written: Written = {}
         numbers: list[int] = []
         for block, count in zip(placed, refs, strict=True):
-            known = _same_content(block, usage) if block.content and len(numbers) not in anew else None
+            known = self._same_content(block, usage) if block.content and len(numbers) not in anew else None
             numbers.append(self._commit(block, usage, count, written, known))
         for number, (start, end) in written.items():
             extent = self.extents[number]
@@ -359,7 +401,7 @@ class BlockRegistry:
             block.refs = refs
             usage.bytes += block.nbytes
             if placed.content:
-                usage.contents[_content_key(placed)] = block
+                usage.contents[_content_key(placed)] = number
             for extent in extents:
                 extent.blocks += 1
             for part in self.parts:
@@ -384,7 +426,7 @@ class BlockRegistry:
         block.refs -= refs
         if not block.refs:
             block.usage.bytes -= block.nbytes
-            if block.at.content and block.usage.contents.get(key := _content_key(block.at)) is block:
+            if block.at.content and block.usage.contents.get(key := _content_key(block.at)) == number:
                 del block.usage.contents[key]
             for part in self.parts:
                 part.retired(block)
@@ -399,6 +441,42 @@ class BlockRegistry:
         for extent in block.extents:
             extent.blocks -= 1
             self.free_if_unused(extent)
+
+    # ------------------------------------------------------------ blocks that are named by their content
+
+    def _is_reference(self, placed: WrittenBlock, usage: OwnerBytes | None) -> bool:
+        """Whether the block is named by its content alone. Raises if it may have none, or if no such block is live."""
+        names = ", ".join(placed.fields)
+        if usage is None or len(placed.fields) != 1 or placed.rows != 1 or len(placed.content) != CONTENT_BYTES:
+            raise UsageError(
+                f"block of {names} with {counted(placed.rows, 'row')} has a content of {len(placed.content)} bytes; "
+                f"only blocks of one value of a table have contents, of {CONTENT_BYTES} bytes each"
+            )
+        if placed.extent:
+            return False
+        if placed.offset or placed.copies:
+            raise UsageError(f"block of {names} is named by its content, and by a place as well; give one of them")
+        if self._same_content(placed, usage) is None:
+            raise NotFound(
+                f'field "{names}": no row has a value of content {placed.content.hex()} now; write its bytes into a '
+                "grant, and commit them"
+            )
+        return True
+
+    def may_refer(self, placed: WrittenBlock, usage: OwnerBytes, newest: int) -> bool:
+        """Whether existing rows may refer to the live block of this content. `newest`: of the blocks that keep the
+        field of such a row."""
+        block = self._same_content(placed, usage)
+        return block is not None and block.at.block > newest
+
+    def _same_content(self, placed: WrittenBlock, usage: OwnerBytes) -> CommittedBlock | None:
+        """The live block of the same bytes and layout."""
+        block = self.blocks.get(usage.contents.get(_content_key(placed), 0))
+        if block is None or (block.extents and block.extent.lost):
+            return None
+        at = block.at
+        same = (at.nbytes, at.rows, at.fields, at.counts) == (placed.nbytes, placed.rows, placed.fields, placed.counts)
+        return block if same and at.checksum == placed.checksum else None
 
     # ------------------------------------------------------------ bytes that leave memory, and come back
 
@@ -472,43 +550,6 @@ CONTENT_BYTES: Final = 16
 
 def _content_key(block: WrittenBlock | BlockLocation) -> bytes:
     return block.content + block.fields[0].encode()
-
-
-def _is_reference(placed: WrittenBlock, usage: OwnerBytes | None) -> bool:
-    """Whether the block is named by its content alone. Raises if it may have none, or if no such block is live."""
-    names = ", ".join(placed.fields)
-    if usage is None or len(placed.fields) != 1 or placed.rows != 1 or len(placed.content) != CONTENT_BYTES:
-        raise UsageError(
-            f"block of {names} with {counted(placed.rows, 'row')} has a content of {len(placed.content)} bytes; only "
-            f"blocks of one value of a table have contents, of {CONTENT_BYTES} bytes each"
-        )
-    if placed.extent:
-        return False
-    if placed.offset or placed.copies:
-        raise UsageError(f"block of {names} is named by its content, and by a place as well; give one of them")
-    if _same_content(placed, usage) is None:
-        raise NotFound(
-            f'field "{names}": no row has a value of content {placed.content.hex()} now; write its bytes into a grant, '
-            "and commit them"
-        )
-    return True
-
-
-def may_refer(placed: WrittenBlock, usage: OwnerBytes, newest: int) -> bool:
-    """Whether existing rows may refer to the live block of this content. `newest`: of the blocks that keep the field of
-    such a row."""
-    block = _same_content(placed, usage)
-    return block is not None and block.at.block > newest
-
-
-def _same_content(placed: WrittenBlock, usage: OwnerBytes) -> CommittedBlock | None:
-    """The live block of the same bytes and layout."""
-    block = usage.contents.get(_content_key(placed))
-    if block is None or (block.extents and block.extent.lost):
-        return None
-    at = block.at
-    same = (at.nbytes, at.rows, at.fields, at.counts) == (placed.nbytes, placed.rows, placed.fields, placed.counts)
-    return block if same and at.checksum == placed.checksum else None
 
 
 def _not_granted(number: int, extent: ExtentState | None, session: int) -> NotFound | UsageError | ShardLost:

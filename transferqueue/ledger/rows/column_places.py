@@ -16,7 +16,7 @@ A table with more than `PARTS_MAX` sets of fields stores further sets as one par
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -49,6 +49,14 @@ class ColumnGroup:
         self.entries = 0
 
 
+class PartPlaces(NamedTuple):
+    """The entries of one column group: the block (0: none) and the slot of each row."""
+
+    fields: tuple[str, ...]
+    blocks: IntArray
+    slots: Slots
+
+
 class BlockSlots(msgspec.Struct):
     """Fields that lie together for some rows: block number (0: not set) and slot of each row."""
 
@@ -76,6 +84,21 @@ class ColumnGroups:
         if len(self._by_fields) < PARTS_MAX or len(names) == 1:
             return [self._add(names)]
         return [part for name in names for part in self.parts_of((name,))]
+
+    def named(self, names: Iterable[tuple[str, ...]]) -> list[ColumnGroup]:
+        """The parts of exactly these sets of fields, which `parts_of` gave before."""
+        return [self._by_fields[fields] for fields in names]
+
+    def stored(self, at: IntArray) -> list[PartPlaces]:
+        """The entries of rows at positions `at`, as an image has them."""
+        return [PartPlaces(fields, part.block.a[at], part.slot.a[at]) for fields, part in self._by_fields.items()]
+
+    def restore(self, stored: Iterable[PartPlaces], at: IntArray) -> None:
+        """Restore the entries of rows at positions `at`, which have none."""
+        for fields, blocks, slots in stored:
+            part = self._by_fields.get(fields) or self._add(fields)
+            part.block.a[at], part.slot.a[at] = blocks, slots
+            part.entries += int((blocks > 0).sum())
 
     def _add(self, names: tuple[str, ...]) -> ColumnGroup:
         pages = self._rows.pages
@@ -131,14 +154,14 @@ class ColumnGroups:
         return retired
 
     def make_way(
-        self, at: IntArray, fields: Sequence[str], into: Iterable[ColumnGroup], than: int
+        self, at: IntArray, fields: Sequence[str], into: Iterable[tuple[str, ...]], than: int
     ) -> tuple[Retired, Retired]:
         """Remove `fields` of these rows from blocks above `than`, so that they are read in older ones that are about to
         be written, to `into`. What lies beside them there, and is read, gets entries of its own. Returns references to
         add, and those that end after that.
         """
-        added, retired, replaced = Retired(), Retired(), {id(part) for part in into}
-        for part in [part for name in fields for part in self._of_field.get(name, ()) if id(part) not in replaced]:
+        added, retired, replaced = Retired(), Retired(), set(into)
+        for part in [part for name in fields for part in self._of_field.get(name, ()) if part.fields not in replaced]:
             newer = at[part.block.a[at] > than] if part.entries else NO_ROWS
             if not newer.size:
                 continue

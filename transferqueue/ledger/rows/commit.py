@@ -22,8 +22,8 @@ import numpy as np
 from transferqueue.errors import AlreadyExists, Impossible, NotFound, SchemaError, UsageError
 from transferqueue.errors.text import counted
 from transferqueue.ledger.arrays import AnyArray, BoolArray, Index, IntArray, decode, numbered, repeated
-from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes, may_refer
-from transferqueue.ledger.rows.column_places import ColumnGroup, ColumnGroups, Retired
+from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
+from transferqueue.ledger.rows.column_places import ColumnGroups, Retired
 from transferqueue.ledger.rows.put_dedup import KnownPuts
 from transferqueue.ledger.rows.row_metadata import NO_FACTS, NO_FACTS_GIVEN, CheckedFacts, check_facts
 from transferqueue.ledger.rows.row_state import RowStore
@@ -73,7 +73,8 @@ class StagedCommit:
     names: list[str]
     nbytes: int
     blocks: list[int] = field(default_factory=list)
-    parts: list[list[ColumnGroup]] = field(default_factory=list)
+    parts: list[list[tuple[str, ...]]] = field(default_factory=list)
+    """Of each block, the fields of the column groups to which it is written."""
     written: int = 0
     """Number of rows whose references are in use."""
     anew: list[int] = field(default_factory=list)
@@ -180,9 +181,8 @@ def check_contents(table: CommitTable, staged: StagedCommit, at: IntArray) -> No
     the field in a newer block. If its bytes were written, the rows get the written block.
     """
     for place, placed in enumerate(staged.placed):
-        if not placed.content or may_refer(
-            placed, table.usage, table.column_groups.newest_beside(placed.fields[0], at)
-        ):
+        newest = table.column_groups.newest_beside(placed.fields[0], at) if placed.content else 0
+        if not placed.content or table.core.blocks.may_refer(placed, table.usage, newest):
             continue
         if not placed.extent:
             raise NotFound(
@@ -234,7 +234,7 @@ def reserve_blocks(table: CommitTable, staged: StagedCommit) -> None:
     refs = []
     for place, placed in enumerate(staged.placed):
         groups = table.column_groups.parts_of(placed.fields)
-        staged.parts.append(groups)
+        staged.parts.append([group.fields for group in groups])
         count = staged.members[place].rows.size if place in staged.members else staged.rows
         refs.append(count * len(groups))
     staged.blocks = table.core.blocks.commit(staged.placed, table.usage, refs, anew=staged.anew)
@@ -253,7 +253,8 @@ def _write(
 ) -> Retired:
     """The same. Returns the references that this replaces. `are_new`: the rows have no column yet."""
     rows, parts, retired = table.rows, table.column_groups, Retired()
-    for place, (number, slots, into) in enumerate(zip(staged.blocks, staged.slots, staged.parts, strict=True)):
+    for place, (number, slots, names) in enumerate(zip(staged.blocks, staged.slots, staged.parts, strict=True)):
+        into = parts.named(names)
         if place in staged.members:
             where = _places_of(staged.members[place], at, chosen)
             retired += [] if are_new or not where.size else parts.take_out(where, into)

@@ -96,11 +96,16 @@ class GroupIndex:
         """The known groups as a snapshot has them."""
         return columns_of(self._by_id.values(), ATTRIBUTES)
 
+    def live(self) -> IntArray:
+        """What an image has beside `stored`: the live members of the groups, in their order."""
+        return np.array(list(chain.from_iterable(group.rows for group in self._by_id.values())), np.int64)
+
     def restore(self, known: Columns, rows: IntArray, ids: AnyArray) -> None:
-        """Restore the groups of a snapshot (columns `known`). `rows`: live rows, ascending. `ids`: the group of
-        each."""
+        """Restore stored groups (columns `known`). `rows`: live rows, members of one group in their order. `ids`: the
+        group of each."""
         sizes = dict(zip(known["group_id"].tolist(), known["group_size"].tolist(), strict=True))
         self.add(rows, ids, np.array([sizes.get(number, 1) for number in ids.tolist()], np.int64))
+        self._by_id = {number: self._by_id[number] for number in known["group_id"].tolist()}
         for stored in rows_of(known, ATTRIBUTES):
             group = self._by_id[stored["id"]]
             for name, value in stored.items():

@@ -25,7 +25,7 @@ See docs/decisions/shards.md.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, NamedTuple
 
@@ -71,23 +71,26 @@ class PostponedCopy:
     deadline: float | None = None
 
 
+@dataclass(slots=True, eq=False)
 class MissingCopies:
-    """The blocks of one ledger that lack copies."""
+    """The blocks of one ledger that lack copies.
 
-    def __init__(self) -> None:
-        self.waiting: dict[Shards, dict[int, int]] = {}
-        """Shards -> the waiting blocks in them, in the order in which they are copied, with their bytes."""
-        self.orders: dict[int, CopyOrderState] = {}
-        """The running orders, by extent."""
-        self.bytes_ordered = 0
-        """Bytes of the extents of all orders that are not overdue."""
-        self.late: dict[int, int] = {}
-        """The number of overdue orders since the latest change of a block's places, by block. The next order reads
-        another place."""
-        self.failures: dict[int, dict[int, int]] = {}
-        """The number of failed copies since the latest change of a block's places, by block and target shard."""
-        self.postponed: dict[int, dict[int, PostponedCopy]] = {}
-        """By block and shard, as `failures`. These blocks wait, too."""
+    Args:
+        waiting: shards -> the waiting blocks in them, in the order in which they are copied, with their bytes.
+        orders: the running orders, by extent.
+        bytes_ordered: bytes of the extents of all orders that are not overdue.
+        late: the number of overdue orders since the latest change of a block's places, by block. The next order reads
+            another place.
+        failures: the number of failed copies since the latest change of a block's places, by block and target shard.
+        postponed: by block and shard, as `failures`. These blocks wait, too.
+    """
+
+    waiting: dict[Shards, dict[int, int]] = field(default_factory=dict)
+    orders: dict[int, CopyOrderState] = field(default_factory=dict)
+    bytes_ordered: int = 0
+    late: dict[int, int] = field(default_factory=dict)
+    failures: dict[int, dict[int, int]] = field(default_factory=dict)
+    postponed: dict[int, dict[int, PostponedCopy]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.waiting or self.orders)

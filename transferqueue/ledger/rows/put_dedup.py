@@ -41,6 +41,19 @@ class KnownPuts:
         self._by_call[key] = first << _COUNT_BITS | rows
         self._of_page.setdefault((first + rows - 1) >> SHIFT, []).append(key)
 
+    @property
+    def stored(self) -> dict[bytes, int]:
+        """The puts as an image has them. Set it to have them back."""
+        return self._by_call
+
+    @stored.setter
+    def stored(self, by_call: dict[bytes, int]) -> None:
+        """The puts as an image has them. The setter restores them."""
+        self._by_call = by_call
+        for key, entry in by_call.items():
+            last = (entry >> _COUNT_BITS) + (entry & _COUNT_MASK) - 1
+            self._of_page.setdefault(last >> SHIFT, []).append(key)
+
     def forget(self, pages: Iterable[int]) -> None:
         """Forget the puts whose last rows were in these pages."""
         for page in pages:

@@ -162,25 +162,6 @@ class RowPages:
             self._left[page] = count
         self.next_row, self.resident = next_row, rows.size
 
-    @property
-    def stored(self) -> list[AnyArray]:
-        """The next row, the resident rows, and each column of theirs. Set it to have them back."""
-        rows = self.resident_rows()
-        at = self.index(rows)
-        return [np.array([self.next_row]), rows, *(column.a[at] for column in self._columns)]
-
-    @stored.setter
-    def stored(self, stored: list[AnyArray]) -> None:
-        """The next row, the resident rows, and each column of theirs. The setter restores them."""
-        next_row, rows, *columns = stored
-        self._capacity, self._frames, self._base, self._left = PAGE_ROWS, np.full(16, -1, np.int64), 0, {}
-        self.restore(int(next_row[0]), rows)
-        at = self.index(rows)
-        for column, values in zip(self._columns, columns, strict=True):
-            if (values.dtype, values.shape) != (column.a.dtype, rows.shape):
-                raise ValueError(f"column {column.attribute.name} has {values.dtype} {values.shape}")
-            column.a[at] = values
-
     # ------------------------------------------------------------ rows out
 
     def free(self, rows: IntArray, at: Index) -> list[int]:

@@ -8,7 +8,7 @@ events are removed first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Final, NamedTuple
 
@@ -57,6 +57,11 @@ class TableHistory:
         while len(self._events) > HISTORY_EVENTS_MAX or self._rows > HISTORY_ROWS_MAX + size:
             self._rows -= self._events.popleft().rows.size
             self.forgotten += 1
+
+    def restore(self, events: Iterable[TableEvent], forgotten: int) -> None:
+        """Continue as the history of an image."""
+        self._events, self.forgotten = deque(events), forgotten
+        self._rows = sum(event.rows.size for event in self._events)
 
     def __reversed__(self) -> Iterator[TableEvent]:
         """The events that are kept, the newest first."""

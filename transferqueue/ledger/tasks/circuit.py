@@ -17,37 +17,40 @@ The first row that is acked closes it, and all rows that wait are ready at once.
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
+from msgspec import structs
 
 from transferqueue.ledger.arrays import IntArray
 from transferqueue.limits import OUTAGE_LEASES, OUTAGE_S_MAX
 from transferqueue.policies import Retry
 
 
-class Circuit:
-    """The circuit of one task; a subject of `Deadlines`: its deadline is that of the next trial."""
+class Circuit(msgspec.Struct, eq=False):
+    """The circuit of one task; a subject of `Deadlines`: its deadline is that of the next trial.
 
-    __slots__ = ("_apart", "_first", "deadline", "due", "failures", "opened", "table", "task", "trial", "trials")
+    Args:
+        failures: failed leases since a row was acked.
+        opened: since when it is open; None: it is closed.
+        trial: the leases of the trial that is under way: several if ranks share its batch.
+        due: whether the next trial may begin.
+    """
 
-    def __init__(self, table: str, task: str) -> None:
-        self.table, self.task = table, task
-        self.deadline: float | None = None
-        self.reset()
+    table: str
+    task: str
+    deadline: float | None = None
+    failures: int = 0
+    opened: float | None = None
+    trials: int = 0
+    trial: dict[int, None] = {}
+    due: bool = False
+    _first: IntArray | None = None
+    _apart: bool = False
 
     def reset(self) -> None:
         """Close the circuit: a row was acked."""
-        self.failures = 0
-        """Failed leases since a row was acked."""
-        self._first: IntArray | None = None
-        self._apart = False
-        self.opened: float | None = None
-        """Since when it is open; None: it is closed."""
-        self.trials = 0
-        self.trial: dict[int, None] = {}
-        """The leases of the trial that is under way: several if ranks share its batch."""
-        self.due = False
-        """Whether the next trial may begin."""
-        self.deadline = None
+        for name, value in structs.asdict(Circuit(self.table, self.task)).items():
+            setattr(self, name, value)
 
     @property
     def holds(self) -> bool:

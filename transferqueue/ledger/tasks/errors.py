@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from transferqueue.limits import ERROR_TEXT_CHARS_MAX, TASK_ERRORS_MAX
 from transferqueue.wire.answers.stats import TaskError
 
 
+@dataclass(slots=True, eq=False)
 class ErrorCount:
     """One kind of error. `worker`: the label of the session that reported it last."""
 
-    __slots__ = ("count", "first", "last", "worker")
-
-    def __init__(self, now: float) -> None:
-        self.first = self.last = now
-        self.count = 0
-        self.worker = ""
+    first: float
+    last: float
+    count: int = 0
+    worker: str = ""
 
 
+@dataclass(slots=True, eq=False)
 class TaskErrors:
     """The kinds of errors of one task, by type and text, the latest last. The oldest is forgotten first."""
 
-    def __init__(self) -> None:
-        self._kinds: dict[tuple[str, str], ErrorCount] = {}
+    _kinds: dict[tuple[str, str], ErrorCount] = field(default_factory=dict)
 
     def add(self, reason: str, worker: str, now: float) -> None:
         """Count a failure. `reason` is ``"KeyError: 'answer'"``, or any text; the part before ": " is the type if it is
         a name."""
         kind = _parsed(reason)
-        error = self._kinds.pop(kind, None) or ErrorCount(now)
+        error = self._kinds.pop(kind, None) or ErrorCount(now, now)
         error.count, error.worker, error.last = error.count + 1, worker, now
         self._kinds[kind] = error
         if len(self._kinds) > TASK_ERRORS_MAX:

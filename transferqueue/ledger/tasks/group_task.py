@@ -35,6 +35,7 @@ from transferqueue.ledger.tasks.task_state import (
     READY,
     RETRYING,
     WAITING_FOR_GROUP,
+    LiveTask,
     TaskState,
 )
 from transferqueue.policies import Complete, Predicate, Task
@@ -252,10 +253,9 @@ class GroupTaskState(TaskState):
         return columns_of(self.forming.values(), ATTRIBUTES, now)
 
     def restore_groups(self, forming: Columns, rows: IntArray, at: IntArray, now: float) -> None:
-        """Restore the groups of a snapshot (`forming`, as columns); after `restore`, and after `GroupIndex.restore`."""
+        """Restore stored groups (`forming`, as columns); after `restore`, and after `GroupIndex.restore`."""
         states = self.state.a[at]
         ready = dict(self.groups.counts(self.groups.units(rows, at)[(states == WAITING_FOR_GROUP) | (states == READY)]))
-        queued = []
         for stored in rows_of(forming, ATTRIBUTES, now):
             unit, deadline = stored["unit"], stored.pop("deadline")
             group = self._form(unit)
@@ -264,11 +264,19 @@ class GroupTaskState(TaskState):
             group.ready = ready.get(unit, 0) if group.state in (FORMING, QUEUED) else 0
             if deadline is not None:
                 self._deadlines.add(group, deadline)
-            queued += [unit] if group.state == QUEUED else []
-        self._queued = len(queued)
+            self._queued += group.state == QUEUED
         self._stamp = max(self._stamp, int(forming["order"].max(initial=0)))
-        if queued:
-            self._enqueue_units(sorted(queued, key=lambda unit: self.forming[unit].order))
+
+    def live(self, at: IntArray) -> LiveTask:
+        """See `TaskState.live`."""
+        live = super().live(at)
+        live.stamps = [group.stamp for group in self.forming.values() if group.state == QUEUED]
+        return live
+
+    def _queue_again(self, live: LiveTask, rows: IntArray, at: IntArray) -> None:
+        units = [unit for unit, group in self.forming.items() if group.state == QUEUED]
+        if units:
+            self._push_units(units, np.array(live.stamps, np.int64))
 
     # ------------------------------------------------------------ the queue of groups
 
@@ -284,15 +292,18 @@ class GroupTaskState(TaskState):
         self._enqueue_units(units)
 
     def _enqueue_units(self, units: list[int]) -> None:
+        self._push_units(units, self.stamps(len(units)))
+
+    def _push_units(self, units: list[int], stamps: IntArray) -> None:
         rows, sizes = self._queued_members(units)
         at = self.rows.pages.index(rows)
         starts = np.cumsum(sizes) - sizes
         seen = UnitFacts(self.rows, rows, at, starts)
         entries = np.empty((4, len(units)), np.int64)
         entries[0] = self.ranker.keys(seen)
-        entries[STAMP] = self.stamps(len(units))
+        entries[STAMP] = stamps
         entries[UNIT] = units
-        for unit, stamp in zip(units, entries[STAMP].tolist(), strict=True):
+        for unit, stamp in zip(units, stamps.tolist(), strict=True):
             group = self.forming[unit]
             group.stamp, group.order = stamp, group.order or stamp
         entries[ORDER] = -seen.last_row if self.ranker.newest_first else [self.forming[unit].order for unit in units]

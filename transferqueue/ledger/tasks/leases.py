@@ -11,6 +11,9 @@ its result is discarded.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
+import msgspec
 import numpy as np
 
 from transferqueue.errors import LeaseExpired, UsageError
@@ -20,59 +23,44 @@ from transferqueue.limits import LEASES_REMEMBERED_MAX
 from transferqueue.wire.messages import Leased
 
 
-class LeaseState:
-    """Rows leased until `deadline`."""
+class LeaseState(msgspec.Struct, eq=False, array_like=True):
+    """Rows leased until `deadline`.
 
-    __slots__ = (
-        "_sorter",
-        "acked",
-        "deadline",
-        "dropped_as",
-        "fields",
-        "held",
-        "holders",
-        "id",
-        "length_s",
-        "open",
-        "replicas",
-        "reply",
-        "rows",
-        "share",
-        "since",
-        "staged",
-        "staged_order",
-        "table",
-        "task",
-        "token",
-    )  # fmt: skip
+    Args:
+        id: its number.
+        token: the fencing token.
+        held: which rows are still leased.
+        open: which rows the holder has not ended.
+        length_s: what a renewal adds.
+        since: when it began.
+        holders: replica -> session; empty: a share that no rank has claimed yet.
+        acked: replicas that have acked.
+        staged: result columns, from the first replica that sent any. The last ack commits them.
+        staged_order: positions in the lease of the rows of `staged`; None: the rows of the lease, in order.
+        dropped_as: the reason with which the rows will be dropped when all replicas have acked.
+        share: (world, replicas) of the shared batches that this is a share of.
+    """
 
-    def __init__(self, number: int, token: int, table: str, task: str, rows: IntArray, length_s: float, now: float):
-        self.id = number
-        self.token = token
-        self.table = table
-        self.task = task
-        self.rows = rows
-        self.held: BoolArray = all_true(rows.size)
-        self.open: BoolArray = self.held.copy()
-        self.length_s = length_s
-        self.since = now
-        self.deadline: float | None = None
-        self.replicas = 1
-        self.holders: dict[int, int] = {}
-        """Replica -> session. Empty: a share that no rank has claimed yet."""
-        self.acked: dict[int, None] = {}
-        """Replicas that have acked."""
-        self.staged: StagedCommit | None = None
-        """Result columns, from the first replica that sent any. The last ack commits them."""
-        self.staged_order: IntArray | None = None
-        """Positions in the lease of the rows of `staged`; None: the rows of the lease, in order."""
-        self.dropped_as = ""
-        """The reason with which the rows will be dropped when all replicas have acked."""
-        self.share: tuple[int, int] | None = None
-        """(world, replicas) of the shared batches that this is a share of."""
-        self.reply: Leased | None = None
-        self.fields: list[str] | None = None
-        self._sorter: IntArray | None = None
+    id: int
+    token: int
+    table: str
+    task: str
+    rows: IntArray
+    held: BoolArray
+    open: BoolArray
+    length_s: float
+    since: float
+    deadline: float | None = None
+    replicas: int = 1
+    holders: dict[int, int] = {}
+    acked: dict[int, None] = {}
+    staged: StagedCommit | None = None
+    staged_order: IntArray | None = None
+    dropped_as: str = ""
+    share: tuple[int, int] | None = None
+    reply: Leased | None = None
+    fields: list[str] | None = None
+    _sorter: IntArray | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -128,18 +116,19 @@ class LeaseState:
         self.held[slice(None) if rows.size == self.rows.size else self._find(rows)] = False
 
 
+@dataclass(slots=True, eq=False)
 class LeaseTable:
     """All open leases, and why recent ones ended."""
 
-    def __init__(self) -> None:
-        self._next = 1
-        self.by_id: dict[int, LeaseState] = {}
-        self.of_session: dict[int, dict[int, None]] = {}
-        self._ended: dict[int, str] = {}
+    by_id: dict[int, LeaseState] = field(default_factory=dict)
+    of_session: dict[int, dict[int, None]] = field(default_factory=dict)
+    _next: int = 1
+    _ended: dict[int, str] = field(default_factory=dict)
 
     def open(self, table: str, task: str, rows: IntArray, length_s: float, now: float) -> LeaseState:
         """Add a lease without a holder."""
-        lease = LeaseState(self._next, self._next, table, task, rows, length_s, now)
+        held = all_true(rows.size)
+        lease = LeaseState(self._next, self._next, table, task, rows, held, held.copy(), length_s, now)
         self._next += 1
         self.by_id[lease.id] = lease
         return lease

@@ -101,7 +101,7 @@ class SortedRun:
                 self.chunks.append(entries)
                 return
             room = min(CHUNK, max(TAIL_MIN, TIER * (self.size + count)))
-            self.tail, self.tail_used = np.zeros((4, room), np.int64), 0  # zeroed, since images contain all of it
+            self.tail, self.tail_used = np.empty((4, room), np.int64), 0
             self.chunks.append(self.tail[:, :0])
         self.tail[:, self.tail_used : self.tail_used + count] = entries
         start = self.tail_used - self.chunks[-1].shape[1]
@@ -236,6 +236,16 @@ class ReadyQueue:
         arrivals.append(row, stamp, count)
         if (self.size if self._runs or self._front else arrivals.size) > 2 * alive_at_most + SLACK:
             self._compact()
+
+    def restore_arrivals(self, rows: IntArray, stamps: IntArray) -> None:
+        """Add rows with key 0 to an empty queue, whose orders are these stamps."""
+        by_stamp = np.argsort(stamps)
+        rows, stamps = rows[by_stamp], stamps[by_stamp]
+        apart = (np.diff(rows) != 1) | (np.diff(stamps) != 1)
+        starts = np.flatnonzero(np.concatenate([[rows.size > 0], apart]))
+        lengths = np.diff(starts, append=rows.size)
+        for first, stamp, count in zip(rows[starts].tolist(), stamps[starts].tolist(), lengths.tolist(), strict=True):
+            self._arrivals.append(first, stamp, count)
 
     def push(self, entries: Entries, alive_at_most: int) -> None:
         """Add sorted entries. `alive_at_most`: upper bound of the alive entries, for compaction."""

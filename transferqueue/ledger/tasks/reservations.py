@@ -17,7 +17,7 @@ put without one waits for unreserved rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transferqueue.errors import Impossible
 from transferqueue.errors.text import counted
@@ -35,16 +35,19 @@ class ReservationState:
     refills: dict[int, int]
 
 
+@dataclass(slots=True, eq=False)
 class FlowControl:
-    """Reservations of one table, and the refills of its groups."""
+    """Reservations of one table, and the refills of its groups.
 
-    def __init__(self) -> None:
-        self.reservations: dict[int, ReservationState] = {}
-        self.reserved = 0
-        self.refills: dict[int, int] = {}
-        """Group -> members that the next `reserve` gets."""
-        self.promised: dict[int, int] = {}
-        """Group -> members that open reservations will put."""
+    Args:
+        refills: group -> members that the next `reserve` gets.
+        promised: group -> members that open reservations will put.
+    """
+
+    reservations: dict[int, ReservationState] = field(default_factory=dict)
+    reserved: int = 0
+    refills: dict[int, int] = field(default_factory=dict)
+    promised: dict[int, int] = field(default_factory=dict)
 
     # ------------------------------------------------------------ reservations
 

@@ -7,6 +7,7 @@ requeued) stays in its entry, which is no harm: its `hold` is another stamp from
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from transferqueue.ledger.arrays import IntArray
@@ -20,16 +21,15 @@ class PostponedRows(NamedTuple):
     rows: IntArray
 
 
+@dataclass(slots=True, eq=False)
 class RetryQueue:
     """The waits of one task; a subject of `Deadlines`."""
 
-    __slots__ = ("_parked", "_waits", "deadline", "table", "task")
-
-    def __init__(self, table: str, task: str) -> None:
-        self.table, self.task = table, task
-        self.deadline: float | None = None
-        self._waits: list[PostponedRows] = []
-        self._parked: list[PostponedRows] = []
+    table: str
+    task: str
+    deadline: float | None = None
+    _waits: list[PostponedRows] = field(default_factory=list)
+    _parked: list[PostponedRows] = field(default_factory=list)
 
     def add(self, until: float | None, stamp: int, rows: IntArray) -> None:
         """Add rows. With `until` None they are parked (see `circuit`). The caller then sets the deadline to `next`."""

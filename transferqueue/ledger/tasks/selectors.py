@@ -105,16 +105,9 @@ _RANKED_BY_PLUGIN: Final = frozenset({"policy_version", "tokens", "priority"})
 class Ranker:
     """The selector of one task."""
 
-    DERIVED: Final = ("equal_counts", "ranked_by", "newest_first", "by_arrival", "_ranking")
-    """Attributes that follow from the selector. No image contains them."""
-
     def __init__(self, selector: Selector, plugins: Mapping[str, PluginFactory]) -> None:
+        """`NotFound` if the selector needs a plugin that is not installed."""
         self.selector: Final = selector
-        self.rank_by(plugins)
-
-    def rank_by(self, plugins: Mapping[str, PluginFactory]) -> None:
-        """Derive the ranking from the selector; `NotFound` if it needs a plugin that is not installed."""
-        selector = self.selector
         inner = selector.inner if isinstance(selector, TokenBalanced) else selector
         self.equal_counts = selector.equal_counts if isinstance(selector, TokenBalanced) else True
         self.newest_first = isinstance(inner, Freshest)

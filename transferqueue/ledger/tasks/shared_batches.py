@@ -19,14 +19,18 @@ import numpy as np
 
 from transferqueue.errors import UsageError
 from transferqueue.ledger.arrays import IntArray
+from transferqueue.policies import Predicate
 from transferqueue.wire.messages import LeaseRequest
+
+BatchTerms = tuple[int, int, int, int, tuple[Predicate, ...]]
+"""rows, tokens, groups, at_least and where of a request."""
 
 
 @dataclass(slots=True)
 class SharedBatch:
     """A batch that some (rank, replica) has not claimed yet. `shares`: the lease of each rank."""
 
-    terms: tuple[object, ...]
+    terms: BatchTerms
     shares: list[int]
     claimed: dict[tuple[int, int], None] = field(default_factory=dict)
 
@@ -37,7 +41,7 @@ class SharedBatch:
         return rank if 0 <= rank < len(self.shares) else None
 
 
-def terms_of(request: LeaseRequest) -> tuple[object, ...]:
+def terms_of(request: LeaseRequest) -> BatchTerms:
     """The terms that must be equal in the requests of all ranks."""
     return (request.rows, request.tokens, request.groups, request.at_least, tuple(request.where))
 

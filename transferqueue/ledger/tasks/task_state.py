@@ -27,7 +27,7 @@ from typing import Annotated, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from transferqueue.ledger.arrays import BoolArray, Index, IntArray, is_run, tally
+from transferqueue.ledger.arrays import BoolArray, Index, IntArray, by_value, is_run, tally
 from transferqueue.ledger.attributes import COUNT_MAX, Attribute, Columns, Count
 from transferqueue.ledger.rows import FieldMask, RowStore, StepIndex
 from transferqueue.ledger.tasks.circuit import Circuit
@@ -74,6 +74,26 @@ class TaskCounters(msgspec.Struct, forbid_unknown_fields=True):
     failed: Count = 0
     dropped: Count = 0
     worker_deaths: Count = 0
+
+
+class LiveTask(msgspec.Struct):
+    """What an image has of a task, and a snapshot has not.
+
+    Args:
+        hold: of each row, as the column of this name.
+        counts: of rows in each state, those that were freed since included.
+        views: the `where` of each view.
+        stamps: of each group that is queued, in their order; of a task that takes single rows: none.
+    """
+
+    hold: IntArray
+    counts: list[int]
+    stamp: int
+    retries: RetryQueue
+    circuit: Circuit
+    errors: TaskErrors
+    views: list[list[Predicate]]
+    stamps: list[int] = []
 
 
 class FilteredReady(NamedTuple):
@@ -237,15 +257,42 @@ class TaskState:
         return columns | {STEP.name: np.where(columns["state"] == ACKED_WITH_STEP, self.hold.a[at], STEP.fill)}
 
     def restore(self, rows: IntArray, at: IntArray, stored: Columns) -> None:
-        """Restore the rows of a snapshot in a task without rows. Ready rows enter the queue by `rerank`."""
+        """Restore stored rows in a task without rows. Ready rows enter the queue by `rerank`, or `go_on`."""
         for name, column in self.columns.items():
             column.a[at] = stored[name]
         self.counts = np.bincount(stored["state"], minlength=len(STATES)).tolist()
         self._stamp = int(stored["order"].max(initial=0))
-        step = stored[STEP.name]
-        for number, _ in tally(step[step >= 0]):
-            self.hold.a[at[step == number]] = number
-            self.stepped.file(rows[step == number], number)
+        self.hold.a[at] = step = stored[STEP.name]
+        for number, positions in by_value(step):
+            if number >= 0:
+                self.stepped.file(rows[positions], number)
+
+    def live(self, at: IntArray) -> LiveTask:
+        """What an image has of the task beside `stored`. `at`: the positions of all resident rows."""
+        return LiveTask(
+            self.hold.a[at], self.counts, self._stamp, self.retries, self.circuit, self.errors,
+            [view.where for view in self.views.values()],
+        )  # fmt: skip
+
+    def go_on(self, live: LiveTask, rows: IntArray, at: IntArray) -> None:
+        """Continue as the task of an image, after `restore`. `rows`, at `at`: all resident rows."""
+        self.hold.a[at], self.counts, self._stamp = live.hold, live.counts, live.stamp
+        self.retries, self.circuit, self.errors = live.retries, live.circuit, live.errors
+        self._queue_again(live, rows, at)
+        for where in live.views:
+            self.queue(where)
+
+    def _queue_again(self, live: LiveTask, rows: IntArray, at: IntArray) -> None:
+        """Fill the ready queue from the columns of the ready rows."""
+        ready = self.state.a[at] == READY
+        rows, at = rows[ready], at[ready]
+        orders, stamps = self.order.a[at], self.hold.a[at]
+        if self.ranker.by_arrival:
+            new = orders == stamps
+            self.ready.restore_arrivals(rows[new], stamps[new])
+            rows, at, orders, stamps = rows[~new], at[~new], orders[~new], stamps[~new]
+        if rows.size:
+            self.ready.push(in_order(self._entries(rows, at, orders, stamps)), self.ready_units)
 
     # ------------------------------------------------------------ the ready queue
 

@@ -128,9 +128,8 @@ _Any = (
     | _CopiesOrdered
     | _CopiesFinished
 )
-STATE: Final = blake2b(
-    image.FINGERPRINT + repr([(one.__name__, one.__struct_fields__) for one in get_args(_Any)]).encode(), digest_size=16
-).digest()
+_RECORDS: Final = repr([(one.__name__, one.__struct_fields__) for one in get_args(_Any)])
+STATE: Final = blake2b(image.fingerprint() + _RECORDS.encode(), digest_size=16).digest()
 """Fingerprint of the classes in images and records. A journal with another fingerprint was written by another
 version."""
 _CHANGES: Final[dict[str, type[_Record]]] = {
