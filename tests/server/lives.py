@@ -29,7 +29,9 @@ class Life(Bench):
         place = ServerIdentity(
             epoch=ledger.epoch, address="ipc:///x", runtime="/r", version="0", pid=os.getpid(), started_at=0.0
         )
-        self.coordinator = Coordinator(ledger, memory, place, watcher=self.watched, durability=self.state)
+        self.coordinator = Coordinator(ledger, memory, place, watcher=self.watched)
+        self.coordinator.attach(self.state)
+        self.coordinator.lending.own_first = self.state.keeps_own_copy
         self.remote = reach_shards(self.coordinator)
         self.now = self.state.clock()
         self.lost = resume_sessions(self.coordinator, self.state)

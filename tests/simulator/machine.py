@@ -21,6 +21,7 @@ from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.durability.recorded_ledger import RecordedLedger, replay_journal
 from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.memory.own_memory import SHARD, OwnShardMemory
+from transferqueue.server.parts import Part
 from transferqueue.server.process.resume import resume_sessions
 from transferqueue.server.sessions.authorization import Authorizer
 from transferqueue.server.sessions.liveness import ProcessHandle
@@ -182,28 +183,17 @@ class SimAuthorizer(Authorizer):
         return None if number in self.withdrawn else "admin"
 
 
-class SimDurability:
-    """Durability of the simulated server; see `server.durable.Durability` and `server.resuming.Past`."""
+class SimDurability(Part):
+    """Durability of the simulated server; see `Part` and `process.resume.PreviousRun`. A full disk ends it."""
 
-    sessions_stay: Final = True
-    checksums: Final = False
-    keeps_own_copy: Final = False
     rebooted: Final = False
-    shortage: Final = ""
-    due_at: Final = None
-
-    def refuse(self, request: object) -> None:
-        """Refuse nothing."""
-
-    def look(self, now: float) -> None:
-        """Nothing to see: a full disk ends this server."""
 
     def __init__(self, ledger: RecordedLedger, clock: Callable[[], float]) -> None:
         self._ledger = ledger
         self.clock = clock
 
     def commit(self) -> None:
-        """See `Durability.commit`."""
+        """See `Part`."""
         self._ledger.commit()
 
     def damaged(self) -> list[int]:
@@ -323,8 +313,8 @@ class SimServer:
             watcher=self,
             open_process=self._open_process,
             authorizer=self._authorizer,
-            durability=kept,
         )
+        self.node.attach(kept)
         self._reach_shards(self.node)
         self._guarded(lambda node: resume_sessions(node, kept, self._find_again))
 

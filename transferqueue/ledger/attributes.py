@@ -1,7 +1,7 @@
 """Declares what is stored of a row, of a row in a task, and of a group: each attribute once.
 
-From its declaration follow an attribute's column in memory, its column in images and snapshots, the type of that column
-in the snapshot's files, and the check of values that come from such a file.
+From its declaration follow an attribute's column in memory, its stored column (`ledger.persistence`), the type of that
+column in files, and the check of values that come from a file.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Attribute(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     """One attribute.
 
     Args:
-        name: of its column in snapshots.
+        name: of its stored column.
         dtype: of its column.
         fill: the value of a new row.
-        lowest: a snapshot has no value below this; default None: any.
-        highest: a snapshot has no value above this; default None: any.
-        codes: texts for the values 0, 1, ...; the files of a snapshot have the texts.
-        time: "": the value is no time. Snapshots have times relative to the moment at which they are taken: "age", the
+        lowest: no stored value is below this; default None: any.
+        highest: no stored value is above this; default None: any.
+        codes: texts for the values 0, 1, ...; files have the texts.
+        time: "": the value is no time. Stored times are relative to the moment at which they are stored: "age", the
             seconds since then; "left", the seconds until then, and NaN for none.
     """
 
@@ -47,19 +47,19 @@ class Attribute(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     time: Literal["", "age", "left"] = ""
 
     def saved(self, values: AnyArray, now: float) -> AnyArray:
-        """The values as a snapshot has them, taken at `now`."""
+        """The values as they are stored at `now`."""
         if self.time:
             return now - values if self.time == "age" else values - now
         return values
 
     def loaded(self, values: AnyArray, now: float) -> AnyArray:
-        """The values of a snapshot that is restored at `now`."""
+        """Stored values, restored at `now`."""
         if self.time:
             return now - values if self.time == "age" else values + now
         return values
 
     def beyond(self, values: AnyArray) -> BoolArray:
-        """Which values of a snapshot are out of range."""
+        """Which stored values are out of range."""
         if self.time:
             far: BoolArray = ~(np.abs(values) <= SECONDS_MAX)
             return far & ~np.isnan(values) if self.time == "left" else far
@@ -72,7 +72,7 @@ class Attribute(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
 
 
 def columns_of(objects: Iterable[object], attributes: Mapping[str, Attribute], now: float = 0.0) -> Columns:
-    """Columns of objects as a snapshot has them. `attributes`: by the name that the objects have them under."""
+    """Stored columns of objects. `attributes`: by the name that the objects have them under."""
     listed = list(objects)
     return {
         one.name: one.saved(np.array([getattr(each, name) for each in listed], one.dtype), now)
@@ -81,7 +81,7 @@ def columns_of(objects: Iterable[object], attributes: Mapping[str, Attribute], n
 
 
 def rows_of(columns: Columns, attributes: Mapping[str, Attribute], now: float = 0.0) -> Iterator[dict[str, Any]]:
-    """The values of each object in the columns of a snapshot, by the names that the object has them under; None for a
+    """The values of each object in stored columns, by the names that the object has them under; None for a
     time that is not set."""
     values: list[Sequence[Any]] = []
     for one in attributes.values():

@@ -89,7 +89,7 @@ class Calls:
         if (refused := session.refused.get(call)) is not None:
             return refused
         if (
-            (shortage := self._state.durability.shortage)
+            (shortage := self._state.parts.shortage)
             and _adds_work(request)
             and not self._ledger.is_repeat(request, session.number, call)
         ):

@@ -152,9 +152,7 @@ class Clients:
             runtime=state.identity.runtime,
             arenas={} if session.remote else {SHARD: arena.path},
             arena_bytes=arena.capacity,
-            durable=state.durability.sessions_stay,
             seat=state.index,
-            checksums=state.durability.checksums,
         )
         return replace(welcome, **{name: fact for part in state.parts for name, fact in part.welcome().items()})
 

@@ -43,7 +43,7 @@ from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.loop_latency import Turns
 from transferqueue.server.memory.lending import Lending
 from transferqueue.server.memory.own_memory import OwnShardMemory
-from transferqueue.server.parts import Durability, NoDurability, Part, Parts
+from transferqueue.server.parts import Part, Parts
 from transferqueue.server.server_requests import ServerRequests
 from transferqueue.server.sessions import authorization, liveness
 from transferqueue.server.sessions.exit_status import DIED, GOODBYE
@@ -73,7 +73,6 @@ class Coordinator:
         watcher: watches the processes of sessions.
         open_process: finds the process of a client that says Hello.
         authorizer: maps keys to roles; None: a server without keys.
-        durability: the journal and its disk; None: nothing outlives the process.
         index: of this coordinator in its deployment.
     """
 
@@ -86,7 +85,6 @@ class Coordinator:
         watcher: Watcher,
         open_process: Callable[[m.Hello], liveness.ProcessHandle] = liveness.open_process,
         authorizer: authorization.Authorizer | None = None,
-        durability: Durability | None = None,
         index: CoordinatorIndex = CoordinatorIndex(),  # noqa: B008  (frozen)
     ) -> None:
         self.ledger: Final = ledger
@@ -104,10 +102,7 @@ class Coordinator:
         answers before the others are served."""
         self.handled = ""
         """The tag of the request that the last frame carried."""
-        self.has_journal: Final = durability is not None
-        """Whether `commit` has something to do."""
-        self._durability = durability or NoDurability()
-        self.lending: Final = Lending(memory, self.parts, self.waiting.wake, own_first=self._durability.keeps_own_copy)
+        self.lending: Final = Lending(memory, self.parts, self.waiting.wake)
         state = ServerState(
             identity=identity,
             index=index,
@@ -118,7 +113,6 @@ class Coordinator:
             workers=self.workers,
             counters=self.counters,
             turns=self.turns,
-            durability=self._durability,
             parts=self.parts,
         )
         self._authorizer = authorizer or authorization.Authorizer()
@@ -127,8 +121,8 @@ class Coordinator:
         self._defects = Defects(state)
         self.clients: Final = Clients(state, self.answers, self._defects, watcher, open_process)
         self._calls = Calls(state, self.answers, self._defects, self.clients, self.operations)
-        self._first_steps: list[Step] = [("look_at_disk", self._look_at_disk), ("trim", self._trim)]
         self._last_steps: list[Step] = [
+            ("shortage", lambda now: self._follow_shortage()),
             ("ledger", self._tick_ledger),
             ("end_silent", self.clients.end_silent),
             ("free_lingering", self.clients.free_lingering),
@@ -226,7 +220,7 @@ class Coordinator:
             self.ledger.message_received(session.number, now)  # it has no answer
         elif call.id <= session.seen or (self.waiting.requests and self.waiting.holds(session.number, call.id)):
             self._calls.repeated(session, call.id, request, now)
-        elif (role not in declared.roles or declared.home is not None or self._durability.checksums) and (
+        elif (role not in declared.roles or declared.home is not None or self.parts.refusing) and (
             refused := self._refused(role, request, declared)
         ) is not None:
             self.ledger.message_received(session.number, now)
@@ -239,8 +233,9 @@ class Coordinator:
 
     def _refused(self, role: Role, request: m.Request, declared: Declaration) -> TransferQueueError | None:
         """Why a request is refused before it is tried; None if it is not."""
-        if self._durability.checksums and (refused := self._durability.refuse(request)) is not None:
-            return refused
+        for part in self.parts.refusing:
+            if (refused := part.refuse(request)) is not None:
+                return refused
         if role not in declared.roles:
             return authorization.not_allowed(role, declared)
         return None if declared.home is None else wrong_coordinator(self.index, request)
@@ -264,7 +259,7 @@ class Coordinator:
         if due is not None and due <= now:
             self.commit()  # a free must be durable before its pages are given back
         parts = [(type(part).__name__, part.tick) for part in self.parts]
-        self._defects.tick([*self._first_steps, *parts, *self._last_steps], now)
+        self._defects.tick([("trim", self._trim), *parts, *self._last_steps], now)
 
     def _trim(self, now: float) -> None:
         due = self.memory.due_at
@@ -283,7 +278,6 @@ class Coordinator:
             self.sessions.next_deadline(),
             self.memory.due_at,
             self.waiting.next_deadline() if self.waiting.requests else None,
-            self._durability.due_at,
             *[part.next_deadline() for part in self.parts],
         ):
             if due is not None and (at is None or due < at):
@@ -319,21 +313,16 @@ class Coordinator:
 
     def commit(self) -> None:
         """Make all changes so far durable, as the level requires. Blocks. Call it before sending the outbox."""
-        self._durability.commit()
-        if self.memory.grows_ahead is not (not self._durability.shortage):
-            self._shortage_changed()
+        for part in self.parts.durable:
+            part.commit()
+        self._follow_shortage()
 
-    def _look_at_disk(self, now: float) -> None:
-        due = self._durability.due_at
-        if due is not None and due <= now:
-            self._durability.look(now)
-            if not self._durability.shortage:
-                self._shortage_changed()
-
-    def _shortage_changed(self) -> None:
-        """The disk of the state became full, or has room again. Waiting requests that add work are refused as new ones
-        are."""
-        shortage = self._durability.shortage
+    def _follow_shortage(self) -> None:
+        """If a part lacks room from now on, refuse waiting requests that add work as new ones are; if it has room
+        again, try them."""
+        shortage = self.parts.shortage
+        if self.memory.grows_ahead == (not shortage):
+            return
         self.memory.grows_ahead = not shortage
         if shortage:
             self._calls.refuse_all(Full(shortage), work_only=True)
@@ -351,7 +340,7 @@ class Coordinator:
 
     def stop(self, why: str = "the server was stopped") -> None:
         """Stop watching processes. Unless sessions outlive the server, tell each that it stops, and why."""
-        if not self._durability.sessions_stay:
+        if not self.parts.durable:
             self._calls.refuse_all(Disconnected(why))
             for session in self.sessions:
                 self.answers.send(session.peer, 0, failed(Disconnected(why)))

@@ -1,9 +1,9 @@
 """The door between a coordinator and its optional parts.
 
-A part is a folder of the server: `shards` (remote memory and replicas), `durability` (journal and snapshots) and
-`spill`. The assembly imports shards and snapshots if their folders are installed, and journal and spill if their
-options are chosen; `Coordinator.attach` joins them. The coordinator calls all its parts, in order, at the same points
-of each turn. No other module outside a part imports it.
+A part is a folder of the server: `shards` (remote memory and replicas), `durability` (journal and snapshots, a part
+each) and `spill`. The assembly imports shards and snapshots if their folders are installed, and journal and spill if
+their options are chosen; `Coordinator.attach` joins them. The coordinator calls all its parts, in order, at the same
+points of each turn. No other module outside a part imports it.
 """
 
 from __future__ import annotations
@@ -60,12 +60,27 @@ class Part:
         """Facts for clients that connect: fields of `Welcome` by name."""
         return {}
 
+    def refuse(self, request: m.Request) -> UsageError | None:
+        """Why a request may not be carried out; None: it may."""
+        return None
+
     def issue(self, session: OpenSession, reply: m.Reply) -> m.Reply:
         """The reply as this session gets it."""
         return reply
 
     def waits_ended(self, keys: Collection[WakeKey], now: float) -> None:
         """No request waits on these keys any more: the sessions of those that did have ended."""
+
+    # ------------------------------------------------------------ what outlives the server
+
+    @property
+    def shortage(self) -> str:
+        """Why requests that add work are refused now; "": they are not. Asked of parts with a `commit`."""
+        return ""
+
+    def commit(self) -> None:
+        """Return when all changes so far are durable, so that answers may be sent. The sessions of a server that has
+        such a part go on with the next server. `DiskFailed` if the disk is full or fails."""
 
     # ------------------------------------------------------------ time and memory
 
@@ -111,6 +126,10 @@ class Parts:
         """Those with a `go_on`, which every call passes."""
         self.issuing: Final[list[Part]] = []
         """Those with an `issue`, which every reply passes."""
+        self.refusing: Final[list[Part]] = []
+        """Those with a `refuse`, which every request passes."""
+        self.durable: Final[list[Part]] = []
+        """Those with a `commit`, which every turn passes."""
         self._all: Final[list[Part]] = []
 
     def __len__(self) -> int:
@@ -122,10 +141,23 @@ class Parts:
     def attach(self, part: Part) -> None:
         """Add a part."""
         self._all.append(part)
-        if type(part).go_on is not Part.go_on:
+        kind = type(part)
+        if kind.go_on is not Part.go_on:
             self.going_on.append(part)
-        if type(part).issue is not Part.issue:
+        if kind.issue is not Part.issue:
             self.issuing.append(part)
+        if kind.refuse is not Part.refuse:
+            self.refusing.append(part)
+        if kind.commit is not Part.commit:
+            self.durable.append(part)
+
+    @property
+    def shortage(self) -> str:
+        """Why requests that add work are refused now; "": they are not."""
+        for part in self.durable:
+            if part.shortage:
+                return part.shortage
+        return ""
 
 
 class ColdStore(Protocol):
@@ -139,57 +171,3 @@ class ColdStore(Protocol):
 
     def read(self, block: int) -> U8:
         """The bytes of a cold block that is held. `Corruption` if they cannot be read, or differ from those written."""
-
-
-class Durability(Protocol):
-    """How the state of a coordinator outlives its process."""
-
-    @property
-    def sessions_stay(self) -> bool:
-        """Whether sessions continue with the next server."""
-
-    @property
-    def keeps_own_copy(self) -> bool:
-        """Whether each block must have a copy in the coordinator's own memory, since remote shards lose theirs
-        sooner."""
-
-    @property
-    def checksums(self) -> bool:
-        """Whether each block must be committed with the checksum of its bytes."""
-
-    def refuse(self, request: m.Request) -> UsageError | None:
-        """Why a request may not commit its blocks; None: it may. Asked only where `checksums` is true."""
-
-    @property
-    def shortage(self) -> str:
-        """Why requests that add work are refused now; "": they are not."""
-
-    @property
-    def due_at(self) -> float | None:
-        """When to call `look` next; None: no look is needed."""
-
-    def look(self, now: float) -> None:
-        """Check whether the shortage has ended."""
-
-    def commit(self) -> None:
-        """Return when all changes so far are durable, so that answers may be sent. `DiskFailed` if the disk is full or
-        fails."""
-
-
-class NoDurability:
-    """Level ``memory``: nothing outlives the process."""
-
-    sessions_stay: Final = False
-    checksums: Final = False
-    keeps_own_copy: Final = False
-    shortage: Final = ""
-    due_at: Final = None
-
-    def refuse(self, request: m.Request) -> None:
-        """Refuse nothing."""
-
-    def look(self, now: float) -> None:
-        """Do nothing."""
-
-    def commit(self) -> None:
-        """Do nothing."""

@@ -8,7 +8,7 @@ from transferqueue.ledger.ledger import Ledger
 from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.loop_latency import Turns
 from transferqueue.server.memory.lending import Lending
-from transferqueue.server.parts import Durability, Parts
+from transferqueue.server.parts import Parts
 from transferqueue.server.sessions.session_table import SessionTable, Workers
 from transferqueue.server.sessions.waiting import WaitQueue
 from transferqueue.wire.home_coordinator import CoordinatorIndex
@@ -40,5 +40,4 @@ class ServerState:
     workers: Workers
     counters: Counters
     turns: Turns
-    durability: Durability
     parts: Parts

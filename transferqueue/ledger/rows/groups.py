@@ -27,7 +27,7 @@ ATTRIBUTES: Final = {
     "size": Attribute("group_size", "i8", 1, 1, COUNT_MAX),
     "present": Attribute("present", "i8", 0, 0, COUNT_MAX),
 }
-"""What snapshots store of a `GroupState`."""
+"""What is stored of a `GroupState`."""
 
 
 class GroupState:
@@ -93,7 +93,7 @@ class GroupIndex:
         return np.where(ids < 0, -2 - rows, ids)
 
     def stored(self) -> Columns:
-        """The known groups as a snapshot has them."""
+        """The stored columns of the known groups."""
         return columns_of(self._by_id.values(), ATTRIBUTES)
 
     def live(self) -> IntArray:

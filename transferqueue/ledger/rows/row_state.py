@@ -28,7 +28,7 @@ ATTRIBUTES: Final = (
     Attribute("stamped", "i8", -1, -1, COUNT_MAX),
     *FACTS,
 )
-"""What snapshots store of each row, beside its fields, key and tags. A new attribute of a row is declared here."""
+"""What is stored of each row, beside its fields, key and tags. A new attribute of a row is declared here."""
 _TASKS_LEFT: Final = Attribute("tasks_left", "u1")
 _FIELDS: Final = Attribute("fields", "u8")
 _FREED: Final = Attribute("freed", "u8")
@@ -223,11 +223,11 @@ class RowStore:
     # ------------------------------------------------------------ snapshots
 
     def stored(self, at: IntArray, now: float) -> Columns:
-        """The attributes of rows at positions `at`, as a snapshot has them."""
+        """The stored attributes of rows at positions `at`."""
         return {name: column.attribute.saved(column.a[at], now) for name, column in self.columns.items()}
 
     def restore(self, at: IntArray, stored: Columns, now: float) -> None:
-        """Set the attributes of rows at positions `at` to those of a snapshot."""
+        """Set the attributes of rows at positions `at` to stored ones."""
         for name, column in self.columns.items():
             column.a[at] = column.attribute.loaded(stored[name], now)
         self.facts_given = dict.fromkeys(self.facts)

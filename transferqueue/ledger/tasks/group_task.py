@@ -49,7 +49,7 @@ ATTRIBUTES: Final = {
     "order": Attribute("order", "i8", 0, 0, COUNT_MAX),
     "deadline": Attribute("left_s", "f8", time="left"),
 }
-"""What snapshots store of a `FormingGroup`. The others follow from its members, and from the queue."""
+"""What is stored of a `FormingGroup`. The others follow from its members, and from the queue."""
 
 
 class FormingGroup:
@@ -249,7 +249,7 @@ class GroupTaskState(TaskState):
         self.changed.pop(unit, None)
 
     def stored_groups(self, now: float) -> Columns:
-        """The groups as a snapshot has them."""
+        """The stored columns of the groups."""
         return columns_of(self.forming.values(), ATTRIBUTES, now)
 
     def restore_groups(self, forming: Columns, rows: IntArray, at: IntArray, now: float) -> None:

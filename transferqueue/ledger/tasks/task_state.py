@@ -252,7 +252,7 @@ class TaskState:
         return np.arange(self._stamp - count + 1, self._stamp + 1)
 
     def stored(self, at: IntArray) -> Columns:
-        """What a snapshot has of rows at positions `at`: `STORED`."""
+        """The stored columns of rows at positions `at`: `STORED`."""
         columns = {name: column.a[at] for name, column in self.columns.items()}
         return columns | {STEP.name: np.where(columns["state"] == ACKED_WITH_STEP, self.hold.a[at], STEP.fill)}
 

@@ -25,10 +25,10 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -45,6 +45,7 @@ from transferqueue.server.durability.recorded_ledger import STATE, RecordedLedge
 from transferqueue.server.durability.recovery import LostAtReboot, PreviousState
 from transferqueue.server.durability_level import Level
 from transferqueue.server.memory.own_memory import SHARD
+from transferqueue.server.parts import Part
 from transferqueue.server.runtime_directory import (
     SHARED_MEMORY,
     ArenaDirectory,
@@ -103,7 +104,7 @@ def _without_own_copy(request: m.Request, shard_of: Callable[[int], int | None])
     return None
 
 
-class StateDirectory:
+class StateDirectory(Part):
     """The state directory at `path`, locked until `close`.
 
     `ledger`, `allocator` and `arena` are as the last run left them, or new. `rebooted` says whether the machine was
@@ -131,7 +132,6 @@ class StateDirectory:
         shared: Path = SHARED_MEMORY,
         accept_loss: bool = False,
     ) -> None:
-        self.sessions_stay: Final = True
         self.path: Final = path.absolute()
         with disk_failures(f"state directory {path} cannot be made", self.path):
             private_directory(self.path, "state directory")
@@ -174,11 +174,16 @@ class StateDirectory:
 
     @property
     def keeps_own_copy(self) -> bool:
-        """See `Durability`. At level ``disk``: the memory of another process does not survive a reboot."""
+        """Whether each block must have a copy in the coordinator's own memory: at level ``disk``, since the memory of
+        another process does not survive a reboot."""
         return self.level.survives_reboot
 
+    def welcome(self) -> Mapping[str, Any]:
+        """See `Part`."""
+        return {"durable": True, "checksums": self.checksums}
+
     def refuse(self, request: m.Request) -> UsageError | None:
-        """See `Durability`."""
+        """See `Part`."""
         if self.checksums and (refused := _without_checksum(request)) is not None:
             return refused
         return _without_own_copy(request, self.ledger.shard_of_extent) if self.keeps_own_copy else None
@@ -191,20 +196,21 @@ class StateDirectory:
 
     @property
     def shortage(self) -> str:
-        """See `Durability`."""
+        """See `Part`."""
         return self._reserve.shortage
 
-    @property
-    def due_at(self) -> float | None:
-        """See `Durability`."""
+    def next_deadline(self) -> float | None:
+        """When to look again whether the disk has room."""
         return self._reserve.due_at
 
-    def look(self, now: float) -> None:
-        """See `Durability`."""
-        self._reserve.look(now)
+    def tick(self, now: float) -> None:
+        """Look whether the disk has room again."""
+        due = self._reserve.due_at
+        if due is not None and due <= now:
+            self._reserve.look(now)
 
     def commit(self) -> None:
-        """See `Durability.commit` and rules 3 and 4."""
+        """See `Part.commit`, and rules 3 and 4."""
         committed = self.ledger.blocks_committed
         if self.level.survives_reboot and committed != self._synced_blocks:
             with self._unwritten():

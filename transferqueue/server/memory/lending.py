@@ -72,7 +72,6 @@ class Lending:
         own: its arena.
         parts: are told before freed bytes of the arena may be granted again (`Part.memory_freed`).
         wake: makes the requests due that wait on a key.
-        own_first: the first copy of each block is in the arena, and other lenders grant only further copies.
     """
 
     def __init__(
@@ -80,15 +79,14 @@ class Lending:
         own: OwnShardMemory,
         parts: Iterable[Part] = (),
         wake: Callable[[WakeKey], None] = lambda _: None,
-        *,
-        own_first: bool = False,
     ) -> None:
         self.own: Final = own
         self.remote: Mapping[int, Lender] = {}
         """The other lenders, by number."""
         self._parts = parts
         self._wake = wake
-        self._own_first = own_first
+        self.own_first = False
+        """Whether the first copy of each block is in the arena, and other lenders grant only further copies."""
         self._held: set[int] = set()
         self._freed_while_held: dict[int, FreeExtent] = {}
         """Extents to free once they are not held, by number."""
@@ -107,10 +105,10 @@ class Lending:
         if no shard has room now. `Impossible` if no shard could ever have it; errors as in `OwnShardMemory.take`.
         """
         candidates = [lender for lender in self._ranked(session, use) if lender.number not in apart]
-        if self._own_first and SHARD not in apart:
+        if self.own_first and SHARD not in apart:
             candidates = [self.own]
         if use == "rows":
-            _check_rows(nbytes, [self.own] if self._own_first else self._lending)
+            _check_rows(nbytes, [self.own] if self.own_first else self._lending)
         if not candidates:
             raise Impossible(
                 f"an extent apart from shards {listing(apart)} can never be granted: there are no others; start "

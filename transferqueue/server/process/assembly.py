@@ -259,15 +259,10 @@ def _continued(
     index.check_kept(state.ledger.table_names, state.ledger.channel_names, f"state {state.path}")
     memory = OwnShardMemory(state.arena.arena, state.allocator, len(state.ledger.extents_of(SHARD)))
     identity = _identity(state.ledger.epoch, directory, state.clock())
-    return Coordinator(
-        state.ledger,
-        memory,
-        identity,
-        watcher=exits,
-        authorizer=authorizer,
-        durability=state,
-        index=index,
-    )
+    coordinator = Coordinator(state.ledger, memory, identity, watcher=exits, authorizer=authorizer, index=index)
+    coordinator.attach(state)
+    coordinator.lending.own_first = state.keeps_own_copy
+    return coordinator
 
 
 def first_epoch() -> int:

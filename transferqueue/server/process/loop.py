@@ -278,7 +278,7 @@ class Loop:
 
     def _send(self) -> None:
         while self._answers.outbox or self._coordinator.unfinished:
-            if self._coordinator.has_journal:
+            if self._coordinator.parts.durable:
                 self._clock()
                 began = self._clock.read_at
                 self._coordinator.commit()
