@@ -14,9 +14,14 @@ from tests.ledger.driver import World
 from tests.ledger.test_determinism import Fuzz, run
 from transferqueue.errors import Corruption, InternalError, NotFound, UsageError
 from transferqueue.ledger import Ledger
-from transferqueue.ledger.persistence.image import _decoder, _Header
+from transferqueue.ledger.persistence.image import _decoder, _Header, _State, _Table
+from transferqueue.ledger.persistence.snapshot import TableCounters
+from transferqueue.ledger.rows import groups
+from transferqueue.ledger.rows.blocks import StoredBlocks
 from transferqueue.ledger.rows.row_pages import LIVE, StateColumn
 from transferqueue.ledger.table_state import TableState
+from transferqueue.ledger.tasks import group_task
+from transferqueue.ledger.tasks.task_state import ATTRIBUTES, LiveTask
 from transferqueue.limits import PAGE_ROWS, Limits
 from transferqueue.policies import Complete, Plugin, Priority, Retry, Task
 from transferqueue.wire import messages as m
@@ -235,6 +240,48 @@ def test_an_image_lacks_no_attribute_of_the_state(seed: int) -> None:
             assert differences(state, again, "state") == []
             for name, table in state.tables.items():
                 assert differing_columns(table, again.tables[name]) == []
+
+
+TERMS: Final = {"name", "limits", "pacing", "retention", "extra_fields", "sealed", "clock"}
+STORED: Final = {
+    "LedgerState": {*_State.__struct_fields__, "core"},
+    "SharedState": {*_State.__struct_fields__, "writing"},
+    "TableState": {*_Table.__struct_fields__, *TableCounters.__struct_fields__, *TERMS, "rows", "groups", "history"}
+    | {"group_tasks"},
+    "TaskState": {
+        *LiveTask.__struct_fields__,
+        "_stamp",
+        "counters",
+        "task",
+        "needs",
+        "columns",
+        *(one.name for one in ATTRIBUTES),
+    },
+    "FormingGroup": {*group_task.ATTRIBUTES, "stamp", "ready", "table", "task"},
+    "GroupState": {*groups.ATTRIBUTES, "rows"},
+    "BlockRegistry": {*StoredBlocks.__struct_fields__, "_next_extent", "_next_block"},
+}
+"""By class, the attributes that an image has, or that follow from those: of classes with a stored form of their own.
+The others are stored as they are declared."""
+
+
+def test_each_attribute_of_the_state_is_stored_or_follows() -> None:
+    """Also one that no test changes."""
+    state = run(3, 300)[1].ledger.state
+    table = state.tables["t"]
+    task = next(task for task in table.group_tasks if task.forming)
+    group = next(iter(table.groups._by_id.values()))
+    objects = (
+        state,
+        state.core,
+        table,
+        table.tasks["roll"],
+        next(iter(task.forming.values())),
+        group,
+        state.core.blocks,
+    )
+    lacking = {type(one).__name__: {*attributes(one)} - STORED[type(one).__name__] for one in objects}
+    assert {name: names for name, names in lacking.items() if names} == {}
 
 
 def test_arrays_of_a_copy_are_its_own_and_can_be_written() -> None:
