@@ -10,10 +10,11 @@ import pytest
 
 from tests.ledger.driver import Driver, World
 from tests.ledger.test_determinism import run
-from transferqueue.errors import UsageError
+from transferqueue.errors import DeadlineExceeded, UsageError
 from transferqueue.ledger import Ledger
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot
 from transferqueue.ledger.persistence.snapshot_checks import check
+from transferqueue.ledger.table_state import Absence
 from transferqueue.limits import PAGE_BYTES, PAGE_ROWS, Limits
 from transferqueue.policies import Complete, DeliverPartial, LongestFirst, Manual, Pacing, Refill, Retry, Task
 from transferqueue.schema import Field, align
@@ -55,6 +56,17 @@ def test_a_snapshot_is_restored_only_into_an_empty_ledger(world: World, client: 
     snapshot = world.ledger.take_snapshot(world.now)
     with pytest.raises(UsageError, match=r"into an empty deployment; this one has rollouts: start another server"):
         world.ledger.restore_snapshot(snapshot, world.now)
+
+
+def test_texts_after_a_restore_say_who_is_missing(world: World, client: Driver) -> None:
+    client.create(tasks=[Task("reward", ["x"], ["reward"]), Task("train", ["x", "reward"])])
+    client.put(2, inline={"x": 1.0})
+    other = World(now=100.0)
+    gone = Absence("reward-0, which ended", 3.0)
+    other.ledger.explain_absence_with(lambda table, task, now: gone if task == "reward" else None)
+    other.ledger.restore_snapshot(world.ledger.take_snapshot(world.now), other.now)
+    with pytest.raises(DeadlineExceeded, match="reward-0, which ended"):
+        other.client().lease("train", 2)
 
 
 def test_rows_keep_ids_facts_values_keys_and_tags(world: World, client: Driver) -> None:

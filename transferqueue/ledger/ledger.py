@@ -154,6 +154,7 @@ class Ledger:
         self.tick(now)
         check_empty(self.state)
         state, _ = image.read(image.write(self.state, 0), self.state.core.plugins)
+        state.core.absence = self.state.core.absence
         restore(state, snapshot, self.state.now)
         with self._changes("a restore"):
             self.state = state
