@@ -521,8 +521,9 @@ class Task(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         gives: fields that the task writes; default: none.
         selector: which ready rows are leased next; default ``Fifo()``.
         groups: ``Complete(...)``: lease whole groups only; default None: single rows.
-        lease_s: seconds until a silent worker (dead, stopped or cut off) loses its rows; default 60. The client of a
-            live worker renews the lease in time.
+        lease_s: seconds until a silent worker (dead, stopped or cut off) loses its rows; default 60. One that the
+            server sees end loses them at once, and one of another host after 10 s of silence at the latest. The client
+            of a live worker renews the lease in time.
         retry: when rows whose lease failed are leased again, and after how many failures they are dropped; default
             ``Retry()``: never dropped.
         from_: default ``"start"``: the task gets every live row; ``"now"``: only rows that are put after it was

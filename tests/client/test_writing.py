@@ -6,8 +6,10 @@ import itertools
 from collections.abc import Generator
 from typing import Any
 
+import numpy as np
 import pytest
 
+import transferqueue as tq
 from transferqueue.client.memory.grants import OPEN_MAX, CommitOutcome, WriteGrants, WriteRegion
 from transferqueue.client.session.calls import Deadline
 from transferqueue.limits import (
@@ -80,6 +82,18 @@ def test_a_large_piece_has_an_extent_of_its_size_which_its_commit_closes() -> No
     node = Node()
     node.region(SMALL_EXTENT_BYTES).done(CommitOutcome.COMMITTED)
     assert (node.granted[0].nbytes, node.returned) == (SMALL_EXTENT_BYTES, [])
+
+
+@pytest.mark.parametrize("left", [0, 1, 64, PAGE_BYTES - ALIGNMENT, PAGE_BYTES - ALIGNMENT + 1, PAGE_BYTES - 1])
+def test_the_server_has_closed_each_extent_that_is_not_returned(left: int) -> None:
+    """Most large puts leave less than a page of their grant, and need no request to return it."""
+    with tq.connect("embedded") as server, tq.connect(server.address, label="producer") as queue:
+        table = queue.create_table("t", fields=[tq.Field("x", "uint8", (4 * MIB - left,))])
+        returned: list[object] = []
+        queue._client.grants._return_extent = returned.append  # and the server does not hear of it
+        table.put(x=np.zeros((1, 4 * MIB - left), np.uint8))
+        (producer,) = [each for each in server.sessions().values() if each.label == "producer"]
+        assert (producer.grants, returned) == (0, [])
 
 
 @pytest.mark.parametrize("outcome", [CommitOutcome.REFUSED, CommitOutcome.UNKNOWN])

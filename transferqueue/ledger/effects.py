@@ -1,5 +1,4 @@
-"""The ledger's orders to its caller: wake waiting requests, reuse memory, notify holders of leases, and when to call it
-again.
+"""The ledger's orders to its caller: wake waiting requests, reuse memory, log lost leases, and when to call it again.
 
 The ledger does no I/O. It collects effects while it changes state, and `Ledger.take_effects` returns each of them once.
 The ledger stays correct if an effect is never applied.

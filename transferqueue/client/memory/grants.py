@@ -173,12 +173,19 @@ class WriteGrants:
             if outcome is CommitOutcome.TORN and extent in self._open[extent.lane]:
                 self._open[extent.lane].remove(extent)
                 extent.retired = True
-            if extent.retired and (outcome is not CommitOutcome.COMMITTED or region.nbytes != extent.granted.nbytes):
+            if extent.retired and not (outcome is CommitOutcome.COMMITTED and _fills(region, extent.granted)):
                 self._return_if_left(extent)
 
     def _return_if_left(self, extent: _GrantedExtent) -> None:
         if extent.retired and extent.writers == 0:
             self._return_extent(m.ReturnGrant(extent=extent.granted.extent))
+
+
+def _fills(region: WriteRegion, granted: m.Granted) -> bool:
+    """Whether the commit of a region closes its extent at the server (`BlockRegistry.commit`): less than a page is
+    left. Its last block may end up to `ALIGNMENT` bytes before the region."""
+    left = granted.nbytes - region.nbytes
+    return region.offset == granted.offset and left <= PAGE_BYTES - ALIGNMENT
 
 
 def _ask(nbytes: int, deadline: Deadline, apart: Sequence[int], use: m.GrantPurpose) -> Operation[m.Granted]:

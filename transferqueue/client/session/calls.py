@@ -313,7 +313,7 @@ class PendingCalls:
         heapq.heappush(self._agenda, (pending.next_send, pending.id))
 
     def _frame(self, call: int, payload: bytes) -> bytes:
-        """A `messages.Call` around a request that is encoded already."""
+        """The frame of a call (`wire.messages.envelope.CallFrame`) whose request is encoded already."""
         seen = min(self.seen, call - 1)  # a call that is sent again may be older than what has arrived
         return _encoder.encode((PROTOCOL, self.session, call, seen, msgspec.Raw(payload)))
 

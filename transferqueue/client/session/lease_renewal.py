@@ -5,7 +5,8 @@
    longer than that loses its rows, though its process lives. Each use of the lease by the worker (taking it from a
    loader, acking or releasing a part of it, renewing it) shows that it does not hang: the bound is counted from there
    again.
-3. A process that is dead, stopped or cut off renews nothing, so its rows are given to others after `lease_s`.
+3. A process that is dead, stopped or cut off renews nothing, so its rows are given to others after `lease_s`; at once
+   when the server sees its end, and when a client of another host has been silent for `SESSION_SILENCE_S`.
 4. A lease that the server refuses to renew is lost. Its holder learns that when it next uses the batch.
 
 `LeaseRenewer.renew` and the methods of `RenewedLease` may be called from any thread, also from a finalizer: they take

@@ -180,8 +180,9 @@ class Table(TableBase):
             at_least: the fewest rows, tokens or groups to return; default None: as many as were asked for.
             timeout_s: seconds to wait; default None: no limit; 0: not at all.
             where: a predicate, or up to 16 of them, that every row must satisfy; default: none.
-            lease_s: seconds after which a process that is dead, stopped or cut off loses the rows; default None: those
-                of the task. While the process lives, the client renews the lease.
+            lease_s: seconds after which a process that is dead, stopped or cut off loses the rows, if the server does
+                not see its end before; default None: those of the task. While the process lives, the client renews the
+                lease.
             time_limit_s: seconds that the batch may be held, from the lease or its last `renew`; default None: those of
                 the task; 0: the client does not renew the lease. A process that holds it longer counts as hanging, and
                 its rows are given to others.

@@ -229,7 +229,7 @@ def sessions_stats(
     for table in tables:
         for reservation in table.flow.reservations.values():
             reserved[reservation.session] += reservation.left
-    grants = Counter(extent.session for extent in core.blocks.extents.values())
+    grants = Counter(extent.session for extent in core.blocks.extents.values() if extent.open)
     return Sessions(
         {
             str(session.id): _session_stats(session, core, reserved[session.id], grants[session.id], now)

@@ -128,7 +128,8 @@ def lose_leases(table: TableState, task: TaskState, rows: IntArray, at: IntArray
 
 
 def end_lease(table: TableState, lease: LeaseState, why: str, *, by_holder: bool) -> None:
-    """End a lease. `by_holder`: the holder ended it; otherwise its holders are notified."""
+    """End a lease. `by_holder`: the holder ended it; otherwise the loss is counted and logged; its
+    holders learn it at their next use of it."""
     if not by_holder:
         for session in lease.holders.values():
             table.core.effects.add(LeaseEnded(session, lease.id, why))

@@ -89,8 +89,8 @@ class RowsRead(Message):
 
 
 class ReplyColumns(Message, tag="Part"):
-    """Fields that lie together, and the place of each row of the reply: index into `blocks` (`short.alike`), row in
-    block (`short.ascending`)."""
+    """Fields that lie together, and the place of each row of the reply: its index into `blocks`
+    (`codec.encode_constant`), and its row in the block (`codec.encode_ascending`)."""
 
     fields: Names
     blocks: Annotated[list[BlockLocation], Meta(max_length=BLOCK_ROWS_MAX)]
@@ -99,7 +99,7 @@ class ReplyColumns(Message, tag="Part"):
 
 
 class ReplyRows(Message, tag="Content"):
-    """Rows with their facts (as `short.alike`), inline values and the places of their columns.
+    """Rows with their facts (as `codec.encode_constant` shortens them), inline values and the places of their columns.
 
     `definitions` describes all fields in `inline` and `parts`, by `codec.encode_fields`. They are the same bytes step
     after step, so a reader decodes them once.
