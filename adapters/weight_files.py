@@ -32,7 +32,7 @@ _DTYPES: Final = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-_Spec = tuple[str, tuple[int, ...]]
+Spec = tuple[str, tuple[int, ...]]
 """Dtype, by torch's name, and shape."""
 _ALIGNED: Final = 8
 """The header ends at a multiple of so many bytes."""
@@ -129,6 +129,30 @@ class TensorFiles:
         stored = self._pieces[name][0].get_dtype()
         return next(own for own, theirs in _DTYPES.items() if theirs == stored)
 
+    def spec(self, name: str, dtype: str = "") -> Spec:
+        """Return dtype and shape of a tensor.
+
+        Args:
+            name: of the tensor.
+            dtype: torch's name of that in which floating tensors are wanted; default "": as they are.
+        """
+        own = self.dtype_of(name)
+        return dtype if dtype and "float" in own else own, self.shape(name)
+
+    def tensor(self, name: str, dtype: str = "") -> Tensor:
+        """Return a whole tensor.
+
+        Args:
+            name: of the tensor.
+            dtype: as of `spec`; default "".
+        """
+        import torch
+
+        own, shape = self.spec(name, dtype)
+        tensor = torch.empty(shape, dtype=getattr(torch, own))
+        self.read(name, tensor)
+        return tensor
+
     def slices(self) -> dict[str, Any]:
         """Return safetensors' own slices of tensors that lie in one file each."""
         return {name: pieces[0] for name, pieces in self._pieces.items()}
@@ -191,7 +215,7 @@ class TensorWriter:
         UsageError: a dtype that safetensors does not know.
     """
 
-    def __init__(self, path: Path, specs: Mapping[str, _Spec]) -> None:
+    def __init__(self, path: Path, specs: Mapping[str, Spec]) -> None:
         self._error: OSError | None = None
         self._file: Any = None
         try:
@@ -228,13 +252,13 @@ class TensorWriter:
             raise self._error
 
 
-def copy_weights(files: TensorFiles, directory: Path, *, dtype: str = "", file_bytes: int) -> int:
-    """Write all tensors as the weights of a model, in files with an index. One tensor is in memory at a time.
+def write_weights(directory: Path, specs: Mapping[str, Spec], tensors: Iterable[Tensor], *, file_bytes: int) -> int:
+    """Write tensors as the weights of a model, in files with an index. One is taken at a time.
 
     Args:
-        files: with the tensors.
         directory: of the model.
-        dtype: torch's name of that of floating tensors; default "": as they are.
+        specs: of all tensors, by name.
+        tensors: in the order of `specs`.
         file_bytes: most bytes of a file; one larger tensor is a file of its own.
 
     Returns:
@@ -243,39 +267,29 @@ def copy_weights(files: TensorFiles, directory: Path, *, dtype: str = "", file_b
     Raises:
         OSError: a file cannot be written.
     """
-    import torch
-
-    parts = _in_parts({name: _copied_spec(files, name, dtype) for name in files.names}, file_bytes)
-    named = {numbered_file(WEIGHTS, number, len(parts)): specs for number, specs in enumerate(parts)}
-    for file, specs in named.items():
-        with TensorWriter(directory / file, specs) as writer:
-            for name, (own, shape) in specs.items():
-                tensor = torch.empty(shape, dtype=getattr(torch, own))
-                files.read(name, tensor)
-                writer.write(tensor)
+    parts, left = _in_parts(specs, file_bytes), iter(tensors)
+    named = {numbered_file(WEIGHTS, number, len(parts)): part for number, part in enumerate(parts)}
+    for file, part in named.items():
+        with TensorWriter(directory / file, part) as writer:
+            for _ in part:
+                writer.write(next(left))
         writer.check()
-    nbytes = sum(_spec_bytes(spec) for specs in parts for spec in specs.values())
-    write_index(directory, {name: file for file, specs in named.items() for name in specs}, nbytes)
+    nbytes = specs_bytes(specs)
+    write_index(directory, {name: file for file, part in named.items() for name in part}, nbytes)
     return nbytes
 
 
-def copied_bytes(files: TensorFiles, *, dtype: str = "") -> int:
-    """Return how many bytes `copy_weights` writes.
+def specs_bytes(specs: Mapping[str, Spec]) -> int:
+    """Return the bytes of tensors of these dtypes and shapes.
 
     Args:
-        files: as of `copy_weights`.
-        dtype: as of `copy_weights`; default "".
+        specs: by name.
     """
-    return sum(_spec_bytes(_copied_spec(files, name, dtype)) for name in files.names)
+    return sum(map(_spec_bytes, specs.values()))
 
 
-def _copied_spec(files: TensorFiles, name: str, dtype: str) -> _Spec:
-    own = files.dtype_of(name)
-    return dtype if dtype and "float" in own else own, files.shape(name)
-
-
-def _in_parts(specs: Mapping[str, _Spec], file_bytes: int) -> list[dict[str, _Spec]]:
-    parts: list[dict[str, _Spec]] = [{}]
+def _in_parts(specs: Mapping[str, Spec], file_bytes: int) -> list[dict[str, Spec]]:
+    parts: list[dict[str, Spec]] = [{}]
     room = file_bytes
     for name, spec in specs.items():
         if parts[-1] and _spec_bytes(spec) > room:
@@ -286,7 +300,7 @@ def _in_parts(specs: Mapping[str, _Spec], file_bytes: int) -> list[dict[str, _Sp
     return parts
 
 
-def _spec_bytes(spec: _Spec) -> int:
+def _spec_bytes(spec: Spec) -> int:
     import torch
 
     return math.prod(spec[1]) * int(getattr(torch, spec[0]).itemsize)
@@ -312,7 +326,7 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _header(specs: Mapping[str, _Spec]) -> bytes:
+def _header(specs: Mapping[str, Spec]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for name, (dtype, shape) in specs.items():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -13,9 +15,20 @@ from transferqueue.adapters.protocols import Unsupported
 from transferqueue.adapters.scoring.plan import plan_for
 from transferqueue.errors import NotFound, UsageError, listing
 
+CAUSAL_LM: Final = "AutoModelForCausalLM"
+"""Class of transformers for language models."""
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HEADS: Final = ("score.", "classifier.", "v_head.", "value_head.")
 """Names of the output layers that a value model may lack."""
+
+
+class LoadOptions(TypedDict, total=False):
+    """The keyword arguments of `load_causal_lm`, which explains them."""
+
+    dtype: str
+    device: str
+    revision: str
+    trust_remote_code: bool
 
 
 def load_causal_lm(
@@ -46,30 +59,22 @@ def load_causal_lm(
         from transferqueue.adapters.builtin.model import BuiltinModel
 
         return BuiltinModel.from_pretrained(path).to(torch_device(device), torch_dtype(dtype)).eval()
-    model, missing = _loaded("AutoModelForCausalLM", path, dtype, device, revision, trust_remote_code)
+    model, missing = _loaded(
+        CAUSAL_LM, path, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
+    )
     check_complete(path, missing)
     return _prepared(model)
 
 
-def load_value_model(
-    path: str | Path,
-    *,
-    dtype: str = "bfloat16",
-    device: str = "auto",
-    revision: str = "",
-    trust_remote_code: bool = False,
-) -> Any:
+def load_value_model(path: str | Path, **options: Unpack[LoadOptions]) -> Any:
     """Load a critic for `response_values`: a token classifier with one label, or any model that can start as one.
 
     A reward model (a sequence classifier with one label) brings its score layer. A language model has none: the values
     start at 0.
 
     Args:
-        path: as of `load_causal_lm`.
-        dtype: as of `load_causal_lm`; default ``"bfloat16"``.
-        device: as of `load_causal_lm`; default ``"auto"``.
-        revision: as of `load_causal_lm`; default "".
-        trust_remote_code: as of `load_causal_lm`; default False.
+        path: a directory, or an id that transformers downloads.
+        **options: `dtype`, `device`, `revision` and `trust_remote_code`, as of `load_causal_lm`.
 
     Returns:
         The model, with dropout off.
@@ -78,9 +83,7 @@ def load_value_model(
         NotFound: there is no model at `path`.
         UsageError: its files lack other weights than those of the score layer, or an unknown dtype.
     """
-    model, missing = _loaded(
-        "AutoModelForTokenClassification", path, dtype, device, revision, trust_remote_code, num_labels=1
-    )
+    model, missing = _loaded("AutoModelForTokenClassification", path, {"num_labels": 1}, **options)
     check_complete(path, [name for name in missing if not name.startswith(_HEADS)])
     with torch.no_grad():
         for name in missing:
@@ -88,22 +91,12 @@ def load_value_model(
     return _prepared(model)
 
 
-def load_classifier(
-    path: str | Path,
-    *,
-    dtype: str = "bfloat16",
-    device: str = "auto",
-    revision: str = "",
-    trust_remote_code: bool = False,
-) -> Any:
+def load_classifier(path: str | Path, **options: Unpack[LoadOptions]) -> Any:
     """Load a reward model for `rewards_of`: a sequence classifier with one label.
 
     Args:
-        path: as of `load_causal_lm`.
-        dtype: as of `load_causal_lm`; default ``"bfloat16"``.
-        device: as of `load_causal_lm`; default ``"auto"``.
-        revision: as of `load_causal_lm`; default "".
-        trust_remote_code: as of `load_causal_lm`; default False.
+        path: a directory, or an id that transformers downloads.
+        **options: `dtype`, `device`, `revision` and `trust_remote_code`, as of `load_causal_lm`.
 
     Returns:
         The model, with dropout off.
@@ -112,7 +105,7 @@ def load_classifier(
         NotFound: there is no model at `path`.
         UsageError: its files lack weights, so that rewards would be random; several labels; or an unknown dtype.
     """
-    model, missing = _loaded("AutoModelForSequenceClassification", path, dtype, device, revision, trust_remote_code)
+    model, missing = _loaded("AutoModelForSequenceClassification", path, **options)
     check_complete(path, missing)
     if model.config.num_labels != 1:
         raise UsageError(f'model "{path}" gives {model.config.num_labels} scores a row; a reward model gives one')
@@ -155,29 +148,43 @@ def torch_device(name: str) -> torch.device:
 def _loaded(
     architecture: str,
     path: str | Path,
-    dtype: str,
-    device: str,
-    revision: str,
-    trust_remote_code: bool,
-    **options: Any,
+    configured: Mapping[str, Any] | None = None,
+    *,
+    dtype: str = "bfloat16",
+    device: str = "auto",
+    revision: str = "",
+    trust_remote_code: bool = False,
 ) -> tuple[Any, list[str]]:
-    """Load a model; return it and the names of weights that its files lack."""
+    """Load a model; return it and the names of weights that its files lack. configured: changes of its
+    configuration."""
     import transformers
 
     weights_dtype, place = torch_dtype(dtype), torch_device(device)
     source = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-    try:
-        config = transformers.AutoConfig.from_pretrained(str(path), **source, **options)
+    with loading(path, architecture):
+        config = transformers.AutoConfig.from_pretrained(str(path), **source, **(configured or {}))
         model, report = getattr(transformers, architecture).from_pretrained(
             str(path), config=config, dtype=weights_dtype, output_loading_info=True, **source
         )
+    return model.to(place), sorted(report["missing_keys"])
+
+
+@contextmanager
+def loading(path: str | Path, architecture: str) -> Iterator[None]:
+    """Raise what a library says of a model that it cannot load as `NotFound` or `UsageError`.
+
+    Args:
+        path: of the model.
+        architecture: class of transformers that it is loaded as.
+    """
+    try:
+        yield
     except OSError as error:
         raise NotFound(
             f'model "{path}" cannot be loaded: {error}; give a directory that save_pretrained wrote'
         ) from error
     except (RuntimeError, ValueError) as error:  # weights of another shape; an unknown kind of model
         raise UsageError(f'model "{path}" cannot be loaded as {architecture}: {error}') from error
-    return model.to(place), sorted(report["missing_keys"])
 
 
 def check_complete(path: str | Path, missing: list[str]) -> None:

@@ -13,56 +13,52 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from transferqueue.adapters.builtin import is_builtin
-from transferqueue.adapters.scoring.load import check_complete, torch_device, torch_dtype, without_dropout
+from transferqueue.adapters.scoring.load import (
+    CAUSAL_LM,
+    LoadOptions,
+    check_complete,
+    loading,
+    torch_device,
+    torch_dtype,
+    without_dropout,
+)
 from transferqueue.adapters.scoring.lora import is_adapter, new_adapter
 from transferqueue.adapters.scoring.plan import plan_on_ranks
 from transferqueue.adapters.weight_files import TensorFiles, model_weight_files
 from transferqueue.adapters.weight_shards import like, shard_of
-from transferqueue.errors import NotFound, UsageError
+from transferqueue.errors import UsageError
 
 
-def load_sharded_causal_lm(
-    path: str | Path,
-    shard: Callable[[Any], Any],
-    *,
-    dtype: str = "bfloat16",
-    device: str = "auto",
-    revision: str = "",
-    trust_remote_code: bool = False,
-) -> Any:
+def load_sharded_causal_lm(path: str | Path, shard: Callable[[Any], Any], **options: Unpack[LoadOptions]) -> Any:
     """Load this rank's part of a causal language model. Every rank of the process group calls it.
 
     Args:
         path: as of `load_causal_lm`, with safetensors files.
         shard: gets the model without weights; may add adapters, shards it with ``fully_shard``, and returns it.
-        dtype: as of `load_causal_lm`; default ``"bfloat16"``.
-        device: as of `load_causal_lm`; default ``"auto"``.
-        revision: as of `load_causal_lm`; default "".
-        trust_remote_code: as of `load_causal_lm`; default False.
-
-    Returns:
-        The model, with dropout off.
+        **options: `dtype`, `device`, `revision` and `trust_remote_code`, as of `load_causal_lm`, which also says what
+            is returned and raised.
 
     Raises:
-        NotFound: there is no model at `path`.
-        UsageError: its files lack weights, or are no safetensors; or an unknown dtype.
+        UsageError: its files are no safetensors.
         Unsupported: the model is not causal, or `shard` split a weight otherwise than FSDP2 does.
     """
-    place, directory = torch_device(device), _directory(path, revision)
+    place, directory = torch_device(options.get("device", "auto")), local_directory(path, options.get("revision", ""))
     files = model_weight_files(directory)
     if not files:
         raise UsageError(
             f'model "{path}" has no safetensors files, of which ranks read their parts; load it once and write it by '
             "save_pretrained"
         )
-    model = model_without_weights(directory, dtype, trust_remote_code=trust_remote_code)
+    model = model_without_weights(
+        directory, options.get("dtype", "bfloat16"), trust_remote_code=options.get("trust_remote_code", False)
+    )
     without_dropout(model)
     model = shard(model)
     _fill(model, TensorFiles(files), place, path)
@@ -111,34 +107,32 @@ def model_without_weights(directory: Path, dtype: str, *, trust_remote_code: boo
 def _of_transformers(directory: Path, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
     import transformers
 
-    try:
+    with loading(directory, CAUSAL_LM):
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    except OSError as error:
-        raise NotFound(
-            f'model "{directory}" cannot be loaded: {error}; give a directory that save_pretrained wrote'
-        ) from error
-    except (RuntimeError, ValueError) as error:  # an unknown kind of model
-        raise UsageError(f'model "{directory}" cannot be loaded as AutoModelForCausalLM: {error}') from error
     if (directory / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
     return model
 
 
-def _directory(path: str | Path, revision: str) -> Path:
-    """Return where the files of a model are, once those of an id of the hub are here."""
+def local_directory(path: str | Path, revision: str = "") -> Path:
+    """Return where the files of a model are, once those of an id of the hub are here.
+
+    Args:
+        path: a directory, or an id.
+        revision: of an id; default "": the hub's default branch.
+
+    Raises:
+        NotFound: there is no such model.
+    """
     place = Path(path).expanduser()
     if place.is_dir():
         return place
     from huggingface_hub import snapshot_download
 
-    try:
-        patterns = ["*.json", "*.safetensors", "*.py", "*.model", "*.txt", "*.jinja"]
+    patterns = ["*.json", "*.safetensors", "*.py", "*.model", "*.txt", "*.jinja"]
+    with loading(path, CAUSAL_LM):
         return Path(snapshot_download(str(path), revision=revision or None, allow_patterns=patterns))
-    except (OSError, ValueError) as error:
-        raise NotFound(
-            f'model "{path}" cannot be loaded: {error}; give a directory that save_pretrained wrote'
-        ) from error
 
 
 # ---------------------------------------------------------------- weights

@@ -43,7 +43,7 @@ class LoraLinear(nn.Linear):
     def merged(self) -> Tensor:
         """Return ``W + (alpha / rank) B A`` in the dtype of W, computed in float32. Gathers shards."""
         weight, a, b = (whole(part.detach()) for part in (self.weight, self.lora_a, self.lora_b))
-        return (weight.float() + self.lora_scale * (b.float() @ a.float())).to(weight.dtype)
+        return with_product(weight, a, b, self.lora_scale).to(weight.dtype)
 
     def merged_shard(self) -> Tensor:
         """As `merged`, sharded as W is: each rank computes its own rows. Gathers A, which is small, so every rank must
@@ -51,9 +51,9 @@ class LoraLinear(nn.Linear):
         weight, b = self.weight.detach(), self.lora_b.detach()
         if not is_sharded(weight):
             return self.merged()
-        low = shard_of("lora_b", b).values.float() @ whole(self.lora_a.detach()).float()
-        local = (shard_of("weight", weight).values.float() + self.lora_scale * low).to(weight.dtype)
-        return like(weight, local)
+        rows, rows_of_b = (shard_of(name, part).values for name, part in (("weight", weight), ("lora_b", b)))
+        local = with_product(rows, whole(self.lora_a.detach()), rows_of_b, self.lora_scale)
+        return like(weight, local.to(weight.dtype))
 
 
 def add_lora(
@@ -276,6 +276,35 @@ def peft_name(name: str) -> str:
         if name.endswith(f".{own}"):
             name = name.removesuffix(own) + theirs
     return f"base_model.model.{name}"
+
+
+def adapted_weights(names: Collection[str]) -> dict[str, tuple[str, str]]:
+    """Return the weights that adapters belong to, each with peft's names of its A and B.
+
+    Args:
+        names: of the adapters, as peft has them.
+
+    >>> adapted_weights(["base_model.model.q.lora_A.weight", "base_model.model.q.lora_B.weight"])
+    {'q.weight': ('base_model.model.q.lora_A.weight', 'base_model.model.q.lora_B.weight')}
+    """
+    ends = ".lora_A.weight"
+    layers = [name.removesuffix(ends) for name in names if name.endswith(ends)]
+    return {
+        f"{layer.removeprefix('base_model.model.')}.weight": (f"{layer}{ends}", f"{layer}.lora_B.weight")
+        for layer in layers
+    }
+
+
+def with_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return ``W + scale B A``, computed in float32.
+
+    Args:
+        weight: W, or rows of it.
+        a: whole.
+        b: as many rows as `weight` has.
+        scale: alpha / rank.
+    """
+    return weight.float() + scale * (b.float() @ a.float())
 
 
 def merge_lora(model: nn.Module) -> None:

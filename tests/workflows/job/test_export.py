@@ -13,6 +13,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", exc_type=ImportError)
 
 from safetensors.torch import load_file  # noqa: E402
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from tests.workflows.job import jobs  # noqa: E402
@@ -82,11 +85,16 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return run_of(place, "trainer.lora_rank=2", steps=(1,))
 
 
-def moe(place: Path) -> None:
+def moe(place: Path, *, layers: int = 1, inner: int = 8) -> None:
     """A mixture of experts, whose publisher names weights otherwise than the module does."""
     make(place, **SMALL)
     config = transformers.Qwen3MoeConfig(
-        **SMALL, vocab_size=512, num_hidden_layers=1, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8
+        **SMALL,
+        vocab_size=512,
+        num_hidden_layers=layers,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=inner,
     )
     transformers.Qwen3MoeForCausalLM(config).save_pretrained(place)
 
@@ -142,6 +150,40 @@ def test_weights_have_the_names_of_their_publisher(tmp_path):
     for place in (tmp_path / "out", checkpoint_path(folder / RUN, 1)):
         model = load_causal_lm(place, dtype="float32")
         torch.testing.assert_close(logprobs(model), logprobs(learner.model), rtol=0, atol=1e-5)
+
+
+class HeldBytes(TorchDispatchMode):
+    """The most bytes that tensors in host memory held at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._held: dict[int, tuple[Any, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self._held = {at: kept for at, kept in self._held.items() if not kept[0].expired()}
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
+                self._held.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._held.values()))
+        return made
+
+
+@pytest.mark.parametrize("kind", ["whole", "merged", "experts"])
+def test_an_export_never_holds_the_model(kind, tmp_path):
+    if kind == "experts":
+        moe(tmp_path / "base", layers=6, inner=128)
+    else:
+        make(tmp_path / "base", **SMALL | {"intermediate_size": 256, "num_hidden_layers": 6})
+    folder, learner = run_of(tmp_path, *(["trainer.lora_rank=2"] if kind == "merged" else []), steps=(1,))
+    with HeldBytes() as held:
+        written = export_run(folder, tmp_path / "out", merge=kind == "merged")
+    largest = max(weight.nbytes for weight in learner.model.parameters())
+    assert largest <= held.peak <= 3 * largest < written.nbytes / 3
+    model = load_causal_lm(tmp_path / "out", dtype="float32")
+    torch.testing.assert_close(logprobs(model), logprobs(learner.model), rtol=0, atol=2e-5)
 
 
 def test_a_built_in_model_comes_out_too(tmp_path):

@@ -18,15 +18,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from safetensors.torch import save_file
 
 from transferqueue.adapters.builtin.model import BuiltinModel
 from transferqueue.adapters.scoring import load_causal_lm
 from transferqueue.adapters.scoring.load import torch_device, torch_dtype
-from transferqueue.adapters.scoring.load_sharded import load_sharded_causal_lm, model_without_weights
-from transferqueue.adapters.scoring.lora import add_lora, has_lora, merge_lora, peft_config
-from transferqueue.adapters.weight_files import INDEX, TensorFiles, copied_bytes, copy_weights
+from transferqueue.adapters.scoring.load_sharded import (
+    load_sharded_causal_lm,
+    local_directory,
+    model_without_weights,
+)
+from transferqueue.adapters.scoring.lora import adapted_weights, add_lora, has_lora, merge_lora, peft_config
+from transferqueue.adapters.weight_files import (
+    INDEX,
+    TensorFiles,
+    dtype_name,
+    model_weight_files,
+    specs_bytes,
+    write_weights,
+)
 from transferqueue.errors import UsageError
 from transferqueue.limits import MIB
 from transferqueue.observe import units
@@ -34,7 +44,8 @@ from transferqueue.workflows.job.data.tokenizer import TextTokenizer
 from transferqueue.workflows.job.run_files import ADAPTER_CONFIG, CONFIG, STATE
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.training.checkpoint import checked_weights, checkpoint_state, sync_tree
-from transferqueue.workflows.job.training.checkpoint_files import ADAPTERS, TRAINER, set_weights
+from transferqueue.workflows.job.training.checkpoint_files import ADAPTERS, TRAINER, saved_weights, set_weights
+from transferqueue.workflows.job.training.published_weights import PublishedWeights, published, with_adapters
 from transferqueue.workflows.job.training.ranks import ALONE, Ranks
 
 SHARD_BYTES: Final = 5 * 10**9
@@ -128,9 +139,9 @@ def export_checkpoint(
     """Write the policy of a checkpoint as a model directory `out`; return the bytes of its weights.
 
     job: of the run, resolved. dtype: of floating weights ("": that of the trained ones). merge: add adapters to the
-    weights of their base, which is loaded; else they are written in the format of peft. Holds a tensor at a time; the
-    written weights, where the model's publisher has them in other parts, or adapters are added. shard_bytes: most bytes
-    of a file. free_bytes: bytes that are free where a directory is.
+    weights of their base; else they are written in the format of peft. Holds a tensor at a time, or where the model's
+    publisher has weights in other parts (mixtures of experts) those of a layer. shard_bytes: most bytes of a file.
+    free_bytes: bytes that are free where a directory is.
 
     Raises `UsageError` for an unknown dtype, an `out` that has files, a run without adapters that is to be merged, and
     a disk without room, before anything is written; as `load_checkpoint` for a checkpoint that cannot be read.
@@ -145,46 +156,18 @@ def export_checkpoint(
         raise UsageError("--merge: the run trains all weights and has no adapters; leave it out")
     files = checked_weights(checkpoint, state)
     if adapters and not merge:
-        tensors = {name: files.piece(name, 0) for name in files.names}
-        if dtype:
-            tensors = {name: tensor.to(torch_dtype(dtype)) for name, tensor in tensors.items()}
+        tensors = {name: files.tensor(name, dtype) for name in files.names}
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         with _written(out, nbytes, free_bytes) as unfinished:
             save_file(tensors, unfinished / ADAPTERS, metadata={"format": "pt"})
             _copy_others(checkpoint, unfinished)
         return nbytes
-    own = dtype or files.dtype
-    if not merge:
-        empty = model_without_weights(checkpoint, own, trust_remote_code=job.model.trust_remote_code)
-        if _has_publishers_names(empty, files):
-            with _written(out, copied_bytes(files, dtype=dtype), free_bytes) as unfinished:
-                _write_config(unfinished, empty)
-                nbytes = copy_weights(files, unfinished, dtype=dtype, file_bytes=shard_bytes)
-                _copy_others(checkpoint, unfinished)
-            return nbytes
-    model = _merged(checkpoint, job, files, dtype) if merge else _whole(checkpoint, job, own)
-    nbytes = sum(parameter.nbytes for parameter in model.parameters())
-    with _written(out, nbytes, free_bytes) as unfinished:
-        if isinstance(model, BuiltinModel):
-            model.save_pretrained(unfinished)
-        else:
-            settings, model.generation_config = model.generation_config, type(model.generation_config)()
-            model.save_pretrained(unfinished, max_shard_size=shard_bytes)
-            (unfinished / GENERATION).write_text(settings.to_json_string(), encoding="utf-8")
+    weights = _merged(checkpoint, job, files, dtype) if merge else _trained(checkpoint, job, files, dtype)
+    with _written(out, specs_bytes(weights.specs), free_bytes) as unfinished:
+        _write_config(unfinished, weights.model)
+        nbytes = write_weights(unfinished, weights.specs, weights.tensors, file_bytes=shard_bytes)
         _copy_others(checkpoint, unfinished)
     return nbytes
-
-
-def _has_publishers_names(model: Any, files: TensorFiles) -> bool:
-    """Whether the publisher of the model has weights of these names and shapes, so that they can be copied."""
-    if isinstance(model, BuiltinModel):
-        return True
-    from transformers.core_model_loading import revert_weight_conversion
-
-    stored = {name: torch.empty(files.shape(name), device="meta") for name in files.names}
-    theirs = revert_weight_conversion(model, dict(stored))
-    shapes = [{name: tensor.shape for name, tensor in tensors.items()} for tensors in (stored, theirs)]
-    return shapes[0] == shapes[1] and not getattr(model, "_keys_to_ignore_on_save", None)
 
 
 def check_out(out: Path) -> None:
@@ -193,20 +176,27 @@ def check_out(out: Path) -> None:
         raise UsageError(f"{out} exists already, and nothing is replaced; give a directory that is new or empty")
 
 
-def _whole(checkpoint: Path, job: Job, dtype: str) -> Any:
-    model = load_causal_lm(checkpoint, dtype=dtype, device="cpu", trust_remote_code=job.model.trust_remote_code)
-    # A checkpoint has the names of the module, so loading converts none; saving would revert none.
-    model._weight_conversions = None
-    return model
+def _trained(checkpoint: Path, job: Job, files: TensorFiles, dtype: str) -> PublishedWeights:
+    model = model_without_weights(checkpoint, dtype or files.dtype, trust_remote_code=job.model.trust_remote_code)
+    specs = {name: files.spec(name, dtype) for name in files.names}
+    return published(model, specs, lambda name: files.tensor(name, dtype))
 
 
-def _merged(checkpoint: Path, job: Job, files: TensorFiles, dtype: str) -> Any:
+def _merged(checkpoint: Path, job: Job, adapters: TensorFiles, dtype: str) -> PublishedWeights:
+    """The weights of the base, with the adapters of a checkpoint. A base whose files name weights otherwise than its
+    module, or are no safetensors, is loaded."""
+    base = local_directory(job.model.path, job.model.revision)
+    files, own = TensorFiles(model_weight_files(base)), dtype or _base_dtype(job)
+    if adapted_weights(adapters.names).keys() <= set(files.names):
+        model = model_without_weights(base, own, trust_remote_code=job.model.trust_remote_code)
+        return with_adapters(model, files, adapters, scale=job.trainer.lora_alpha / job.trainer.lora_rank, dtype=own)
     model = load_policy(job, device="cpu")
-    set_weights(model, files, checkpoint)
-    if dtype:
-        model.to(torch_dtype(dtype))
+    set_weights(model, adapters, checkpoint)
     merge_lora(model)
-    return model
+    model.to(torch_dtype(own))
+    weights = saved_weights(model)
+    specs = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in weights.items()}
+    return published(model, specs, weights.__getitem__)
 
 
 def _copy_others(checkpoint: Path, into: Path) -> None:
