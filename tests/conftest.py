@@ -27,6 +27,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 # The models of tests are tiny, and threads of OpenMP that wait for each other burn what others on this machine need.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Tests make their models, and ids such as "models/tiny" are looked up in no hub.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 # Tests make the servers that they use; one that the developer's shell names is none of them.
 for name in ("TRANSFERQUEUE_ADDRESS", "TRANSFERQUEUE_TOKEN"):
     os.environ.pop(name, None)

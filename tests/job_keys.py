@@ -30,7 +30,7 @@ def documented(text: str) -> list[str]:
 
 def _table(table: KeyTable) -> str:
     about = [table.meaning, ""] if table.name else []
-    head = ["| key | type | meaning |", "|---|---|---|"]
+    head = ["| key | type | meaning | needed by |", "|---|---|---|---|"]
     lines = "\n".join([*about, *head, *map(_line, keys(table)), ""])
     return _COMMAND.sub(r"[\1](\1.md)", lines)
 
@@ -39,7 +39,7 @@ def _line(key: Key) -> str:
     name = key.name.rpartition(".")[2]
     shown = f"`{name}` {key.default}" if key.default in (OPEN, REQUIRED) else f"`{name} = {key.default}`"
     by_kind = f" Open: {key.by_kind}." if key.by_kind else ""
-    return f"| {shown} | {key.type} | {key.meaning}{by_kind} |"
+    return f"| {shown} | {key.type} | {key.meaning}{by_kind} | {key.needed_by} |"
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def responses_of(drawn: Drawn, *, tokenwise: bool = False, choices: bool = False
 
 def policy_mean(drawn: Drawn, algorithm: AlgorithmSettings, *, tokenwise: bool = False) -> Tensor:
     """Return our loss of the batch as one number: the sum over its denominator."""
-    responses = responses_of(drawn, tokenwise=tokenwise, choices=algorithm.direction == "forward")
+    responses = responses_of(drawn, tokenwise=tokenwise, choices=bool(algorithm.top_k))
     return mean(policy_loss(responses, algorithm, tokens_max=TOKENS_MAX))
 
 

@@ -105,7 +105,7 @@ CASES = [
         _ours(kind="gspo"),
         lambda drawn: grpo(drawn, loss_type="grpo", importance_sampling_level="sequence"),
     ),
-    Case("distill, forward", _ours(kind="distill", direction="forward", top_k=5), distill_forward),
+    Case("distill, forward", _ours(kind="distill", top_k=5), distill_forward),
 ]
 """TRL 1.16 has no PPO, REINFORCE++ or per-token reverse distillation; its SFT loss is transformers' cross-entropy."""
 VALUES: list[Any] = []

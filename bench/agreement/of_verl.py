@@ -161,7 +161,7 @@ CASES = [
     Case("ppo", _ours(kind="ppo", tokenwise=True), lambda drawn: policy(drawn, "tokens", tokenwise=True), WIDE),
     Case("ppo, critic", lambda drawn: mean(value_loss(responses_of(drawn), AlgorithmSettings(kind="ppo"))), value),
     Case("distill, reverse", _ours(kind="distill"), distill_reverse, WIDE),
-    Case("distill, forward", _ours(kind="distill", direction="forward", top_k=5), distill_forward),
+    Case("distill, forward", _ours(kind="distill", top_k=5), distill_forward),
     Case("sft", _ours(kind="sft"), sft),
 ]
 

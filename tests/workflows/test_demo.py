@@ -223,5 +223,5 @@ def test_every_option_has_its_place_in_the_job(tmp_path: Path) -> None:
         2.0,
         True,
     )
-    assert job.log.to == ("jsonl", "tensorboard")
+    assert job.log.to == ("tensorboard",)
     assert names.REFERENCE in [stage.task.name for stage in stages(job)]

@@ -151,6 +151,6 @@ def demo_job(
         evaluation=EvaluationSettings(
             path=str(inputs / "data"), every=0, rows=HELD_OUT_QUESTIONS, samples=4, temperature=1.0
         ),
-        log=LogSettings(to=("jsonl", *log)),  # type: ignore[arg-type]
+        log=LogSettings(to=tuple(log)),
         queue=QueueSettings(memory_gib=0.25),
     )

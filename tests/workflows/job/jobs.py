@@ -29,7 +29,7 @@ KINDS = {
     "gspo": GRPO | {"algorithm": {"kind": "gspo"}},
     "ppo": GRPO | ALONE | CRITIC | {"algorithm": {"kind": "ppo", "kl": 0.05, "kl_in": "reward", "kl_estimator": "k1"}},
     "distill": {name: value for name, value in (GRPO | ALONE | TEACHER).items() if name != "reward"}
-    | {"algorithm": {"kind": "distill", "top_k": 4, "direction": "forward"}},
+    | {"algorithm": {"kind": "distill", "top_k": 4}},
     "sft": {name: value for name, value in GRPO.items() if name not in ("reward", "engine")}
     | {"algorithm": {"kind": "sft"}, "data": {"path": "x", "response": "answer", "prompt_tokens_max": 32}},
     "play": GRPO | {"reward": [{"environment": "my_envs:make"}]},

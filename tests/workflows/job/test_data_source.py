@@ -200,6 +200,31 @@ def test_held_out_prompts_are_the_first_of_their_own_file(here):
     assert [(prompt.number, prompt.data["answer"]) for prompt in held_out] == [(0, 0), (1, 14), (2, 21)]
 
 
+def test_held_out_sets_have_prompts_and_answers_in_columns_of_their_own(here):
+    lines = {
+        "own.jsonl": {"question": "3*4", "solution": "12"},
+        "other.jsonl": {"problem": "2*2", "key": 4},
+        "same.jsonl": {"prompt": "1+1=", "answer": 2},
+    }
+    for name, line in lines.items():
+        (here / name).write_text(json.dumps(line))
+    settings = job(
+        here,
+        "grpo",
+        f"evaluation={{path='{here / 'own.jsonl'}', template='{{question}}=', columns={{answer='solution'}}}}",
+        f"evaluation.sets=[{{name='a', path='{here / 'other.jsonl'}', prompt='problem', columns={{answer='key'}}}},"
+        f" {{name='b', path='{here / 'same.jsonl'}'}}]",
+    )
+    found = held_out_prompts(open_held_out(settings, ByteTokenizer()), settings)
+    shown = {
+        name: (bytes(prompts[0].ids.tolist()).decode(), prompts[0].data["answer"]) for name, prompts in found.items()
+    }
+    assert shown == {"": ("3*4=", "12"), "a": ("2*2", 4), "b": ("1+1=", 2)}
+    wrong = job(here, "grpo", f"evaluation={{path='{here / 'own.jsonl'}', template='{{problem}}'}}")
+    with pytest.raises(UsageError, match=r"evaluation\.template: \{problem\} is no column of"):
+        open_held_out(wrong, ByteTokenizer())
+
+
 # ---------------------------------------------------------------- puts
 
 

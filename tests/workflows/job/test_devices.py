@@ -2,8 +2,15 @@
 list that no machine here has.
 """
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
 
@@ -20,7 +27,7 @@ from transferqueue.workflows.job.graph import stage_jobs
 from transferqueue.workflows.job.run import machine
 from transferqueue.workflows.job.run.machine import devices_of
 from transferqueue.workflows.job.run.on_ray import reserved
-from transferqueue.workflows.job.run.preflight import placement_of
+from transferqueue.workflows.job.run.preflight import check_positions, placement_of
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import GIB
 
@@ -269,7 +276,7 @@ def test_vllm_gets_what_the_others_leave_of_a_gpu():
 def test_nothing_is_compared_where_bytes_are_not_known():
     unknown = placed(jobs.job("grpo", VLLM), [FoundDevice(name="0")], None)
     assert [process.share for process in unknown.processes] == [0.45, 0.0]
-    text = "not known: its model is not on this machine"
+    text = "not known: no config.json of its model is here, or came from the hub"
     assert unknown.lines() == [f"GPU 0: rollout-0 {text} + train-0 {text} = 0.00 MiB"]
 
 
@@ -297,6 +304,84 @@ def test_sizes_are_read_from_the_headers_of_the_files(tmp_path):
     header = b'{"w": {"dtype": "F32", "shape": [4, 8], "data_offsets": [0, 128]}}'
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(128))
     assert model_sizes(str(tmp_path)) == ModelSizes(parameters=32, hidden=8, queries=8, keys=8, inner=32)
+
+
+def config_of_a_small_model(**changes: Any) -> dict[str, Any]:
+    config = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 160}
+    return config | {"num_hidden_layers": 3, "vocab_size": 512, "max_position_embeddings": 256} | changes
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("LlamaForCausalLM", {"tie_word_embeddings": False}),
+        ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
+        ("Qwen3MoeForCausalLM", {"num_experts": 8, "moe_intermediate_size": 32, "tie_word_embeddings": False}),
+    ],
+)
+def test_parameters_are_counted_from_a_configuration_alone(kind, changes, tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers", exc_type=ImportError)
+    model = getattr(transformers, kind)
+    real = model(model.config_class(**config_of_a_small_model(**changes)))
+    in_hub_cache("lab/small", real.config.to_dict(), tmp_path, monkeypatch)
+    sizes = model_sizes("lab/small", f"{kind}-1")
+    assert sizes is None, "another revision is not in the cache, and the hub is offline"
+    sizes = model_sizes("lab/small", "main")
+    assert sizes.parameters == pytest.approx(real.num_parameters(), rel=0.01)
+    assert (sizes.layers, sizes.hidden, sizes.keys, sizes.vocabulary) == (3, 64, 32, 512)
+
+
+def in_hub_cache(name: str, config: dict[str, Any], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the cache of the hub have a model's configuration, and no other model; the hub does not answer."""
+    constants = pytest.importorskip("huggingface_hub").constants
+    place = cache / f"models--{name.replace('/', '--')}"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text("c0")
+    (place / "snapshots" / "c0").mkdir(parents=True)
+    (place / "snapshots" / "c0" / "config.json").write_text(json.dumps(config, default=str))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def test_a_job_with_an_id_of_the_hub_is_placed_and_its_rows_compared_with_its_positions(tmp_path, monkeypatch):
+    in_hub_cache("lab/small", config_of_a_small_model(), tmp_path, monkeypatch)
+    given = jobs.job("grpo", VLLM, "model.path=lab/small")
+    assert [process.held.parts["weights"] for process in placement_of(given, devices=gpus(2)).processes][1] > 0
+    with pytest.raises(Impossible, match=r"model\.path='lab/small' has 256 positions, and a row up to"):
+        check_positions(jobs.job("grpo", "model.path=lab/small", "sampling.tokens_max=512"), "model.path", "lab/small")
+    unknown = placement_of(jobs.job("grpo", "model.path=lab/other"), devices=gpus(2))
+    assert "train-0 not known: no config.json of its model is here, or came from the hub" in unknown.lines()[1]
+
+
+HUB = """
+import sys
+from transferqueue.workflows.job.devices.model_sizes import model_sizes
+print(model_sizes("lab/small"), model_sizes("lab/none"))
+"""
+
+
+def test_the_hub_is_asked_for_the_configuration_of_a_model_that_is_not_here(tmp_path):
+    pytest.importorskip("huggingface_hub")
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = self.path == "/lab/small/resolve/main/config.json"
+            self.send_response(200 if found else 404)
+            self.end_headers()
+            self.wfile.write(json.dumps(config_of_a_small_model()).encode() if found else b"")
+
+        def log_message(self, *words: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        Thread(target=hub.serve_forever).start()
+        places = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path)}
+        hidden = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+        asked = [sys.executable, "-c", HUB]
+        said = subprocess.run(asked, env=hidden | places, capture_output=True, text=True, check=True, timeout=60)
+        hub.shutdown()
+    assert said.stdout.startswith("ModelSizes(parameters="), said.stderr
+    assert said.stdout.strip().endswith(") None")
 
 
 def test_in_turn_a_card_holds_what_stays_of_both_and_the_larger_of_what_each_adds():

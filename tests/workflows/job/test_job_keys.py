@@ -24,6 +24,11 @@ def test_each_key_and_table_says_what_it_means():
     assert [key.name for table in TABLES.values() for key in keys(table) if not key.meaning.endswith(".")] == []
 
 
+def test_each_key_says_which_jobs_need_it():
+    every = [key for table in TABLES.values() for key in keys(table)]
+    assert [key.name for key in every if not 0 < len(key.needed_by) <= 72] == []
+
+
 def test_each_example_is_a_job_with_those_of_the_required_tables():
     base = {name: value for example in EXAMPLES for name, value in example.items()}
     base = {name: base[name] for name in ("model", "data", "engine", "reward")} | {"algorithm": {"kind": "grpo"}}

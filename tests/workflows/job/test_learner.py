@@ -68,7 +68,6 @@ ALGORITHMS = {
         kind=kind,  # type: ignore[arg-type]
         kl=0.1 if kind == "dapo" else 0.0,
         mask_truncated=kind == "dapo",
-        direction="forward" if kind == "distill" else "reverse",
         top_k=3 if kind == "distill" else 0,
     )
     for kind in COLUMNS
@@ -289,3 +288,26 @@ def test_an_entropy_bonus_is_over_the_whole_distribution() -> None:
     assert scores.entropy_N is not None
     assert entropies[0] == pytest.approx(scores.entropy_N.mean().item(), rel=1e-4)
     assert entropies[0] < entropies[1] < entropies[2]
+
+
+# ---------------------------------------------------------------- figures
+
+
+@pytest.mark.parametrize("own_rows", [ROWS, 2, 0])
+def test_the_engine_error_is_over_the_tokens_of_the_trainers_own_version(own_rows: int) -> None:
+    one, given = learner("grpo"), columns("grpo")
+    one.version = 3
+    with torch.no_grad():
+        logprobs_N = response_scores(one.model, given["prompt_ids"], given["response_ids"]).logprobs_N.numpy()
+    sizes = [len(response) for response in given["response_ids"]]
+    older_then_own = [np.repeat([2, 3], [size - (row < own_rows), row < own_rows]) for row, size in enumerate(sizes)]
+    given["token_versions"] = older_then_own
+    given["rollout_logprobs"] = [
+        part - np.where(versions == 3, 0.25, 1.0).astype(np.float32)
+        for part, versions in zip(np.split(logprobs_N, np.cumsum(sizes)[:-1]), older_then_own, strict=True)
+    ]
+    one.accumulate(given)
+    figures = one.step()
+    assert (figures["own_tokens"], figures["tokens"]) == (own_rows, sum(sizes))
+    assert figures.get("engine_error") == (pytest.approx(0.25, abs=1e-5) if own_rows else None)
+    assert figures["policy_movement"] == pytest.approx(1.0, abs=1e-5)

@@ -17,7 +17,7 @@ from transferqueue.workflows.job.run.machine import check_packages
     [
         ("engine.0.kind=vllm", "vllm", r'engine\.0\.kind="vllm" needs vllm, .* pip install .*\[vllm\]'),
         ("engine.0.kind=transformers", "torch", r"needs torch, which is not installed here"),
-        ('log.to=["jsonl", "tensorboard"]', "tensorboard", r'log\.to has "tensorboard".* pip install tensorboard'),
+        ('log.to=["tensorboard"]', "tensorboard", r'log\.to has "tensorboard".* pip install tensorboard'),
         ('log.to=["wandb"]', "wandb", r'log\.to has "wandb".* leave it out'),
     ],
 )

@@ -94,7 +94,7 @@ def part(responses, rows):
 
 ALGORITHMS = [
     *(AlgorithmSettings(kind=kind, clip_low=0.2) for kind in KINDS if kind != "distill"),
-    AlgorithmSettings(kind="distill", direction="forward", top_k=3),
+    AlgorithmSettings(kind="distill", top_k=3),
     AlgorithmSettings(kind="rloo", ratio="sequence", aggregate="rows"),
     AlgorithmSettings(kind="dapo", old="trainer", tis_max=1.5, dual_clip=2.0, kl=0.1, aggregate="rows_max"),
     AlgorithmSettings(kind="gspo", kl=0.1, kl_estimator="k2", aggregate="tokens"),
@@ -211,7 +211,7 @@ def test_forward_distillation_over_all_tokens_is_the_kl():
         mask_N=torch.ones(3, dtype=torch.bool),
         offsets_R1=torch.tensor([0, 3]),
     )
-    loss = policy_loss(row, AlgorithmSettings(kind="distill", direction="forward", top_k=5))
+    loss = policy_loss(row, AlgorithmSettings(kind="distill", top_k=5))
     wanted = torch.nn.functional.kl_div(student, teacher, reduction="sum", log_target=True)
     assert loss.total.item() == pytest.approx(wanted.item())
     (gradient,) = torch.autograd.grad(loss.total, logits)
@@ -265,8 +265,8 @@ def test_bad_responses_are_refused():
         replace(row, rollout_logprobs_N=torch.zeros(3))
     with pytest.raises(UsageError, match="tokens_max=0: aggregate=rows_max divides by it"):
         policy_loss(row, AlgorithmSettings(kind="dr_grpo"))
-    with pytest.raises(UsageError, match="has 2 tokens for each position: direction=reverse"):
-        policy_loss(replace(row, teacher_logprobs_NK=torch.zeros(1, 2)), AlgorithmSettings(kind="distill", top_k=2))
+    with pytest.raises(UsageError, match="has 2 tokens for each position: top_k=0 reads the drawn token only"):
+        policy_loss(replace(row, teacher_logprobs_NK=torch.zeros(1, 2)), AlgorithmSettings(kind="distill"))
 
 
 def test_the_entropy_bonus_raises_the_entropy():

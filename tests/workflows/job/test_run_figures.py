@@ -12,7 +12,7 @@ from tests.figures import RUN_PAGE, run_page
 from tests.workflows.job.jobs import job
 from tests.workflows.job.short_run import lines as lines_of
 from transferqueue.cli.screens.train import Lines
-from transferqueue.errors import NotFound, UsageError
+from transferqueue.errors import NotFound
 from transferqueue.observe.figure_table import CHARS_MAX, CURVES_MAX, POINTS_MAX, FigureTable
 from transferqueue.workflows.dispatch.channels import newest
 from transferqueue.workflows.flow.events import RESTART, WORK, Figures, TimeSpan
@@ -115,6 +115,11 @@ def test_each_rule_that_breaks_is_told_in_words(change, patience, words):
     assert (warning.first, warning.last, warning.steps) == (1, steps, steps)
     assert warning.text_of_all.startswith(warning.wrong + f" in {steps} steps, 1 to {steps}: ")
     assert (" since step 1: " in warning.text, warnings.recent) == (True, [warning.text])
+
+
+def test_an_engine_error_of_few_tokens_is_not_judged():
+    told, _ = watched({"engine_error": 0.3, "own_tokens": 29}, {"engine_error": 0.3, "own_tokens": 1234})
+    assert [(step, "log-probs of 1,234 tokens" in text) for step, text in told] == [(2, True)]
 
 
 def test_equal_rewards_are_told_of_rows_without_groups():
@@ -306,10 +311,10 @@ def test_a_page_that_takes_long_is_made_less_often(tmp_path, monkeypatch):
 def test_a_logger_of_ones_own_is_found_before_the_run_starts(tmp_path, monkeypatch):
     (tmp_path / "own_logs.py").write_text("def log(step, figures):\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UsageError, match=r"log\.function 'own_logs' names no function"):
-        preflight(job("grpo", "log.function=own_logs"))
+    with pytest.raises(NotFound, match=r"log\.to\.1 own_logs:gone: the module has no gone; it has log"):
+        preflight(job("grpo", 'log.to=["own_logs:log", "own_logs:gone"]'))
     with pytest.raises(NotFound, match=r"my_rewards"):
-        preflight(job("grpo", "log.function=own_logs:log"))
+        preflight(job("grpo", 'log.to=["own_logs:log"]'))
 
 
 # ---------------------------------------------------------------- figures of rows

@@ -107,7 +107,7 @@ def job_in(folder):
             "pacing": {"mode": "async", "depth": 4, "max_staleness": 8},
             "weights": {"dtype": "float32"},
             "checkpoint": {"every": 0},
-            "log": {"function": "own_log:log", "samples": 3},
+            "log": {"to": ["own_log:log"], "samples": 3},
             "queue": {"memory_gib": 0.0625},
         }
     )

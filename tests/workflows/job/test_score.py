@@ -119,7 +119,7 @@ def test_the_teacher_gives_as_many_tokens_as_the_table_has(queue: tq.Queue, mode
 
 
 def test_the_drawn_token_alone_is_enough_for_the_reverse_direction(queue: tq.Queue, models: Path) -> None:
-    given = job(models, "distill", "algorithm.direction=reverse", "algorithm.top_k=0")
+    given = job(models, "distill", "algorithm.top_k=0")
     with score.teacher(context(queue, given)) as stage:
         found = scored(stage)
     assert [row.tolist() for row in found["teacher_ids"]] == [row[:, None].tolist() for row in RESPONSES]

@@ -37,7 +37,7 @@ model = { path = "models/Qwen2.5-0.5B" }
 data = { path = "data/prompts.jsonl" }
 engine = [{ kind = "vllm" }]
 sampling = { group_size = 1 }
-algorithm = { kind = "distill", top_k = 64, direction = "forward" }
+algorithm = { kind = "distill", top_k = 64 }
 teacher = { path = "models/Qwen2.5-7B" }
 """
 SFT = """
@@ -107,9 +107,13 @@ REFUSED = [
     (GRPO, "reward.0.weight=0.0", "reward.0.weight=0.0: every weight is 0, so nothing is rewarded; set one"),
     (SFT, 'reward=[{function="a:b"}]', 'reward with kind="sft"'),
     (GRPO, "data.response=answer", "data.response='answer' is read by sft alone"),
+    (GRPO, 'evaluation={path="e", response="answer"}', "evaluation.response='answer' is read by sft alone"),
+    (
+        GRPO,
+        'log.to=["tensorbord"]',
+        "log.to.0='tensorbord': give tensorboard, wandb, mlflow, or a function of your own",
+    ),
     (GRPO, "algorithm.top_k=8", "top_k=8 is read by distill alone"),
-    (DISTILL, "algorithm.top_k=0", 'direction="forward" with top_k=0'),
-    (DISTILL, "algorithm.direction=reverse", 'top_k=64 with direction="reverse"'),
     (GRPO, "algorithm={clip_low=0.3, clip_high=0.2}", "clip_high=0.2 is below clip_low=0.3"),
     (PPO, "trainer.stream=on", 'whiten with stream="on": whitening needs the batch; use stream="auto"'),
     (GRPO, "algorithm.epochs=2 ; trainer.stream=on", 'epochs=2, minibatches=1 with stream="on"'),
@@ -300,7 +304,7 @@ def test_what_a_job_leaves_open_is_filled_by_its_kind_and_mode(job_file):
     ahead = job_from_file(job_file(GRPO), set=["pacing.max_staleness=3"])
     assert (ahead.pacing.depth, ahead.pacing.max_staleness) == (3, 3)
     ppo = job_from_file(job_file(PPO))
-    assert (ppo.trainer.stream, ppo.critic.dtype, ppo.teacher.dtype) == ("off", "bfloat16", "")
+    assert ppo.trainer.stream == "off"
 
 
 def test_a_kl_term_without_a_reference_takes_the_model_as_it_begins(job_file):

@@ -134,16 +134,16 @@ def _clipped_losses(
 
 def _distillation_losses(responses: Responses, algorithm: AlgorithmSettings) -> tuple[Tensor, dict[str, Tensor]]:
     teacher_NK = responses.column("teacher_logprobs_NK", "distill").detach()
-    if algorithm.direction == "reverse":
+    if not algorithm.top_k:
         if teacher_NK.shape[1] != 1:
             raise UsageError(
-                f"teacher_logprobs_NK has {teacher_NK.shape[1]} tokens for each position: direction=reverse reads "
-                'the drawn token only; set top_k=0, or direction="forward"'
+                f"teacher_logprobs_NK has {teacher_NK.shape[1]} tokens for each position: top_k=0 reads the drawn "
+                f"token only; set top_k={teacher_NK.shape[1]}"
             )
         gain_N = teacher_NK[:, 0] - responses.logprobs_N.detach()
         losses_N, figures = _clipped_losses(responses, gain_N, algorithm)
         return losses_N, {**figures, "teacher_kl": -gain_N}
-    student_NK = responses.column("logprobs_NK", "distill with direction=forward")
+    student_NK = responses.column("logprobs_NK", f"distill with top_k={algorithm.top_k}")
     share_NK = teacher_NK.exp()
     losses_N = (share_NK * (teacher_NK - student_NK)).sum(1)
     return losses_N, {"teacher_kl": losses_N, "teacher_mass": share_NK.sum(1), "student_mass": student_NK.exp().sum(1)}

@@ -20,11 +20,8 @@ from transferqueue.workflows.job.settings.job import DataPart, DataSettings, Job
 
 PROMPT: Final = "prompt"
 """Key of column ``data`` with the prompt itself."""
-_KEYS: Final = (
-    re.compile(r"\bdata\.(path|subset|split|prompt|template|response|columns)\b"),
-    re.compile(r"\bdata\.(path|subset|split)\b"),
-)
-"""Keys in errors of a data set that a source or a held-out set has too, and those that ``evaluation`` has."""
+_KEYS: Final = re.compile(r"\bdata\.(path|subset|split|prompt|template|response|columns)\b")
+"""Keys in errors of a data set that a source or a held-out set has too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +90,8 @@ def open_prompts(job: Job, tokenizer: TextTokenizer | None = None) -> PromptData
 
 
 def open_held_out(job: Job, tokenizer: TextTokenizer | None = None) -> dict[str, PromptData]:
-    """Open the sets of held-out prompts, by their names; that of `evaluation.path` is "". They have the columns that
-    the training data has."""
+    """Open the sets of held-out prompts, by their names; that of `evaluation.path` is "". What one leaves open
+    is as in the training data."""
     parts = _held_out(job)
     opened = _opened(job, list(parts.values()), tokenizer)
     return {name: PromptData(sources=[source]) for name, source in zip(parts, opened, strict=True)}
@@ -118,11 +115,9 @@ def _training(job: Job) -> list[_Part]:
 
 
 def _held_out(job: Job) -> dict[str, _Part]:
-    evaluation = job.evaluation
-    first = DataPart(path=evaluation.path, subset=evaluation.subset)
-    settings = msgspec.structs.replace(job.data, split=evaluation.split)
-    parts = {"": _Part(_of_part(settings, first), "evaluation")}
-    for at, part in enumerate(evaluation.sets):
+    settings = msgspec.structs.replace(job.data, split=job.evaluation.split)
+    parts = {"": _Part(_of_part(settings, job.evaluation), "evaluation")}
+    for at, part in enumerate(job.evaluation.sets):
         parts[part.name] = _Part(_of_part(settings, part), f"evaluation.sets.{at}")
     return parts
 
@@ -197,7 +192,7 @@ def _named(key: str) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        text = _KEYS[key == "evaluation"].sub(rf"{key}.\1", str(error))
+        text = _KEYS.sub(rf"{key}.\1", str(error))
         raise type(error)(text if key in text or key == "data" else f"{key}: {text}") from error
 
 

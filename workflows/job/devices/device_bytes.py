@@ -5,7 +5,7 @@ With P parameters of the model, and n bytes of a number of the named dtype:
 | process | weights | gradients | moments | copies | activations | KV cache |
 |---|---|---|---|---|---|---|
 | trainer | P · n(master) | P · 4 | 2 · P · n(master) | P · n(model), under autocast | all layers, `micro_tokens` | – |
-| scorer | P · n(own) | – | – | – | one layer, `tokens` | – |
+| scorer | P · n(model) | – | – | – | one layer, `tokens` | – |
 | engine | P · n(model) | – | – | – | one layer, a prompt in each slot | `slots` of the longest row |
 
 Weights, gradients and moments are exact: a test compares them with torch's. A rank of ``fsdp2`` has its share of them,
@@ -66,7 +66,7 @@ def trained(job: Job, sizes: ModelSizes, *, critic: bool = False) -> DeviceBytes
     adapters = lora * _adapted(sizes)
     learned = adapters or sizes.parameters
     master = NUMBER_BYTES[settings.master_dtype]
-    compute = NUMBER_BYTES[(job.critic.dtype if critic else "") or job.model.dtype]
+    compute = NUMBER_BYTES[job.model.dtype]
     base = compute if lora and not sharded else master
     gradients = 4 if master == 4 else 4 + master  # float32 sums, and the gradient of the step
     step = learned * master // ranks + (min(_BUCKET_BYTES, learned * 4) if settings.parallel == "ddp" else 0)

@@ -1,16 +1,27 @@
-"""Sizes of a model, read from its ``config.json`` and the headers of its weights. No torch here."""
+"""Sizes of a model, read from its ``config.json`` and the headers of its weights; of an id of the hub from what its
+cache has, or the hub says. No torch here."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Final
+from urllib.request import Request, urlopen
 
 from transferqueue.adapters.weights import checkpoint_specs
 
+HUB_S: Final = 5.0
+"""Longest wait for the hub."""
+_CONFIG: Final = "config.json"
+_CONFIG_BYTES_MAX: Final = 1 << 20
+_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
+_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _PICKLED: Final = "pytorch_model*.bin"
 
 
@@ -37,25 +48,35 @@ class ModelSizes:
     vocabulary: int = 0
 
 
-def model_sizes(path: str) -> ModelSizes | None:
-    """Return the sizes of the model in a directory; None if its weights are not on this machine.
+def model_sizes(path: str, revision: str = "") -> ModelSizes | None:
+    """Return the sizes of a model; None if nothing says them.
+
+    Of a model in a directory, or in the cache of the hub, the parameters are those of its files. Of another one of the
+    hub they are counted from its configuration, as those of a decoder of Llama's form.
 
     Args:
-        path: a directory, or an id of the hub, which is not looked up.
+        path: a directory, or an id of the hub.
+        revision: of an id; default "": the hub's default branch.
     """
-    folder = Path(path).expanduser()
-    config = _config(folder)
-    parameters = _parameters(folder, config)
-    return _sizes(parameters, config.get("text_config", config)) if parameters else None
+    folder, config = model_folder(path, revision), model_config(path, revision)
+    inner = config.get("text_config") or config
+    parameters = _parameters(folder, config) if folder else 0
+    if not parameters and not Path(path).expanduser().is_dir():
+        parameters = _counted(_sizes(0, inner), inner)
+    return _sizes(parameters, inner) if parameters else None
 
 
-def positions_of(path: str) -> int:
-    """Return the tokens of the longest row that the model in a directory takes, by its ``config.json``; 0: that says
-    none, or is not on this machine.
+def positions_of(path: str, revision: str = "") -> int:
+    """Return the tokens of the longest row that a model takes, by its ``config.json``; 0: that says none, or is not
+    known.
 
     Rotary positions that are stretched (``rope_scaling``) count with their factor.
+
+    Args:
+        path: as of `model_sizes`.
+        revision: as of `model_sizes`; default "".
     """
-    config = _config(Path(path).expanduser())
+    config = model_config(path, revision)
     config = config.get("text_config") or config
     stated = config.get("max_position_embeddings") or config.get("n_positions") or 0
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -75,12 +96,63 @@ def layer_names(path: str) -> set[str]:
     }
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def model_folder(path: str, revision: str = "") -> Path | None:
+    """Return the directory with a model's files; of an id that in the cache of the hub, or None if it has no
+    ``config.json`` there.
+
+    Args:
+        path: as of `model_sizes`.
+        revision: as of `model_sizes`; default "".
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir() or not _ID.fullmatch(path):
+        return folder
     try:
-        config = json.loads((folder / "config.json").read_bytes())
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(path, _CONFIG, revision=revision or None)
+    except (ImportError, ValueError):  # a name that no id has
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def model_config(path: str, revision: str = "") -> dict[str, Any]:
+    """Return the configuration of a model: from its directory, the cache of the hub, or the hub; empty if none of them
+    has it. The hub is asked once, for at most `HUB_S`.
+
+    Args:
+        path: as of `model_sizes`.
+        revision: as of `model_sizes`; default "".
+    """
+    folder = model_folder(path, revision)
+    try:
+        text = (folder / _CONFIG).read_bytes() if folder else _from_hub(path, revision)
+        config = json.loads(text)
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}
+
+
+@cache
+def _from_hub(path: str, revision: str) -> bytes:
+    """The library would try for half a minute to reach a hub that does not answer. Empty: it gave nothing."""
+    try:
+        from huggingface_hub import constants, get_token, hf_hub_url
+
+        url = hf_hub_url(path, _CONFIG, revision=revision or None)
+    except (ImportError, ValueError):  # a name that no id has
+        return b""
+    if constants.HF_HUB_OFFLINE or not url.startswith(("https://", "http://")):
+        return b""
+    request = Request(url)  # noqa: S310  (checked above)
+    if token := get_token():
+        request.add_unredirected_header("Authorization", f"Bearer {token}")  # not for hosts that it redirects to
+    try:
+        with urlopen(request, timeout=HUB_S) as answer:  # noqa: S310  (checked above)
+            text: bytes = answer.read(_CONFIG_BYTES_MAX)
+    except (OSError, HTTPException):
+        return b""
+    return text
 
 
 def _parameters(folder: Path, config: Mapping[str, Any]) -> int:
@@ -88,6 +160,19 @@ def _parameters(folder: Path, config: Mapping[str, Any]) -> int:
         return sum(math.prod(spec.shape) for spec in specs.values())
     number_bytes = 4 if "float32" in (config.get("dtype"), config.get("torch_dtype")) else 2
     return sum(file.stat().st_size for file in folder.glob(_PICKLED)) // number_bytes
+
+
+def _counted(sizes: ModelSizes, config: Mapping[str, Any]) -> int:
+    """Parameters of a decoder of Llama's form: embeddings, and of each layer attention, norms and feed-forward parts,
+    one for each expert. 0 if the configuration says no layers."""
+    if not sizes.layers or not sizes.vocabulary:
+        return 0
+    experts = next((config[name] for name in _EXPERTS if config.get(name)), 1)
+    inner = (experts > 1 and config.get("moe_intermediate_size")) or sizes.inner
+    attention = 2 * sizes.hidden * (sizes.queries + sizes.keys)
+    layer = attention + 2 * sizes.hidden + 3 * sizes.hidden * inner * experts
+    ends = sizes.vocabulary * sizes.hidden * (1 if config.get("tie_word_embeddings") else 2)
+    return ends + sizes.hidden + sizes.layers * layer
 
 
 def _sizes(parameters: int, config: Mapping[str, Any]) -> ModelSizes:

@@ -9,7 +9,7 @@
 4. vLLM takes a share of a GPU (``options.gpu_memory_utilization``): the declared one, or what the other processes there
    leave, at most `SHARE_MAX`. Where two keys name one GPU, it must be declared.
 5. Two ranks are never on one GPU, nor are two parts of a ``tensor_parallel`` engine, which is on one host.
-6. The bytes of a GPU must be free on it. Of a GPU whose bytes are not known (0, as on Ray), nothing is compared.
+6. The bytes of a GPU must be free on it. Of a GPU whose bytes are not known (0), nothing is compared.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class PlacedProcess:
     def text(self) -> str:
         """Return its bytes for people."""
         if not self.held.parts:
-            return f"{self.label} not known: its model is not on this machine"
+            return f"{self.label} not known: no config.json of its model is here, or came from the hub"
         parts = ", ".join(f"{name} {gib(size)}" for name, size in self.held.parts.items() if size)
         return f"{self.label} {gib(self.held.total)} ({parts})"
 
@@ -407,7 +407,7 @@ class _Map:
         return (self._scorer(ScorerSettings(path=reward.model)) for reward in self._job.reward if reward.model)
 
     def _scorer(self, scorer: ScorerSettings) -> DeviceBytes | None:
-        dtype = scorer.dtype or self._job.model.dtype
+        dtype = self._job.model.dtype
         return self._counted(scorer.path, lambda sizes: device_bytes.scored(sizes, dtype, scorer.tokens))
 
     def _engine(self, engine: EngineSettings) -> DeviceBytes | None:

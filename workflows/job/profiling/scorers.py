@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from transferqueue.adapters.protocols import Completion, Ids
 from transferqueue.workflows.job import names
@@ -18,11 +17,18 @@ def scorer_row_s(
     """
     import torch
 
-    from transferqueue.adapters.scoring import micro_batches, response_logprobs, response_values
+    from transferqueue.adapters.scoring import (
+        load_causal_lm,
+        load_value_model,
+        micro_batches,
+        response_logprobs,
+        response_values,
+    )
+    from transferqueue.workflows.job.stages.score import load_scorer
 
     settings = _settings(job, task)
     score = response_values if task == names.VALUE else response_logprobs
-    model = _model(settings, job, task)
+    model = load_scorer(load_value_model if task == names.VALUE else load_causal_lm, settings, job.model)
     sizes = [len(prompts[each.prompt]) + len(each.ids) for each in drawn]
     seconds = []
     with torch.no_grad():
@@ -36,12 +42,5 @@ def scorer_row_s(
 
 def _settings(job: Job, task: str) -> ScorerSettings:
     """The settings of the model; the proximal policy is the trained one."""
-    policy = ScorerSettings(path=job.model.path, dtype=job.model.dtype, tokens=job.trainer.micro_tokens)
+    policy = ScorerSettings(tokens=job.trainer.micro_tokens)
     return {names.REFERENCE: job.reference, names.VALUE: job.critic, names.TEACHER: job.teacher}.get(task, policy)
-
-
-def _model(settings: ScorerSettings, job: Job, task: str) -> Any:
-    from transferqueue.adapters.scoring import load_causal_lm, load_value_model
-
-    load = load_value_model if task == names.VALUE else load_causal_lm
-    return load(settings.path, dtype=settings.dtype or job.model.dtype)

@@ -35,7 +35,7 @@ _SIMULATED: Final = 8
 _LEAN: Final = {
     "evaluation": {"path": ""},
     "checkpoint": {"every": 0, "best": "", "resume": ""},
-    "log": {"samples": 0, "to": ["jsonl"]},
+    "log": {"samples": 0, "to": []},
     "elastic": {"max": 0},
     "queue": {"address": ""},
 }

@@ -33,6 +33,8 @@ KL_STEPS_MIN: Final = 5
 STALENESS_MAX: Final = 2.0
 ENGINE_ERROR_MAX: Final = 0.05
 """Rounding to bfloat16 comes to 0.005 on average, a tenth of it."""
+OWN_TOKENS_MIN: Final = 30
+"""Fewest tokens of a mean that is judged: a single token may differ by more than the bound."""
 MOVEMENT_MAX: Final = 0.5
 CLIPPED_MAX: Final = 0.3
 ENTROPY_SHARE_MIN: Final = 0.05
@@ -132,11 +134,12 @@ def _stale(at: Judged) -> str:
 
 
 def _engine_error(at: Judged) -> str:
-    if at.value <= ENGINE_ERROR_MAX:
+    tokens = int(at.step.get("own_tokens", OWN_TOKENS_MIN))
+    if at.value <= ENGINE_ERROR_MAX or tokens < OWN_TOKENS_MIN:
         return ""
     return (
-        f"the engine has other weights than the trainer: log-probs of tokens that it drew with the trainer's own "
-        f"version differ by {at.value:.2g} nats"
+        f"the engine has other weights than the trainer: log-probs of {tokens:,} tokens that it drew with the "
+        f"trainer's own version differ by {at.value:.2g} nats"
     )
 
 
@@ -301,10 +304,10 @@ FIGURES: Final[tuple[StepFigure, ...]] = (
         name="engine_error",
         unit="nats",
         meaning="Difference of a token's log-prob by the trainer and by the engine that had the same weights.",
-        made="trainer: mean of the absolute difference over tokens of the trainer's own version, before its update",
+        made="trainer: mean of the absolute difference over the `own_tokens` of the step, before its update",
         curve=True,
         rule=Rule(
-            about=f"above {ENGINE_ERROR_MAX:g}",
+            about=f"above {ENGINE_ERROR_MAX:g}, over at least {OWN_TOKENS_MIN} tokens",
             breaks=_engine_error,
             remedy="compare its model, chat template and temperature with the trainer's, and the published weights",
             patience=1,
@@ -324,8 +327,8 @@ FIGURES: Final[tuple[StepFigure, ...]] = (
     ),
     StepFigure(
         name="own_tokens",
-        unit="share",
-        meaning="Share of tokens that the trainer's own version drew.",
+        unit="tokens",
+        meaning="Of `tokens`, those that the engine drew with the version that the trainer has.",
         made="trainer: by `token_versions`",
     ),
     StepFigure(name="gradient_norm", meaning="Norm of the gradient before clipping.", made=_TRAINER, curve=True),

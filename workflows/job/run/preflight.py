@@ -24,6 +24,7 @@ from transferqueue.workflows.job.graph import stage_jobs
 from transferqueue.workflows.job.run.machine import check_packages, found_devices
 from transferqueue.workflows.job.run.on_ray import cluster_devices, is_placed_by_options
 from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.settings.rules import LOGGERS
 from transferqueue.workflows.job.settings.sizes import GIB, gib, row_bytes, rows_kept, tokens_of_row
 from transferqueue.workflows.job.stages.rollout import stop_id
 
@@ -84,7 +85,8 @@ def placement_of(job: Job, *, site: str = "", devices: Sequence[FoundDevice] | N
     if devices is None:
         devices = cluster_devices() if job.on == "ray" else found_devices()
     processes = [process for process in stage_jobs(job, site=site) if not is_placed_by_options(job, process)]
-    return device_map(job, processes, devices, {path: model_sizes(path) for _, path in _models(job)})
+    sizes = {path: model_sizes(path, _revision(job, path)) for _, path in _models(job)}
+    return device_map(job, processes, devices, sizes)
 
 
 def check_queue(address: str) -> None:
@@ -116,7 +118,8 @@ def _check_stops(job: Job, tokenizer: TextTokenizer) -> None:
 
 def _names(job: Job) -> Iterator[tuple[str, str]]:
     """Yield what the job names by text to be imported, by its key. It is checked before what takes longer."""
-    yield "log.function", job.log.function
+    for place, name in enumerate(job.log.to):
+        yield f"log.to.{place}", "" if name in LOGGERS else name
     for place, reward in enumerate(job.reward):
         yield "reward.function", reward.function
         yield f"reward.{place}.environment", reward.environment
@@ -148,9 +151,8 @@ def check_model(key: str, path: str) -> None:
 
 
 def check_positions(job: Job, key: str, path: str) -> None:
-    """Raise `Impossible` if the longest row has more tokens than a model has positions. An id of the hub is not looked
-    at."""
-    positions, longest = positions_of(path), tokens_of_row(job)
+    """Raise `Impossible` if the longest row has more tokens than a model has positions."""
+    positions, longest = positions_of(path, _revision(job, path)), tokens_of_row(job)
     if 0 < positions < longest:
         raise Impossible(
             f"{key}={path!r} has {positions:,} positions, and a row up to prompt_tokens_max="
@@ -172,7 +174,7 @@ def _check_targets(job: Job) -> None:
 
 def bytes_of(job: Job) -> JobBytes:
     """Return the most bytes that the job holds in its queue."""
-    sizes = model_sizes(job.model.path)
+    sizes = model_sizes(job.model.path, job.model.revision)
     version = sizes.parameters * NUMBER_BYTES[job.weights.dtype] if sizes else 0
     kept = version * (job.weights.keep + 1)  # one more while a version is being published
     return JobBytes(
@@ -188,6 +190,10 @@ def check_memory(job: Job) -> None:
             f"weights.keep={job.weights.keep} and one more being published are {gib(held.weights)}, rows up to "
             f"{gib(held.rows)}; memory_gib={job.queue.memory_gib:g}: set queue.memory_gib={-(-held.total // GIB)}"
         )
+
+
+def _revision(job: Job, path: str) -> str:
+    return job.model.revision if path == job.model.path else ""
 
 
 def _models(job: Job) -> Iterator[tuple[str, str]]:

@@ -48,6 +48,7 @@ from transferqueue.workflows.job.run_files import MODEL
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.plan_file import PlanFile
 from transferqueue.workflows.job.settings.read import checked
+from transferqueue.workflows.job.settings.rules import LOGGERS
 from transferqueue.workflows.job.training.policy_critic_pair import begin_pair
 
 RESTARTS_MAX: Final = 5
@@ -203,10 +204,13 @@ def _loggers(job: Job, folder: RunFolder, observe: Observe) -> Iterator[Observe]
     """Open the loggers of the job beside the files that every run has."""
     with ExitStack() as stack:
         for name in job.log.to:
-            if name != "jsonl":
-                observe = logged(stack.enter_context(logger_named(name)(folder.path / name)), observe)
-        if job.log.function:
-            observe = logged(load_callable(job.log.function, "log.function"), observe)
+            is_named = name in LOGGERS
+            log = (
+                stack.enter_context(logger_named(name)(folder.path / name))
+                if is_named
+                else load_callable(name, "log.to")
+            )
+            observe = logged(log, observe)
         yield observe
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import NoneType, UnionType
-from typing import Any, Final, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, Final, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from transferqueue.wire.answers.answer import Figure, figures
 from transferqueue.workflows.job.settings.defaults import KINDS, filled
-from transferqueue.workflows.job.settings.job import AlgorithmSettings, Job
+from transferqueue.workflows.job.settings.job import AlgorithmSettings, For, Job
 from transferqueue.workflows.job.settings.keys import OTHER_NAMES
 from transferqueue.workflows.job.settings.ranges import RANGES
 from transferqueue.workflows.job.settings.write import value_as_toml
@@ -31,16 +31,18 @@ class KeyTable(NamedTuple):
 
 class Key(NamedTuple):
     """A key of a job file. name: ``trainer.lr``. type: with its range. default: TOML, or `REQUIRED` or `OPEN`. by_kind:
-    the default of each kind of algorithm, where they differ."""
+    the default of each kind of algorithm, where they differ. needed_by: the jobs that set it."""
 
     name: str
     type: str
     default: str
     by_kind: str
     meaning: str
+    needed_by: str
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.meaning}\n    type: {self.type}\n    default: {self.by_kind or self.default}\n"
+        lines = [f"type: {self.type}", f"default: {self.by_kind or self.default}", f"needed by: {self.needed_by}"]
+        return "\n    ".join([f"{self.name}: {self.meaning}", *lines]) + "\n"
 
 
 def describe(name: str) -> str | None:
@@ -55,6 +57,7 @@ def describe(name: str) -> str | None:
         sampling.group_size: Responses to each prompt. `sft` has one, and does not read it.
             type: integer, at least 1
             default: 8
+            needed by: GRPO and its kin: cost against the noise of advantages
         <BLANKLINE>
     """
     wanted = ".".join(part for part in name.split(".") if not part.isdigit())
@@ -106,7 +109,13 @@ def _key(table: KeyTable, field: Figure, info: msgspec.structs.FieldInfo) -> Key
     name = f"{table.name}.{field.name}".lstrip(".")
     bounds = f", {RANGES[name]}" if name in RANGES else ""
     by_kind = _by_kind(field.name) if table.struct is AlgorithmSettings and not info.required else ""
-    return Key(name, _type(field.type) + bounds, OPEN if by_kind else _default(info), by_kind, field.meaning)
+    default = OPEN if by_kind else _default(info)
+    return Key(name, _type(field.type) + bounds, default, by_kind, field.meaning, _needed_by(table.struct, field.name))
+
+
+def _needed_by(struct: type[msgspec.Struct], name: str) -> str:
+    notes = getattr(get_type_hints(struct, include_extras=True)[name], "__metadata__", ())
+    return next((note.jobs for note in notes if isinstance(note, For)), "")
 
 
 def _default(info: msgspec.structs.FieldInfo) -> str:

@@ -33,9 +33,9 @@ def resolve(job: Job) -> Job:
     job = replace(job, trainer=_with_adapters(replace(job.trainer, stream=_stream(job))))
     return replace(
         job,
-        reference=_scorer(job.reference, job, job.model.path if algorithm.kl > 0 else ""),
-        critic=_scorer(job.critic, job, ""),
-        teacher=_scorer(job.teacher, job, ""),
+        reference=_scorer(job.reference, job.model.path if algorithm.kl > 0 else ""),
+        critic=_scorer(job.critic),
+        teacher=_scorer(job.teacher),
     )
 
 
@@ -87,6 +87,5 @@ def _with_adapters(trainer: TrainerSettings) -> TrainerSettings:
     return filled_in
 
 
-def _scorer(scorer: Scorer, job: Job, path: str) -> Scorer:
-    scorer = replace(scorer, path=model_directory(scorer.path or path))
-    return replace(scorer, dtype=scorer.dtype or job.model.dtype) if scorer.path else scorer
+def _scorer(scorer: Scorer, path: str = "") -> Scorer:
+    return replace(scorer, path=model_directory(scorer.path or path))

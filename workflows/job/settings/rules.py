@@ -32,6 +32,7 @@ _SERVED: Final = ("vllm_server", "sglang_server", "openai")
 _APART: Final = ("builtin", "transformers")
 """Engines of one device, which can compute each request apart from all others."""
 _DTYPES: Final = ("float32", "bfloat16", "float16")
+LOGGERS: Final = ("tensorboard", "wandb", "mlflow")
 _OF_THE_CALL: Final = ("tools", "tokenize", "add_generation_prompt", "continue_final_message", "conversation")
 """Arguments of a tokenizer's ``apply_chat_template`` that ``model.template_args`` may not have."""
 _SET: Final = re.compile(r"[A-Za-z][\w-]{0,63}")
@@ -73,9 +74,6 @@ def _template_arguments(job: Job) -> None:
 def _dtypes(job: Job) -> None:
     dtypes = {
         "model.dtype": job.model.dtype,
-        "reference.dtype": job.reference.dtype,
-        "critic.dtype": job.critic.dtype,
-        "teacher.dtype": job.teacher.dtype,
         "trainer.master_dtype": job.trainer.master_dtype,
         "weights.dtype": job.weights.dtype,
     }
@@ -87,6 +85,8 @@ def _dtypes(job: Job) -> None:
 def _data(job: Job) -> None:
     responses = {"data.response": job.data.response}
     responses |= {f"data.sources.{place}.response": source.response for place, source in enumerate(job.data.sources)}
+    responses["evaluation.response"] = job.evaluation.response
+    responses |= {f"evaluation.sets.{place}.response": each.response for place, each in enumerate(job.evaluation.sets)}
     for key, response in responses.items():
         if response and job.algorithm.kind != "sft":
             raise UsageError(
@@ -281,16 +281,6 @@ def _distillation(job: Job) -> None:
     algorithm = job.algorithm
     if algorithm.kind != "distill" and algorithm.top_k:
         raise UsageError(f"top_k={algorithm.top_k} is read by distill alone, and kind={algorithm.kind!r}; leave it out")
-    if algorithm.top_k > 1 and algorithm.direction == "reverse" and algorithm.kind == "distill":
-        raise UsageError(
-            f'top_k={algorithm.top_k} with direction="reverse": it reads the teacher\'s log-prob of the drawn token '
-            'alone; set direction="forward", or leave top_k out'
-        )
-    if algorithm.kind == "distill" and algorithm.direction == "forward" and not algorithm.top_k:
-        raise UsageError(
-            'direction="forward" with top_k=0: it is a sum over the teacher\'s most probable tokens; set '
-            "algorithm.top_k=64"
-        )
 
 
 def _updates(job: Job) -> None:
@@ -561,7 +551,15 @@ def _listed(devices: Devices) -> str:
     return str([*devices]) if isinstance(devices, tuple) else repr(devices)
 
 
-# ---------------------------------------------------------------- evaluation and checkpoints
+# ---------------------------------------------------------------- evaluation, figures, checkpoints
+
+
+def _loggers(job: Job) -> None:
+    for place, name in enumerate(job.log.to):
+        if name not in LOGGERS and not _FUNCTION.fullmatch(name):
+            raise UsageError(
+                f'log.to.{place}={name!r}: give {", ".join(LOGGERS)}, or a function of your own, "module:function"'
+            )
 
 
 def _evaluation(job: Job) -> None:
@@ -697,6 +695,7 @@ _RULES: Final[tuple[Callable[[Job], None], ...]] = (
     _on_ray,
     _pacing,
     _colocated,
+    _loggers,
     _evaluation,
     _best,
     _tokens,

@@ -94,7 +94,7 @@ def token_bytes(algorithm: AlgorithmSettings) -> int:
 
 def teacher_tokens(algorithm: AlgorithmSettings) -> int:
     """Tokens of the teacher for each token of a response: its most probable ones, or the drawn one alone."""
-    return algorithm.top_k if algorithm.direction == "forward" else 1
+    return max(1, algorithm.top_k)
 
 
 def tokens_of_row(job: Job) -> int:

@@ -33,7 +33,7 @@ from transferqueue.workflows.job.data.prompt_data import open_held_out
 from transferqueue.workflows.job.data.sequence import NumberedPrompt, held_out_prompts
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
 from transferqueue.workflows.job.reward_terms.scorer import RewardScorer
-from transferqueue.workflows.job.settings.job import EvaluationSettings, Job
+from transferqueue.workflows.job.settings.job import EvaluationSettings, Job, ScorerSettings
 from transferqueue.workflows.job.stages.episodes import JobEpisodes, environment_of
 from transferqueue.workflows.job.stages.policy_weights import FixedWeights
 from transferqueue.workflows.job.stages.rollout import sampling_of
@@ -201,9 +201,10 @@ class TeacherDivergence(_Drawing):
 
     def __init__(self, job: Job, engine: Generator, sampling: Sampling) -> None:
         from transferqueue.adapters.scoring import load_causal_lm
+        from transferqueue.workflows.job.stages.score import load_scorer
 
         super().__init__(job, engine, sampling)
-        self._teacher = load_causal_lm(job.teacher.path, dtype=job.teacher.dtype or job.model.dtype)
+        self._teacher = load_scorer(load_causal_lm, job.teacher, job.model)
 
     def figures(self, prompts: Sequence[NumberedPrompt], samples: int) -> dict[str, Any]:
         """``rows``, ``kl`` (nats a token), ``tokens`` (mean), ``ended``."""
@@ -224,8 +225,9 @@ class HeldOutLoss:
 
     def __init__(self, job: Job) -> None:
         from transferqueue.adapters.scoring import load_causal_lm
+        from transferqueue.workflows.job.stages.score import load_scorer
 
-        self._model = load_causal_lm(job.model.path, dtype=job.model.dtype, revision=job.model.revision)
+        self._model = load_scorer(load_causal_lm, ScorerSettings(), job.model)
         self._tokens_max = job.trainer.micro_tokens
 
     def load(self, source: WeightSource, version: int) -> None:

@@ -39,7 +39,7 @@ def reference(context: Context) -> Iterator[LogProbs]:
     """Yield the stage that gives ``ref_logprobs``, by the model of ``reference.path`` (default: the policy as it was),
     which takes the newest weights every ``reference.sync_every`` steps."""
     job = context.settings(Job)
-    model = _scorer(load_causal_lm, job.reference, job.model)
+    model = load_scorer(load_causal_lm, job.reference, job.model)
     refresh = _synchronised(context, model, job.reference.sync_every) if job.reference.sync_every else _unchanged
     yield LogProbs(
         model,
@@ -55,7 +55,7 @@ def proximal(context: Context) -> Iterator[LogProbs]:
     """Yield the stage that gives ``prox_logprobs``, by the policy as it is trained."""
     job = context.settings(Job)
     policy = ScorerSettings(tokens=job.trainer.micro_tokens)
-    model = _scorer(load_causal_lm, policy, job.model)
+    model = load_scorer(load_causal_lm, policy, job.model)
     newest = _followed(context, POLICY, model)
     yield LogProbs(
         model,
@@ -70,7 +70,7 @@ def proximal(context: Context) -> Iterator[LogProbs]:
 def value(context: Context) -> Iterator[Values]:
     """Yield the stage that gives ``values``, by the critic as it is trained."""
     job = context.settings(Job)
-    model = _scorer(load_value_model, job.critic, job.model)
+    model = load_scorer(load_value_model, job.critic, job.model)
     newest = _followed(context, CRITIC, model)
 
     def refresh(batch: tq.Batch) -> None:
@@ -87,19 +87,20 @@ def teacher(context: Context) -> Iterator[TeacherTopK]:
     one alone."""
     job = context.settings(Job)
     yield TeacherTopK(
-        _scorer(load_causal_lm, job.teacher, job.model),
-        k=job.algorithm.top_k if job.algorithm.direction == "forward" else 0,
+        load_scorer(load_causal_lm, job.teacher, job.model),
+        k=job.algorithm.top_k,
         temperature=job.sampling.temperature,
         tokens=pass_tokens(job, job.teacher.tokens),
     )
 
 
-def _scorer(load: Callable[..., Any], scorer: ScorerSettings, policy: ModelSettings) -> Any:
-    """Load a scorer's model; open settings are the policy's."""
+def load_scorer(load: Callable[..., Any], scorer: ScorerSettings, policy: ModelSettings) -> Any:
+    """Load a scorer's model by one of the loaders of `transferqueue.adapters.scoring`; without a path, the policy."""
+    path = scorer.path or policy.path
     return load(
-        scorer.path or policy.path,
-        dtype=scorer.dtype or policy.dtype,
-        revision="" if scorer.path else policy.revision,
+        path,
+        dtype=policy.dtype,
+        revision=policy.revision if path == policy.path else "",
         trust_remote_code=policy.trust_remote_code,
     )
 

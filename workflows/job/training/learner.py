@@ -227,14 +227,13 @@ class PolicyLearner(StepLearner):
 
     def loss(self, columns: RowColumns) -> LossSum:
         """See `StepLearner`."""
-        forward = self.algorithm.kind == "distill" and self.algorithm.direction == "forward"
         scores = response_scores(
             self.model,
             columns["prompt_ids"],
             columns["response_ids"],
             temperature=self._temperature,
             entropy=bool(self.algorithm.entropy),
-            at_ids=columns["teacher_ids"] if forward else None,
+            at_ids=columns["teacher_ids"] if self.algorithm.top_k else None,
         )
         logprobs_N = scores.logprobs_N
         others: dict[str, Tensor | None] = dict(loss_columns(columns, self.algorithm, logprobs_N.device))
@@ -295,7 +294,7 @@ class ValueLearner(StepLearner):
 
 
 def _means(sums: Mapping[str, float]) -> dict[str, float]:
-    counts = {name: sums[name] for name in ("tokens", "rows", "passes") if name in sums}
+    counts = {name: sums[name] for name in ("tokens", "rows", "passes", "own_tokens") if name in sums}
     tokens = max(1.0, sums.get("tokens", sums["weight"]))
     left_out = {"loss", "weight", "other_tokens", *_OF, *counts}
     means = {name: value / tokens for name, value in sums.items() if name not in left_out}

@@ -108,7 +108,7 @@ def value_learner(job: Job) -> ValueLearner:
         steps=job.steps,
         lr=critic.lr,
         tokens_near=batch_rows(job) * job.sampling.tokens_max,
-        compute=critic.dtype or job.model.dtype,
+        compute=job.model.dtype,
     )
 
 
@@ -299,7 +299,7 @@ def stream_terms(job: Job, task: str, fields: tuple[str, ...]) -> StreamTerms:
     settings = job.trainer
     units = settings.prompts_per_step if whole else batch_rows(job)
     ahead = depth(job) > 0
-    window = max(job.pacing.window, job.pacing.over_sample) if ahead else math.inf
+    window = job.pacing.over_sample if ahead else math.inf
     return StreamTerms(
         task=task,
         shape=StepShape(
