@@ -8,6 +8,9 @@ package installed::
 
 Its workers read weights directly from a channel of the queue (`adapters.vllm.weights`); only the version number travels
 over HTTP. The server reports which version drew which token.
+
+On a CPU, vLLM (0.32) dies of a request with a seed whose prompt it computes in parts (`adapters.vllm.engine`). Such a
+server, as ``/server_info`` describes it, gets no seeds; with ``--no-enable-chunked-prefill`` it does.
 """
 
 from __future__ import annotations
@@ -75,6 +78,7 @@ class VllmServer(ServerEngine):
         self._relay = WeightHandoff()
         self._channel: tuple[str, str] | None = None
         self._held = False
+        self._takes_seeds = True
         self._asked: set[asyncio.Future[Any]] = set()
         super().__init__(url, api_key=api_key, version=version, checkpoint=checkpoint, connections_max=connections_max)
 
@@ -84,6 +88,7 @@ class VllmServer(ServerEngine):
             self._version = int(server_version)
         else:
             await self._endpoint.ask("POST", "/update_weight_version", {"new_version": str(self._version)})
+        self._takes_seeds = takes_seeds(await self._endpoint.ask("GET", "/server_info?config_format=json"))
         return str(served.get("root") or served["id"])
 
     # ------------------------------------------------------------ completions
@@ -95,7 +100,7 @@ class VllmServer(ServerEngine):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "stop_token_ids": list(sampling.stop_ids),
-            "seed": seed_of(sampling, index, sample, prompt),
+            "seed": seed_of(sampling, index, sample, prompt) if self._takes_seeds else None,
             "logprobs": 0,
             "detokenize": False,
         }
@@ -169,6 +174,20 @@ class VllmServer(ServerEngine):
         """Abort the running requests. The server keeps running."""
         super().close()
         self._relay.close()
+
+
+def takes_seeds(served: Mapping[str, Any]) -> bool:
+    """Whether a server may get a seed with a request.
+
+    Args:
+        served: its answer of ``/server_info``, as JSON.
+
+    >>> takes_seeds({"vllm_config": {"device_config": {"device": "cuda"}}})
+    True
+    """
+    configured = served.get("vllm_config") or {}
+    device = (configured.get("device_config") or {}).get("device")
+    return device != "cpu" or not (configured.get("scheduler_config") or {}).get("enable_chunked_prefill")
 
 
 def _completion(index: int, sample: int, prompt: Prompt, choice: Mapping[str, Any]) -> Completion:

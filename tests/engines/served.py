@@ -32,8 +32,9 @@ def free_port() -> int:
 
 
 @contextmanager
-def serve(directory: Path) -> Iterator[str]:
-    """Its URL, from when it is ready until left."""
+def serve(directory: Path, *more: str) -> Iterator[str]:
+    """Its URL, from when it is ready until left. more: further arguments; without any it computes prompts whole, and so
+    takes seeds."""
     save(directory)
     tokenizer().save_pretrained(directory)
     port = free_port()
@@ -49,6 +50,7 @@ def serve(directory: Path) -> Iterator[str]:
             *arguments.split(),
             *sizes.split(),
             *SERVER_ARGUMENTS,
+            *(more or ("--no-enable-chunked-prefill",)),
         ],
         env={**os.environ, **ENVIRONMENT},
         stdout=subprocess.PIPE,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -256,3 +257,11 @@ def test_errors_reach_the_agent_as_the_endpoint_said_them(plain: Plain, url: str
             pytest.raises(openai.NotFoundError, match="is over"),
         ):
             late.models.list()
+
+
+def test_a_server_that_computes_prompts_in_parts_on_a_cpu_gets_no_seed(tmp_path: Path) -> None:
+    with serve(tmp_path, "--enable-chunked-prefill", "--max-num-batched-tokens", "32") as url:
+        with closing(VllmServer(url)) as engine:
+            prompts = [Prompt(ids=np.arange(size) % 60 + 2) for size in (100, 12, 200)]
+            found = list(engine.generate(prompts, Sampling(tokens_max=6, seed=1)))
+        assert sorted((completion.prompt, len(completion.ids)) for completion in found) == [(0, 6), (1, 6), (2, 6)]
