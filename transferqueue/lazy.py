@@ -36,6 +36,7 @@ EXTRAS: Final = {
     "typer": "cli",
     "uvicorn": "web",
     "vllm": "vllm",
+    "yaml": "train",
 }
 """The extra of this package that installs each optional library."""
 

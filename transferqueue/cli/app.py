@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final
 import typer
 import typer.core
 
-from transferqueue.cli.commands import chaos, check_history, docs, drop_in, export, new_adapter, train, version
+from transferqueue.cli.commands import adopt, chaos, check_history, docs, drop_in, export, new_adapter, train, version
 from transferqueue.cli.commands.looking import doctor, inspect, top, trace
 from transferqueue.cli.commands.planning import plan, profile
 from transferqueue.cli.commands.servers import keys, relay, serve, shard, snapshot
@@ -27,7 +27,7 @@ _DEMO_SUMMARY: Final = "Train a small model by asynchronous GRPO, each stage a p
 _HELP_NAMES: Final = {"help_option_names": ["--help", "-h"]}
 PANELS: Final = {
     "Start": ("demo", "docs", "version"),
-    "Train": ("train", "export", "profile", "plan"),
+    "Train": ("train", "adopt", "export", "profile", "plan"),
     "Watch": ("top", "doctor", "inspect", "trace"),
     "Operate": ("serve", "shard", "relay", "keys", "snapshot", "restore"),
     "Develop": ("new-adapter", "chaos", "check-history", "drop-in"),
@@ -114,6 +114,7 @@ def _group() -> typer.Typer:
     _add(group, "docs", docs.docs, docs.EXAMPLES)
     _add(group, "version", version.version, version.EXAMPLES)
     _add(group, "train", train.train, train.EXAMPLES)
+    _add(group, "adopt", adopt.adopt, adopt.EXAMPLES)
     _add(group, "export", export.export, export.EXAMPLES)
     _add(group, "profile", profile.profile, profile.EXAMPLES)
     _add(group, "plan", plan.plan, plan.EXAMPLES)

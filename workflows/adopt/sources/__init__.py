@@ -1,0 +1,1 @@
+"""How a job of another stack is read: shell scripts, YAML files, arguments. No stack is named here."""

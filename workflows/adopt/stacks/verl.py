@@ -1,0 +1,518 @@
+"""verl: keys of ``verl.trainer.main_ppo`` (Hydra: ``a.b=c``, or YAML)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from transferqueue.workflows.adopt.mapping import (
+    DRAWN_WHOLE,
+    IMAGES,
+    KERNELS,
+    KL_ESTIMATORS,
+    LOGS,
+    OWN_QUEUE,
+    PACKED,
+    RESUMES,
+    SCHEDULES,
+    SHARDED,
+    Convert,
+    Gpus,
+    OurValues,
+    Plain,
+    Refuse,
+    Settings,
+    Stack,
+    interval,
+    kept,
+    layout,
+    loggers,
+    mapped,
+    no_effect,
+    number,
+    one_of,
+    only_if,
+    parts_of,
+    refused,
+    texts,
+    whole,
+)
+
+ACTOR: Final = "actor_rollout_ref.actor"
+ROLLOUT: Final = "actor_rollout_ref.rollout"
+REF: Final = "actor_rollout_ref.ref"
+MODEL: Final = "actor_rollout_ref.model"
+_BUFFER: Final = ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg")
+_ENGINE: Final = "engine.0.options."
+
+
+def _ppo(settings: Settings) -> bool:
+    return bool(settings["algorithm.adv_estimator"] == "gae")
+
+
+def _critic(settings: Settings) -> bool:
+    return _ppo(settings)
+
+
+def _kl_in_loss(settings: Settings) -> bool:
+    return settings.is_on(f"{ACTOR}.use_kl_loss")
+
+
+def _kl_in_reward(settings: Settings) -> bool:
+    return settings.is_on("algorithm.use_kl_in_reward") and not _kl_in_loss(settings)
+
+
+def _kind(value: Plain, settings: Settings) -> Plain:
+    kinds = {"grpo": "grpo", "gae": "ppo", "reinforce_plus_plus": "reinforce_pp", "rloo": "rloo"}
+    if value not in kinds:
+        raise Refuse(f"there is no advantage {value!r} here; there are {', '.join(kinds)}")
+    return kinds[value]
+
+
+def _std(value: Plain, settings: Settings) -> Plain:
+    return "sample" if str(value).lower() == "true" else "none"
+
+
+def _files(ours: str, rest: str) -> Convert:
+    """Return the function for ``data.train_files`` or ``data.val_files``: one file, or several."""
+
+    def convert(value: Plain, settings: Settings) -> Plain:
+        files = texts(value)
+        if len(files) == 1:
+            return files[0]
+        if rest == "data.sources":
+            by_key = {f"{rest}.{place}.path": file for place, file in enumerate(files)}
+            return OurValues(by_key, "drawn in equal parts: set data.sources.N.weight to the rows of each")
+        by_key = {f"{rest}.{place - 1}.path": file for place, file in enumerate(files) if place}
+        by_key |= {f"{rest}.{place - 1}.name": f"set{place}" for place in range(1, len(files))}
+        return OurValues({ours: files[0], **by_key}, "a set for each file")
+
+    return convert
+
+
+def _minibatches(value: Plain, settings: Settings) -> int:
+    return parts_of(settings.whole("data.train_batch_size"), whole(value), "ppo_mini_batch_size")
+
+
+def _warmup(value: Plain, settings: Settings) -> Plain:
+    if number(value) <= 0:
+        return 0
+    steps = settings.whole("trainer.total_training_steps")
+    if not steps:
+        raise Refuse("a share of the steps, whose number trainer.total_training_steps does not say; set trainer.warmup")
+    return round(number(value) * steps)
+
+
+def _row_tokens(settings: Settings) -> int:
+    return settings.whole("data.max_prompt_length") + settings.whole("data.max_response_length")
+
+
+def _rows_to_tokens(value: Plain, settings: Settings) -> int:
+    return whole(value) * _row_tokens(settings)
+
+
+def _engine_kind(value: Plain, settings: Settings) -> Plain:
+    if str(value) == "hf":
+        return "transformers"
+    why = (
+        ""
+        if value == "vllm"
+        else f"{value} is reached here as a server (sglang_server) or not at all; vLLM runs in the job"
+    )
+    return OurValues({"engine.0.kind": "vllm"}, why) if why else "vllm"
+
+
+def _epochs(value: Plain, settings: Settings) -> Plain:
+    if len(texts(settings["data.train_files"] or "")) > 1:
+        raise Refuse("several files are mixed by weight, without epochs: set steps")
+    return whole(value)
+
+
+def _targets(value: Plain, settings: Settings) -> Plain:
+    return [] if value in ("all-linear", None) else texts(value)
+
+
+def _gpus(settings: Settings) -> Gpus:
+    nodes = settings.whole("trainer.nnodes")
+    total = nodes * settings.whole("trainer.n_gpus_per_node")
+    separate = settings.whole("rollout.nnodes") * settings.whole("rollout.n_gpus_per_node")
+    tensor_parallel = settings.whole(f"{ROLLOUT}.tensor_model_parallel_size")
+    return Gpus(total, separate or total, shared=not separate, nodes=nodes, per_engine=tensor_parallel)
+
+
+def _rewards(settings: Settings) -> str:
+    if settings.is_on("reward_model.enable"):
+        return ""
+    path, name = settings["custom_reward_function.path"], settings["custom_reward_function.name"]
+    load = "from verl.utils.reward_score import default_compute_score as compute_score"
+    if path:
+        load = (
+            "from transferqueue.adapters.stages.reward_functions import load_callable\n\n"
+            f'compute_score = load_callable({f"{path}:{name}"!r}, "reward")'
+        )
+    return _REWARDS.replace("LOAD", load)
+
+
+_REWARDS: Final = '''"""verl's reward in the form that `reward.function` takes. Needs what verl's own reward needs."""
+
+LOAD
+
+
+def reward(completions, data_source, reward_model, extra_info=None, **columns):
+    """Return the score of each row; the columns are those of verl's data files."""
+    extras = extra_info or [None] * len(completions)
+    scores = []
+    for completion, source, model, extra in zip(completions, data_source, reward_model, extras, strict=True):
+        text = completion if isinstance(completion, str) else completion[-1]["content"]
+        score = compute_score(
+            data_source=source, solution_str=text, ground_truth=model["ground_truth"], extra_info=extra
+        )
+        scores.append(float(score["score"] if isinstance(score, dict) else score))
+    return scores
+'''
+_RULES: Final = (
+    # ------------------------------------------------------------ the algorithm
+    mapped("algorithm.adv_estimator", "algorithm.kind", _kind, default="gae"),
+    mapped(
+        "algorithm.norm_adv_by_std_in_grpo",
+        "algorithm.std",
+        only_if(lambda s: s["algorithm.adv_estimator"] == "grpo", "grpo alone reads it", _std),
+        default=True,
+    ),
+    kept("algorithm.gamma", "algorithm.gamma", default=1.0),
+    mapped("algorithm.lam", "algorithm.lam", only_if(_ppo, "gae alone reads it"), default=1.0),
+    mapped(
+        "algorithm.use_kl_in_reward",
+        "algorithm.kl_in",
+        only_if(_kl_in_reward, "off", lambda v, s: "reward"),
+        default=False,
+    ),
+    mapped(
+        "algorithm.kl_ctrl.kl_coef",
+        "algorithm.kl",
+        only_if(_kl_in_reward, "algorithm.use_kl_in_reward is off"),
+        default=0.001,
+    ),
+    mapped(
+        "algorithm.kl_penalty",
+        "algorithm.kl_estimator",
+        only_if(
+            _kl_in_reward,
+            "algorithm.use_kl_in_reward is off",
+            one_of(KL_ESTIMATORS),
+        ),
+        default="kl",
+    ),
+    refused("algorithm.kl_ctrl.type", "the coefficient of the KL is fixed here", unless=("fixed",)),
+    no_effect("algorithm.kl_ctrl.*", "read with kl_ctrl.type=adaptive alone"),
+    refused("algorithm.use_pf_ppo", "rows are not weighted again by their rewards", unless=(False, "false")),
+    no_effect("algorithm.pf_ppo.*", "read with algorithm.use_pf_ppo alone"),
+    kept("algorithm.filter_groups.enable", "algorithm.filter_equal"),
+    no_effect("algorithm.filter_groups.*", "groups with equal rewards are replaced until the step is full"),
+    mapped(
+        "algorithm.rollout_correction.rollout_is_threshold",
+        "algorithm.tis_max",
+        only_if(lambda s: s["algorithm.rollout_correction.rollout_is"] == "token", "rollout_is is not token"),
+    ),
+    refused(
+        "algorithm.rollout_correction.rollout_is", "importance weights are of tokens here", unless=("token", "null")
+    ),
+    refused(
+        "algorithm.rollout_correction.*",
+        "there are weights of tokens here (algorithm.tis_max), no rejection",
+        unless=(False, "false", "null"),
+    ),
+    # ------------------------------------------------------------ the loss
+    kept(f"{ACTOR}.clip_ratio_low", "algorithm.clip_low"),
+    kept(f"{ACTOR}.clip_ratio_high", "algorithm.clip_high"),
+    kept(f"{ACTOR}.clip_ratio", "algorithm.clip_low", default=0.2),
+    kept(f"{ACTOR}.clip_ratio_c", "algorithm.dual_clip", default=3.0),
+    mapped(
+        f"{ACTOR}.loss_agg_mode",
+        "algorithm.aggregate",
+        one_of({"token-mean": "tokens", "seq-mean-token-mean": "rows", "seq-mean-token-sum-norm": "rows_max"}),
+        default="token-mean",
+    ),
+    mapped(
+        f"{ACTOR}.policy_loss.loss_mode",
+        "algorithm.ratio",
+        one_of({"vanilla": "token", "gspo": "sequence"}),
+        default="vanilla",
+    ),
+    no_effect(f"{ACTOR}.policy_loss.*", "read by other losses"),
+    mapped(f"{ACTOR}.use_kl_loss", "algorithm.kl_in", only_if(_kl_in_loss, "off", lambda v, s: "loss"), default=False),
+    mapped(f"{ACTOR}.kl_loss_coef", "algorithm.kl", only_if(_kl_in_loss, "use_kl_loss is off"), default=0.001),
+    mapped(
+        f"{ACTOR}.kl_loss_type",
+        "algorithm.kl_estimator",
+        only_if(_kl_in_loss, "use_kl_loss is off", one_of(KL_ESTIMATORS)),
+        default="low_var_kl",
+    ),
+    kept(f"{ACTOR}.entropy_coeff", "algorithm.entropy"),
+    kept(f"{ACTOR}.ppo_epochs", "algorithm.epochs"),
+    mapped(
+        f"{ACTOR}.ppo_mini_batch_size",
+        "algorithm.minibatches",
+        _minibatches,
+        default=256,
+        why="data.train_batch_size / ppo_mini_batch_size, in prompts",
+    ),
+    # ------------------------------------------------------------ the optimizer
+    kept(f"{ACTOR}.optim.lr", "trainer.lr", default=1e-6),
+    kept(f"{ACTOR}.optim.weight_decay", "trainer.weight_decay", default=0.01),
+    kept(f"{ACTOR}.optim.betas", "trainer.betas", default=[0.9, 0.999]),
+    mapped(f"{ACTOR}.optim.lr_warmup_steps", "trainer.warmup", interval),
+    mapped(f"{ACTOR}.optim.lr_warmup_steps_ratio", "trainer.warmup", _warmup),
+    mapped(f"{ACTOR}.optim.lr_scheduler_type", "trainer.schedule", one_of(SCHEDULES)),
+    mapped(f"{ACTOR}.optim.warmup_style", "trainer.schedule", one_of(SCHEDULES)),
+    mapped(
+        f"{ACTOR}.optim.lr_decay_style",
+        "trainer.schedule",
+        one_of(SCHEDULES),
+    ),
+    refused(f"{ACTOR}.optim.min_lr_ratio", "a schedule ends at 0 here", unless=(0, "0.0")),
+    refused(f"{ACTOR}.optim.optimizer", "AdamW trains", unless=("AdamW", "adamw", "adam")),
+    no_effect(f"{ACTOR}.optim.override_optimizer_config.*", SHARDED),
+    no_effect(f"{ACTOR}.optim.*", "of the schedule or of Megatron's optimizer"),
+    kept(f"{ACTOR}.grad_clip", "trainer.gradient_norm_max"),
+    kept(f"{ACTOR}.optim.clip_grad", "trainer.gradient_norm_max"),
+    # ------------------------------------------------------------ passes and memory
+    mapped(
+        f"{ACTOR}.ppo_max_token_len_per_gpu",
+        "trainer.micro_tokens",
+        only_if(lambda s: s.is_on(f"{ACTOR}.use_dynamic_bsz"), "use_dynamic_bsz is off"),
+    ),
+    mapped(
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+        "trainer.micro_tokens",
+        only_if(lambda s: not s.is_on(f"{ACTOR}.use_dynamic_bsz"), "use_dynamic_bsz is on", _rows_to_tokens),
+        why="rows × (max_prompt_length + max_response_length)",
+    ),
+    no_effect(f"{ACTOR}.use_dynamic_bsz", PACKED),
+    no_effect(f"{ACTOR}.ppo_micro_batch_size", PACKED),
+    no_effect(f"{ACTOR}.fsdp_config.*", SHARDED),
+    no_effect(f"{ACTOR}.megatron.*", SHARDED),
+    no_effect(f"{ACTOR}.strategy", SHARDED),
+    no_effect(f"{ACTOR}.ulysses_sequence_parallel_size", SHARDED),
+    no_effect(f"{ACTOR}.use_torch_compile", KERNELS),
+    no_effect(f"{ACTOR}.entropy_from_logits_with_chunking", KERNELS),
+    no_effect(f"{ACTOR}.entropy_checkpointing", KERNELS),
+    no_effect(f"{ACTOR}.checkpoint.*", "a checkpoint has model, optimizer and queue"),
+    no_effect(f"{ACTOR}.profiler.*", "profiling: see transferqueue profile and trace"),
+    no_effect(f"{ACTOR}.shuffle", "minibatches are drawn by seed"),
+    refused(f"{ACTOR}.freeze_vision_tower", IMAGES, unless=(False, "false")),
+    refused(f"{ACTOR}.router_replay.*", "routes of experts are not replayed", unless=("disabled", "null")),
+    # ------------------------------------------------------------ the model
+    kept(f"{MODEL}.path", "model.path", default="~/models/deepseek-llm-7b-chat"),
+    kept(f"{MODEL}.tokenizer_path", "model.tokenizer"),
+    kept(f"{MODEL}.trust_remote_code", "model.trust_remote_code"),
+    kept(f"{MODEL}.enable_gradient_checkpointing", "trainer.gradient_checkpointing", default=True),
+    kept(f"{MODEL}.lora_rank", "trainer.lora_rank"),
+    mapped(
+        f"{MODEL}.lora_alpha",
+        "trainer.lora_alpha",
+        only_if(lambda s: s.whole(f"{MODEL}.lora_rank") > 0, "lora_rank is 0"),
+    ),
+    mapped(
+        f"{MODEL}.target_modules",
+        "trainer.lora_targets",
+        only_if(lambda s: s.whole(f"{MODEL}.lora_rank") > 0, "lora_rank is 0", _targets),
+    ),
+    kept(f"{MODEL}.lora.rank", "trainer.lora_rank"),
+    kept(f"{MODEL}.lora.alpha", "trainer.lora_alpha"),
+    refused(f"{MODEL}.lora.*", "adapters of Megatron's own kind"),
+    kept(f"{MODEL}.lora_adapter_path", "trainer.lora_adapter"),
+    refused(f"{MODEL}.exclude_modules", "layers with adapters are named (trainer.lora_targets), none is excluded"),
+    refused(f"{MODEL}.custom_chat_template", "put the template in a file, and set model.chat_template"),
+    refused(f"{MODEL}.override_config.*", "a model is as its config.json says"),
+    refused(f"{MODEL}.external_lib", "no module is imported beside the model's own"),
+    no_effect(f"{MODEL}.use_remove_padding", PACKED),
+    no_effect(f"{MODEL}.enable_activation_offload", SHARDED),
+    no_effect(f"{MODEL}.use_fused_kernels", KERNELS),
+    no_effect(f"{MODEL}.fused_kernel_options.*", KERNELS),
+    no_effect(f"{MODEL}.use_liger", KERNELS),
+    no_effect(f"{MODEL}.use_shm", "where weights are read from"),
+    no_effect("actor_rollout_ref.hybrid_engine", "see pacing.mode"),
+    no_effect("actor_rollout_ref.nccl_timeout", "see trainer.patience_s"),
+    # ------------------------------------------------------------ generation
+    mapped(f"{ROLLOUT}.name", "engine.0.kind", _engine_kind),
+    no_effect(f"{ROLLOUT}.mode", "engines take requests as they come"),
+    kept(f"{ROLLOUT}.n", "sampling.group_size", default=1),
+    kept(f"{ROLLOUT}.temperature", "sampling.temperature", default=1.0),
+    refused(f"{ROLLOUT}.top_p", DRAWN_WHOLE, unless=(1, "1", "1.0")),
+    refused(f"{ROLLOUT}.top_k", DRAWN_WHOLE, unless=(-1, "-1", 0)),
+    refused(f"{ROLLOUT}.ignore_eos", "a response ends with the model's end token", unless=(False, "false")),
+    layout(f"{ROLLOUT}.tensor_model_parallel_size", default=2),
+    mapped(f"{ROLLOUT}.gpu_memory_utilization", f"{_ENGINE}gpu_memory_utilization", lambda v, s: number(v)),
+    mapped(f"{ROLLOUT}.enforce_eager", f"{_ENGINE}enforce_eager", lambda v, s: v),
+    mapped(f"{ROLLOUT}.enable_chunked_prefill", f"{_ENGINE}enable_chunked_prefill", lambda v, s: v),
+    mapped(f"{ROLLOUT}.max_num_batched_tokens", f"{_ENGINE}max_num_batched_tokens", lambda v, s: whole(v)),
+    mapped(f"{ROLLOUT}.max_model_len", f"{_ENGINE}max_model_len", lambda v, s: whole(v)),
+    kept(f"{ROLLOUT}.max_num_seqs", "engine.0.slots"),
+    mapped(f"{ROLLOUT}.val_kwargs.temperature", "evaluation.temperature", lambda v, s: number(v)),
+    kept(f"{ROLLOUT}.val_kwargs.n", "evaluation.samples"),
+    no_effect(f"{ROLLOUT}.val_kwargs.do_sample", "evaluation.temperature says it"),
+    refused(f"{ROLLOUT}.val_kwargs.top_p", "evaluation draws from the whole distribution", unless=(1, "1", "1.0")),
+    refused(f"{ROLLOUT}.val_kwargs.top_k", "evaluation draws from the whole distribution", unless=(-1, "-1", 0)),
+    no_effect(f"{ROLLOUT}.calculate_log_probs", "engines always give log-probs"),
+    no_effect(f"{ROLLOUT}.prompt_length", "data.max_prompt_length says it"),
+    no_effect(f"{ROLLOUT}.response_length", "data.max_response_length says it"),
+    no_effect(f"{ROLLOUT}.free_cache_engine", "see pacing.mode"),
+    no_effect(f"{ROLLOUT}.load_format", "weights come by the queue's channel"),
+    no_effect(f"{ROLLOUT}.layered_summon", "weights come by the queue's channel"),
+    no_effect(f"{ROLLOUT}.checkpoint_engine.*", "weights come by the queue's channel"),
+    no_effect(f"{ROLLOUT}.log_prob_micro_batch_size", PACKED),
+    no_effect(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", PACKED),
+    no_effect(f"{ROLLOUT}.log_prob_use_dynamic_bsz", PACKED),
+    no_effect(f"{ROLLOUT}.log_prob_max_token_len_per_gpu", PACKED),
+    no_effect(f"{ROLLOUT}.multi_stage_wake_up", "see pacing.mode"),
+    no_effect(f"{ROLLOUT}.trace.*", LOGS),
+    no_effect(f"{ROLLOUT}.agent.num_workers", "see engine.count"),
+    refused(f"{ROLLOUT}.agent.*", "an agent loop of verl's: write it as an environment (reward.environment)"),
+    refused(
+        f"{ROLLOUT}.multi_turn.enable", "episodes are environments here (reward.environment)", unless=(False, "false")
+    ),
+    refused(f"{ROLLOUT}.multi_turn.*", "episodes are environments here (reward.environment)"),
+    refused(f"{ROLLOUT}.engine_kwargs.*", "an argument of the engine by its own name: put it into engine.0.options"),
+    refused(f"{ROLLOUT}.over_sample_rate", "see pacing.over_sample", unless=(0, "0")),
+    no_effect(f"{ROLLOUT}.data_parallel_size", "see engine.count"),
+    refused(
+        f"{ROLLOUT}.expert_parallel_size", "put it into engine.0.options by the engine's own name", unless=(1, "1")
+    ),
+    # ------------------------------------------------------------ the reference
+    mapped(
+        f"{REF}.log_prob_max_token_len_per_gpu",
+        "reference.tokens",
+        only_if(lambda s: _kl_in_loss(s) or _kl_in_reward(s), "there is no reference"),
+    ),
+    mapped(
+        f"{REF}.log_prob_micro_batch_size_per_gpu",
+        "reference.tokens",
+        only_if(lambda s: _kl_in_loss(s) or _kl_in_reward(s), "there is no reference", _rows_to_tokens),
+        why="rows × (max_prompt_length + max_response_length)",
+    ),
+    no_effect(f"{REF}.*", SHARDED),
+    # ------------------------------------------------------------ data
+    mapped(
+        "data.train_files", "data.path", _files("data.path", "data.sources"), default="~/data/rlhf/gsm8k/train.parquet"
+    ),
+    mapped("data.val_files", "evaluation.path", _files("evaluation.path", "evaluation.sets")),
+    kept("data.prompt_key", "data.prompt", default="prompt"),
+    kept("data.max_prompt_length", "data.prompt_tokens_max", default=512),
+    kept("data.max_response_length", "sampling.tokens_max", default=512),
+    kept("data.train_batch_size", "trainer.prompts_per_step", default=1024),
+    kept("data.shuffle", "data.shuffle", default=True),
+    kept("data.seed", "seed"),
+    mapped(
+        "data.filter_overlong_prompts",
+        "data.overlong",
+        lambda v, s: "drop" if str(v).lower() == "true" else "refuse",
+        default=False,
+    ),
+    refused("data.truncation", "a prompt that is too long is dropped or refused, not cut", unless=("error",)),
+    mapped("data.apply_chat_template_kwargs", "model.template_args", lambda v, s: v),
+    no_effect("data.apply_chat_template_kwargs.*", "set model.template_args"),
+    no_effect("data.trust_remote_code", "model.trust_remote_code says it"),
+    no_effect("data.val_batch_size", "evaluation takes rows as engines are free"),
+    no_effect("data.return_raw_chat", "rewards get prompts as the data has them"),
+    no_effect("data.dataloader_num_workers", "prompts are read by one process, ahead"),
+    no_effect("data.filter_overlong_prompts_workers", "prompts are read by one process, ahead"),
+    no_effect("data.reward_fn_key", "rewards get every column"),
+    no_effect("data.gen_batch_size", "the queue keeps engines supplied"),
+    refused("data.image_key", IMAGES),
+    refused("data.video_key", IMAGES),
+    refused("data.custom_cls.*", "a class that makes prompts: write its rows to a file, and set data.path"),
+    refused("data.sampler.*", "prompts are drawn by seed; a sampler of your own is not called"),
+    refused("data.train_max_samples", "set data.path to a file of these rows", unless=(-1, "-1")),
+    mapped(
+        "data.val_max_samples", "evaluation.rows", only_if(lambda s: s.whole("data.val_max_samples") > 0, "all of them")
+    ),
+    refused("data.*", "verl reads it; there is nothing like it here"),
+    # ------------------------------------------------------------ rewards
+    mapped(
+        "custom_reward_function.path",
+        "reward.0.function",
+        lambda v, s: OurValues({"reward.0.function": "adopted_rewards:reward"}, "adopted_rewards.py calls it"),
+    ),
+    no_effect("custom_reward_function.name", "adopted_rewards.py names it"),
+    mapped(
+        "reward_model.model.path",
+        "reward.0.model",
+        only_if(lambda s: s.is_on("reward_model.enable"), "reward_model.enable is off"),
+    ),
+    no_effect("reward_model.enable", "reward.model says it"),
+    kept(f"{_BUFFER[0]}.len", "algorithm.overlong_buffer"),
+    kept(f"{_BUFFER[0]}.penalty_factor", "algorithm.overlong_penalty"),
+    kept(f"{_BUFFER[1]}.len", "algorithm.overlong_buffer"),
+    kept(f"{_BUFFER[1]}.penalty_factor", "algorithm.overlong_penalty"),
+    no_effect(f"{_BUFFER[0]}.*", "a length of 0 turns it off"),
+    no_effect(f"{_BUFFER[1]}.*", "a length of 0 turns it off"),
+    no_effect("reward_model.reward_kwargs.max_resp_len", "sampling.tokens_max says it"),
+    refused(
+        "reward_model.reward_manager",
+        "adopted_rewards.py calls verl's function for each row, as the managers naive and dapo do",
+        unless=("naive", "dapo"),
+    ),
+    refused("reward_model.sandbox_fusion.*", "a reward that calls a sandbox: name your function in reward.function"),
+    no_effect("reward_model.*", "how verl runs its reward model"),
+    # ------------------------------------------------------------ the critic
+    mapped("critic.model.path", "critic.path", only_if(_critic, "gae alone has a critic")),
+    mapped("critic.optim.lr", "critic.lr", only_if(_critic, "gae alone has a critic"), default=1e-5),
+    mapped("critic.cliprange_value", "algorithm.value_clip", only_if(_critic, "gae alone has a critic"), default=0.5),
+    mapped("critic.ppo_max_token_len_per_gpu", "critic.tokens", only_if(_critic, "gae alone has a critic")),
+    no_effect("critic.*", "everything else of the critic's training is as in trainer"),
+    # ------------------------------------------------------------ the run
+    mapped("trainer.total_epochs", "data.epochs", _epochs, default=30),
+    kept("trainer.total_training_steps", "steps"),
+    mapped("trainer.save_freq", "checkpoint.every", interval, default=-1),
+    mapped("trainer.test_freq", "evaluation.every", interval, default=-1),
+    no_effect("trainer.val_before_train", "an evaluation before the run is always made"),
+    kept("trainer.max_actor_ckpt_to_keep", "checkpoint.keep"),
+    no_effect("trainer.max_critic_ckpt_to_keep", "a checkpoint has both"),
+    mapped("trainer.logger", "log.to", loggers),
+    mapped("trainer.experiment_name", "name", lambda v, s: str(v).replace("/", "-")),
+    no_effect("trainer.project_name", LOGS),
+    no_effect("trainer.default_local_dir", LOGS),
+    no_effect("trainer.log_val_generations", "see log.samples"),
+    no_effect("trainer.rollout_data_dir", "see log.samples"),
+    no_effect("trainer.validation_data_dir", "see log.samples"),
+    layout("trainer.n_gpus_per_node", default=8),
+    layout("trainer.nnodes", default=1),
+    layout("rollout.n_gpus_per_node"),
+    layout("rollout.nnodes"),
+    refused("trainer.critic_warmup", "policy and critic train together from the first step", unless=(0, "0")),
+    no_effect("trainer.resume_mode", RESUMES),
+    no_effect("trainer.resume_from_path", RESUMES),
+    no_effect("trainer.balance_batch", PACKED),
+    no_effect("trainer.device", "devices are found"),
+    no_effect("trainer.use_legacy_worker_impl", "of verl's workers"),
+    no_effect("trainer.v1.*", "of verl's own trainer"),
+    no_effect("transfer_queue.*", OWN_QUEUE),
+    no_effect("ray_kwargs.*", "see on and ray.options"),
+    no_effect("ray_init.*", "see on and ray.options"),
+    no_effect("global_profiler.*", "profiling: see transferqueue profile and trace"),
+    no_effect("hydra.*", "of Hydra"),
+)
+
+VERL: Final = Stack(
+    name="verl",
+    rules=_RULES,
+    always={
+        "algorithm.old": ("trainer", "verl's ratio is to log-probs that its trainer computes before the step"),
+        "pacing.mode": ("sync", "verl's trainer generates a step's rows, then trains them"),
+    },
+    entries=("verl.trainer.main_ppo", "main_ppo", "main_dapo", "main_ppo_split"),
+    marks=("actor_rollout_ref",),
+    overrides=True,
+    gpus=_gpus,
+    bases=("ppo_trainer", "ppo_megatron_trainer", "transfer_queue_ppo_trainer"),
+    rewards=_rewards,
+    version="0.8 to 0.9",
+    extra="drop-in",
+    on_queue=(
+        "in the environment of verl (0.9 or later) and of its workers; then there",
+        "transferqueue drop-in on",
+        "and the same command as before: verl's V1 trainer imports transfer_queue, which is now this queue",
+        "transferqueue docs drop-in says what ran; examples/stacks/verl.patch gives verl a setting instead",
+    ),
+)
+"""verl's table."""
