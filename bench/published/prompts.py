@@ -14,7 +14,7 @@ Rules:
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -51,9 +51,15 @@ class SyntheticPrompts(msgspec.Struct, frozen=True):
 
 def draw_prompts(count: int, rng: np.random.Generator) -> SyntheticPrompts:
     """Draw prompts of uniformly distributed tokens."""
-    weights = np.random.default_rng(_WORDS_SEED).normal(size=VOCABULARY)
     ids = rng.integers(0, VOCABULARY, (count, TOKENS))
-    return SyntheticPrompts(ids, (weights[ids] - weights.mean()).sum(axis=1) / (weights.std() * np.sqrt(TOKENS)))
+    return SyntheticPrompts(ids, difficulty_of(ids))
+
+
+def difficulty_of(ids: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the difficulty of prompts of token ids ``[..., tokens]``: ``[...]``."""
+    weights = np.random.default_rng(_WORDS_SEED).normal(size=VOCABULARY)
+    found: NDArray[np.float64] = (weights[ids % VOCABULARY] - weights.mean()).sum(axis=-1)
+    return found / (weights.std() * np.sqrt(ids.shape[-1]))
 
 
 def trained_ranker(seed: int) -> LengthRanker:

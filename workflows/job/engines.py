@@ -8,9 +8,10 @@
 | vllm_server | `adapters.vllm.VllmServer` | requests sent at once | its workers read the channel |
 | sglang_server | `adapters.engines.SglangServer` | requests sent at once | files in a folder (``options.weights``) |
 | openai | `adapters.engines.OpenAIGenerator` | requests sent at once | none: it serves version 0 for ever |
+| factory | what ``factory`` returns | argument of the factory | `update_weights` of the generator |
 
 ``options`` are arguments of the engine itself: of ``from_pretrained`` for transformers, of ``AsyncEngineArgs`` for
-vllm, of the adapter's class for servers. The built-in one has none.
+vllm, of the adapter's class for servers, of the function for a factory. The built-in one has none.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, Final
 
 from transferqueue.adapters.builtin import is_builtin
 from transferqueue.adapters.protocols import Generator
+from transferqueue.adapters.stages.reward_functions import load_callable
 from transferqueue.errors import Impossible, UsageError, listing
 from transferqueue.lazy import install_line
 from transferqueue.workflows.job.graph import is_colocated
@@ -49,9 +51,10 @@ def open_engine(settings: EngineSettings, job: Job, *, place: int = 0) -> Genera
     try:
         return _OPEN[settings.kind](settings, job, key)
     except ImportError as error:
+        remedy = install_line(_EXTRA[settings.kind]) if settings.kind in _EXTRA else "install it"
         raise UsageError(
-            f'{key}.kind="{settings.kind}" needs a package that is not installed here: {error}; '
-            f"{install_line(_EXTRA[settings.kind])}, or set another kind"
+            f'{key}.kind="{settings.kind}" needs a package that is not installed here: {error}; {remedy}, or set '
+            "another kind"
         ) from error
     except TypeError as error:
         raise UsageError(
@@ -170,6 +173,19 @@ def _openai(settings: EngineSettings, job: Job, key: str) -> Generator:
     return OpenAIGenerator(_url(settings, key), settings.model or job.model.path, **arguments)
 
 
+def _factory(settings: EngineSettings, job: Job, key: str) -> Generator:
+    """An engine of the user's own, of the weights `BEGINNING`."""
+    made = load_callable(settings.factory, f"{key}.factory")(
+        model_directory(settings, job), slots=settings.slots, **settings.options
+    )
+    if not isinstance(made, Generator):
+        raise UsageError(
+            f"{key}.factory={settings.factory!r} returned {type(made).__name__}, which is no generator "
+            "(transferqueue.adapters.protocols.Generator); `transferqueue conformance generator` tests one"
+        )
+    return made
+
+
 _OPEN: Final[Mapping[EngineKind, Callable[[EngineSettings, Job, str], Generator]]] = {
     "builtin": _builtin,
     "transformers": _transformers,
@@ -177,6 +193,7 @@ _OPEN: Final[Mapping[EngineKind, Callable[[EngineSettings, Job, str], Generator]
     "vllm_server": _vllm_server,
     "sglang_server": _sglang_server,
     "openai": _openai,
+    "factory": _factory,
 }
 _EXTRA: Final[Mapping[EngineKind, str]] = {
     "builtin": "demo",

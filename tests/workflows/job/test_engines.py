@@ -70,6 +70,42 @@ def test_an_engine_that_cannot_be_is_refused(
         opened(directory, engine, **tables)
 
 
+class Mine:
+    """An engine of a user's own, as a job's factory."""
+
+    version = -1
+
+    def __init__(self, directory: str, *, slots: int, wings: int = 0) -> None:
+        self.given = directory, slots, wings
+
+    def generate(self, prompts: Any, sampling: Any, *, timeout_s: float = 0.0) -> Any:
+        raise NotImplementedError
+
+    pause = resume = update_weights = close = generate
+
+
+def neither(directory: str, slots: int) -> dict[str, Any]:
+    return {directory: slots}
+
+
+def test_a_factory_makes_an_engine_of_ones_own(directory: Path) -> None:
+    engine = {"kind": "factory", "factory": f"{__name__}:Mine", "slots": 3, "options": {"wings": 2}}
+    assert opened(directory, engine).given == (str(directory), 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"factory": f"{__name__}:neither"}, r"returned dict, which is no generator"),
+        ({"factory": f"{__name__}:Mine", "options": {"claws": 1}}, r"options=\{'claws': 1\}: .* other arguments"),
+        ({"factory": f"{__name__}:Yours"}, r"engine\.0\.factory .*: the module has no Yours"),
+    ],
+)
+def test_a_factory_that_makes_none_is_named(directory: Path, engine: dict[str, Any], message: str) -> None:
+    with pytest.raises(TransferQueueError, match=message):
+        opened(directory, {"kind": "factory", **engine})
+
+
 def test_an_endpoint_serves_as_many_steps_as_the_staleness_allows(directory: Path) -> None:
     engine = opened(directory, {"kind": "openai", "url": "http://127.0.0.1:9/v1"}, steps=2)
     with closing(engine):

@@ -149,6 +149,9 @@ REFUSED = [
     (SFT, "pacing.mode=colocated", 'mode="colocated" with kind="sft", which generates nothing'),
     (GRPO, "engine.0.url=http://x", "engine.0.url='http://x' with kind='transformers', which runs here"),
     (GRPO, "engine.0.kind=openai", "engine.0.kind='openai' needs engine.0.url"),
+    (GRPO, "engine.0.kind=factory", 'an engine of your own has kind="factory" and names its function'),
+    (GRPO, "engine.0.factory=mine:engine", "engine.0.kind='transformers' with engine.0.factory='mine:engine'"),
+    (GRPO, "engine.0={kind='factory', factory='mine'}", "engine.0.factory='mine' is not named as"),
     (GRPO, "trainer.order=ordinal ; engine.0.kind=vllm", "order=\"ordinal\" with engine.0.kind='vllm', which batches"),
     (
         GRPO,

@@ -123,6 +123,8 @@ def _names(job: Job) -> Iterator[tuple[str, str]]:
     for place, reward in enumerate(job.reward):
         yield "reward.function", reward.function
         yield f"reward.{place}.environment", reward.environment
+    for place, engine in enumerate(job.engine):
+        yield f"engine.{place}.factory", engine.factory
 
 
 def import_from(code: Path | None) -> None:

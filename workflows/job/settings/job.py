@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal, dataclass_transform
 import msgspec
 
 AlgorithmKind = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "ppo", "distill", "sft"]
-EngineKind = Literal["builtin", "transformers", "vllm", "vllm_server", "sglang_server", "openai"]
+EngineKind = Literal["builtin", "transformers", "vllm", "vllm_server", "sglang_server", "openai", "factory"]
 Mode = Literal["sync", "delayed", "async", "colocated"]
 IN_TURN: Final = ("sync", "colocated")
 """Modes in which nothing is generated ahead: a step's rows have the weights of the step before."""
@@ -200,6 +200,12 @@ class EngineSettings(_Table):
         "Address of the server, such as `http://127.0.0.1:8000`.",
         "Required for `vllm_server`, `sglang_server` and `openai`; other kinds refuse it.",
         For("engines that run as servers"),
+    ] = ""
+    factory: Annotated[
+        str,
+        "Function that starts an engine of your own, `module:function` or `file.py:function`, for the kind `factory`:",
+        "called with the model's directory, `slots=` and `options`, it returns a generator.",
+        For("engines that have no adapter here"),
     ] = ""
     model: Annotated[
         str,

@@ -363,6 +363,16 @@ def _engines(job: Job) -> None:
                 f"engine.{place}.url={engine.url!r} with kind={engine.kind!r}, which runs here; kinds with a url are "
                 f"{', '.join(_SERVED)}"
             )
+        if (engine.kind == "factory") is not bool(engine.factory):
+            raise UsageError(
+                f"engine.{place}.kind={engine.kind!r} with engine.{place}.factory={engine.factory!r}: an engine of "
+                'your own has kind="factory" and names its function as "module:function" or "file.py:function"; '
+                "others have neither"
+            )
+        if engine.factory and not _FUNCTION.fullmatch(engine.factory):
+            raise UsageError(
+                f'engine.{place}.factory={engine.factory!r} is not named as "module:function" or "file.py:function"'
+            )
         if engine.kind in _APART and engine.tensor_parallel > 1:
             raise UsageError(
                 f'engine.{place}.tensor_parallel={engine.tensor_parallel} with kind="{engine.kind}", which uses one '

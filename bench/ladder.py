@@ -1,0 +1,321 @@
+"""What each step of overlapping gains, on real jobs by turns: ``python -m bench.ladder modes --engine vllm``.
+
+A ladder is a list of rungs, and each rung is the same job file with a few other settings, so what is measured is what
+users run. All rungs have the same model, data, optimizer and rows a step; they run one after the other, in the other
+direction each second time; figures are over the steps after the first.
+
+- *modes*: the modes of a job beside `bench.plain_loop`, the loop of a hundred lines that one would write without a
+  queue. Responses end as the model ends them.
+- *asyncflow*: AsyncFlow's ablation. An engine and a trainer with a core each, a reference and a reward model as
+  processes; whole batches, then streamed steps, then asynchronous ones. Scoring streams in all of them.
+- *streamrl*: StreamRL's ablation. Engine and trainer in turn on all cores, then two engines and a trainer: dispatch by
+  length, streamed steps, asynchronous ones, and these without dispatch.
+
+In the last two a response has a length that its prompt and seed decide (`bench.given_lengths`), ``--skew published`` or
+``mild``. ``--engine paced`` takes the published times of a 7B model and no core: then a run says what waits for what.
+
+Beside each rung stands its bound, from the seconds that a step of the first rung spends in each stage: their sum for
+whole batches, the longest of generation and training for streamed steps, and the longest of all for asynchronous ones;
+for both at least what all stages compute, divided by the cores.
+On a machine that does other work too, set ``OMP_NUM_THREADS=1``: threads that wait for each other say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from bench.given_lengths import ENGINES, SKEWS, texts
+from bench.harness import ROOT
+from bench.run_record import into_option, save_record, show
+from transferqueue.observe.measurement_record import MeasuredResult, Measurement, summarize
+
+PLAIN: Final = "plain loop"
+WHOLE: Final = {"pacing.mode": "sync", "trainer.stream": "off"}
+STREAMED: Final = {"pacing.mode": "sync", "trainer.stream": "on"}
+AHEAD: Final = {"pacing.mode": "async"}
+BY_LENGTH: Final = {"dispatch.kind": "length"}
+LADDERS: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = {
+    "modes": {
+        PLAIN: {},
+        "colocated": {"pacing.mode": "colocated"},
+        "whole batches": WHOLE,
+        "streamed": STREAMED,
+        "delayed": {"pacing.mode": "delayed"},
+        "asynchronous": AHEAD,
+    },
+    "asyncflow": {"whole batches": WHOLE, "streamed": STREAMED, "asynchronous": AHEAD},
+    "streamrl": {
+        "colocated": {"pacing.mode": "colocated"},
+        "whole batches": WHOLE,
+        "whole batches, dispatch": WHOLE | BY_LENGTH,
+        "streamed, dispatch": STREAMED | BY_LENGTH,
+        "asynchronous, dispatch": AHEAD | BY_LENGTH,
+        "asynchronous": AHEAD,
+    },
+}
+"""Rungs of each ladder, and the settings that each changes. Ratios are to the first."""
+PUBLISHED: Final = {
+    "asyncflow": "1.00, 2.01 with TransferQueue, 2.74 asynchronous (7B, 512 NPUs)",
+    "streamrl": "1.00 colocated, 1.08 with dispatch, 1.23 streamed, 1.48 asynchronous (72B)",
+}
+RUN_S: Final = 1800.0
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model (changes of the tiny one's configuration) and its task: prompts a step, responses to each, rows of an
+    engine at once, tokens of the longest response."""
+
+    model: Mapping[str, int]
+    prompts: int
+    group: int
+    slots: int
+    tokens: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a step."""
+        return self.prompts * self.group
+
+
+SIZES: Final = {
+    "tiny": Size({}, 8, 8, 64, 24),
+    "small": Size({"hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 5}, 8, 8, 64, 64),
+    "rounds": Size({"hidden_size": 192, "intermediate_size": 576, "num_hidden_layers": 4}, 16, 8, 16, 192),
+}
+"""About 140,000, 9 million and 2 million parameters. rounds: a step takes an engine several rounds of its slots."""
+
+JOB: Final = """
+name = "ladder"
+model = {{ path = "model", dtype = "float32" }}
+data = {{ path = "data", template = "{{question}}", prompt_tokens_max = 40 }}
+engine = [{engines}]
+sampling = {{ group_size = {group}, tokens_max = {tokens} }}
+reward = [{rewards}]
+algorithm = {{ kind = "grpo", kl = {kl} }}
+trainer = {{ prompts_per_step = {prompts}, lr = 1e-4 }}
+weights = {{ dtype = "float32" }}
+checkpoint = {{ every = 0 }}
+log = {{ samples = 0 }}
+queue = {{ memory_gib = 0.25 }}
+"""
+REWARD: Final = """
+def short(completion_ids, **columns):
+    return [-len(set(ids)) / 100 for ids in completion_ids]
+"""
+
+
+@dataclass(frozen=True)
+class RungRun:
+    """One run of a rung. seconds: of each step after the first. whole_s: from the start of its command to its end.
+    stages: seconds of a step that each stage computes; none for the plain loop."""
+
+    rows: int
+    seconds: Sequence[float]
+    whole_s: float
+    stages: Mapping[str, float]
+
+    @property
+    def rate(self) -> float:
+        """Samples a second."""
+        return self.rows / median(self.seconds)
+
+
+# ---------------------------------------------------------------- the job
+
+
+def prepare(place: Path, chosen: argparse.Namespace) -> None:
+    """Write models, data, reward and job file."""
+    from transferqueue.workflows.job.tiny_model.make import make, write_data
+
+    size = SIZES[chosen.size]
+    make(place / "model", tie_word_embeddings=False, **size.model)
+    rewards = ['{ function = "length_reward:short" }']
+    (place / "length_reward.py").write_text(REWARD)
+    if chosen.ladder == "modes":
+        write_data(place / "data", train=2048, test=16)
+    else:
+        make(place / "judge", kind="classifier")
+        rewards.append('{ model = "judge" }')
+        (place / "data").mkdir()
+        lines = [json.dumps({"question": text}) for text in texts(2048, seed=0)]
+        (place / "data" / "train.jsonl").write_text("\n".join(lines))
+    terms = {"prompts": size.prompts, "group": size.group, "tokens": size.tokens, "rewards": ", ".join(rewards)}
+    kl = 0.0 if chosen.ladder == "modes" else 0.01
+    (place / "job.toml").write_text(JOB.format(engines=", ".join(_engines(chosen)), kl=kl, **terms))
+
+
+def _engines(chosen: argparse.Namespace) -> Iterator[str]:
+    """Yield the entries of ``engine``."""
+    size = SIZES[chosen.size]
+    if chosen.ladder == "modes":
+        options = f"{{ max_model_len = {size.tokens + 64} }}" if chosen.engine == "vllm" else "{}"
+        yield f'{{ kind = "{chosen.engine}", slots = {size.slots}, options = {options} }}'
+        return
+    for core in range(2 if chosen.ladder == "streamrl" else 1):
+        alone = "" if chosen.engine == "paced" else f", core = {core}"
+        options = f'{{ longest = {size.tokens}, skew = "{chosen.skew}"{alone} }}'
+        factory = f'kind = "factory", factory = "bench.given_lengths:{chosen.engine}"'
+        yield f"{{ {factory}, slots = {size.slots}, options = {options} }}"
+
+
+def changes(rung: str, chosen: argparse.Namespace) -> dict[str, str]:
+    """Return the settings of a rung. In mode colocated there is one engine, without a core of its own."""
+    found = dict(LADDERS[chosen.ladder][rung])
+    if chosen.ladder == "streamrl" and found["pacing.mode"] == "colocated":
+        one = next(_engines(chosen)).replace(", core = 0", "")
+        found["engine"] = "[" + one.replace(" = ", "=") + "]"
+    return found
+
+
+# ---------------------------------------------------------------- runs
+
+
+def run(place: Path, rung: str, turn: int, chosen: argparse.Namespace) -> RungRun:
+    """Run one rung whole. `SystemExit` with its last lines if it fails."""
+    size, name = SIZES[chosen.size], f"{rung.replace(', ', '-').replace(' ', '-')}-{turn}"
+    if rung == PLAIN:
+        shape = {"engine": chosen.engine, "steps": chosen.steps, "prompts": size.prompts, "group": size.group}
+        words = ["bench.plain_loop", "."]
+        words += [f"--{key}={value}" for key, value in (shape | {"tokens": size.tokens}).items()]
+    else:
+        words = ["transferqueue.cli", "train", "job.toml", "--out", name, "--no-page"]
+        values = {"steps": str(chosen.steps), "seed": str(turn)} | changes(rung, chosen)
+        words += [f"--set={key}={value}" for key, value in values.items()]
+    began = time.monotonic()
+    done = _command(place, words)
+    whole_s = time.monotonic() - began
+    steps = done.stdout if rung == PLAIN else (place / name / "steps.jsonl").read_text()
+    lines = [json.loads(line) for line in steps.splitlines() if line.startswith('{"')]
+    seconds = [later["at"] - earlier["at"] for earlier, later in pairwise(lines)]
+    return RungRun(size.rows, seconds, whole_s, {} if rung == PLAIN else _stages(place / name, lines))
+
+
+def _stages(folder: Path, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the seconds of a step that each stage computed."""
+    summary = json.loads((folder / "summary.json").read_text())
+    step_s = summary["trained_s"] / summary["steps"]
+    stages = {name: share * step_s for name, share in summary["busy"].items()}
+    return stages | {"train": median(line["passes_s"] + line["update_s"] for line in lines[1:])}
+
+
+def _command(place: Path, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # as a job's engine has them
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=place,
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(words)} ended with {done.returncode}: {done.stdout[-500:]}{done.stderr[-1500:]}")
+    return done
+
+
+def measured(place: Path, chosen: argparse.Namespace) -> dict[str, list[RungRun]]:
+    """Run all rungs in turns."""
+    found: dict[str, list[RungRun]] = {rung: [] for rung in chosen.rungs}
+    for turn in range(chosen.runs):
+        for rung in chosen.rungs if turn % 2 == 0 else chosen.rungs[::-1]:
+            last = run(place, rung, turn, chosen)
+            found[rung].append(last)
+            stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in last.stages.items())
+            print(f"{rung} {turn}: {last.rate:.2f} samples/s, {last.whole_s:.0f} s in all; {stages}", flush=True)
+    return found
+
+
+# ---------------------------------------------------------------- results
+
+
+def bound_s(settings: Mapping[str, str], stages: Mapping[str, float], cores: float, *, paced: bool = False) -> float:
+    """Return the least seconds of a step.
+
+    Args:
+        settings: of the rung.
+        stages: seconds of a step that each stage computes, where they take turns.
+        cores: that all stages share.
+        paced: the engine needs no core.
+    """
+    mode, generated, trained = settings["pacing.mode"], stages["rollout"], stages["train"]
+    computed = sum(stages.values()) - generated * paced
+    if mode == "async":
+        return max(*stages.values(), computed / cores)
+    streams = mode == "sync" and settings.get("trainer.stream") == "on"
+    return max(generated, trained, computed / cores) if streams else generated + trained
+
+
+def results(
+    found: Mapping[str, Sequence[RungRun]], ladder: str, cores: float, *, paced: bool = False
+) -> Iterator[MeasuredResult]:
+    """Give samples a second of each rung, their ratios to the first rung's by turns, and to their bounds (`bound_s`).
+    """
+    rungs = LADDERS[ladder]
+    base = next((rung for rung in rungs if rung in found), "")
+    for rung, runs in found.items():
+        yield summarize(f"{rung}: samples a second", "1/s", [each.rate for each in runs])
+        yield summarize(f"{rung}: whole run", "s", [each.whole_s for each in runs])
+    for rung, runs in found.items():
+        if rung != base:
+            ratios = [each.rate / first.rate for each, first in zip(runs, found[base], strict=True)]
+            yield summarize(f"{rung}: over {base}", "ratio", ratios)
+    alone = found.get("whole batches", ())
+    for rung, runs in found.items():
+        if alone and rung != PLAIN and ladder != "modes":
+            least = [bound_s(rungs[rung], first.stages, cores, paced=paced) for first in alone]
+            bounds = [each.rows / seconds for each, seconds in zip(runs, least, strict=True)]
+            yield summarize(f"{rung}: bound", "1/s", bounds)
+            shares = [each.rate / bound for each, bound in zip(runs, bounds, strict=True)]
+            yield summarize(f"{rung}: of its bound", "ratio", shares)
+
+
+def main() -> None:
+    """Measure, print, and write a record if asked to."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.ladder", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("ladder", choices=tuple(LADDERS))
+    parser.add_argument("--engine", choices=tuple(ENGINES), default="transformers")
+    parser.add_argument("--size", choices=tuple(SIZES), help="default: tiny for modes, rounds for the others")
+    parser.add_argument("--skew", choices=tuple(SKEWS), default="published", help="of lengths (default: published)")
+    parser.add_argument("--runs", type=int, default=3, help="of each rung (default: 3; one takes one to three minutes)")
+    parser.add_argument("--steps", type=int, default=12, help="of each run (default: 12)")
+    parser.add_argument("--rungs", nargs="+", help="default: all")
+    into_option(parser)
+    chosen = parser.parse_args()
+    chosen.size = chosen.size or ("tiny" if chosen.ladder == "modes" else "rounds")
+    chosen.rungs = chosen.rungs or list(LADDERS[chosen.ladder])
+    if unknown := [rung for rung in chosen.rungs if rung not in LADDERS[chosen.ladder]]:
+        parser.error(f"no rung {unknown[0]!r} in {chosen.ladder}; there are {', '.join(LADDERS[chosen.ladder])}")
+    if chosen.ladder == "modes" and chosen.engine == "paced":
+        parser.error("the plain loop has no paced engine; take another ladder")
+    measurement = Measurement()
+    with tempfile.TemporaryDirectory(prefix="transferqueue-ladder-") as folder:
+        prepare(Path(folder), chosen)
+        found, cores = measured(Path(folder), chosen), len(os.sched_getaffinity(0))
+        lines = [*results(found, chosen.ladder, cores, paced=chosen.engine == "paced")]
+    show(lines)
+    details: dict[str, Any] = {name: getattr(chosen, name) for name in ("ladder", "engine", "size", "skew", "steps")}
+    details["threads"] = os.environ.get("OMP_NUM_THREADS", "by the mode")
+    details["published"] = PUBLISHED.get(chosen.ladder, "")
+    name = f"ladder-{chosen.ladder}-{chosen.engine}-{chosen.size}"
+    save_record(measurement, chosen.into, "ladder", lines, details, name=name)
+
+
+if __name__ == "__main__":
+    main()
