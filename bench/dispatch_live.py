@@ -1,9 +1,8 @@
 """Generation time of a batch with dispatch by length, on two real engines: ``python -m bench.dispatch_live``.
 
 Two processes serve one generation service (`workflows.service.serve`), each with vLLM's CPU build on a core and a
-thread of its own: a Qwen3 of eleven million random weights, no stop token, so that each request is exactly as long as
-its ``max_tokens``. Lengths are the ones digitised from StreamRL's figure 7, scaled; *mild* halves the deviation of
-their logarithm. Prompts are synthetic (`bench/published/prompts.py`). Per batch, by turns:
+thread of its own: a Qwen3 of eleven million random weights, whose responses have the lengths of StreamRL's figure 7
+(`bench.given_lengths`). Per batch, by turns:
 
 - *given*: rows in their order, any engine, as `serve` does without dispatch;
 - *ranker*: `LengthRequests` with a ranker that has seen 2,048 other prompts of the same kind and their lengths, and was
@@ -15,7 +14,7 @@ the engines measured. Expected, written before the first run: with 16 slots an e
 0.80 to 0.95 and oracle 0.75 to 0.90 of the given order's time on *published*, less gain on *mild*; predicted ratios
 within 0.05. Takes about as many minutes as `--seeds` plus two, on two idle cores.
 
-    .venv-engines/bin/python -m bench.dispatch_live --seeds 5
+    .venv-engines/bin/python -m bench.dispatch_live --seeds 5 --skew mild
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,11 +35,11 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_D
 import numpy as np
 
 import transferqueue as tq
-from bench.paced_engine import PacedEngine
-from bench.published.dispatch import ptl_s
+from bench import given_lengths
+from bench.given_lengths import SKEWS, length_of
 from bench.published.prompts import draw_prompts
 from bench.run_record import RECORDS, save_record
-from transferqueue.adapters.protocols import Completion, Prompt, Sampling
+from transferqueue.adapters.protocols import Prompt, Sampling
 from transferqueue.observe.measurement_record import Measurement, single, summarize
 from transferqueue.workflows.dispatch.channels import live_engines, plan_channel, publish
 from transferqueue.workflows.dispatch.dispatcher import LengthDispatcher
@@ -56,7 +53,6 @@ LONGEST: Final = 320
 ENGINES: Final = 2
 SEEN, JUDGED, LESSON = 2048, 512, 256
 ARMS: Final = ("given", "ranker", "oracle")
-SKEWS: Final = {"published": 1.0, "mild": 0.5}
 SIZE: Final = {
     "hidden_size": 512,
     "intermediate_size": 1536,
@@ -74,17 +70,13 @@ SETTLE_S: Final = 0.6
 Lengths = np.ndarray[Any, np.dtype[np.int64]]
 
 
-def key_of(ids: Any) -> str:
-    return blake2b(np.asarray(ids, np.int32).tobytes(), digest_size=8).hexdigest()
-
-
 # ---------------------------------------------------------------- an engine's process
 
 
-def serve_engine(address: str, name: str, model: Path, lengths: Path, slots: int, *, paced: bool) -> None:
-    """Serve the service until it is sealed. lengths: folder in which a file for each prompt is named after it and has
-    its length."""
-    engine = paced_engine(lengths) if paced else vllm_engine(int(name), model, lengths, slots)
+def serve_engine(address: str, name: str, model: Path, skew: str, slots: int, *, paced: bool) -> None:
+    """Serve the service until it is sealed."""
+    open_engine = given_lengths.paced if paced else given_lengths.vllm
+    engine = open_engine(str(model), slots=slots, longest=LONGEST, skew=skew, core=int(name))
     with closing(engine), tq.connect(address, label=f"engine-{name}") as queue:
         serve(
             queue,
@@ -97,40 +89,11 @@ def serve_engine(address: str, name: str, model: Path, lengths: Path, slots: int
         )
 
 
-def paced_engine(lengths: Path) -> Any:
-    """An engine that takes the time of StreamRL's 7B model, and no core."""
-    return PacedEngine(ptl_s, lambda prompt: int((lengths / key_of(prompt.ids)).read_text()))
-
-
-def vllm_engine(number: int, model: Path, lengths: Path, slots: int) -> Any:
-    """Start vLLM on a core of its own."""
-    from transferqueue.adapters.vllm.engine import VllmGenerator
-
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[number % len(cores)]})
-
-    class GivenLengths(VllmGenerator):
-        """Ends a row after as many tokens as its file says."""
-
-        async def _complete(self, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> Completion:
-            limit = int((lengths / key_of(prompt.ids)).read_text())
-            return await super()._complete(index, sample, prompt, replace(sampling, tokens_max=limit))
-
-    return GivenLengths(
-        str(model),
-        dtype="float32",
-        enforce_eager=True,
-        max_num_seqs=slots,
-        max_model_len=LONGEST + 64,
-        kv_cache_memory_bytes=128 << 20,
-    )
-
-
 @contextmanager
-def engines(address: str, model: Path, lengths: Path, slots: int, *, paced: bool) -> Iterator[None]:
+def engines(address: str, model: Path, skew: str, slots: int, *, paced: bool) -> Iterator[None]:
     """Start the processes of the engines; end them with the block."""
     command = [sys.executable, "-m", "bench.dispatch_live", "--engine"]
-    arguments = ["--address", address, "--model", str(model), "--lengths", str(lengths), "--slots", str(slots)]
+    arguments = ["--address", address, "--model", str(model), "--skew", skew, "--slots", str(slots)]
     arguments += ["--paced"] if paced else []
     started = [subprocess.Popen([*command, str(name), *arguments]) for name in range(ENGINES)]
     try:
@@ -149,25 +112,17 @@ def engines(address: str, model: Path, lengths: Path, slots: int, *, paced: bool
 class Batch:
     """Prompts with the lengths of their answers."""
 
-    def __init__(self, rows: int, deviation: float, seed: int) -> None:
-        rng = np.random.default_rng((seed, rows))
-        drawn = draw_prompts(rows, rng)
+    def __init__(self, rows: int, skew: str, seed: int) -> None:
+        drawn = draw_prompts(rows, np.random.default_rng((seed, rows)))
         self.prompts = [Prompt.of(ids) for ids in drawn.ids.tolist()]
-        logs = np.log(drawn.answers(rng))
-        logs = logs.mean() + deviation * (logs - logs.mean())
-        self.lengths: Lengths = np.clip(np.exp(logs) * LONGEST / 20_000, 1, LONGEST).astype(np.int64)
-
-    def write(self, folder: Path) -> None:
-        """Tell the engines how long each answer is."""
-        for prompt, length in zip(self.prompts, self.lengths.tolist(), strict=True):
-            (folder / key_of(prompt.ids)).write_text(str(length))
+        self.lengths: Lengths = np.array([length_of(prompt, LONGEST, skew) for prompt in self.prompts])
 
 
-def taught(deviation: float, rows: int) -> LengthDispatcher:
+def taught(skew: str, rows: int) -> LengthDispatcher:
     """Return a dispatcher that has seen prompts of this kind, and was judged on others."""
     dispatcher = LengthDispatcher(batch_rows=rows)
     for part, count in enumerate([LESSON] * ((SEEN + JUDGED) // LESSON)):
-        batch = Batch(count, deviation, 10_000 + part)
+        batch = Batch(count, skew, 10_000 + part)
         ids = [prompt.ids for prompt in batch.prompts]
         expected = dispatcher.expect(ids).tokens
         dispatcher.learn(ids, (part * LESSON + np.arange(count)).tolist(), expected, batch.lengths)
@@ -229,25 +184,23 @@ def measure(options: argparse.Namespace) -> None:
     """Run all arms of all batches, print them, and write a record."""
     from transferqueue.workflows.job.tiny_model.make import make
 
-    measurement, results, lines = Measurement(), list[Any](), list[Any]()
+    measurement, lines = Measurement(), list[Any]()
     with (
         tempfile.TemporaryDirectory(prefix="transferqueue-dispatch-") as directory,
         tq.connect(label="caller") as queue,
     ):
-        model, lengths = Path(directory, "model"), Path(directory, "lengths")
-        lengths.mkdir()
+        model = Path(directory, "model")
         if not options.paced:
             make(model, **SIZE)
         service = Service.init_engines(queue, stream_engines(rows_max=1 << 14))
         service.update({"none": np.zeros(1, np.float32)} if options.paced else _weights(model))
-        with engines(queue.address, model, lengths, options.slots, paced=options.paced):
+        with engines(queue.address, model, options.skew, options.slots, paced=options.paced):
             run = Run(queue, service)
-            _warm_up(run, lengths, options)
-            for skew, deviation in SKEWS.items():
-                dispatcher = taught(deviation, options.rows)
-                with LengthRequests(queue, service, batch_rows=options.rows, dispatcher=dispatcher) as requests:
-                    seconds, predicted = _arms(run, requests, dispatcher, skew, deviation, lengths, options, lines)
-                results += _results(skew, seconds, predicted)
+            _warm_up(run, options)
+            dispatcher = taught(options.skew, options.rows)
+            with LengthRequests(queue, service, batch_rows=options.rows, dispatcher=dispatcher) as requests:
+                seconds, predicted = _arms(run, requests, dispatcher, options, lines)
+            results = _results(options.skew, seconds, predicted)
             curves = {report.name: [report.curve.rows, report.curve.ms] for report in run.reports()}
             service.seal()
     details = {
@@ -271,12 +224,10 @@ def _weights(model: Path) -> dict[str, Any]:
     return load_file(model / "model.safetensors")
 
 
-def _warm_up(run: Run, folder: Path, options: argparse.Namespace) -> None:
+def _warm_up(run: Run, options: argparse.Namespace) -> None:
     """Generate until both engines have measured themselves at large and at small batches."""
     for number in range(2):
-        batch = Batch(options.rows // 2, 1.0, 20_000 + number)
-        batch.write(folder)
-        run.given(batch)
+        run.given(Batch(options.rows // 2, options.skew, 20_000 + number))
     for report in run.reports():
         print(f"engine {report.name}: rows {report.curve.rows}, ms a token {report.curve.ms}", flush=True)
 
@@ -285,18 +236,13 @@ def _arms(
     run: Run,
     requests: LengthRequests,
     dispatcher: LengthDispatcher,
-    skew: str,
-    deviation: float,
-    folder: Path,
     options: argparse.Namespace,
     lines: list[Any],
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
     predicted: dict[str, list[float]] = {arm: [] for arm in ARMS}
     for seed in range(options.seeds):
-        batch = Batch(options.rows, deviation, seed)
-        batch.write(folder)
-        plans = {}
+        batch, plans = Batch(options.rows, options.skew, seed), {}
         for arm in ARMS[seed % 3 :] + ARMS[: seed % 3]:
             call = {
                 "given": run.given,
@@ -311,8 +257,8 @@ def _arms(
             predicted[arm].append(run.predicted_s(plans[arm][0], batch, plans[arm][1], reports))
         recalled = [round(recall(batch.lengths, plans["ranker"][1], share), 2) for share in (0.2, 0.1, 0.05)]
         words = ", ".join(f"{arm} {seconds[arm][-1]:.2f} s (predicted {predicted[arm][-1]:.2f})" for arm in ARMS)
-        print(f"{skew}, seed {seed}: {words}; recall {recalled}; {plans['ranker'][0].why}", flush=True)
-        lines.append([skew, seed, *(round(seconds[arm][-1], 2) for arm in ARMS), *recalled])
+        print(f"{options.skew}, seed {seed}: {words}; recall {recalled}; {plans['ranker'][0].why}", flush=True)
+        lines.append([options.skew, seed, *(round(seconds[arm][-1], 2) for arm in ARMS), *recalled])
     return seconds, predicted
 
 
@@ -336,15 +282,14 @@ def main() -> None:
     options.add_argument("--seeds", type=int, default=5)
     options.add_argument("--rows", type=int, default=192)
     options.add_argument("--slots", type=int, default=16)
+    options.add_argument("--skew", choices=tuple(SKEWS), default="published", help="of lengths (default: published)")
     options.add_argument("--out", type=Path, default=RECORDS)
     options.add_argument("--paced", action="store_true", help="engines that take the times of a 7B model and no core")
-    for name in ("--engine", "--address", "--model", "--lengths"):
+    for name in ("--engine", "--address", "--model"):
         options.add_argument(name, default="", help=argparse.SUPPRESS)
     chosen = options.parse_args()
     if chosen.engine:
-        serve_engine(
-            chosen.address, chosen.engine, Path(chosen.model), Path(chosen.lengths), chosen.slots, paced=chosen.paced
-        )
+        serve_engine(chosen.address, chosen.engine, Path(chosen.model), chosen.skew, chosen.slots, paced=chosen.paced)
     else:
         measure(chosen)
 

@@ -263,8 +263,7 @@ def bound_s(settings: Mapping[str, str], stages: Mapping[str, float], cores: flo
 def results(
     found: Mapping[str, Sequence[RungRun]], ladder: str, cores: float, *, paced: bool = False
 ) -> Iterator[MeasuredResult]:
-    """Give samples a second of each rung, their ratios to the first rung's by turns, and to their bounds (`bound_s`).
-    """
+    """Give samples a second of each rung, and their ratios to the first rung's by turns and to their `bound_s`."""
     rungs = LADDERS[ladder]
     base = next((rung for rung in rungs if rung in found), "")
     for rung, runs in found.items():
