@@ -1,7 +1,7 @@
 """GRPO without a queue, as a user would write it: ``python -m bench.plain_loop PLACE --engine vllm --steps 12``.
 
 One process: the engine generates a step's responses, a function rewards them, torch takes a step, the engine gets the
-weights. `bench.job_modes` runs it by turns with jobs of the same engine, model, data and optimizer. PLACE has
+weights. `bench.ladder` runs it by turns with jobs of the same engine, model, data and optimizer. PLACE has
 ``model/``, ``data/train.jsonl`` and ``length_reward.py``. Prints a JSON line with the time after each step. With
 ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` vLLM computes in this process.
 """
