@@ -5,7 +5,7 @@ users run. All rungs have the same model, data, optimizer and rows a step; they 
 direction each second time; figures are over the steps after the first.
 
 - *modes*: the modes of a job beside `bench.plain_loop`, the loop of a hundred lines that one would write without a
-  queue. Responses end as the model ends them.
+  queue, and beside TRL's GRPOTrainer (with transformers). Responses end as the model ends them.
 - *asyncflow*: AsyncFlow's ablation. An engine and a trainer with a core each, a reference and a reward model as
   processes; whole batches, then streamed steps, then asynchronous ones. Scoring streams in all of them.
 - *streamrl*: StreamRL's ablation. Engine and trainer in turn on all cores, then two engines and a trainer: dispatch by
@@ -42,6 +42,9 @@ from bench.run_record import into_option, save_record, show
 from transferqueue.observe.measurement_record import MeasuredResult, Measurement, summarize
 
 PLAIN: Final = "plain loop"
+TRL: Final = "TRL"
+SCRIPTS: Final = {PLAIN: "bench.plain_loop", TRL: "bench.trl_loop"}
+"""Rungs that are no jobs: programs that train the same without a queue."""
 WHOLE: Final = {"pacing.mode": "sync", "trainer.stream": "off"}
 STREAMED: Final = {"pacing.mode": "sync", "trainer.stream": "on"}
 AHEAD: Final = {"pacing.mode": "async"}
@@ -49,6 +52,7 @@ BY_LENGTH: Final = {"dispatch.kind": "length"}
 LADDERS: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = {
     "modes": {
         PLAIN: {},
+        TRL: {},
         "colocated": {"pacing.mode": "colocated"},
         "whole batches": WHOLE,
         "streamed": STREAMED,
@@ -186,10 +190,10 @@ def changes(rung: str, chosen: argparse.Namespace) -> dict[str, str]:
 def run(place: Path, rung: str, turn: int, chosen: argparse.Namespace) -> RungRun:
     """Run one rung whole. `SystemExit` with its last lines if it fails."""
     size, name = SIZES[chosen.size], f"{rung.replace(', ', '-').replace(' ', '-')}-{turn}"
-    if rung == PLAIN:
-        shape = {"engine": chosen.engine, "steps": chosen.steps, "prompts": size.prompts, "group": size.group}
-        words = ["bench.plain_loop", "."]
-        words += [f"--{key}={value}" for key, value in (shape | {"tokens": size.tokens}).items()]
+    if rung in SCRIPTS:
+        shape = {"steps": chosen.steps, "prompts": size.prompts, "group": size.group, "tokens": size.tokens}
+        shape |= {"engine": chosen.engine} if rung == PLAIN else {}
+        words = [SCRIPTS[rung], ".", *(f"--{key}={value}" for key, value in shape.items())]
     else:
         words = ["transferqueue.cli", "train", "job.toml", "--out", name, "--no-page"]
         values = {"steps": str(chosen.steps), "seed": str(turn)} | changes(rung, chosen)
@@ -197,10 +201,10 @@ def run(place: Path, rung: str, turn: int, chosen: argparse.Namespace) -> RungRu
     began = time.monotonic()
     done = _command(place, words)
     whole_s = time.monotonic() - began
-    steps = done.stdout if rung == PLAIN else (place / name / "steps.jsonl").read_text()
+    steps = done.stdout if rung in SCRIPTS else (place / name / "steps.jsonl").read_text()
     lines = [json.loads(line) for line in steps.splitlines() if line.startswith('{"')]
     seconds = [later["at"] - earlier["at"] for earlier, later in pairwise(lines)]
-    return RungRun(size.rows, seconds, whole_s, {} if rung == PLAIN else _stages(place / name, lines))
+    return RungRun(size.rows, seconds, whole_s, {} if rung in SCRIPTS else _stages(place / name, lines))
 
 
 def _stages(folder: Path, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -275,7 +279,7 @@ def results(
             yield summarize(f"{rung}: over {base}", "ratio", ratios)
     alone = found.get("whole batches", ())
     for rung, runs in found.items():
-        if alone and rung != PLAIN and ladder != "modes":
+        if alone and rung not in SCRIPTS and ladder != "modes":
             least = [bound_s(rungs[rung], first.stages, cores, paced=paced) for first in alone]
             bounds = [each.rows / seconds for each, seconds in zip(runs, least, strict=True)]
             yield summarize(f"{rung}: bound", "1/s", bounds)
@@ -298,7 +302,8 @@ def main() -> None:
     into_option(parser)
     chosen = parser.parse_args()
     chosen.size = chosen.size or ("tiny" if chosen.ladder == "modes" else "rounds")
-    chosen.rungs = chosen.rungs or list(LADDERS[chosen.ladder])
+    alone = {TRL} if chosen.engine == "vllm" else set()
+    chosen.rungs = chosen.rungs or [rung for rung in LADDERS[chosen.ladder] if rung not in alone]
     if unknown := [rung for rung in chosen.rungs if rung not in LADDERS[chosen.ladder]]:
         parser.error(f"no rung {unknown[0]!r} in {chosen.ladder}; there are {', '.join(LADDERS[chosen.ladder])}")
     if chosen.ladder == "modes" and chosen.engine == "paced":
