@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -109,27 +110,29 @@ engine = [{engines}]
 sampling = {{ group_size = {group}, tokens_max = {tokens} }}
 reward = [{rewards}]
 algorithm = {{ kind = "grpo", kl = {kl} }}
-trainer = {{ prompts_per_step = {prompts}, lr = 1e-4 }}
+trainer = {{ prompts_per_step = {prompts} }}
 weights = {{ dtype = "float32" }}
 checkpoint = {{ every = 0 }}
 log = {{ samples = 0 }}
 queue = {{ memory_gib = 0.25 }}
 """
 REWARD: Final = """
-def short(completion_ids, **columns):
-    return [-len(set(ids)) / 100 for ids in completion_ids]
+def even(completion_ids, **columns):
+    return [sum(token % 2 == 0 for token in ids) / max(1, len(ids)) for ids in completion_ids]
 """
 
 
 @dataclass(frozen=True)
 class RungRun:
     """One run of a rung. seconds: of each step after the first. whole_s: from the start of its command to its end.
-    stages: seconds of a step that each stage computes; none for the plain loop."""
+    stages: seconds of a step that each stage computes; none for a program without a queue. reached_s: see `reached_s`.
+    """
 
     rows: int
     seconds: Sequence[float]
     whole_s: float
     stages: Mapping[str, float]
+    reached_s: float = math.nan
 
     @property
     def rate(self) -> float:
@@ -146,8 +149,8 @@ def prepare(place: Path, chosen: argparse.Namespace) -> None:
 
     size = SIZES[chosen.size]
     make(place / "model", tie_word_embeddings=False, **size.model)
-    rewards = ['{ function = "length_reward:short" }']
-    (place / "length_reward.py").write_text(REWARD)
+    rewards = ['{ function = "even_reward:even" }']
+    (place / "even_reward.py").write_text(REWARD)
     if chosen.ladder == "modes":
         write_data(place / "data", train=2048, test=16)
     else:
@@ -191,12 +194,13 @@ def run(place: Path, rung: str, turn: int, chosen: argparse.Namespace) -> RungRu
     """Run one rung whole. `SystemExit` with its last lines if it fails."""
     size, name = SIZES[chosen.size], f"{rung.replace(', ', '-').replace(' ', '-')}-{turn}"
     if rung in SCRIPTS:
-        shape = {"steps": chosen.steps, "prompts": size.prompts, "group": size.group, "tokens": size.tokens}
+        shape: dict[str, Any] = {"steps": chosen.steps, "prompts": size.prompts, "group": size.group}
+        shape |= {"tokens": size.tokens, "seed": turn, "lr": chosen.lr}
         shape |= {"engine": chosen.engine} if rung == PLAIN else {}
         words = [SCRIPTS[rung], ".", *(f"--{key}={value}" for key, value in shape.items())]
     else:
         words = ["transferqueue.cli", "train", "job.toml", "--out", name, "--no-page"]
-        values = {"steps": str(chosen.steps), "seed": str(turn)} | changes(rung, chosen)
+        values = {"steps": str(chosen.steps), "seed": str(turn), "trainer.lr": str(chosen.lr)} | changes(rung, chosen)
         words += [f"--set={key}={value}" for key, value in values.items()]
     began = time.monotonic()
     done = _command(place, words)
@@ -204,7 +208,18 @@ def run(place: Path, rung: str, turn: int, chosen: argparse.Namespace) -> RungRu
     steps = done.stdout if rung in SCRIPTS else (place / name / "steps.jsonl").read_text()
     lines = [json.loads(line) for line in steps.splitlines() if line.startswith('{"')]
     seconds = [later["at"] - earlier["at"] for earlier, later in pairwise(lines)]
-    return RungRun(size.rows, seconds, whole_s, {} if rung in SCRIPTS else _stages(place / name, lines))
+    stages = {} if rung in SCRIPTS else _stages(place / name, lines)
+    return RungRun(size.rows, seconds, whole_s, stages, reached_s(lines, chosen.until))
+
+
+def reached_s(lines: Sequence[Mapping[str, Any]], until: float | None) -> float:
+    """Return the seconds from the first step to that after which the mean reward of three steps is `until`; NaN: it was
+    not reached, or none was asked for."""
+    rewards = [line["reward"] for line in lines]
+    for place in range(3, len(rewards) + 1):
+        if until is not None and sum(rewards[place - 3 : place]) / 3 >= until:
+            return float(lines[place - 1]["at"] - lines[0]["at"])
+    return math.nan
 
 
 def _stages(folder: Path, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -273,6 +288,8 @@ def results(
     for rung, runs in found.items():
         yield summarize(f"{rung}: samples a second", "1/s", [each.rate for each in runs])
         yield summarize(f"{rung}: whole run", "s", [each.whole_s for each in runs])
+        if reached := [each.reached_s for each in runs if not math.isnan(each.reached_s)]:
+            yield summarize(f"{rung}: until the reward, {len(reached)} of {len(runs)} runs", "s", reached)
     for rung, runs in found.items():
         if rung != base:
             ratios = [each.rate / first.rate for each, first in zip(runs, found[base], strict=True)]
@@ -298,6 +315,8 @@ def main() -> None:
     parser.add_argument("--skew", choices=tuple(SKEWS), default="published", help="of lengths (default: published)")
     parser.add_argument("--runs", type=int, default=3, help="of each rung (default: 3; one takes one to three minutes)")
     parser.add_argument("--steps", type=int, default=12, help="of each run (default: 12)")
+    parser.add_argument("--lr", type=float, default=1e-4, help="learning rate (default: 1e-4)")
+    parser.add_argument("--until", type=float, help="mean reward of three steps whose time is to be told")
     parser.add_argument("--rungs", nargs="+", help="default: all")
     into_option(parser)
     chosen = parser.parse_args()
@@ -314,7 +333,9 @@ def main() -> None:
         found, cores = measured(Path(folder), chosen), len(os.sched_getaffinity(0))
         lines = [*results(found, chosen.ladder, cores, paced=chosen.engine == "paced")]
     show(lines)
-    details: dict[str, Any] = {name: getattr(chosen, name) for name in ("ladder", "engine", "size", "skew", "steps")}
+    details: dict[str, Any] = {
+        name: getattr(chosen, name) for name in ("ladder", "engine", "size", "skew", "steps", "lr", "until")
+    }
     details["threads"] = os.environ.get("OMP_NUM_THREADS", "by the mode")
     details["published"] = PUBLISHED.get(chosen.ladder, "")
     name = f"ladder-{chosen.ladder}-{chosen.engine}-{chosen.size}"

@@ -1,9 +1,8 @@
 """GRPO without a queue, as a user would write it: ``python -m bench.plain_loop PLACE --engine vllm --steps 12``.
 
 One process: the engine generates a step's responses, a function rewards them, torch takes a step, the engine gets the
-weights. `bench.ladder` runs it by turns with jobs of the same engine, model, data and optimizer. PLACE has
-``model/``, ``data/train.jsonl`` and ``length_reward.py``. Prints a JSON line with the time after each step. With
-``VLLM_ENABLE_V1_MULTIPROCESSING=0`` vLLM computes in this process.
+weights. `bench.ladder` writes PLACE, and runs it by turns with jobs of the same engine, model and optimizer. Prints a
+JSON line after each step. With ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` vLLM computes in this process.
 """
 
 from __future__ import annotations
@@ -95,24 +94,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.plain_loop", description=__doc__)
     parser.add_argument("place", type=Path)
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
-    for name, default in (("steps", 12), ("prompts", 8), ("group", 8), ("tokens", 24)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    for name, default in (("steps", 12), ("prompts", 8), ("group", 8), ("tokens", 24), ("seed", 0), ("lr", 1e-4)):
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     chosen = parser.parse_args()
     sys.path.insert(0, str(chosen.place))
-    from length_reward import short
+    from even_reward import even
 
     tokenizer = AutoTokenizer.from_pretrained(chosen.place / "model")
     questions = [tokenizer.encode(json.loads(line)["question"]) for line in (chosen.place / "data/train.jsonl").open()]
-    random.Random(0).shuffle(questions)
+    torch.manual_seed(chosen.seed)
+    random.Random(chosen.seed).shuffle(questions)
     model = AutoModelForCausalLM.from_pretrained(chosen.place / "model", dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0)
-    engine = with_vllm if chosen.engine == "vllm" else with_transformers
-    generate, update = engine(model, tokenizer, chosen)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=chosen.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    generate, update = (with_vllm if chosen.engine == "vllm" else with_transformers)(model, tokenizer, chosen)
     for number in range(chosen.steps):
         rows = generate(questions[number * chosen.prompts : (number + 1) * chosen.prompts])
-        step(model, optimizer, rows, short([response for _, response, _ in rows]), chosen.group)
+        rewards = even([response for _, response, _ in rows])
+        step(model, optimizer, rows, rewards, chosen.group)
         update()
-        print(json.dumps({"step": number + 1, "at": time.monotonic(), "rows": len(rows)}), flush=True)
+        print(json.dumps({"at": time.monotonic(), "reward": sum(rewards) / len(rewards)}), flush=True)
 
 
 if __name__ == "__main__":

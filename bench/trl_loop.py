@@ -20,8 +20,8 @@ def main() -> None:
     """Train for some steps."""
     parser = argparse.ArgumentParser(prog="python -m bench.trl_loop", description=__doc__)
     parser.add_argument("place", type=Path)
-    for name, default in (("steps", 12), ("prompts", 8), ("group", 8), ("tokens", 24)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    for name, default in (("steps", 12), ("prompts", 8), ("group", 8), ("tokens", 24), ("seed", 0), ("lr", 1e-4)):
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
     sys.path.insert(0, str(chosen.place))
@@ -29,12 +29,13 @@ def main() -> None:
     import datasets
     import transformers
     import trl
-    from length_reward import short
+    from even_reward import even
 
     class Clock(transformers.TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            line = {"step": state.global_step, "at": time.monotonic(), "rows": chosen.prompts * chosen.group}
-            print(json.dumps(line), flush=True)
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> None:
+            if "reward" in logs:
+                line = {"at": time.monotonic(), "reward": float(logs["reward"])}
+                print(json.dumps(line), flush=True)
 
     questions = [json.loads(line)["question"] for line in (chosen.place / "data/train.jsonl").open()]
     with tempfile.TemporaryDirectory() as directory:
@@ -43,7 +44,7 @@ def main() -> None:
             use_cpu=True,
             bf16=False,
             max_steps=chosen.steps,
-            learning_rate=1e-4,
+            learning_rate=chosen.lr,
             lr_scheduler_type="constant",
             adam_beta2=0.95,
             per_device_train_batch_size=chosen.prompts * chosen.group,
@@ -56,12 +57,13 @@ def main() -> None:
             gradient_checkpointing=False,
             report_to=[],
             save_strategy="no",
-            logging_strategy="no",
+            logging_steps=1,
+            seed=chosen.seed,
             disable_tqdm=True,
         )
         trl.GRPOTrainer(
             model=transformers.AutoModelForCausalLM.from_pretrained(chosen.place / "model", dtype="float32"),
-            reward_funcs=short,
+            reward_funcs=even,
             args=arguments,
             train_dataset=datasets.Dataset.from_dict({"prompt": questions}),
             processing_class=transformers.AutoTokenizer.from_pretrained(chosen.place / "model"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bench.given_lengths import length_of
-from bench.ladder import PLAIN, RungRun, bound_s, results
+from bench.ladder import PLAIN, RungRun, bound_s, reached_s, results
 from transferqueue.adapters.protocols import Prompt
 
 STAGES = {"rollout": 3.0, "reference": 0.5, "reward": 5.0, "train": 2.0}
@@ -45,6 +45,14 @@ def test_a_rung_stands_beside_its_bound() -> None:
     found = {result.name: result.median for result in results(runs, "asyncflow", 4)}
     assert (found["streamed: over whole batches"], found["streamed: bound"]) == (1.5, 20.0)
     assert found["streamed: of its bound"] == 0.75
+
+
+def test_a_reward_is_reached_when_three_steps_have_it() -> None:
+    rewards = [0.1, 0.9, 0.2, 0.5, 0.6, 0.7, 0.4]
+    lines = [{"at": 10.0 + number, "reward": reward} for number, reward in enumerate(rewards)]
+    assert reached_s(lines, 0.6) == 5.0
+    assert np.isnan(reached_s(lines, 0.8))
+    assert np.isnan(reached_s(lines, None))
 
 
 def test_lengths_follow_from_prompt_and_seed_and_are_skewed_as_published() -> None:
