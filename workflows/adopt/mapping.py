@@ -297,8 +297,8 @@ def loggers(value: Plain, settings: Settings) -> list[str]:
     """Return our loggers of a list of theirs; the console is always there."""
     names = [name.lower() for name in texts(value)]
     if others := [name for name in names if name not in (*LOGGERS, "console", "none", "file", "jsonl")]:
-        raise Refuse(f"there is no logger {', '.join(others)}; set log.function to one of yours")
-    return ["jsonl", *(name for name in names if name in LOGGERS)]
+        raise Refuse(f"there is no logger {', '.join(others)}; name a function of yours in log.to")
+    return [name for name in names if name in LOGGERS]
 
 
 DRAWN_WHOLE: Final = "responses are drawn from the whole distribution, so that log-probs are those of the trained model"

@@ -162,7 +162,7 @@ EXPECTED = {
         "algorithm.kl_in": "loss",
         "algorithm.clip_high": 0.3,
         "pacing.mode": "async",
-        "log.to": ["jsonl", "wandb"],
+        "log.to": ["wandb"],
     },
     "slime": {
         "model.path": "models/small",

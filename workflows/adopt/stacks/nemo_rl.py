@@ -169,7 +169,7 @@ def _total(value: Plain, settings: Settings) -> OurValues:
 
 def _log(value: Plain, settings: Settings) -> OurValues:
     names = [name for name in ("tensorboard", "wandb", "mlflow") if settings.is_on(f"logger.{name}_enabled")]
-    return OurValues({"log.to": ["jsonl", *names]} if names else {}, "" if flag(value) else "off")
+    return OurValues({"log.to": names} if names else {}, "" if flag(value) else "off")
 
 
 def _gpus(settings: Settings) -> Gpus:
@@ -445,7 +445,7 @@ _RULES: Final = (
     mapped("logger.wandb_enabled", "log.to", _log),
     mapped("logger.tensorboard_enabled", "log.to", _log),
     mapped("logger.mlflow_enabled", "log.to", _log),
-    refused("logger.swanlab_enabled", "set log.function to a logger of yours", unless=_OFF),
+    refused("logger.swanlab_enabled", "name a function of yours in log.to", unless=_OFF),
     no_effect("logger.*", LOGS),
     layout("cluster.gpus_per_node"),
     layout("cluster.num_nodes"),

@@ -357,9 +357,9 @@ _RULES: Final = (
     mapped(
         "logger.wandb.key",
         "log.to",
-        lambda v, s: OurValues({"log.to": ["jsonl", "wandb"]}, "the key is wandb's own affair: wandb login"),
+        lambda v, s: OurValues({"log.to": ["wandb"]}, "the key is wandb's own affair: wandb login"),
     ),
-    mapped("logger.tensorboard_dir", "log.to", lambda v, s: OurValues({"log.to": ["jsonl", "tensorboard"]}, "")),
+    mapped("logger.tensorboard_dir", "log.to", lambda v, s: OurValues({"log.to": ["tensorboard"]}, "")),
     no_effect("logger.*", LOGS),
     no_effect("ds.ring_attn_size", SHARDED),
     no_effect("ds.ring_attn_head_stride", SHARDED),
