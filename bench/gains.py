@@ -1,0 +1,85 @@
+"""The tables of the page "What you gain", from the newest record of each ladder (`bench.ladder`).
+
+python -m bench.gains [--into docs/understand/gains.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from bench.run_record import RECORDS
+from bench.table import insert
+from transferqueue.observe.measurement_record import MeasuredResult, MeasurementRecord, load_record
+
+TITLES: Final = {
+    "modes": "Beside the loop that one would write",
+    "asyncflow": "AsyncFlow's ladder",
+    "streamrl": "StreamRL's ladder",
+}
+ENGINES: Final = {"vllm": "vLLM's CPU build", "transformers": "transformers", "paced": "engines paced as a 7B model"}
+
+
+def newest() -> list[MeasurementRecord]:
+    """The newest record of each ladder, engine, size and skew, in the order of the page."""
+    found: dict[tuple[object, ...], MeasurementRecord] = {}
+    for path in sorted(RECORDS.glob("ladder-*.json"), key=lambda path: path.stem[-15:]):
+        record = load_record(path)
+        details = record.details
+        ladder = [*TITLES].index(details["ladder"])
+        found[ladder, details["engine"], details["size"], details["skew"], details["until"] is not None] = record
+    return [found[key] for key in sorted(found, key=str)]
+
+
+def markdown(record: MeasurementRecord) -> str:
+    """The table of one ladder."""
+    details, results = record.details, {result.name: result for result in record.results}
+    rungs = [name.removesuffix(": samples a second") for name in results if name.endswith(": samples a second")]
+    columns = [column for column in _columns(rungs[0]) if any(_of(results, rung, column) for rung in rungs)]
+    head = ["", *(title for title, _ in columns)]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    lines += [f"| {rung} | {' | '.join(_cell(_of(results, rung, column)) for column in columns)} |" for rung in rungs]
+    runs = results[f"{rungs[0]}: samples a second"].n
+    skew = "" if details["ladder"] == "modes" else f", lengths {details['skew']}"
+    published = f" Published: {details['published']}." if details["published"] else ""
+    about = (
+        f"{ENGINES[details['engine']]}, model {details['size']}{skew}; {runs} runs of {details['steps']} steps, "
+        f"medians (10th to 90th percentile); {record.machine['cores']} cores, commit {record.commit[:9]}, "
+        f"{record.start[:10]}, load {record.load['start']:.1f} at the start.{published}"
+    )
+    return "\n".join([f"**{TITLES[details['ladder']]}.** {about}", "", *lines])
+
+
+def _columns(base: str) -> Iterator[tuple[str, str]]:
+    """Yield the title of each column, and how the names of its results end."""
+    yield "samples a second", "samples a second"
+    yield f"over {base}", f"over {base}"
+    yield "of its bound", "of its bound"
+    yield "seconds to the reward", "until the reward"
+    yield "whole run, seconds", "whole run"
+
+
+def _of(results: dict[str, MeasuredResult], rung: str, column: tuple[str, str]) -> MeasuredResult | None:
+    return next((each for name, each in results.items() if name.startswith(f"{rung}: {column[1]}")), None)
+
+
+def _cell(result: MeasuredResult | None) -> str:
+    return "" if result is None else f"{result.median:.3g} ({result.p10:.3g} to {result.p90:.3g})"
+
+
+def main() -> None:
+    """Print the tables, or write them into the page."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gains", description=__doc__)
+    parser.add_argument("--into", type=Path)
+    chosen = parser.parse_args()
+    tables = "\n\n".join(map(markdown, newest()))
+    if chosen.into:
+        chosen.into.write_text(insert(chosen.into.read_text(), tables))
+    else:
+        print(tables)
+
+
+if __name__ == "__main__":
+    main()
