@@ -12,7 +12,7 @@ from tests.ledger.driver import World
 from tests.ledger.test_determinism import Fuzz
 from transferqueue.errors import Corruption, InternalError, LedgerTorn, OutOfMemory, UsageError
 from transferqueue.ledger import Blocked, Ledger
-from transferqueue.ledger.dispatch import OPERATIONS
+from transferqueue.ledger.dispatch import HANDLERS
 from transferqueue.policies import Task
 from transferqueue.server.durability import recorded_ledger as recording
 from transferqueue.server.durability.recorded_ledger import RecordedLedger, Tail, replay_journal
@@ -179,7 +179,7 @@ def test_a_request_that_tears_the_ledger_is_not_carried_out_by_the_next_life(wor
         state.dropped_tables["half"] = 1
         raise defect
 
-    monkeypatch.setitem(OPERATIONS, m.Seal, half)
+    monkeypatch.setitem(HANDLERS, m.Seal, half)
     with pytest.raises(LedgerTorn, match=rf"Seal met {defect.__name__} .* after its first write"):
         client.apply(m.Seal("t"))
     for act in (
@@ -289,7 +289,7 @@ def test_a_replay_without_memory_says_so(world, paper, monkeypatch):
     def none_left(state, request, session, call):
         raise MemoryError
 
-    monkeypatch.setitem(OPERATIONS, m.PutRequest, none_left)
+    monkeypatch.setitem(HANDLERS, m.PutRequest, none_left)
     with pytest.raises(OutOfMemory, match=r"record 3 .* cannot be replayed.*start the server with more memory"):
         replay_journal(paper)
 
@@ -305,7 +305,7 @@ def test_a_server_that_is_told_to_stop_while_it_replays_stops(world, paper, monk
         state.core.begin()
         raise SystemExit(0)
 
-    monkeypatch.setitem(OPERATIONS, m.PutRequest, stopped)
+    monkeypatch.setitem(HANDLERS, m.PutRequest, stopped)
     with pytest.raises(SystemExit):
         replay_journal(paper)
 

@@ -6,7 +6,7 @@ import pytest
 
 import transferqueue as tq
 from tests.server.nodes import Bench
-from transferqueue.ledger.dispatch import OPERATIONS
+from transferqueue.ledger.dispatch import HANDLERS
 from transferqueue.wire import messages as m
 from transferqueue.wire.messages.declarations import CHANNEL, DECLARED, TABLE
 from transferqueue.wire.requests import undo
@@ -33,7 +33,7 @@ def test_every_request_is_carried_out_by_the_ledger_or_by_the_server():
     bench = Bench()
     own = bench.coordinator.operations.by_type
     bench.close()
-    assert set(OPERATIONS) | set(own) | {m.Hello, m.Goodbye} == set(REQUESTS)
+    assert set(HANDLERS) | set(own) | {m.Hello, m.Goodbye} == set(REQUESTS)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in REQUESTS if DECLARED[kind].verb], ids=m.tag_of)

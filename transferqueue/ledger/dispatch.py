@@ -1,6 +1,6 @@
 """Operations that need more than one table: on tables themselves, on sessions, memory and weight channels.
 
-Those on the rows of one table are in `transferqueue.ledger.requests`. Import `OPERATIONS` from here: then all are
+Those on the rows of one table are in `transferqueue.ledger.requests`. Import `HANDLERS` from here: then all are
 registered.
 """
 
@@ -24,7 +24,7 @@ from transferqueue.ledger.requests import (
     tables,
     weight_channels,
 )
-from transferqueue.ledger.requests.registry import OPERATIONS, Outcome, carries_out
+from transferqueue.ledger.requests.registry import HANDLERS, Outcome, carries_out
 from transferqueue.ledger.requests.weight_channels import WeightChannelState
 from transferqueue.ledger.session_state import SessionState
 from transferqueue.ledger.state import LedgerState
@@ -32,7 +32,7 @@ from transferqueue.limits import ROW_MEMORY_BYTES, TABLES_MAX, check_name
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 
-__all__ = ["OPERATIONS"]
+__all__ = ["HANDLERS"]
 
 _FAMILIES: Final = (ack, checkpoints, dropped, flow_control, lease, put, read)
 """Modules that register operations on the rows of one table."""

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from transferqueue.errors import Full, InternalError, LedgerTorn, ProtocolError, UsageError
 from transferqueue.ledger.data_loss import lose_blocks, values_in
-from transferqueue.ledger.dispatch import OPERATIONS
+from transferqueue.ledger.dispatch import HANDLERS
 from transferqueue.ledger.effects import Blocked, Effect, Expiring
 from transferqueue.ledger.persistence import image
 from transferqueue.ledger.persistence.restore import check_empty, restore
@@ -511,8 +511,8 @@ class Ledger:
         if holder is None or not holder.open:
             holder = state.session(session)  # raises
         core.last_message_at[session] = state.now
-        operation = OPERATIONS.get(type(request))
-        if operation is None:
+        handler = HANDLERS.get(type(request))
+        if handler is None:
             raise ProtocolError(f"{type(request).__name__} is not a request for the ledger")
         repeat = DECLARED[type(request)].repeat
         try:
@@ -521,7 +521,7 @@ class Ledger:
                 answered = holder.replies.get(call)
                 if answered is not None:
                     return answered
-            reply = operation(state, request, holder, call)
+            reply = handler(state, request, holder, call)
             if repeat != "again" and not isinstance(reply, Blocked):
                 core.writing = True
                 holder.replies.keep(call, reply)

@@ -95,9 +95,9 @@ class Calls:
         ):
             return failed(Full(shortage))
         try:
-            operation = self._operations.by_type.get(type(request))
-            if operation is not None:
-                reply = operation(session, call, request, now)
+            handler = self._operations.by_type.get(type(request))
+            if handler is not None:
+                reply = handler(session, call, request, now)
             else:
                 reply = self._ledger.apply(request, session=session.number, call=call, now=now)
             if type(request) in TABLE_EVENTS:

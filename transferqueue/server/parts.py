@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transferqueue.ledger.rows.blocks import ExtentState
     from transferqueue.server.sessions.session_table import OpenSession
 
-Operation = Callable[["OpenSession", int, Any, float], Outcome]
+Handler = Callable[["OpenSession", int, Any, float], Outcome]
 """(session, call, request, now) -> outcome. An operation that answers `Blocked` changes nothing."""
 
 
@@ -29,7 +29,7 @@ class Part:
     """Base of parts. Each method does nothing, so a part overrides those that concern it. The loop's thread calls
     them; none may block."""
 
-    def requests(self) -> Mapping[type[m.Request], Operation]:
+    def requests(self) -> Mapping[type[m.Request], Handler]:
         """The requests that this part carries out."""
         return {}
 

@@ -14,7 +14,7 @@ from transferqueue.ledger.requests.registry import Outcome
 from transferqueue.limits import TEXT_CHARS_MAX
 from transferqueue.server import reports
 from transferqueue.server.memory.own_memory import SHARD
-from transferqueue.server.parts import Operation, Part
+from transferqueue.server.parts import Handler, Part
 from transferqueue.server.sessions.session_table import OpenSession
 from transferqueue.server.sessions.waiting import WaitingRequest
 from transferqueue.server.state import ServerState
@@ -36,7 +36,7 @@ class ServerRequests:
         self._state = state
         self._ledger, self._lending, self._workers = state.ledger, state.lending, state.workers
         self._of_parts: set[type[m.Request]] = set()
-        self.by_type: Final[dict[type[m.Request], Operation]] = {
+        self.by_type: Final[dict[type[m.Request], Handler]] = {
             **dict.fromkeys(_OF_PARTS, _no_part),
             m.Grant: self._grant,
             m.Observe: self._observe,

@@ -1,4 +1,4 @@
-"""Operations of the ledger: one function for each request, registered by a decorator beside its code."""
+"""Handlers of the ledger: one function for each request, registered by a decorator beside its code."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from transferqueue.wire import messages as m
 
 Outcome = m.Reply | Blocked
 """The reply to a request, or the condition that it waits for."""
-Operation = Callable[[Any, Any, SessionState, int], Outcome]
+Handler = Callable[[Any, Any, SessionState, int], Outcome]
 """(state of the ledger, request, session, call) -> outcome."""
-TableOperation = TypeVar("TableOperation", bound=Callable[[TableState, Any, int, float], Outcome])
-AnyOperation = TypeVar("AnyOperation", bound=Operation)
+TableHandler = TypeVar("TableHandler", bound=Callable[[TableState, Any, int, float], Outcome])
+AnyHandler = TypeVar("AnyHandler", bound=Handler)
 
 
 class HasTables(Protocol):
@@ -31,28 +31,28 @@ class HasTables(Protocol):
         """A task of a table; `NotFound` if there is none."""
 
 
-OPERATIONS: Final[dict[type[m.Request], Operation]] = {}
+HANDLERS: Final[dict[type[m.Request], Handler]] = {}
 """Filled when `transferqueue.ledger.dispatch` is imported."""
 
 
-def carries_out(kind: type[m.Request]) -> Callable[[AnyOperation], AnyOperation]:
+def carries_out(kind: type[m.Request]) -> Callable[[AnyHandler], AnyHandler]:
     """Register the decorated function for requests of this class."""
 
-    def register(operation: AnyOperation) -> AnyOperation:
-        OPERATIONS[kind] = operation
-        return operation
+    def register(handler: AnyHandler) -> AnyHandler:
+        HANDLERS[kind] = handler
+        return handler
 
     return register
 
 
-def in_table(kind: type[m.Request]) -> Callable[[TableOperation], TableOperation]:
+def in_table(kind: type[m.Request]) -> Callable[[TableHandler], TableHandler]:
     """Register the decorated function for requests whose `table` must exist: it gets (table, request, session, now)."""
 
-    def register(operation: TableOperation) -> TableOperation:
+    def register(handler: TableHandler) -> TableHandler:
         def carry_out(state: Any, request: Any, session: SessionState, call: int) -> Outcome:
-            return operation(state.table(request.table), request, session.id, state.now)
+            return handler(state.table(request.table), request, session.id, state.now)
 
-        OPERATIONS[kind] = carry_out
-        return operation
+        HANDLERS[kind] = carry_out
+        return handler
 
     return register

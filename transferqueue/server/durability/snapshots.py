@@ -64,7 +64,7 @@ from transferqueue.server.durability.snapshot_job import SnapshotJob
 from transferqueue.server.durability.spool import BlockSpool
 from transferqueue.server.memory.lending import Lending
 from transferqueue.server.memory.own_memory import SHARD, OwnShardMemory
-from transferqueue.server.parts import ColdStore, Operation, Part
+from transferqueue.server.parts import ColdStore, Handler, Part
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.inputs.block_writer import BlockWriter
 from transferqueue.storage.inputs.from_snapshot import columns_from_arrow
@@ -128,7 +128,7 @@ class SnapshotJobs(Part):
 
     # ------------------------------------------------------------ requests
 
-    def requests(self) -> dict[type[m.Request], Operation]:
+    def requests(self) -> dict[type[m.Request], Handler]:
         """See `Part`."""
         return {
             m.SnapshotRequest: lambda session, call, request, now: self.snapshot(

@@ -11,7 +11,7 @@ from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.rows.blocks import ExtentState
 from transferqueue.server.memory.lending import Lending
 from transferqueue.server.memory.own_memory import SHARD
-from transferqueue.server.parts import Operation, Part
+from transferqueue.server.parts import Handler, Part
 from transferqueue.server.sessions.session_table import OpenSession, SessionTable
 from transferqueue.server.shards.block_fetches import BlockFetches
 from transferqueue.server.shards.copies import CopyOrders
@@ -100,7 +100,7 @@ class Shards(Part):
 
     # ------------------------------------------------------------ requests
 
-    def requests(self) -> Mapping[type[m.Request], Operation]:
+    def requests(self) -> Mapping[type[m.Request], Handler]:
         """See `Part`."""
         return {
             m.ListShards: lambda session, call, request, now: self.shards.list_for(session),
