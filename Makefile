@@ -40,6 +40,9 @@ NEMO      := .venv-nemo
 NEMO_FROM ?= https://github.com/NVIDIA-NeMo/RL
 NEMO_AT   ?= 7ea279abfbeb698b092856d0dab61e7cf39bc909
 NEMOED    := $(NEMO)/.installed-$(NEMO_AT)
+SLIME_FROM ?= https://github.com/THUDM/slime
+SLIME_AT  ?= 624b824a898ab0ec1fcb4d373004c7f3852bf515
+SLIMED    := $(NEMO)/.slime-$(SLIME_AT)
 
 export PYTHONUTF8 := 1
 # The tests start several hundred processes. Where the environment forbids to keep compiled modules, as images of containers do, each compiles
@@ -47,7 +50,7 @@ export PYTHONUTF8 := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: help setup check test docs docs-publish docs-pictures dist test-long test-all test-engines test-shim test-verl test-stacks test-nemo test-ray test-mooncake test-nixl test-gpu test-others test-web test-deploy engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
+.PHONY: help setup check test docs docs-publish docs-pictures dist test-long test-all test-engines test-shim test-verl test-stacks test-nemo test-slime test-ray test-mooncake test-nixl test-gpu test-others test-web test-deploy engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -85,7 +88,7 @@ test: check ## the checks, then the tests, WORKERS at once (minutes); ARGS goes 
 test-long: $(STAMP) ## tests that only repeat, with many seeds, kills, rows and examples (half an hour)
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m 'long or hypothesis' --timeout 1200 $(ARGS)
 
-TARGETS ?= test test-ray test-engines test-shim test-verl test-stacks test-nemo test-mooncake test-nixl test-gpu test-others test-web test-deploy
+TARGETS ?= test test-ray test-engines test-shim test-verl test-stacks test-nemo test-slime test-mooncake test-nixl test-gpu test-others test-web test-deploy
 test-all: ## every test target but test-long, one after another, and a table of them; TARGETS="test-ray test-web": these
 	@$(PYTHON) -m tests.targets $(TARGETS)
 
@@ -203,6 +206,17 @@ $(NEMOED): tests/engines/nemo.txt pyproject.toml
 
 test-nemo: $(NEMOED) ## NeMo-RL's data plane on the queue, by its own tests too (a minute; NEMO_AT=main: as it is today)
 	$(NEMO)/bin/python -m pytest tests/engines/test_nemo.py $(ARGS)
+
+# slime's own package alone, of one commit: its data source needs neither SGLang nor Megatron, and nothing that NeMo-RL's data plane does not.
+$(SLIMED): $(NEMOED)
+	@rm -rf $(NEMO)/slime && git init --quiet $(NEMO)/slime
+	@git -C $(NEMO)/slime sparse-checkout set slime
+	@git -C $(NEMO)/slime fetch --quiet --depth 1 --filter=blob:none $(SLIME_FROM) $(SLIME_AT)
+	@git -C $(NEMO)/slime checkout --quiet FETCH_HEAD
+	@touch $@
+
+test-slime: $(SLIMED) ## slime's data source with its buffer in the queue, on slime's code (minutes; SLIME_AT=main: as it is today)
+	PYTHONPATH=$(NEMO)/slime $(NEMO)/bin/python -m pytest tests/engines/test_slime.py $(ARGS)
 
 test-ray: $(SHIMMED) ## a deployment, and a training job, on Ray clusters of several nodes (minutes)
 	$(SHIM)/bin/python -m pytest tests/cluster tests/deploy $(ARGS)

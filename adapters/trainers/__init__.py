@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from transferqueue.adapters.trainers.learners import LossSum, TorchLearner, rank_leases
     from transferqueue.adapters.trainers.nemo_rl import QueueDataPlaneClient
     from transferqueue.adapters.trainers.packing import pack
+    from transferqueue.adapters.trainers.slime import QueueDataSource
     from transferqueue.adapters.trainers.torch_data import QueueDataset, QueueLoader, tensors
     from transferqueue.adapters.trainers.trl import (
         BehaviourRatio,
@@ -24,6 +25,7 @@ __all__ = [
     "BehaviourRatio",
     "LossSum",
     "QueueDataPlaneClient",
+    "QueueDataSource",
     "QueueDataset",
     "QueueLoader",
     "QueueRollouts",
@@ -46,5 +48,6 @@ __getattr__ = lazy_names(
         "packing": "pack",
         "trl": "BehaviourRatio QueueRollouts queued_reward rollout_pacing rollout_tasks",
         "nemo_rl": "QueueDataPlaneClient",
+        "slime": "QueueDataSource",
     },
 )

@@ -260,6 +260,14 @@ def test_what_the_shell_would_compute_is_refused_by_name(sources, tmp_path, monk
     assert tomllib.loads(adopt([str(script)]).job)["model"]["path"] == "/models/small"
 
 
+def test_the_program_that_a_script_starts_counts(sources, tmp_path):
+    script = tmp_path / "ahead.sh"
+    script.write_text(SLIME.replace("train.py", "train_async.py").replace("--colocate", "--rollout-num-gpus 4"))
+    values = tomllib.loads(adopt([str(script)]).job)
+    assert values["pacing"] == {"mode": "delayed"}
+    assert (values["engine"][0]["count"], values["trainer"]["ranks"]) == (4, 8)
+
+
 def test_a_kind_that_does_not_exist_here_gives_no_job(sources):
     adopted = adopt([sources["verl"], "algorithm.adv_estimator=remax"])
     assert adopted.job == ""

@@ -96,11 +96,20 @@ def _custom_rm(value: Plain, settings: Settings) -> Plain:
 
 def _rollout(value: Plain, settings: Settings) -> OurValues:
     name = str(value).rpartition(".")[2]
+    if name == "generate_rollout" and settings.entry.endswith("train_async.py"):
+        return OurValues({"pacing.mode": "delayed"}, "train_async.py generates one rollout ahead")
     if name == "generate_rollout":
         return OurValues({}, "slime's own")
     if name == "generate_rollout_fully_async":
         return OurValues({"pacing.mode": "async"}, "generation never waits for a step")
     raise Refuse("a rollout of your own: write it as an environment (reward.environment)")
+
+
+def _source(value: Plain, settings: Settings) -> OurValues:
+    name = str(value).rpartition(".")[2]
+    if name not in ("RolloutDataSource", "RolloutDataSourceWithBuffer", "QueueDataSource"):
+        raise Refuse("a data source of your own: write its rows to a file, and set data.path")
+    return OurValues({}, "reads --prompt-data")
 
 
 def _evals(value: Plain, settings: Settings) -> OurValues:
@@ -204,7 +213,7 @@ _RULES: Final = (
     no_effect("seed", "rollout-seed says it"),
     kept("rollout-max-prompt-len", "data.prompt_tokens_max"),
     mapped("rollout-max-context-len", "data.prompt_tokens_max", _context, why="less rollout-max-response-len"),
-    refused("data-source-path", "a data source of your own: write its rows to a file, and set data.path"),
+    mapped("data-source-path", "data.path", _source),
     no_effect("disable-rollout-global-dataset", "read with a data source of your own"),
     # ------------------------------------------------------------ steps
     kept("num-rollout", "steps"),
@@ -229,7 +238,12 @@ _RULES: Final = (
     mapped("rollout-stop", "sampling.stop", lambda v, s: texts(v)),
     refused("rollout-stop-token-ids", "set sampling.stop to their texts"),
     no_effect("rollout-skip-special-tokens", "rewards get text without special tokens"),
-    mapped("rollout-function-path", "pacing.mode", _rollout),
+    mapped(
+        "rollout-function-path",
+        "pacing.mode",
+        _rollout,
+        default="slime.rollout.sglang_rollout.generate_rollout",
+    ),
     refused("custom-generate-function-path", "a rollout of your own: write it as an environment (reward.environment)"),
     layout("rollout-num-gpus"),
     layout("rollout-num-gpus-per-engine", default=1),
@@ -444,7 +458,12 @@ SLIME: Final = Stack(
     overrides=False,
     gpus=_gpus,
     rewards=_rewards,
+    extra="torch",
     version="main of August 2026",
-    on_queue=(),
+    on_queue=(
+        "transferqueue serve --durability process, and TRANSFERQUEUE_ADDRESS where slime's rollout manager runs",
+        "then the same command with --data-source-path transferqueue.adapters.trainers.slime.QueueDataSource:",
+        "prompt groups that were begun outlive a crash; transferqueue docs slime",
+    ),
 )
 """slime's table."""
