@@ -117,9 +117,10 @@ def _verdict(rule: KeyRule, key: str, value: Plain, settings: Settings) -> Line:
     if isinstance(found, OurValues):
         to = {name: typed(name, each) for name, each in found.by_key.items()}
         return Line(verdict="mapped", key=key, value=text, to=to, why=found.why or rule.why)
-    ours = typed(rule.to, found)
+    name = rule.to[:-1] + key[len(rule.name) - 1 :] if rule.to.endswith("*") else rule.to
+    ours = typed(name, found)
     same = ours == value or str(ours).lower() == str(value).lower() or _same_number(ours, value)
-    return Line(verdict="kept" if same else "mapped", key=key, value=text, to={rule.to: ours}, why=rule.why)
+    return Line(verdict="kept" if same else "mapped", key=key, value=text, to={name: ours}, why=rule.why)
 
 
 def _assumed(stack: Stack, settings: Settings) -> Iterator[Line]:

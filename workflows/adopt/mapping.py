@@ -86,7 +86,8 @@ class KeyRule:
 
     Args:
         name: the stack's key.
-        to: our key, or a list of keys for the report alone where `convert` returns `OurValues`.
+        to: our key, or a list of keys for the report alone where `convert` returns `OurValues`. With a star at its end
+            the key goes on as the stack's does.
         convert: computes our value. None: the key has no value here.
         default: the stack's own, where the job leaves the key out.
         why: the reason of a refusal, of no effect, or what a conversion does.

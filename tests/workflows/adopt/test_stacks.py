@@ -30,6 +30,7 @@ python3 -m verl.trainer.main_ppo \\
     actor_rollout_ref.actor.clip_ratio_high=0.28 \\
     actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.name=sglang \\
     actor_rollout_ref.rollout.top_p=0.9 \\
+    +actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.level=2 \\
     +actor_rollout_ref.rollout.new_knob=3 \\
     trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.total_training_steps=40 $@
 """
@@ -119,6 +120,7 @@ EXPECTED = {
         "steps": 40,
         "trainer.ranks": 4,
         "engine.0.kind": "vllm",
+        "engine.0.options.compilation_config.level": 2,
         "evaluation.path": "data/test.parquet",
         "reward.0.function": "adopted_rewards:reward",
     },

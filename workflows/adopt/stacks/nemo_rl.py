@@ -385,9 +385,7 @@ _RULES: Final = (
     mapped("policy.generation.vllm_cfg.enforce_eager", f"{_ENGINE}enforce_eager", lambda v, s: flag(v)),
     no_effect("policy.generation.vllm_cfg.max_model_len", "an engine takes the longest row"),
     no_effect("policy.generation.vllm_cfg.*", KERNELS),
-    refused(
-        "policy.generation.vllm_kwargs.*", "an argument of the engine by its own name: put it into engine.0.options"
-    ),
+    kept("policy.generation.vllm_kwargs.*", "engine.0.options.*"),
     no_effect("policy.generation.vllm_kwargs", "none", default=None),
     layout("policy.generation.colocated.enabled"),
     layout("policy.generation.colocated.resources.gpus_per_node"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from transferqueue.workflows.adopt.mapping import (
     DRAWN_WHOLE,
+    DTYPES,
     IMAGES,
     KERNELS,
     KL_ESTIMATORS,
@@ -41,7 +43,15 @@ ACTOR: Final = "actor_rollout_ref.actor"
 ROLLOUT: Final = "actor_rollout_ref.rollout"
 REF: Final = "actor_rollout_ref.ref"
 MODEL: Final = "actor_rollout_ref.model"
-_BUFFER: Final = ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg")
+_BUFFERS: Final = (
+    "reward_model.overlong_buffer",
+    "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "reward.reward_kwargs.overlong_buffer_cfg",
+)
+_SCORES: Final = ("", "reward.")
+"""Beginnings of the keys of verl's reward function: until 0.8, and since."""
+_MODELS: Final = {"reward_model": "reward_model.model.path", "reward.reward_model": "reward.reward_model.model_path"}
+"""Tables of verl's reward model, until 0.8 and since, each with the key of its path."""
 _ENGINE: Final = "engine.0.options."
 
 
@@ -140,9 +150,12 @@ def _gpus(settings: Settings) -> Gpus:
 
 
 def _rewards(settings: Settings) -> str:
-    if settings.is_on("reward_model.enable"):
+    if any(settings.is_on(f"{table}.enable") for table in _MODELS):
         return ""
-    path, name = settings["custom_reward_function.path"], settings["custom_reward_function.name"]
+    path, name = (
+        next((each for at in _SCORES if (each := settings[f"{at}custom_reward_function.{key}"])), default)
+        for key, default in (("path", None), ("name", "compute_score"))
+    )
     load = "from verl.utils.reward_score import default_compute_score as compute_score"
     if path:
         load = (
@@ -169,6 +182,17 @@ def reward(completions, data_source, reward_model, extra_info=None, **columns):
         scores.append(float(score["score"] if isinstance(score, dict) else score))
     return scores
 '''
+
+
+def _function(value: Plain, settings: Settings) -> OurValues:
+    return OurValues({"reward.0.function": "adopted_rewards:reward"}, "adopted_rewards.py calls it")
+
+
+def _is_on(name: str) -> Callable[[Settings], bool]:
+    return lambda settings: settings.is_on(name)
+
+
+_MANAGER: Final = "adopted_rewards.py calls verl's function for each row, as the managers naive and dapo do"
 _RULES: Final = (
     # ------------------------------------------------------------ the algorithm
     mapped("algorithm.adv_estimator", "algorithm.kind", _kind, default="gae"),
@@ -292,6 +316,11 @@ _RULES: Final = (
     no_effect(f"{ACTOR}.fsdp_config.*", SHARDED),
     no_effect(f"{ACTOR}.megatron.*", SHARDED),
     no_effect(f"{ACTOR}.strategy", SHARDED),
+    refused(f"{ACTOR}.veomni.router_replay.*", "routes of experts are not replayed", unless=("disabled", "null")),
+    no_effect(f"{ACTOR}.veomni.*", SHARDED),
+    no_effect(f"{ACTOR}.engine.*", SHARDED),
+    no_effect(f"{ACTOR}.pad_to_length", PACKED),
+    no_effect("model_engine", SHARDED),
     no_effect(f"{ACTOR}.ulysses_sequence_parallel_size", SHARDED),
     no_effect(f"{ACTOR}.use_torch_compile", KERNELS),
     no_effect(f"{ACTOR}.entropy_from_logits_with_chunking", KERNELS),
@@ -372,8 +401,14 @@ _RULES: Final = (
         f"{ROLLOUT}.multi_turn.enable", "episodes are environments here (reward.environment)", unless=(False, "false")
     ),
     refused(f"{ROLLOUT}.multi_turn.*", "episodes are environments here (reward.environment)"),
+    kept(f"{ROLLOUT}.engine_kwargs.vllm.*", "engine.0.options.*"),
     refused(f"{ROLLOUT}.engine_kwargs.*", "an argument of the engine by its own name: put it into engine.0.options"),
     refused(f"{ROLLOUT}.over_sample_rate", "see pacing.over_sample", unless=(0, "0")),
+    kept(f"{ROLLOUT}.enable_prefix_caching", f"{_ENGINE}enable_prefix_caching"),
+    mapped(f"{ROLLOUT}.dtype", "model.dtype", one_of(DTYPES)),
+    refused(f"{ROLLOUT}.quantization", "models are not quantized", unless=("null",)),
+    refused(f"{ROLLOUT}.enable_rollout_routing_replay", "routes of experts are not replayed", unless=(False, "false")),
+    no_effect(f"{ROLLOUT}.disable_log_stats", LOGS),
     no_effect(f"{ROLLOUT}.data_parallel_size", "see engine.count"),
     refused(
         f"{ROLLOUT}.expert_parallel_size", "put it into engine.0.options by the engine's own name", unless=(1, "1")
@@ -428,32 +463,26 @@ _RULES: Final = (
     ),
     refused("data.*", "verl reads it; there is nothing like it here"),
     # ------------------------------------------------------------ rewards
-    mapped(
-        "custom_reward_function.path",
-        "reward.0.function",
-        lambda v, s: OurValues({"reward.0.function": "adopted_rewards:reward"}, "adopted_rewards.py calls it"),
+    *(mapped(f"{at}custom_reward_function.path", "reward.0.function", _function) for at in _SCORES),
+    *(no_effect(f"{at}custom_reward_function.name", "adopted_rewards.py names it") for at in _SCORES),
+    *(
+        mapped(path, "reward.0.model", only_if(_is_on(f"{table}.enable"), "enable is off"))
+        for table, path in _MODELS.items()
     ),
-    no_effect("custom_reward_function.name", "adopted_rewards.py names it"),
-    mapped(
-        "reward_model.model.path",
-        "reward.0.model",
-        only_if(lambda s: s.is_on("reward_model.enable"), "reward_model.enable is off"),
-    ),
-    no_effect("reward_model.enable", "reward.model says it"),
-    kept(f"{_BUFFER[0]}.len", "algorithm.overlong_buffer"),
-    kept(f"{_BUFFER[0]}.penalty_factor", "algorithm.overlong_penalty"),
-    kept(f"{_BUFFER[1]}.len", "algorithm.overlong_buffer"),
-    kept(f"{_BUFFER[1]}.penalty_factor", "algorithm.overlong_penalty"),
-    no_effect(f"{_BUFFER[0]}.*", "a length of 0 turns it off"),
-    no_effect(f"{_BUFFER[1]}.*", "a length of 0 turns it off"),
+    *(no_effect(f"{table}.enable", "reward.model says it") for table in _MODELS),
+    *(kept(f"{buffer}.len", "algorithm.overlong_buffer") for buffer in _BUFFERS),
+    *(kept(f"{buffer}.penalty_factor", "algorithm.overlong_penalty") for buffer in _BUFFERS),
+    *(no_effect(f"{buffer}.*", "a length of 0 turns it off") for buffer in _BUFFERS),
     no_effect("reward_model.reward_kwargs.max_resp_len", "sampling.tokens_max says it"),
-    refused(
-        "reward_model.reward_manager",
-        "adopted_rewards.py calls verl's function for each row, as the managers naive and dapo do",
-        unless=("naive", "dapo"),
-    ),
+    no_effect("reward.reward_kwargs.max_resp_len", "sampling.tokens_max says it"),
+    refused("reward_model.reward_manager", _MANAGER, unless=("naive", "dapo")),
+    refused("reward.reward_manager.name", _MANAGER, unless=("naive", "dapo")),
     refused("reward_model.sandbox_fusion.*", "a reward that calls a sandbox: name your function in reward.function"),
+    refused("reward.sandbox_fusion.*", "a reward that calls a sandbox: name your function in reward.function"),
     no_effect("reward_model.*", "how verl runs its reward model"),
+    no_effect("reward.reward_model.*", "how verl runs its reward model"),
+    no_effect("reward.num_workers", "see reward.processes"),
+    refused("reward.*", "verl reads it; there is nothing like it here"),
     # ------------------------------------------------------------ the critic
     mapped("critic.model.path", "critic.path", only_if(_critic, "gae alone has a critic")),
     mapped("critic.optim.lr", "critic.lr", only_if(_critic, "gae alone has a critic"), default=1e-5),
@@ -506,7 +535,7 @@ VERL: Final = Stack(
     gpus=_gpus,
     bases=("ppo_trainer", "ppo_megatron_trainer", "transfer_queue_ppo_trainer"),
     rewards=_rewards,
-    version="0.8 to 0.9",
+    version="0.8 to main of August 2026",
     extra="drop-in",
     on_queue=(
         "in the environment of verl (0.9 or later) and of its workers; then there",
