@@ -25,12 +25,14 @@ ray = pytest.importorskip("ray", reason="make test-ray has Ray")
 
 import transferqueue as tq  # noqa: E402
 from tests.cluster.ray_nodes import RayNodes, check_isolation  # noqa: E402
+from tests.scale import only_long  # noqa: E402
 from tests.workflows.job.recorded_environment import create_table, recording  # noqa: E402
 from tests.workflows.test_demo import ROWS, STEPS, make_small, small_job  # noqa: E402
 from transferqueue.errors import UsageError  # noqa: E402
-from transferqueue.workflows.flow.events import Event, Figures  # noqa: E402
+from transferqueue.workflows.flow.events import RESTART, Event, Figures  # noqa: E402
 from transferqueue.workflows.job.devices.placement import FoundDevice  # noqa: E402
 from transferqueue.workflows.job.graph import stage_jobs  # noqa: E402
+from transferqueue.workflows.job.run.dry_run import dry_run  # noqa: E402
 from transferqueue.workflows.job.run.folder import RunFolder  # noqa: E402
 from transferqueue.workflows.job.run.on_ray import (  # noqa: E402
     ANYWHERE,
@@ -40,7 +42,7 @@ from transferqueue.workflows.job.run.on_ray import (  # noqa: E402
     reserved,
 )
 from transferqueue.workflows.job.run.preflight import placement_of  # noqa: E402
-from transferqueue.workflows.job.run.run import JobOutcome, run_job  # noqa: E402
+from transferqueue.workflows.job.run.run import JobOutcome, RunningJob, run_job  # noqa: E402
 from transferqueue.workflows.job.settings.job import Job, RaySettings  # noqa: E402
 from transferqueue.workflows.job.settings.read import checked  # noqa: E402
 from transferqueue.workflows.job.settings.write import job_as_toml  # noqa: E402
@@ -149,6 +151,62 @@ def test_a_node_with_vllm_is_killed_in_the_middle(nodes: RayNodes, inputs_of_vll
     run_and_kill_a_node("vllm", 1, nodes, inputs_of_vllm, disk)
 
 
+@pytest.fixture
+def one_node(tmp_path: Path) -> Iterator[RayNodes]:
+    """A cluster of the head alone, whose processes this one can kill."""
+    tmp_path.chmod(0o700)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRANSFERQUEUE_RUNTIME", str(tmp_path))
+        patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        with RayNodes(num_cpus=4) as cluster:
+            ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
+            yield cluster
+            ray.shutdown()
+
+
+@pytest.mark.parametrize("label", ["rollout-0", "train-0", *only_long("advantage-0")])
+def test_a_process_is_killed_and_the_flow_starts_it_again(
+    label: str, one_node: RayNodes, inputs: Path, disk: Path
+) -> None:
+    """The trainer goes on with its checkpoint, and rows that a process held go to the one that follows it."""
+    restarts, first = killed_in(on_ray(inputs), label, disk)
+    assert [(found, text.partition(" ended: ")[0]) for found, text in restarts] == [(label, label)]
+    assert "its process or its node died" in restarts[0][1]
+    assert first["label"] == label
+
+
+def test_a_rank_is_killed_and_all_ranks_start_again(one_node: RayNodes, inputs: Path, disk: Path) -> None:
+    job = on_ray(inputs)
+    job = msgspec.structs.replace(job, trainer=msgspec.structs.replace(job.trainer, parallel="ddp", ranks=2))
+    restarts, _ = killed_in(checked(job), "train-1", disk)
+    assert {label.rpartition("-")[0] for label, _ in restarts} == {"train"}
+
+
+def killed_in(job: Job, label: str, disk: Path) -> tuple[list[tuple[str, str]], Any]:
+    """Run a job of which a process is killed after a step; return the events of restarts, and the first that the folder
+    of the run has."""
+    running: list[RunningJob] = []
+    restarts: list[tuple[str, str]] = []
+
+    def kill() -> None:
+        with tq.connect(running[0].address) as queue:
+            pids = [session.pid for session in queue.sessions().values() if session.label == label]
+        os.kill(pids[0], signal.SIGKILL)
+
+    steps = Steps(kill)
+
+    def observe(of: str, event: Event) -> None:
+        if isinstance(event, Figures) and event.kind == RESTART:
+            restarts.append((of, event.values["text"]))
+        steps(of, event)
+
+    folder = disk / f"{label}-{job.trainer.ranks}"
+    outcome = run_job(job, folder=RunFolder(folder), observe=observe, started=running.append)
+    check(outcome, steps)
+    return restarts, json.loads((folder / "restarts.jsonl").read_text().splitlines()[0])
+
+
 def summary_after_the_death_of_all_nodes(disk: Path, runtime: Path, *words: str) -> Any:
     """Run a command on three nodes with `run` as its folder, kill every process once the queue has a snapshot, start
     three other nodes, and go on; return the summary.
@@ -234,10 +292,13 @@ def test_what_the_job_says_of_a_process_goes_to_ray(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def two_hosts(tmp_path: Path) -> Iterator[list[FoundDevice]]:
-    """A cluster of two nodes with two GPUs each, which no machine has."""
+def two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FoundDevice]]:
+    """A cluster of two nodes with two GPUs each, which no machine has; a program on each says their bytes."""
     from ray.cluster_utils import Cluster
 
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 0, GPU-a, 81559, 81000\necho 1, GPU-b, 40960, 40000\n")
+    (tmp_path / "nvidia-smi").chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 2, "include_dashboard": False})
     try:
         cluster.add_node(num_cpus=2, num_gpus=2)
@@ -248,15 +309,25 @@ def two_hosts(tmp_path: Path) -> Iterator[list[FoundDevice]]:
         cluster.shutdown()
 
 
-def test_processes_have_their_gpus_on_two_hosts(two_hosts: list[FoundDevice], tmp_path: Path) -> None:
+def test_processes_have_their_gpus_on_two_hosts(two_hosts: list[FoundDevice], inputs: Path) -> None:
     """Two ranks, two engines and the evaluation beside one of them, as their actors see them."""
     assert [device.name for device in two_hosts] == ["0", "1", "0", "1"]
     assert len({device.host for device in two_hosts}) == 2
-    job = small_job(tmp_path)
+    job = small_job(inputs)
     engine = msgspec.structs.replace(job.engine[0], count=2)
     trainer = msgspec.structs.replace(job.trainer, parallel="fsdp2", ranks=2)
     job = checked(msgspec.structs.replace(job, on="ray", engine=(engine,), trainer=trainer))
     placement = placement_of(job)
+    assert {device.total for device in two_hosts} == {40960 << 20}, "of the smallest: Ray chooses the node"
+    shown = dry_run(msgspec.structs.replace(job, ray=RaySettings(shard_gib=0.5))).devices
+    assert sum(line.startswith("GPU ") and "(40.00 GiB of 40.00 GiB free): " in line for line in shown) == 4
+    assert "train-1" in shown[3]
+    nodes = [line.rpartition("(")[2] for line in shown if line.startswith("node ")]
+    assert sorted(line.partition("): ")[2] for line in nodes) == [
+        "a shard, up to 0.50 GiB",
+        "the server, up to 64.00 MiB",
+    ]
+    assert all("2 cores, " in line and ", 2 GPUs)" in line for line in nodes)
     found: dict[str, tuple[str, str]] = {}
 
     def hear(label: str, event: Event) -> None:

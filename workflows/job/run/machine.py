@@ -54,6 +54,16 @@ def found_devices() -> list[FoundDevice]:
     Raises `UsageError` if it fails or takes longer than `_LIST_S`, or if ``CUDA_VISIBLE_DEVICES`` names a GPU that it
     does not list.
     """
+    return _listed(os.environ.get(VISIBLE))
+
+
+def gpu_bytes() -> list[int]:
+    """Return the bytes of each GPU of this machine, also of those that this process does not see. Raises as
+    `found_devices` does."""
+    return [device.total for device in _listed(None)]
+
+
+def _listed(visible: str | None) -> list[FoundDevice]:
     if (program := which(_LISTS)) is None:
         return []
     try:
@@ -62,7 +72,7 @@ def found_devices() -> list[FoundDevice]:
         raise _unlisted(f"it did not end within {_LIST_S:g} s") from error
     if listed.returncode:
         raise _unlisted((listed.stderr or listed.stdout).strip()[:300])
-    return devices_of(listed.stdout, os.environ.get(VISIBLE))
+    return devices_of(listed.stdout, visible)
 
 
 def _unlisted(why: str) -> UsageError:

@@ -29,16 +29,20 @@ import msgspec
 import transferqueue as tq
 from transferqueue.cluster.on_ray.lookup import join_ray
 from transferqueue.errors import DeadlineExceeded, UsageError, listing
+from transferqueue.errors.text import counted
 from transferqueue.workflows.flow.flow import Observe
 from transferqueue.workflows.flow.on_ray import RayFlow
 from transferqueue.workflows.flow.processes.stage_process import StageJob
 from transferqueue.workflows.job.devices.placement import VISIBLE, FoundDevice, Placement
+from transferqueue.workflows.job.run.machine import gpu_bytes
 from transferqueue.workflows.job.run.queue_snapshots import SNAPSHOTS
 from transferqueue.workflows.job.settings.job import Job
-from transferqueue.workflows.job.settings.sizes import GIB
+from transferqueue.workflows.job.settings.sizes import GIB, gib
 
 ANYWHERE: Final[Mapping[str, Any]] = {"num_cpus": 0.1, "scheduling_strategy": "SPREAD"}
 """Ray options of a process that the job says nothing of."""
+ASK_S: Final = 60.0
+"""Longest wait for the nodes to say the bytes of their GPUs; the first process on a node takes seconds to start."""
 RESERVE_S: Final = 60.0
 """Longest wait for the GPUs of a run."""
 _PLACES: Final = ("num_gpus", "resources", "scheduling_strategy", "label_selector")
@@ -63,10 +67,14 @@ def deployed(job: Job, folder: Path) -> Iterator[str]:
         durability=job.queue.durability,
         arena_bytes=memory,
         shards="per-node",
-        shard_bytes=int(job.ray.shard_gib * GIB) or memory,
+        shard_bytes=int(_shard_gib(job) * GIB),
         snapshots=path / SNAPSHOTS,
     ) as deployment:
         yield deployment.address
+
+
+def _shard_gib(job: Job) -> float:
+    return job.ray.shard_gib or job.queue.memory_gib
 
 
 def flow_on_ray(
@@ -83,15 +91,20 @@ def flow_on_ray(
     label, of `reserved`. terms: further arguments of `RayFlow`."""
     here = str(Path.cwd())
     passed = {name: value for name, value in os.environ.items() if name in _PASSED}
-    paths = os.pathsep.join(filter(None, (environment.get("PYTHONPATH") or os.environ.get("PYTHONPATH", ""), here)))
     return RayFlow(
         address,
         [msgspec.structs.replace(process, place=here) for process in processes],
         observe=observe,
         options=actor_options(job, processes, gpus or {}),
-        environment={**passed, **environment, "PYTHONPATH": paths},
+        environment={**passed, **environment, "PYTHONPATH": _paths(environment)},
         **terms,
     )
+
+
+def _paths(environment: Mapping[str, str]) -> str:
+    """Where the processes find modules: as this one does, and in its working directory."""
+    given = environment.get("PYTHONPATH") or os.environ.get("PYTHONPATH", "")
+    return os.pathsep.join(filter(None, (given, str(Path.cwd()))))
 
 
 def actor_options(
@@ -115,14 +128,57 @@ def is_placed_by_options(job: Job, process: StageJob) -> bool:
 
 
 def cluster_devices() -> list[FoundDevice]:
-    """Return the GPUs of the cluster's nodes, which this process joins first. Their bytes are not known."""
+    """Return the GPUs of the cluster's nodes, which this process joins first. Each counts as many bytes as the smallest
+    of them has, since Ray chooses the node of a process; 0 if a node does not say them within `ASK_S`."""
     ray = join_ray(start=True)
+    nodes = [node for node in _nodes(ray) if _gpus(node)]
+    least = _least_bytes(ray, nodes) if nodes else 0
     return [
-        FoundDevice(name=str(place), host=node["NodeID"])
-        for node in sorted(ray.nodes(), key=lambda node: str(node["NodeID"]))
-        if node["Alive"]
-        for place in range(int(node["Resources"].get("GPU", 0)))
+        FoundDevice(name=str(place), total=least, free=least, host=node["NodeID"])
+        for node in nodes
+        for place in range(_gpus(node))
     ]
+
+
+def node_lines(job: Job) -> list[str]:
+    """Return what each node of the cluster has, and what the queue of the job takes there, for people: the server is on
+    this process's node, and every other one has a shard."""
+    ray = join_ray(start=True)
+    here, most = ray.get_runtime_context().get_node_id(), {True: job.queue.memory_gib, False: _shard_gib(job)}
+    lines = []
+    for node in _nodes(ray):
+        is_here, resources = node["NodeID"] == here, node["Resources"]
+        has = f"{resources.get('CPU', 0):g} cores, {gib(int(resources.get('memory', 0)))}"
+        gpus = f", {counted(_gpus(node), 'GPU')}" if _gpus(node) else ""
+        held = f"{'the server' if is_here else 'a shard'}, up to {gib(int(most[is_here] * GIB))}"
+        lines.append(f"node {node['NodeManagerAddress']} {node['NodeID'][:8]} ({has}{gpus}): {held}")
+    return lines
+
+
+def _nodes(ray: Any) -> list[dict[str, Any]]:
+    return [node for node in sorted(ray.nodes(), key=lambda node: str(node["NodeID"])) if node["Alive"]]
+
+
+def _gpus(node: Mapping[str, Any]) -> int:
+    return int(node["Resources"].get("GPU", 0))
+
+
+def _least_bytes(ray: Any, nodes: Sequence[Mapping[str, Any]]) -> int:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    ask = ray.remote(num_cpus=0)(gpu_bytes)
+    environment = {"env_vars": {"PYTHONPATH": _paths({})}}
+    asked = [
+        ask.options(
+            runtime_env=environment, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote()
+        for node in nodes
+    ]
+    try:
+        found = ray.get(asked, timeout=ASK_S)
+    except ray.exceptions.RayError:  # too late, or the node lacks this package: its processes would say so
+        return 0
+    return min(min(sizes, default=0) for sizes in found)
 
 
 @contextmanager
