@@ -229,11 +229,19 @@ class WeightUpdater:
             weights = self._channel.pull(above=self.version, timeout_s=timeout_s)
         except tq.DeadlineExceeded:
             return False
+        self.apply(weights)
+        return True
+
+    def apply(self, weights: tq.Weights) -> None:
+        """Apply a version that was pulled from the channel, newer or older than the current one, and release it.
+
+        Args:
+            weights: the version.
+        """
         with weights:
             self._update(ChannelWeights(self._address, weights), weights.version)
         self.version = weights.version
         self._channel.applied(self.version)
-        return True
 
 
 __getattr__ = renamed_names(__name__, {"Follower": "WeightUpdater", "Relay": "WeightHandoff"})

@@ -8,7 +8,7 @@ first, so that the next task does not wait for the longest.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,8 +25,9 @@ from transferqueue.errors import UsageError
 if TYPE_CHECKING:
     import transferqueue as tq
 
-Refresh = Callable[["tq.Batch"], object]
-"""Brings the weights of a stage's model up to date before a batch is scored."""
+Turns = Callable[["tq.Batch"], Iterable[Sequence[int]]]
+"""Yields positions of rows of a batch, each row once, in the turns in which they are scored. The rows of a turn are
+scored before the next turn is asked for, so a generator brings the weights of the model up to date before it yields."""
 
 
 class ScoringStage(ABC):
@@ -38,7 +39,8 @@ class ScoringStage(ABC):
         prompts: name of the column with the prompts' token ids; default ``"prompt_ids"``.
         responses: name of the column with the responses' token ids; default ``"response_ids"``.
         tokens: the most tokens of one forward pass, at least 1; default 8192. A longer row is alone in one.
-        refresh: called with each batch before it is scored, to bring the weights up to date; default None.
+        turns: called with each batch; yields the positions of its rows in turns, and before each brings the weights up
+            to date; default None: all rows at once.
 
     Raises:
         UsageError: `tokens` below 1.
@@ -52,11 +54,11 @@ class ScoringStage(ABC):
         prompts: str = "prompt_ids",
         responses: str = "response_ids",
         tokens: int = 8192,
-        refresh: Refresh | None = None,
+        turns: Turns | None = None,
     ) -> None:
         if tokens < 1:
             raise UsageError(f"tokens={tokens}: a forward pass of no tokens; give at least 1")
-        self._model, self._tokens, self._refresh = model, tokens, refresh
+        self._model, self._tokens, self._turns = model, tokens, turns or _at_once
         self._needs = (prompts, responses)
         self._gives = (gives,) if isinstance(gives, str) else gives
 
@@ -71,19 +73,19 @@ class ScoringStage(ABC):
         return self._gives
 
     def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:
-        """Yield scores of the rows of a batch, a micro-batch at a time, the shortest rows first.
+        """Yield scores of the rows of a batch, a micro-batch at a time, the shortest rows of a turn first.
 
         Args:
             batch: a leased batch with prompts and responses.
         """
-        if self._refresh is not None:
-            self._refresh(batch)
         prompts, responses = (list(batch[name]) for name in self._needs)
-        for rows in self._micro_batches(prompts, responses):
-            yield PartialResult(
-                columns=self._columns([prompts[row] for row in rows], [responses[row] for row in rows]),
-                at=np.array(rows, dtype=np.intp),
-            )
+        for turn in self._turns(batch):
+            for places in self._micro_batches([prompts[row] for row in turn], [responses[row] for row in turn]):
+                rows = [turn[place] for place in places]
+                yield PartialResult(
+                    columns=self._columns([prompts[row] for row in rows], [responses[row] for row in rows]),
+                    at=np.array(rows, dtype=np.intp),
+                )
 
     def _micro_batches(self, prompts: Sequence[Any], responses: Sequence[Any]) -> list[list[int]]:
         lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
@@ -113,7 +115,7 @@ class LogProbs(ScoringStage):
         gives: name of the column; default ``"ref_logprobs"``.
         temperature: that the tokens were drawn with; default 1.0.
         logits_dtype: in which the output layer computes logits; default ``torch.float32``.
-        **stage: `prompts`, `responses`, `tokens` and `refresh`, as of `RewardModel`.
+        **stage: `prompts`, `responses`, `tokens` and `turns`, as of `RewardModel`.
     """
 
     def __init__(
@@ -147,7 +149,7 @@ class Values(ScoringStage):
     Args:
         model: a critic of `load_value_model`.
         gives: name of the column; default ``"values"``.
-        **stage: `prompts`, `responses`, `tokens` and `refresh`, as of `RewardModel`.
+        **stage: `prompts`, `responses`, `tokens` and `turns`, as of `RewardModel`.
     """
 
     def __init__(self, model: nn.Module, *, gives: str = "values", **stage: Any) -> None:
@@ -170,7 +172,7 @@ class RewardModel(ScoringStage):
         model: a reward model of `load_classifier`.
         gives: name of the column; default ``"rewards"``.
         **stage: `prompts` and `responses`, names of the columns with token ids (``"prompt_ids"``, ``"response_ids"``);
-            `tokens`, the most of one forward pass (8192); `refresh`, called with each batch before it is scored (None).
+            `tokens`, the most of one forward pass (8192); `turns`, of the rows of a batch (None: all at once).
     """
 
     def __init__(self, model: nn.Module, *, gives: str = "rewards", **stage: Any) -> None:
@@ -208,7 +210,7 @@ class TeacherTopK(ScoringStage):
         k: how many tokens; 0: the drawn token alone, ``[T, 1]``.
         gives: names of the two columns; default ``("teacher_ids", "teacher_logprobs")``.
         temperature: divides the teacher's logits; default 1.0.
-        **stage: `prompts`, `responses`, `tokens` and `refresh`, as of `RewardModel`.
+        **stage: `prompts`, `responses`, `tokens` and `turns`, as of `RewardModel`.
     """
 
     def __init__(
@@ -232,6 +234,10 @@ class TeacherTopK(ScoringStage):
         """
         ids_NK, logprobs_NK = teacher_top_k(self._model, prompts, responses, k=self._k, temperature=self._temperature)
         return _by_row(ids_NK.int(), responses), _by_row(logprobs_NK, responses)
+
+
+def _at_once(batch: tq.Batch) -> Iterator[Sequence[int]]:
+    yield range(len(batch["response_ids"]))
 
 
 def _by_row(flat_N: Tensor, responses: Sequence[Any]) -> list[Any]:

@@ -40,6 +40,7 @@ from transferqueue.workflows.job.settings.sizes import (
     batch_rows,
     depth,
     has_loss_mask,
+    has_step_versions,
     rows_ahead,
     rows_kept,
     teacher_tokens,
@@ -287,6 +288,8 @@ def pacing(job: Job) -> tq.Pacing:
     clock."""
     if job.algorithm.kind == "sft":
         return tq.Pacing(names.TRAIN, batch_rows=batch_rows(job), depth=depth(job))
+    if has_step_versions(job):  # which bounds the staleness
+        return tq.Pacing(names.TRAIN, batch_rows=batch_rows(job), depth=depth(job), channel=names.POLICY)
     begins = names.PLAY if has_episodes(job) else names.ROLLOUT
     return tq.Pacing(
         names.TRAIN,

@@ -16,6 +16,10 @@ FULL: Final = f"{TABLE}/full"
 """Weight channel on which the trainer of a job that over-samples announces full batches: version k says that the batch
 is full that makes weights k."""
 
+FIRST: Final = f"{TABLE}/first"
+"""Weight channel that says with which version and prompt the table begins, where the step of a row decides its
+version."""
+
 DATA: Final = "data"
 """Column with a prompt's row of the data file, a dict of plain values: `prompt` as rewards see it (a text, or a list of
 messages), and the columns that rewards or environments ask for, by the names that they use."""

@@ -49,13 +49,35 @@ trainer = { prompts_per_step = 8, lr = 1e-3, order = "ordinal" }
 TOKENIZER = "transformers.tokenization_utils_tokenizers:TokenizersBackend model"
 """What a run finds out for its processes by `AutoTokenizer`, for which it loads torch: it is told, and starts four
 seconds sooner."""
+AHEAD = {
+    'kind = "transformers", slots = 16': 'kind = "transformers", slots = 4, count = 2',
+    "any_rewards:spread": 'any_rewards:spread", processes = 2, weight = 1.0, on_error = "stop',
+    'mode = "sync"': 'mode = "async", max_staleness = 2',
+}
+"""Two generators and two reward processes, and two batches generated ahead."""
+
+
+def ahead(job: str) -> str:
+    """The job in mode async, with several processes of a kind."""
+    for old, new in AHEAD.items():
+        job = job.replace(old, new)
+    return job
+
+
+AGENT = GRPO.replace('function = "any_rewards:spread"', 'environment = "any_rewards:TwoTurns"').replace(
+    "tokens_max = 6", "tokens_max = 24"
+)
 JOBS = {
     "grpo": GRPO,
     "ppo": PPO,
     "ppo-whitened": PPO.replace("whiten = false", "whiten = true"),
     "colocated": GRPO.replace('mode = "sync"', 'mode = "colocated"'),
+    "delayed": GRPO.replace('mode = "sync"', 'mode = "delayed"'),
+    "async": ahead(GRPO),
+    "async-ppo": ahead(PPO.replace("whiten = false", "whiten = true")),
+    "async-agent": ahead(AGENT),
 }
-"""Nothing ahead, fixed seeds, rows in order: each ends with the same weights whatever is killed."""
+"""Fixed seeds, rows in order: each ends with the same weights, whatever is killed, and whatever is generated ahead."""
 
 LOOK_S = 0.01
 """Time between two looks at a run from outside: a phase may be over in a tenth of a second."""
@@ -63,8 +85,22 @@ LOOK_S = 0.01
 REWARDS = """
 def spread(completion_ids):
     return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+
+class TwoTurns:
+    def reset(self, *, seed, options):
+        self.turn = 0
+        return None, {}
+
+    def step(self, action):
+        self.turn += 1
+        return "again", sum(map(ord, action)) % 7 / 7, self.turn == 2, False, {}
+
+    def close(self):
+        pass
 """
-"""A reward that differs between responses of an untrained model, so that each step changes the weights."""
+"""A reward that differs between responses of an untrained model, so that each step changes the weights; and an
+environment with such a reward in each of two turns."""
 
 
 def make_place(folder: Path, kind: str = "grpo") -> Path:
@@ -79,7 +115,7 @@ def make_place(folder: Path, kind: str = "grpo") -> Path:
         "head_dim": 8,
     }
     make(folder / "model", **size)
-    if kind.startswith("ppo"):
+    if "ppo" in kind:
         make(folder / "critic", kind="value", **size)
     write_data(folder / "data", train=64, test=16)
     (folder / "job.toml").write_text(JOBS[kind])

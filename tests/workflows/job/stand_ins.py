@@ -20,7 +20,8 @@ from transferqueue.errors import FlowSignal, PeerError, Sealed
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.graph import in_parts
 from transferqueue.workflows.job.settings.job import Job
-from transferqueue.workflows.job.settings.sizes import group_rows
+from transferqueue.workflows.job.settings.sizes import group_rows, has_step_versions
+from transferqueue.workflows.job.stages.step_versions import step_versions
 
 TOKENS = 6
 WAIT_S = 0.02
@@ -128,7 +129,8 @@ class StandIns:
                 batch.ack(**self._responses(queue, batch))
 
     def _responses(self, queue: tq.Queue, batch: tq.Batch) -> dict[str, Any]:
-        version, digest = self._weights(queue)
+        wanted = {step_versions(queue, self._job).of(int(group)) for group in batch.group_id}
+        version, digest = self._weights(queue, *(wanted if has_step_versions(self._job) else ()))
         drawn = [self._drawn(int(ordinal), digest) for ordinal in batch.ordinal]
         return {
             "response_ids": [ids for ids, _ in drawn],
@@ -139,8 +141,8 @@ class StandIns:
             "tokens": [len(ids) for ids, _ in drawn],
         }
 
-    def _weights(self, queue: tq.Queue) -> tuple[int, int]:
-        with queue.weights(names.POLICY).pull(timeout_s=30) as weights:
+    def _weights(self, queue: tq.Queue, wanted: int | None = None) -> tuple[int, int]:
+        with queue.weights(names.POLICY).pull(version=wanted, timeout_s=30) as weights:
             if not self._follows:
                 return weights.version, 0
             if weights.version not in self._digests:

@@ -14,6 +14,7 @@ import transferqueue as tq
 from tests.workflows.job.policies import context_of
 from transferqueue.adapters.protocols import Pause, Unsupported
 from transferqueue.errors import DeadlineExceeded, SchemaError
+from transferqueue.workflows.flow.loop.serving import StageFailedInProcess
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.settings.job import (
     AlgorithmSettings,
@@ -63,12 +64,12 @@ class Endpoint(Engine):
         raise Unsupported("an endpoint takes no weights")
 
 
-def job(mode: Any = "async", *, in_flight: bool = True, staleness: int = 1) -> Job:
+def job(mode: Any = "async", *, in_flight: bool = True, staleness: int = 1, order: Any = "ready") -> Job:
     return Job(
         model=ModelSettings(path="m"),
         data=DataSettings(path="d"),
         algorithm=AlgorithmSettings(kind="grpo"),
-        trainer=TrainerSettings(prompts_per_step=4),
+        trainer=TrainerSettings(prompts_per_step=4, order=order),
         pacing=PacingSettings(mode=mode, max_staleness=staleness),
         weights=WeightsSettings(in_flight=in_flight),
     )
@@ -160,6 +161,33 @@ def test_a_version_that_cannot_be_loaded_lets_the_next_try() -> None:
     assert tries == [1, 1]
 
 
+def test_an_exact_gate_goes_back_to_an_older_version_and_lets_its_rows_go_first() -> None:
+    loaded: list[int] = []
+
+    def load(version: int) -> int:
+        loaded.append(version)
+        return version
+
+    gate, order = VersionGate(load, 5, exact=True), list[str]()
+
+    def enter(version: int, name: str) -> None:
+        with gate.at(version, WAIT_S):
+            order.append(name)
+
+    with ThreadPoolExecutor(2) as threads:
+        with gate.at(5, WAIT_S):
+            older = threads.submit(enter, 4, "older")
+            while not gate._waiting:
+                pass
+            same = threads.submit(enter, 5, "same")
+            while len(gate._waiting) < 2:
+                pass
+            assert (order, loaded) == ([], [])
+        older.result(WAIT_S)
+        same.result(WAIT_S)
+    assert (order, loaded) == (["older", "same"], [4, 5])
+
+
 # ---------------------------------------------------------------- modes
 
 
@@ -205,6 +233,58 @@ def test_a_version_that_is_no_longer_kept_is_replaced_by_the_newest(queue: tq.Qu
         with weights.at(7):
             pass
     assert engine.log == [0, 8]
+
+
+@pytest.mark.parametrize("mode", ["delayed", "async"])
+def test_in_the_order_of_the_data_a_row_has_the_version_of_its_step_at_any_clock(
+    queue: tq.Queue, channel: tq.WeightChannel, mode: str
+) -> None:
+    """Also when it is leased again, after the death of a generator or of the trainer."""
+    engine = Engine()
+    publish(channel, 0)
+    with opened(queue, engine, job(mode, order="ordinal")) as weights:
+        assert isinstance(weights, ExactWeights)
+        for version in (1, 2, 3):
+            publish(channel, version)
+        for clock in (0, 1, 7):
+            turns = weights.turns(Rows([9, 0, 5, 8, 15], clock))  # type: ignore[arg-type]
+            assert turns == [(0, [1, 2]), (1, [0, 3]), (2, [4])]
+        for version in (0, 2, 1, 2):
+            with weights.at(version):
+                pass
+    assert engine.log == [0, 2, 1, 2]
+
+
+def test_a_row_whose_version_is_not_published_does_not_hold_up_those_of_older_ones(
+    queue: tq.Queue, channel: tq.WeightChannel
+) -> None:
+    engine = Engine()
+    publish(channel, 0)
+    with opened(queue, engine, job(order="ordinal")) as weights, ThreadPoolExecutor(1) as threads:
+
+        def early() -> list[Any]:
+            with weights.at(2):
+                return [*engine.log]
+
+        waiting = threads.submit(early)
+        publish(channel, 1)
+        with weights.at(1):
+            assert engine.log == [0, 1]
+        publish(channel, 2)
+        assert waiting.result(WAIT_S) == [0, 1, 2]
+
+
+def test_in_the_order_of_the_data_no_other_version_takes_the_place_of_one_that_is_gone(
+    queue: tq.Queue, channel: tq.WeightChannel
+) -> None:
+    engine = Engine()
+    publish(channel, 0)
+    with opened(queue, engine, job(order="ordinal")) as weights:
+        for version in range(1, 9):
+            publish(channel, version)
+        with pytest.raises(StageFailedInProcess, match=r"version 2 .* is gone"), weights.at(2):
+            pass
+    assert engine.log == [0]
 
 
 def test_weights_follow_in_flight(queue: tq.Queue, channel: tq.WeightChannel) -> None:

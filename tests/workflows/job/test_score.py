@@ -179,8 +179,42 @@ def test_in_the_order_of_the_data_a_score_does_not_depend_on_the_rows_beside_it(
         both = scored(stage)["values"]
         for row in range(len(PROMPTS)):
             monkeypatch.setattr(Batch, "__getitem__", lambda self, name, row=row: COLUMNS[name][row : row + 1])
-            alone = next(iter(stage(Batch(0)))).columns["values"]
+            one = Batch(0)
+            one.policy_version = one.policy_version[:1]
+            alone = next(iter(stage(one))).columns["values"]
             np.testing.assert_array_equal(np.asarray(alone[0]), np.asarray(both[row]))
+
+
+@pytest.mark.parametrize("name", [names.CRITIC, names.POLICY])
+def test_in_the_order_of_the_data_each_row_is_scored_by_the_version_that_it_was_generated_with(
+    queue: tq.Queue, models: Path, name: str
+) -> None:
+    """Rows of one lease may have different versions, and an older one may come after a newer one."""
+    is_critic = name == names.CRITIC
+    model = (load_value_model if is_critic else load_causal_lm)(
+        models / ("critic" if is_critic else "policy"), dtype="float32", device="cpu"
+    )
+    kind, factory = ("ppo", score.value) if is_critic else ("grpo-trainer-old", score.proximal)
+    given = context(queue, job(models, kind, "trainer.order=ordinal", "pacing.mode=async"))
+
+    def alone(row: int) -> Any:
+        rows = [PROMPTS[row]], [RESPONSES[row]]
+        return response_values(model, *rows) if is_critic else response_logprobs(model, *rows, temperature=0.7)
+
+    wanted = {}
+    with torch.no_grad():
+        for version in (0, 1):
+            publish(queue, name, version, model)
+            wanted |= {(version, row): alone(row).numpy() for row in range(len(PROMPTS))}
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+    with factory(given) as stage:
+        for versions in ([1, 0], [0, 1], [0, 0]):
+            batch = Batch(0)
+            batch.policy_version = np.array(versions)
+            for part in stage(batch):
+                ((row,), (values,)) = part.at, part.columns[stage.gives[0]]
+                np.testing.assert_array_equal(values, wanted[versions[row], row])
 
 
 def test_the_proximal_policy_follows_the_trained_one(queue: tq.Queue, models: Path) -> None:

@@ -170,6 +170,32 @@ REFUSED = [
     ),
     (
         GRPO,
+        "trainer.order=ordinal ; evaluation={path='x', patience=2}",
+        'order="ordinal" with evaluation.patience=2: training goes on',
+    ),
+    (
+        GRPO,
+        "trainer.order=ordinal ; engine=[{kind='transformers'}, {kind='transformers', options={dtype='float16'}}]",
+        'order="ordinal" with engine.1, whose kind, model or options are not those of engine.0',
+    ),
+    (
+        GRPO,
+        "trainer.order=ordinal ; algorithm.kl=0.1 ; reference.sync_every=5",
+        'order="ordinal" with reference.sync_every=5: the time would decide',
+    ),
+    (
+        GRPO,
+        "trainer.order=ordinal ; algorithm.filter_equal=true",
+        "mode='async' with algorithm.filter_equal=true: later prompts .* set pacing.mode=\"sync\"",
+    ),
+    (
+        GRPO,
+        "trainer.order=ordinal ; reward.0.on_error=drop",
+        "mode='async' with reward.0.on_error=\"drop\": later prompts",
+    ),
+    (GRPO, "trainer.order=ordinal ; on=ray", 'with on="ray" and ray.replicas=1: later prompts'),
+    (
+        GRPO,
         "algorithm={kind='reinforce_pp', filter_equal=true, tis_max=0} ; algorithm.old=rollout",
         "filter_equal with kind='reinforce_pp', whose rows are trained one by one",
     ),

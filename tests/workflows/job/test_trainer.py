@@ -197,25 +197,31 @@ def ended(process: Any) -> int:
 
 
 DEATHS = (
-    ("publish", 4, 6),  # version 3 is there, and checkpoint 2: its weights come again as version 4
-    ("update", 3, 4),
-    ("update", 4, 6),
-    ("ack", 3, 6),
-    ("checkpoint", 1, 4),
-    ("checkpointed", 2, 4),
+    ("sync", "publish", 4, 6),  # version 3 is there, and checkpoint 2: its weights come again as version 4
+    ("async", "publish", 5, 4),  # where the table begins is the first; steps are trained again without a new version
+    ("sync", "update", 3, 4),
+    ("sync", "update", 4, 6),
+    ("sync", "ack", 3, 6),
+    ("sync", "checkpoint", 1, 4),
+    ("sync", "checkpointed", 2, 4),
+    ("async", "publish", 1, 4),
+    ("async", "update", 4, 4),
+    ("async", "ack", 3, 4),
+    ("async", "checkpointed", 2, 4),
+    ("delayed", "ack", 3, 4),
 )
-"""After which call a life ends, and the version of the last step of the next."""
+"""In which mode, and after which call, a life ends, and the version of the last step of the next."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("point", "count", "version"), [DEATHS[0], *only_long(*DEATHS[1:])])
+@pytest.mark.parametrize(("mode", "point", "count", "version"), [*DEATHS[:2], *only_long(*DEATHS[2:])])
 def test_a_trainer_killed_at_any_point_ends_with_the_weights_of_an_undisturbed_one(
-    point: str, count: int, version: int, model: Path, queue: tq.Queue, tmp_path: Path
+    mode: str, point: str, count: int, version: int, model: Path, queue: tq.Queue, tmp_path: Path
 ) -> None:
-    """Sync mode, fixed seeds, rows in order. A version, a row or a state of the optimizer that was lost or doubled
-    would show in the weights."""
-    given = stand_ins.values(model)
+    """Fixed seeds, rows in order. A version, a row or a state of the optimizer that was lost or doubled would show in
+    the weights."""
+    given = stand_ins.values(model, pacing={"mode": mode})
     wanted = undisturbed(given, tmp_path / "whole")
     with stand_ins.table_of(queue, stand_ins.job_of(given)) as table:
         assert life(queue.address, given, str(tmp_path / "killed"), point, count) == -signal.SIGKILL

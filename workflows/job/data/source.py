@@ -31,7 +31,7 @@ from transferqueue.workflows.job.graph import in_parts
 from transferqueue.workflows.job.run_files import first_prompt
 from transferqueue.workflows.job.settings.defaults import filled
 from transferqueue.workflows.job.settings.job import IN_TURN, Job
-from transferqueue.workflows.job.settings.sizes import group_rows, rows_ahead
+from transferqueue.workflows.job.settings.sizes import group_rows, has_step_versions, rows_ahead
 
 PUT_ROWS: Final = 64
 """About the most rows of one put: rollout starts with the first while the next are tokenized."""
@@ -54,7 +54,7 @@ def needs_spare_prompts(job: Job) -> bool:
     Advantages that are whitened are computed a whole batch at a time. A stale row comes back after that, alone, and at
     the end of a run there must be other rows that fill its batch.
     """
-    comes_back = job.pacing.mode not in IN_TURN and bool(filled(job.algorithm).whiten)
+    comes_back = job.pacing.mode not in IN_TURN and bool(filled(job.algorithm).whiten) and not has_step_versions(job)
     return comes_back or replaces_dropped(job)
 
 

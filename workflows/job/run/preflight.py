@@ -25,7 +25,7 @@ from transferqueue.workflows.job.run.machine import check_packages, found_device
 from transferqueue.workflows.job.run.on_ray import cluster_devices, is_placed_by_options
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.rules import LOGGERS
-from transferqueue.workflows.job.settings.sizes import GIB, gib, row_bytes, rows_kept, tokens_of_row
+from transferqueue.workflows.job.settings.sizes import GIB, gib, row_bytes, rows_kept, tokens_of_row, versions_kept
 from transferqueue.workflows.job.stages.rollout import stop_id
 
 QUEUE_S: Final = 10.0
@@ -178,7 +178,7 @@ def bytes_of(job: Job) -> JobBytes:
     """Return the most bytes that the job holds in its queue."""
     sizes = model_sizes(job.model.path, job.model.revision)
     version = sizes.parameters * NUMBER_BYTES[job.weights.dtype] if sizes else 0
-    kept = version * (job.weights.keep + 1)  # one more while a version is being published
+    kept = version * (versions_kept(job) + 1)  # one more while a version is being published
     return JobBytes(
         rows=rows_kept(job) * row_bytes(job), version=version, weights=kept, memory=int(job.queue.memory_gib * GIB)
     )
@@ -189,7 +189,7 @@ def check_memory(job: Job) -> None:
     held = bytes_of(job)
     if job.algorithm.kind != "sft" and held.total > held.memory:
         raise Impossible(
-            f"weights.keep={job.weights.keep} and one more being published are {gib(held.weights)}, rows up to "
+            f"weights.keep={versions_kept(job)} and one more being published are {gib(held.weights)}, rows up to "
             f"{gib(held.rows)}; memory_gib={job.queue.memory_gib:g}: set queue.memory_gib={-(-held.total // GIB)}"
         )
 

@@ -33,6 +33,7 @@ from transferqueue.workflows.job.run.preflight import check_queue, importable, p
 from transferqueue.workflows.job.run.server import RunServer
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.read import checked
+from transferqueue.workflows.job.settings.sizes import versions_kept
 
 RESTARTS_MAX: Final = 5
 JOB_S: Final = 3600.0
@@ -102,7 +103,7 @@ def check_site(job: Job, site: str) -> None:
 def _relayed(job: Job, here: str, tell: Callable[[str], object]) -> Iterator[None]:
     """Bring the weights of the job to the server `here` until the block ends. The relay connects again after errors of
     the network."""
-    relay = RelayProcess([job.queue.address], here, names.POLICY, keep=job.weights.keep, tell=tell)
+    relay = RelayProcess([job.queue.address], here, names.POLICY, keep=versions_kept(job), tell=tell)
     thread = threading.Thread(target=relay.run, name="weight relay", daemon=True)
     thread.start()
     try:

@@ -49,6 +49,7 @@ from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.plan_file import PlanFile
 from transferqueue.workflows.job.settings.read import checked
 from transferqueue.workflows.job.settings.rules import LOGGERS
+from transferqueue.workflows.job.settings.sizes import has_step_versions
 from transferqueue.workflows.job.training.policy_critic_pair import begin_pair
 
 RESTARTS_MAX: Final = 5
@@ -183,7 +184,7 @@ def _scaling(scaler: Scaler | None, flow: Flow | RayFlow, table: tq.Table, job: 
 
 def _prepare(together: str, queue: tq.Queue, folder: RunFolder, job: Job) -> None:
     if together == TRAINERS:
-        begin_pair(queue, folder.path, job.steps)
+        begin_pair(queue, folder.path, job.steps, by_step=has_step_versions(job))
 
 
 @contextmanager

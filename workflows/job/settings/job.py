@@ -485,7 +485,7 @@ class TrainerSettings(_Table):
     order: Annotated[
         Literal["ready", "ordinal"],
         "`ready`: take groups as they become ready; `ordinal`: in the order of the data, so that a run with a fixed"
-        " `seed` repeats bit for bit.",
+        " `seed` repeats bit for bit, in every mode, with any number of processes, and after their deaths.",
         For("tests and comparisons bit for bit: `ordinal`"),
     ] = "ready"
     at_least: Annotated[
@@ -616,7 +616,11 @@ class WeightsSettings(_Table):
         str, "Dtype of published weights.", _DTYPES, "Empty: the trainer's.", For("comparisons in `float32`")
     ] = "bfloat16"
     every: Annotated[int, "Steps between two versions.", For("asynchronous runs of large models on slow networks")] = 1
-    keep: Annotated[int, "Versions that the queue keeps.", For("several sites, or memory for a single version")] = 2
+    keep: Annotated[
+        int,
+        "Versions that the queue keeps; more where `trainer.order` is `ordinal` and rows may need them.",
+        For("several sites, or memory for a single version"),
+    ] = 2
     in_flight: Annotated[
         bool,
         "In mode `async`, engines change weights between two tokens. `false`: running requests finish first.",

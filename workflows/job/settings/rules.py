@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from transferqueue.errors import Impossible, UsageError
-from transferqueue.workflows.job.settings.defaults import KINDS, defaults_of, updates
+from transferqueue.workflows.job.settings.defaults import KINDS, defaults_of, filled, updates
 from transferqueue.workflows.job.settings.job import IN_TURN, Devices, Job, RaySettings
 from transferqueue.workflows.job.settings.ranges import check_ranges
 from transferqueue.workflows.job.settings.sizes import (
@@ -21,6 +21,7 @@ from transferqueue.workflows.job.settings.sizes import (
     batch_rows,
     gib,
     group_rows,
+    has_step_versions,
     row_bytes,
     rows_ahead,
     rows_kept,
@@ -381,20 +382,60 @@ def _engines(job: Job) -> None:
 
 
 def _order(job: Job) -> None:
-    if job.trainer.order != "ordinal" or job.algorithm.kind == "sft":
+    """In the order of the data a run repeats bit for bit: what depends on the time is refused."""
+    if job.trainer.order != "ordinal":
+        return
+    if job.evaluation.patience:
+        raise UsageError(
+            f'order="ordinal" with evaluation.patience={job.evaluation.patience}: training goes on while evaluations '
+            'are made, so the time would decide the last step; leave it out, or set trainer.order="ready"'
+        )
+    if job.algorithm.kind == "sft":
         return
     for place, engine in enumerate(job.engine):
         if engine.kind not in _APART:
             raise UsageError(
                 f'order="ordinal" with engine.{place}.kind={engine.kind!r}, which batches requests as they come, so '
-                'that a run does not repeat bit for bit; set trainer.order="ready", or kind="transformers"'
+                "that a run does not repeat bit for bit. It would with one sequence at a time, or with kernels whose "
+                'sums do not depend on the batch, and a job cannot ask for either; set trainer.order="ready", or '
+                'kind="transformers"'
             )
+        first = job.engine[0]
+        if (engine.kind, engine.model, engine.options) != (first.kind, first.model, first.options):
+            raise UsageError(
+                f'order="ordinal" with engine.{place}, whose kind, model or options are not those of engine.0: the '
+                'time decides which engine generates a row; make them equal, or set trainer.order="ready"'
+            )
+    if job.reference.sync_every:
+        raise UsageError(
+            f'order="ordinal" with reference.sync_every={job.reference.sync_every}: the time would decide which '
+            'version the reference takes; leave it out, or set trainer.order="ready"'
+        )
     parts = {"sampling.budget": job.sampling.budget, "pacing.over_sample": job.pacing.over_sample}
     for key, value in parts.items():
         if value > (1 if key == "pacing.over_sample" else 0):
             raise UsageError(
                 f'order="ordinal" with {key}={value:g}: responses would be generated in parts, whose ends depend on '
                 'the time; set trainer.order="ready", or leave it out'
+            )
+
+
+def _order_ahead(job: Job) -> None:
+    """Where rows are generated ahead in the order of the data, a prompt's number says which step trains it. So no row
+    may be dropped, whose place another takes."""
+    if not has_step_versions(job):
+        return
+    drops = {
+        "algorithm.filter_equal=true": bool(filled(job.algorithm).filter_equal),
+        **{f'reward.{place}.on_error="drop"': term.on_error == "drop" for place, term in enumerate(job.reward)},
+        'on="ray" and ray.replicas=1': job.on == "ray" and job.ray.replicas == 1,
+    }
+    for key, may_drop in drops.items():
+        if may_drop:
+            raise UsageError(
+                f'order="ordinal" and mode={job.pacing.mode!r} with {key}: later prompts would take the places of rows '
+                'that are dropped, with weights that the time decides; set pacing.mode="sync", or '
+                'trainer.order="ready"'
             )
 
 
@@ -699,6 +740,7 @@ _RULES: Final[tuple[Callable[[Job], None], ...]] = (
     _ranks,
     _engines,
     _order,
+    _order_ahead,
     _dispatch,
     _elastic,
     _sites,

@@ -54,6 +54,27 @@ def depth(job: Job) -> float:
     ) / job.trainer.prompts_per_step
 
 
+def has_step_versions(job: Job) -> bool:
+    """Whether the step of a row decides its version: of a job that generates ahead and repeats bit for bit."""
+    return job.trainer.order == "ordinal" and job.pacing.mode not in IN_TURN and job.algorithm.kind != "sft"
+
+
+def version_lag(job: Job) -> int:
+    """Steps from the weights of a row to the step that trains it, where its step decides its version. Versions that are
+    published every few steps may be older by the others."""
+    ahead = int(depth(job))
+    staleness = ahead if job.pacing.max_staleness is None else job.pacing.max_staleness
+    return max(1, min(ahead, staleness - job.weights.every + 1))
+
+
+def versions_kept(job: Job) -> int:
+    """Versions of the weights that the queue keeps: all that rows may still need, where their step decides it. A row
+    that is not generated or scored belongs to a step whose weights are not published, so it needs none older than the
+    newest by more than the lag."""
+    needed = -(-version_lag(job) // job.weights.every) + 1 if has_step_versions(job) else 1
+    return max(job.weights.keep, needed)
+
+
 def surplus_prompts(job: Job) -> int:
     """Prompts that over-sampling begins beyond those of a batch."""
     prompts = job.trainer.prompts_per_step

@@ -4,9 +4,9 @@ Kinds that compare responses get whole groups. With ``filter_equal`` a group who
 it teaches nothing, and the source admits another in its place (dynamic sampling; DAPO, arXiv 2503.14476, section 3.2).
 Kinds that whiten get a whole batch.
 
-In sync mode with rows in the order of the data, the rows of a whitened batch are exactly those of the trainer's next
-step (`StepRows`), and are computed with in that order. So a run with fixed seeds repeats bit for bit, also after a step
-was taken back.
+With rows in the order of the data, the rows of a whitened batch are exactly those of a step of the trainer, and are
+computed with in that order: in sync mode those of its next step (`StepRows`), in the modes that generate ahead those
+of any step (`NumberedStepRows`). So a run with fixed seeds repeats bit for bit, also after a step was taken back.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from transferqueue.workflows.job.algorithms.advantages import (
 from transferqueue.workflows.job.names import ADVANTAGE
 from transferqueue.workflows.job.settings.defaults import columns_of, filled
 from transferqueue.workflows.job.settings.job import IN_TURN, Job
-from transferqueue.workflows.job.settings.sizes import depth
+from transferqueue.workflows.job.settings.sizes import depth, group_rows, has_step_versions
 from transferqueue.workflows.job.stages.all_dropped_guard import AllDroppedGuard
+from transferqueue.workflows.job.stages.step_versions import StepVersions, step_versions
 
 ZERO_ADVANTAGE: Final = "zero_advantage"
 """Drop reason of groups with equal rewards."""
@@ -51,13 +52,10 @@ def advantage(context: Context) -> Iterator[Work]:
         "check the rewards, begin with a better model, or set algorithm.filter_equal=false",
     )
 
-    step = StepRows(context)
-    whole_steps = bool(
-        algorithm.whiten and job.trainer.order == "ordinal" and job.pacing.mode in IN_TURN and not depth(job)
-    )
+    step = _whole_steps(context, job) if algorithm.whiten else None
 
     def compare(batch: tq.Batch) -> Iterator[PartialResult]:
-        if whole_steps and not step.are(batch):
+        if step is not None and not step.are(batch):
             yield PartialResult(at=np.arange(len(batch)), columns={}, unfinished=True)
             return
         rewards_B = batch["rewards"].numpy()
@@ -72,7 +70,15 @@ def advantage(context: Context) -> Iterator[Work]:
             yield PartialResult(at=equal, columns={}, drop=ZERO_ADVANTAGE)
         guard.count(kept=int(at.size), dropped=int(equal.size))
 
-    yield PreferringWork(compare, step.choice) if whole_steps else compare
+    yield compare if step is None else PreferringWork(compare, step.choice)
+
+
+def _whole_steps(context: Context, job: Job) -> StepRows | NumberedStepRows | None:
+    """Return what holds the stage to the rows of one step; None where any rows of a batch are whitened."""
+    if has_step_versions(job):
+        return NumberedStepRows(context, job)
+    is_in_turn = job.trainer.order == "ordinal" and job.pacing.mode in IN_TURN and not depth(job)
+    return StepRows(context) if is_in_turn else None
 
 
 class StepRows:
@@ -90,11 +96,7 @@ class StepRows:
 
     def choice(self) -> LeaseChoice:
         """Return which rows the stage waits for."""
-        return (
-            LeaseChoice()
-            if self._below is None
-            else LeaseChoice((tq.Compare("ordinal", "<", self._below),), patient=True)
-        )
+        return _below(self._below)
 
     def are(self, batch: tq.Batch) -> bool:
         """Whether no row with a lower ordinal is still to come. Else `choice` waits for those that are."""
@@ -116,6 +118,35 @@ class StepRows:
             return self._queue.inspect(self._table.name, row).tasks[ADVANTAGE].state in _OPEN
         except NotFound:
             return False  # it ended meanwhile
+
+
+class NumberedStepRows:
+    """Holds the stage to the rows of one step, which their prompts' numbers tell. Rows of several steps are ready at
+    once where they are generated ahead. If a lease has some of two, they go back, and the stage waits for those of the
+    first."""
+
+    def __init__(self, context: Context, job: Job) -> None:
+        self._queue, self._job = context.queue, job
+        self._versions: StepVersions | None = None
+        self._below: int | None = None
+
+    def choice(self) -> LeaseChoice:
+        """Return which rows the stage waits for."""
+        return _below(self._below)
+
+    def are(self, batch: tq.Batch) -> bool:
+        """Whether the rows are of one step. `choice` then prefers those of the next, else those of the first."""
+        versions = self._versions = self._versions or step_versions(self._queue, self._job)
+        steps = versions.steps(batch.group_id)
+        first, are_one = int(steps.min()), bool((steps == steps[0]).all())
+        self._below = versions.first_prompt(first + 1 + are_one) * group_rows(self._job)
+        return are_one
+
+
+def _below(ordinal: int | None) -> LeaseChoice:
+    if ordinal is None:
+        return LeaseChoice()
+    return LeaseChoice((tq.Compare("ordinal", "<", ordinal),), patient=True)
 
 
 def _differ(rewards_B: npt.NDArray[np.float32], group_B: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

@@ -7,7 +7,8 @@
    clock at its lease. In delayed mode rows of step k + 1 get the version before the one that step k makes (the delayed
    parameter update of AsyncFlow, arXiv 2507.01663, section 4). The engine changes weights when no row of an older
    version is left in it. Once a batch is full, nothing more begins in sync mode with weights older than those that the
-   batch makes (`oversampling`).
+   batch makes (`oversampling`). In the order of the data the delayed and the async mode decide by the row's step alone
+   (`step_versions`), and the engine goes back to an older version for a row that is generated once more.
 4. *Handed* (colocated): as exact in sync mode; the trainer of this process hands each version over (`device_turns`).
 5. A row never begins with weights that would make it stale: it waits for newer ones.
 """
@@ -17,7 +18,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from itertools import groupby
 from typing import Final, Protocol
 
 import transferqueue as tq
@@ -30,7 +30,9 @@ from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job.graph import engine_of
 from transferqueue.workflows.job.names import POLICY
 from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.settings.sizes import has_step_versions
 from transferqueue.workflows.job.stages.device_turns import DeviceTurns
+from transferqueue.workflows.job.stages.step_versions import in_turns, pull_exactly, step_versions
 
 FIRST_S: Final = 3600.0
 """Longest wait for the first weights, which the trainer publishes when its model is loaded."""
@@ -72,7 +74,7 @@ def policy_weights(context: Context, engine: Generator, job: Job, due: Due = not
     except Unsupported:
         yield FixedWeights()
         return
-    if job.pacing.mode != "async":
+    if job.pacing.mode != "async" or has_step_versions(job):
         yield ExactWeights(context, engine, job, updater.version, due)
         return
     with followed_weights(context, engine, job, updater.version) as weights:
@@ -105,10 +107,11 @@ class FixedWeights:
 
 class VersionGate:
     """Lets rows of one version into an engine at a time. load: makes a version, or a newer one, the engine's, and
-    returns it; called while nothing runs."""
+    returns it; called while nothing runs. exact: a newer version will not do; then rows of older ones go first."""
 
-    def __init__(self, load: Callable[[int], int], version: int) -> None:
+    def __init__(self, load: Callable[[int], int], version: int, *, exact: bool = False) -> None:
         self._load, self._version, self._inside = load, version, 0
+        self._exact, self._waiting = exact, list[int]()
         self._changed = threading.Condition()
 
     @contextmanager
@@ -116,20 +119,35 @@ class VersionGate:
         """Enter with `version` or a newer one, once no row of an older version is inside. Raises `DeadlineExceeded`
         after `timeout_s`."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._version >= version or not self._inside, timeout_s):
-                raise DeadlineExceeded(
-                    f"rows of version {version} waited {timeout_s:g} s for rows of version {self._version}, and "
-                    f"{self._inside} of its requests still run"
-                )
-            if self._version < version:
-                self._version = self._load(version)
-            self._inside += 1
+            self._waiting.append(version)
+            try:
+                self._enter(version, timeout_s)
+            finally:
+                self._waiting.remove(version)
+                self._changed.notify_all()
         try:
             yield
         finally:
             with self._changed:
                 self._inside -= 1
                 self._changed.notify_all()
+
+    def _enter(self, version: int, timeout_s: float) -> None:
+        if not self._changed.wait_for(lambda: self._may_enter(version), timeout_s):
+            raise DeadlineExceeded(
+                f"rows of version {version} waited {timeout_s:g} s for rows of version {self._version}, and "
+                f"{self._inside} of its requests still run"
+            )
+        if not self._is_at(version):
+            self._version = self._load(version)
+        self._inside += 1
+
+    def _may_enter(self, version: int) -> bool:
+        is_next = not self._exact or version == min(self._waiting)
+        return is_next and (self._is_at(version) or not self._inside)
+
+    def _is_at(self, version: int) -> bool:
+        return self._version == version if self._exact else self._version >= version
 
 
 class ExactWeights:
@@ -138,40 +156,57 @@ class ExactWeights:
     def __init__(self, context: Context, engine: Generator, job: Job, version: int, due: Due = nothing_due) -> None:
         self._due = due
         self._address, self._channel = context.weights.address, context.weights.weights(POLICY)
+        self._at_home = context.queue.weights(POLICY)
         self._update = _updating(context, engine, SWAP)
         self._job = job
-        self._gate = VersionGate(self._load, version)
+        self._by_step = step_versions(context.queue, job) if has_step_versions(job) else None
+        self._gate = VersionGate(self._load, version, exact=self._by_step is not None)
+        self._newest = version
+        self._one: list[str] | None = None
+        """A tensor, by which a wait for a version pulls no others; None: none is known yet."""
 
     def turns(self, batch: tq.Batch) -> list[tuple[int, list[int]]]:
         """Older versions first."""
-        versions = [self._version_of(int(group), batch.version) for group in batch.group_id]
-        in_order = sorted(range(len(batch)), key=lambda at: versions[at])
-        return [(version, [*rows]) for version, rows in groupby(in_order, key=lambda at: versions[at])]
+        return [*in_turns([self._version_of(int(group), batch.version) for group in batch.group_id])]
 
     @contextmanager
     def at(self, version: int) -> Iterator[None]:
         """When the engine has that version; changes its weights if no other request uses it."""
+        if self._by_step is not None:
+            self._wait_for(version)
         with self._gate.at(version, NEWER_S):
             yield
 
+    def _wait_for(self, version: int) -> None:
+        """Wait until a version is published, before the gate: rows of older versions go on meanwhile."""
+        if version > self._newest:
+            with self._channel.pull(above=version - 1, only=self._one, timeout_s=NEWER_S) as weights:
+                self._newest, self._one = max(self._newest, weights.version), [next(iter(weights))]
+
     def _version_of(self, group: int, clock: int) -> int:
         """The version for a row of a group; one that is published. A requeued row belongs to an earlier step: the clock
-        decides, or it would become stale again.
+        decides, or it would become stale again. Where its step alone decides, no row becomes stale.
         """
+        if self._by_step is not None:
+            return self._by_step.of(group)
         if self._job.pacing.mode == "sync":
             return max(clock, self._due())
         step = group // self._job.trainer.prompts_per_step
         return min(max(step - 1, clock - 1, 0), clock)
 
     def _load(self, version: int) -> int:
-        try:
-            weights = self._channel.pull(version=version, timeout_s=NEWER_S)
-        except NotFound:
-            weights = self._channel.pull(above=version, timeout_s=NEWER_S)  # freed
-        with weights:
+        with self._pulled(version) as weights:
             self._update(ChannelWeights(self._address, weights), weights.version)
         self._channel.applied(weights.version)
         return weights.version
+
+    def _pulled(self, version: int) -> tq.Weights:
+        try:
+            return self._channel.pull(version=version, timeout_s=NEWER_S)
+        except NotFound:
+            if self._by_step is not None:
+                return pull_exactly(self._at_home, version, NEWER_S)  # a relay may pass over a version
+            return self._channel.pull(above=version, timeout_s=NEWER_S)  # freed
 
 
 # ---------------------------------------------------------------- handed versions

@@ -2,7 +2,8 @@
 which are trained.
 
 A process whose model is trained waits for the first version before its first row, and then takes the newest version for
-each lease.
+each lease. Where the step of a row decides its version (`step_versions`), it scores each row with the version that the
+row was generated with.
 
 In sync mode the critic that scores a row must have learned from all earlier steps. It may be published a little after
 the policy of the same step, whose version admits new rows. Versions of both channels are equal
@@ -12,21 +13,22 @@ were generated with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
 import transferqueue as tq
 from transferqueue.adapters.protocols import WeightSource
 from transferqueue.adapters.scoring.load import load_causal_lm, load_value_model
-from transferqueue.adapters.scoring.stages import LogProbs, TeacherTopK, Values
+from transferqueue.adapters.scoring.stages import LogProbs, TeacherTopK, Turns, Values
 from transferqueue.adapters.weights import WeightUpdater, copy_weights
 from transferqueue.errors import DeadlineExceeded
 from transferqueue.workflows.flow.events import SWAP
 from transferqueue.workflows.flow.stage import Context
-from transferqueue.workflows.job.names import CRITIC, POLICY, TRAIN_CRITIC
+from transferqueue.workflows.job.names import CRITIC, POLICY, TRAIN, TRAIN_CRITIC
 from transferqueue.workflows.job.settings.job import IN_TURN, Job, ModelSettings, ScorerSettings
-from transferqueue.workflows.job.settings.sizes import pass_tokens
+from transferqueue.workflows.job.settings.sizes import has_step_versions, pass_tokens
+from transferqueue.workflows.job.stages.step_versions import in_turns, pull_exactly
 
 FIRST_S: Final = 3600.0
 """Longest wait for the first weights, which the trainer publishes when its model is loaded."""
@@ -40,13 +42,13 @@ def reference(context: Context) -> Iterator[LogProbs]:
     which takes the newest weights every ``reference.sync_every`` steps."""
     job = context.settings(Job)
     model = load_scorer(load_causal_lm, job.reference, job.model)
-    refresh = _synchronised(context, model, job.reference.sync_every) if job.reference.sync_every else _unchanged
+    every = job.reference.sync_every
     yield LogProbs(
         model,
         gives="ref_logprobs",
         temperature=job.sampling.temperature,
         tokens=pass_tokens(job, job.reference.tokens),
-        refresh=refresh,
+        turns=_after(_synchronised(context, model, every)) if every else None,
     )
 
 
@@ -57,12 +59,13 @@ def proximal(context: Context) -> Iterator[LogProbs]:
     policy = ScorerSettings(tokens=job.trainer.micro_tokens)
     model = load_scorer(load_causal_lm, policy, job.model)
     newest = _followed(context, POLICY, model)
+    turns = _each_by_its_own(context, newest, POLICY) if has_step_versions(job) else _after(lambda _: newest.follow())
     yield LogProbs(
         model,
         gives="prox_logprobs",
         temperature=job.sampling.temperature,
         tokens=pass_tokens(job, policy.tokens),
-        refresh=lambda batch: newest.follow(),
+        turns=turns,
     )
 
 
@@ -78,7 +81,8 @@ def value(context: Context) -> Iterator[Values]:
             _wait_for_critic(newest, int(batch.policy_version.max()))
         newest.follow()
 
-    yield Values(model, tokens=pass_tokens(job, job.critic.tokens), refresh=refresh)
+    turns = _each_by_its_own(context, newest, CRITIC) if has_step_versions(job) else _after(refresh)
+    yield Values(model, tokens=pass_tokens(job, job.critic.tokens), turns=turns)
 
 
 @contextmanager
@@ -105,8 +109,32 @@ def load_scorer(load: Callable[..., Any], scorer: ScorerSettings, policy: ModelS
     )
 
 
-def _unchanged(batch: tq.Batch) -> None:
-    return None
+def _after(refresh: Callable[[tq.Batch], object]) -> Turns:
+    """Score all rows of a batch at once, after `refresh`."""
+
+    def turns(batch: tq.Batch) -> Iterator[Sequence[int]]:
+        refresh(batch)
+        yield range(len(batch.policy_version))
+
+    return turns
+
+
+def _each_by_its_own(context: Context, newest: WeightUpdater, name: str) -> Turns:
+    """Score each row with the version that it was generated with, the oldest first. A version of the critic may be
+    published after that of the policy."""
+    channel = context.queue.weights(name)
+
+    def turns(batch: tq.Batch) -> Iterator[Sequence[int]]:
+        for version, rows in in_turns(batch.policy_version):
+            if version != newest.version:
+                try:
+                    weights = pull_exactly(channel, version, CRITIC_S)
+                except DeadlineExceeded as error:
+                    raise _never_published(newest.version, version, name) from error
+                newest.apply(weights)
+            yield rows
+
+    return turns
 
 
 def _synchronised(context: Context, model: Any, every: int) -> Callable[[tq.Batch], None]:
@@ -147,7 +175,12 @@ def _wait_for_critic(newest: WeightUpdater, version: int) -> None:
     """Wait until the critic has that version. Raises `DeadlineExceeded` if it publishes none for `CRITIC_S`."""
     while newest.version < version:
         if not newest.follow(CRITIC_S):
-            raise DeadlineExceeded(
-                f"rows of version {version} wait for that version of the critic, which is at {newest.version}, and "
-                f'channel "{CRITIC}" got no other for {CRITIC_S:g} s; see the log of task "{TRAIN_CRITIC}"'
-            )
+            raise _never_published(newest.version, version, CRITIC)
+
+
+def _never_published(newest: int, version: int, name: str) -> DeadlineExceeded:
+    whose, task = ("critic", TRAIN_CRITIC) if name == CRITIC else ("policy", TRAIN)
+    return DeadlineExceeded(
+        f"rows of version {version} wait for that version of the {whose}, which is at {newest}, and "
+        f'channel "{name}" got no other for {CRITIC_S:g} s; see the log of task "{task}"'
+    )

@@ -8,7 +8,8 @@ run uses it too.
    removes checkpoints that one of them lacks, and writes the version that both publish first, which no channel has yet.
 3. The critic publishes that version first; then the policy; then the critic leases rows. So no row is generated, scored
    or learned from before both are back, and versions of both channels stay equal: the values of rows of version v are
-   given by the critic's version v.
+   given by the critic's version v. Where versions are the numbers of steps (`step_versions`), the first version may be
+   published already; then each row has its version, whichever trainer is back first.
 4. In sync mode the critic with weights of version v learns only from rows of version v. When a step was taken back,
    rows of the steps after it may be in the table, and they are generated again together with its own. The critic may
    have finished its step before the policy has; the rows of the next step are then still of the version before. They
@@ -48,11 +49,13 @@ def latest_version(channel: tq.WeightChannel) -> int:
         return -1
 
 
-def begin_pair(queue: tq.Queue, folder: Path, last: int) -> None:
-    """Let both trainers of the run in `folder` go back to the same step. last: the policy's. Neither process may run.
-    Raises as `PolicyCriticPair.begin_again`."""
+def begin_pair(queue: tq.Queue, folder: Path, last: int, *, by_step: bool = False) -> None:
+    """Let both trainers of the run in `folder` go back to the same step. last: the policy's. by_step: versions are the
+    numbers of steps, which are not published twice. Neither process may run. Raises as `PolicyCriticPair.begin_again`.
+    """
+    pair = PolicyCriticPair(folder, last)
     newest = max(latest_version(queue.weights(channel)) for channel in (names.POLICY, names.CRITIC))
-    PolicyCriticPair(folder, last).begin_again(newest + 1)
+    pair.begin_again(pair.newest().get(names.TRAIN, 0) if by_step else newest + 1)
 
 
 def newest_pair(policy: Sequence[int], critic: Sequence[int], last: int) -> tuple[int, int] | None:

@@ -32,9 +32,10 @@ from transferqueue.workflows.job.run_files import CHECKPOINTS, MODEL, checkpoint
 from transferqueue.workflows.job.settings.defaults import defaults_of
 from transferqueue.workflows.job.settings.job import IN_TURN, Job
 from transferqueue.workflows.job.settings.resolve import resolve
-from transferqueue.workflows.job.settings.sizes import batch_rows, depth, group_rows
+from transferqueue.workflows.job.settings.sizes import batch_rows, depth, group_rows, has_step_versions, versions_kept
 from transferqueue.workflows.job.stages.device_turns import DeviceTurns
 from transferqueue.workflows.job.stages.evaluate import end_evaluations, request_evaluation
+from transferqueue.workflows.job.stages.step_versions import begin_versions
 from transferqueue.workflows.job.training.best_checkpoint import has_stalled, judged_steps
 from transferqueue.workflows.job.training.checkpoint import Checkpoints, CheckpointState, load_checkpoint
 from transferqueue.workflows.job.training.gather import StepShape, StreamPosition
@@ -121,7 +122,7 @@ def _loop(context: Context, job: Job, learner: StepLearner, task: str) -> Callab
     """Return the loop of this process."""
     checkpoints = _checkpoints(context, job, learner, task)
     state = _resumed(job, learner, checkpoints)
-    channel = context.queue.weights(names.POLICY if task == names.TRAIN else names.CRITIC, keep=job.weights.keep)
+    channel = context.queue.weights(names.POLICY if task == names.TRAIN else names.CRITIC, keep=versions_kept(job))
     turns = context.shared if isinstance(context.shared, DeviceTurns) else None
     publisher = _publisher(context, job, channel, learner, turns)
     if not learner.ranks.leads:
@@ -129,6 +130,8 @@ def _loop(context: Context, job: Job, learner: StepLearner, task: str) -> Callab
     latest = latest_version(channel)
     version, position = (state.version, state.position) if state else (-1, StreamPosition())
     first = first_prompt(context.directory) * (1 if _is_whole(job, task) else group_rows(job))
+    if task == names.TRAIN and has_step_versions(job):
+        begin_versions(context.queue, learner.steps_taken, first_prompt(context.directory))
     if position.oldest < first:  # a run that goes on with a new table: it begins there
         position = StreamPosition(first)
     if state is None and checkpoints is None and latest > 0 and learner.ranks.world == 1:
@@ -192,6 +195,7 @@ def _terms(job: Job, task: str, checkpoints: Checkpoints | None) -> TrainerTerms
         seals=is_policy,
         evaluate_every=job.evaluation.every,
         in_turn=not is_policy and job.pacing.mode in IN_TURN and depth(job) == 0,
+        by_step=has_step_versions(job),
     )
 
 

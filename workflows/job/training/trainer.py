@@ -5,7 +5,8 @@
 2. A trainer that begins loads the newest checkpoint c, says ``checkpointed(c)`` again (the death may have been between
    the two), and then ``rollback(c)``: rows of later steps come again, and leases of an earlier life end. Versions only
    rise: if a version after that of c was published, the weights of c are published again under the next number. Rows of
-   the lost versions are then as stale as the table's pacing says.
+   the lost versions are then as stale as the table's pacing says. Where the step of a row decides its version
+   (`step_versions`), a step that is taken again makes the same bits, and its version is not published again.
 3. After its last step, or when evaluations improve no more (`evaluation.patience`), the policy's trainer seals the
    table and drops the rows that were generated ahead: they end as dropped ("surplus").
 4. The critic's trainer goes on until the table ends. It and the policy's are a pair, which goes back to the same
@@ -45,7 +46,7 @@ class TrainerTerms:
     endless: go on after the last step, until the table ends. kind: of the event that reports a step. reward: whether
     rows bring rewards. seals: the table ends with this trainer. evaluate_every: steps between two evaluations (0:
     before and after only). in_turn: rows of a step are taken only if the weights of the step before generated them
-    (rule 5).
+    (rule 5). by_step: versions are the numbers of steps (rule 2).
     """
 
     task: str
@@ -58,6 +59,7 @@ class TrainerTerms:
     seals: bool = True
     evaluate_every: int = 0
     in_turn: bool = False
+    by_step: bool = False
 
 
 class Evaluations(Protocol):
@@ -204,7 +206,7 @@ class Trainer:
         self.stream.finish()
         self.step += 1
         step, publishes = self.step, self._publishes()
-        report = self._report(gathered, metrics, next_version(self.latest, step) if publishes else self.version)
+        report = self._report(gathered, metrics, self._next_version() if publishes else self.version)
 
         def ack() -> None:
             lost = self.stream.ack(gathered, step if self.terms.save_every else -1)
@@ -236,11 +238,19 @@ class Trainer:
         return self.step % self.terms.publish_every == 0 or self.step == self.terms.steps
 
     def _publish(self, then: Callable[[], None], *, least: int = 0) -> None:
-        self.latest = self.version = max(least, next_version(self.latest, self.step))
-        pending = self.publisher.begin(self.version)
-        self.passes.publish(self.version, pending)
-        self.publisher.publish(self.version, self.weights(), then, pending=pending)
+        self.version = self._next_version(least)
+        if self.version > self.latest:
+            self.latest = self.version
+            pending = self.publisher.begin(self.version)
+            self.passes.publish(self.version, pending)
+            self.publisher.publish(self.version, self.weights(), then, pending=pending)
+        else:
+            self.publisher.ack(then)
         self.passes.version = self.version
+
+    def _next_version(self, least: int = 0) -> int:
+        """The version of the weights as they are; not above the newest: they are published."""
+        return self.step if self.terms.by_step else max(least, next_version(self.latest, self.step))
 
     def _save(self) -> None:
         if self.checkpoints is None or not self.terms.save_every or self._saved == self.step:
