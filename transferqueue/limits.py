@@ -160,6 +160,14 @@ ITEMS_MAX: Final = 1 << 16
 VERSION_PARTS_MAX: Final = 1024
 """Parts of one version of weights, each published by a process of its own: more than the ranks of one copy of a
 model."""
+DELTAS_MAX: Final = 32
+"""Differences of a tensor in a version: more would save little of what a whole tensor costs once in so many versions,
+and a late reader applies all of them."""
+DELTA_BYTES_MIN: Final = 4096
+"""A smaller tensor is published whole: its difference would be described by more bytes than it saves."""
+DELTA_TENSORS_MAX: Final = 8192
+"""Of more tensors at once none is published as a difference: the request has two fields for each, and its bound is
+`PUBLISH_BYTES_MAX`."""
 RELAY_PART_BYTES: Final = 4 * MIB
 """Bytes that a relay forwards at once: about one link's bandwidth-delay product (200 Mbit/s pass it in 0.17 s), and
 large against the two requests that each part costs."""

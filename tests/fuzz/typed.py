@@ -235,7 +235,7 @@ class Typed:
                 "version": world.version + 1,
             }
             values |= {"base": -1, "kept": []} if rng.random() < 0.8 else {}
-            values |= {"pending": 0, "part": 0, "slices": []} if rng.random() < 0.8 else {}
+            values |= {"pending": 0, "part": 0, "ranges": []} if rng.random() < 0.8 else {}
 
     def _numbers(self) -> dict[str, Callable[[], int]]:
         rng, world = self._rng, self._world

@@ -49,7 +49,7 @@ def begin(client: Driver, version: int = 1, parts: int = 2, length_s: float = 60
 def part(client: Driver, slices: list[tuple[Any, Any]], version: int = 1, **terms: Any) -> Any:
     fields = [field for field, _ in slices]
     blocks = [client.block([field], 1) for field in fields]
-    return client.apply(m.Publish("policy", version, fields, blocks, slices=[one for _, one in slices], **terms))
+    return client.apply(m.Publish("policy", version, fields, blocks, ranges=[one for _, one in slices], **terms))
 
 
 def state_of(world: World) -> Any:
@@ -158,7 +158,7 @@ def test_a_version_is_visible_when_all_parts_have_come(world: World, client: Dri
         assert ("parts", "policy") in world.woken
     part(client, [a_slice("w", 0, 4, 10)], pending=pending)
     reply = reader.apply(m.Pull("policy"))
-    assert [(one.tensor, one.first, one.rows) for one in reply.slices] == [("w", first, 10) for first in (0, 4, 8)]
+    assert [(one.tensor, one.first, one.rows) for one in reply.ranges] == [("w", first, 10) for first in (0, 4, 8)]
     assert len(reply.blocks) == 3
     assert world.ledger.state.channels["policy"].pending is None
 
@@ -182,7 +182,7 @@ def test_slices_of_the_version_before_are_kept(world: World, client: Driver) -> 
     part(client, [a_slice("w", 0, 4, 8)], 2, pending=pending, keep=1)
     reply = world.client().apply(m.Pull("policy"))
     assert held["w.4"] in [block.block for block in reply.blocks]
-    assert sorted(one.first for one in reply.slices) == [0, 4]
+    assert sorted(one.first for one in reply.ranges) == [0, 4]
 
 
 # ---------------------------------------------------------------- given up

@@ -128,6 +128,7 @@ class World:
             m.BeginVersion: [m.BeginVersion("c", 1, 2, 60.0)],
             m.GiveUpVersion: [m.GiveUpVersion("c", 1)],
             m.GetLatestVersion: [m.GetLatestVersion("c")],
+            m.DropDeltas: [m.DropDeltas("c")],
             m.Pull: [m.Pull("c"), m.Pull("c", version=0)],
             m.ReportApplied: [m.ReportApplied("c", 0)],
             m.AcquireUpdateSlot: [m.AcquireUpdateSlot("c")],

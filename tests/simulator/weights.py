@@ -142,7 +142,7 @@ class ShardedWeightsJob(WeightChannelJob):
         block = msgspec.structs.replace((yield from write(process, [FIRST_STAMP + version])), fields=[f"half.{part}"])
         field = Field(f"half.{part}", "int64", (HALF, 2))
         half = m.TensorSlice(field.name, "whole", HALF * part, 2 * HALF)
-        terms: dict[str, Any] = {"slices": [half], "pending": pending, "part": part}
+        terms: dict[str, Any] = {"ranges": [half], "pending": pending, "part": part}
         try:
             yield m.Publish(CHANNEL, version, [field], [block], self._keep, wait_s=3.0, **terms)
         finally:
@@ -151,7 +151,7 @@ class ShardedWeightsJob(WeightChannelJob):
 
     def _look(self, process: Process, weights: m.WeightsReply) -> None:
         super()._look(process, weights)
-        halves = sorted(one.first for one in weights.slices)
+        halves = sorted(one.first for one in m.slices_of(weights.ranges))
         if halves != [0, HALF] or len(weights.blocks) != len(halves):
             raise PromiseBroken(f"version {weights.version} has the slices {halves} in {len(weights.blocks)} blocks")
 

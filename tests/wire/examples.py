@@ -26,6 +26,7 @@ FACTS: Final = m.RowFacts(
 )
 COLUMNS: Final = m.Columns(FIELDS, [PLACED], [m.Inline("y", bytes(8))], FACTS)
 SLICE: Final = m.TensorSlice("x", "y", 4, 8)
+DELTA: Final = m.TensorDelta("z", "x", 7, 2**64 - 1, 5)
 BLOCK: Final = m.BlockLocation(
     9, 0, 3, 4096, 128, 2, ["x", "z"], [5, 0], 2**64 - 1, bytes(16), [m.CopyLocation(1, 4, 8192)]
 )
@@ -81,11 +82,12 @@ REQUESTS: Final[list[m.Request]] = [
     m.Delete("t", TWO),
     m.Find("t", ["k", "l"]),
     m.ReadRequest("t", TWO, ["x"], WHERE, 9),
-    m.Publish("weights", 7, FIELDS, [PLACED], 3, 1.5, 6, [9], [SLICE], 2, 1),
+    m.Publish("weights", 7, FIELDS, [PLACED], 3, 1.5, 6, [9], [SLICE, DELTA], 2, 1),
     m.BeginVersion("weights", 7, 2, 60.0),
     m.GiveUpVersion("weights", 2),
     m.GetLatestVersion("weights"),
-    m.Pull("weights", 6, 7, 1.5, True, 3, 2),
+    m.DropDeltas("weights"),
+    m.Pull("weights", 6, 7, 1.5, True, 3, 2, 1),
     m.ReportApplied("weights", 7),
     m.AcquireUpdateSlot("weights", 2, 9.5, 1.5),
     m.ReleaseUpdateSlot("weights"),
@@ -120,9 +122,9 @@ REPLIES: Final[list[m.Reply]] = [
     m.DroppedRows([m.DroppedRow(3, "key", "reward", "attempts", "KeyError: 'answer'", "reward-0", 1.5)]),
     m.Found(TWO),
     m.ReadRows(CONTENT),
-    m.WeightsReply(7, FIELDS, [BLOCK], [SLICE], 3, 2),
+    m.WeightsReply(7, FIELDS, [BLOCK], [SLICE, DELTA], 3, 2),
     m.VersionBegun(2),
-    m.LatestVersion(7, FIELDS, [BLOCK], {3: 4096}, "a shard"),
+    m.LatestVersion(7, FIELDS, [BLOCK], {3: 4096}, "a shard", [SLICE, DELTA], 2),
     codec.encode_observed({"a": [1, 2.5, None, {"b": "c"}]}),
     m.WaitExplained("x"),
     m.CursorValue(8),

@@ -18,6 +18,7 @@ import msgspec
 from transferqueue.client.memory.carrier import MemoryCarrier, SessionCarrier
 from transferqueue.client.memory.grants import WriteGrants
 from transferqueue.client.memory.mapped import MappedMemory
+from transferqueue.client.memory.published_contents import PublishedContents
 from transferqueue.client.memory.remote import RemoteMemory
 from transferqueue.client.memory.shard_clients import ShardClients, ShardLivenessCheck
 from transferqueue.client.memory.verify import Verifier
@@ -93,6 +94,8 @@ class ClientSession:
         self.grants: Final = WriteGrants(connection.post, arena_bytes)
         self.clock: Final[Callable[[], float]] = clock
         self.tables: Final[dict[str, TableInfo]] = {}
+        self.published: Final[dict[str, PublishedContents]] = {}
+        """What this session published last, by weight channel."""
         self.verifier: Verifier | None = None
         self.embedded_at: float | None = None
         """When the server was embedded though no caller asked for that: no other server was named or found."""

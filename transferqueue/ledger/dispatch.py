@@ -222,6 +222,12 @@ def _basis(state: LedgerState, request: m.GetLatestVersion, session: SessionStat
     return weight_channels.basis(channel, state.core.blocks)
 
 
+@carries_out(m.DropDeltas)
+def _drop_deltas(state: LedgerState, request: m.DropDeltas, session: SessionState, call: int) -> Outcome:
+    channel = state.channels.get(request.channel)
+    return m.DoneReply(0 if channel is None else weight_channels.drop_history(channel, state.core))
+
+
 @carries_out(m.AcquireUpdateSlot)
 def _turn(state: LedgerState, request: m.AcquireUpdateSlot, session: SessionState, call: int) -> Outcome:
     channel = state.channels.get(request.channel)

@@ -415,6 +415,12 @@ class Ledger:
         """The weight channels that exist."""
         return list(self.state.channels)
 
+    @property
+    def channels_with_history(self) -> list[str]:
+        """The weight channels with differences that no version needs to be read."""
+        blocks = self.state.core.blocks
+        return [name for name, channel in self.state.channels.items() if weight_channels.history(channel, blocks)]
+
     def has_table(self, name: str) -> bool:
         """Whether a table of this name exists."""
         return name in self.state.tables

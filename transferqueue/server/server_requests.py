@@ -82,7 +82,9 @@ class ServerRequests:
                     part.memory_granted()
             with self._lending.granting(*taken, now):
                 return self._ledger.grant(session.number, *taken, now, call=call)
-        if self._state.parts and self._lending.own_may_have(request.nbytes, request.apart, request.use):
+        if self._lending.own_may_have(request.nbytes, request.apart, request.use):
+            for channel in self._ledger.channels_with_history:  # first what can be done without
+                self._ledger.apply(m.DropDeltas(channel=channel), session=session.number, call=0, now=now)
             for part in self._state.parts:
                 part.memory_lacking(request.nbytes, request.use)
         if request.wait_s:

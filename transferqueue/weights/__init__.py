@@ -1,8 +1,8 @@
 """The weight channel: versioned publication of model weights to generators. `Queue.weights` makes its handles.
 
-On one machine a version is blocks in the arena, which every process maps: `publish` writes the tensors once, and each
-`pull` views them. Only tensors that changed are written, and a replica that holds an earlier version fetches only
-those.
+On one machine a version is blocks in the arena, which every process maps: `publish` writes each tensor once, or its
+difference to the version before, and a `pull` views what lies there whole, and makes what has differences. A replica
+that holds an earlier version fetches only what changed.
 
 Other hosts have a `WeightRelay` each. A version crosses into such a host once, however many replicas the host has, and
 they pull it from shared memory there.
@@ -11,8 +11,8 @@ they pull it from shared memory there.
    which is the trainer's deployment or the server of another relay, and publishes it on its host under the same number.
    Replicas pull on their host at any time: early, late, or in place of one that died. So relays form a chain or a tree
    by addresses alone.
-2. The relay compares a new version with the version on its host, so only tensors that changed cross, even after the
-   relay or its source restarted.
+2. The relay compares a new version with the version on its host, so only what changed crosses, even after the relay or
+   its source restarted: differences as they are, and tensors that have none.
 3. Replicas get a version whole or not at all. A relay that dies during a transfer leaves nothing, and the next relay
    starts that version again. A relay that falls behind takes the newest version next; it skips those between.
 4. A relay forwards: it publishes each part of a version as soon as it has arrived and its checksums match, and the next

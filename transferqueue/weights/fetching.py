@@ -12,7 +12,7 @@ from typing import Final
 
 from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
-from transferqueue.client.operations.weight_parts import SharedTensor, by_field, fetch_tensors, release_all
+from transferqueue.client.operations.weight_parts import SharedTensor, fetch_tensors, release_all
 from transferqueue.client.session.operation_runner import Operation, request_reply, run_sync
 from transferqueue.client.sync.weight_channel import WeightChannel
 from transferqueue.errors import VersionGivenUp
@@ -30,18 +30,18 @@ class Source:
         self._channel, self._client = channel, channel._client
         self._number = self._have = 0
 
-    def next(self, above: int, wait_s: float) -> m.WeightsReply:
+    def next(self, above: int, wait_s: float, refused: int = 0) -> m.WeightsReply:
         """Wait for the newest version above `above`, or for parts of it. `VersionGivenUp` if the source gave up the
-        version of the last parts."""
+        version of the last parts. `refused`: differences that gave another result than they promised."""
         try:
-            reply = run_sync(self._client.connection, self._next(above, wait_s))
+            reply = run_sync(self._client.connection, self._next(above, wait_s, refused))
         except VersionGivenUp:
             self.begin_again()
             raise
         self._number, self._have = reply.pending, reply.have
         return reply
 
-    def _next(self, above: int, wait_s: float) -> Operation[m.WeightsReply]:
+    def _next(self, above: int, wait_s: float, refused: int) -> Operation[m.WeightsReply]:
         deadline = yield from checks.within(wait_s)
         request = m.Pull(
             channel=self._channel.name,
@@ -50,6 +50,7 @@ class Source:
             parts=True,
             pending=self._number,
             have=self._have,
+            refused=refused,
         )
         return (yield from request_reply(request, m.WeightsReply))
 
@@ -62,7 +63,7 @@ class Source:
         return at once, and these when their blocks are received. Close the iterator."""
         wanted = {block.block for part in parts for block in part}
         self._client.connection.unpin([block.block for block in reply.blocks if block.block not in wanted])
-        fields, _ = by_field(reply)
+        fields = {field.name: field for field in reply.fields}
         subject = f'version {reply.version} of channel "{self._channel.name}"'
         return _fetched(self._client, parts, lambda blocks: fetch_tensors(self._client, blocks, fields, subject))
 

@@ -49,6 +49,7 @@ class Crossing:
                 tries_left -= 1
                 if not tries_left:
                     raise
+                self._publisher.give_up()
                 self._source.begin_again()
         self._publisher.look()
         self._source.applied(self._publisher.version)
@@ -56,13 +57,13 @@ class Crossing:
 
     def _carry_next(self, wait_s: float, timeout_s: float) -> bool:
         """Carry the next parts, or the rest of a published version. Returns whether it is published here now."""
-        reply = self._source.next(self._publisher.version, wait_s)
+        reply = self._source.next(self._publisher.version, wait_s, self._publisher.refused)
         parts = self._publisher.plan(reply)
         with closing(self._source.fetch(reply, [part.blocks for part in parts])) as arriving:
             for number, (part, tensors) in enumerate(zip(parts, arriving, strict=True), 1):
                 is_last = not reply.pending and number == len(parts)
                 try:
-                    self._publisher.publish(part, tensors.values(), reply, is_last=is_last, timeout_s=timeout_s)
+                    self._publisher.publish(part, tensors, reply, is_last=is_last, timeout_s=timeout_s)
                 finally:
                     release_all(tensors, "it was published")
         return not reply.pending

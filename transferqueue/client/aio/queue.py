@@ -12,10 +12,10 @@ from transferqueue.client.aio.table import AsyncTable
 from transferqueue.client.aio.weight_channel import AsyncWeightChannel
 from transferqueue.client.handles.coordinators import QueueBase
 from transferqueue.client.operations import snapshot, tables
-from transferqueue.client.operations.pull import channel_name
+from transferqueue.client.operations.pull import channel_terms
 from transferqueue.client.operations.snapshot import SNAPSHOT_S, Progress, SnapshotCalls
 from transferqueue.client.session.operation_runner import Operation, T, run_async
-from transferqueue.limits import REPORT_S, Limits
+from transferqueue.limits import DELTAS_MAX, REPORT_S, Limits
 from transferqueue.policies import Acked, Pacing, Retention, Task
 from transferqueue.schema import Field
 from transferqueue.wire.answers.coordinators import (
@@ -169,7 +169,7 @@ class AsyncQueue(QueueBase):
         client = self._of(name)
         await run_async(client.connection, tables.drop_table(client, name, empty))
 
-    def weights(self, channel: str, keep: int = 2) -> AsyncWeightChannel:
+    def weights(self, channel: str, keep: int = 2, *, deltas: int = DELTAS_MAX) -> AsyncWeightChannel:
         """Return a handle on a weight channel, without asking the server.
 
         The channel exists once a version is published.
@@ -177,12 +177,15 @@ class AsyncQueue(QueueBase):
         Args:
             channel: name of the channel.
             keep: the newest versions that stay after a publication by this handle; default 2.
+            deltas: the most differences of a tensor between two publications of all of it by this handle, 0 to 32;
+                default 32. With 0 each version is whole: readers on the server's host view it where it lies, while of
+                differences each makes a tensor of its own.
 
         Returns:
             The handle.
 
         Raises:
-            UsageError: an invalid name, or `keep` below 1.
+            UsageError: an invalid name, `keep` below 1, or `deltas` out of range.
 
         Example:
             >>> import transferqueue as tq
@@ -191,7 +194,7 @@ class AsyncQueue(QueueBase):
             >>> channel.name
             'policy'
         """
-        return AsyncWeightChannel(self._of(channel), *channel_name(channel, keep))
+        return AsyncWeightChannel(self._of(channel), *channel_terms(channel, keep, deltas))
 
     async def stats(self, *, timeout_s: float | None = REPORT_S) -> Stats:
         """Return counts, bytes and ages of the whole deployment now (`transferqueue docs figures`).

@@ -7,6 +7,7 @@ from typing import ClassVar, Self
 
 from transferqueue.client.client import ClientSession
 from transferqueue.client.operations.pull import Weights, pull_weights
+from transferqueue.client.operations.range_updates import KeptVersions
 from transferqueue.client.session.operation_runner import run_sync
 from transferqueue.storage.elements.process_bound import ProcessBound
 
@@ -18,8 +19,8 @@ class AsyncWeightChannelBase(ProcessBound):
         "pass queue.address and the name of the channel, and open it there: tq.connect(address).weights(name)"
     )
 
-    def __init__(self, client: ClientSession, name: str, keep: int) -> None:
-        self._client, self._name, self._keep = client, name, keep
+    def __init__(self, client: ClientSession, name: str, kept: KeptVersions) -> None:
+        self._client, self._name, self._kept = client, name, kept
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} at {self._client.address}>"
@@ -36,7 +37,7 @@ class WeightChannelBase(AsyncWeightChannelBase):
     def subscribe(self) -> Subscription:
         """Return a subscription, which pulls version after version.
 
-        It fetches of each only the tensors that changed.
+        It fetches of each only what changed.
 
         Example:
             >>> import numpy as np
@@ -56,7 +57,7 @@ class WeightChannelBase(AsyncWeightChannelBase):
 class Subscription:
     """The versions of a channel as one reader takes them. Made by `WeightChannel.subscribe`.
 
-    Each pull gets a newer version, and fetches only the tensors that changed. It releases the weights of the pull
+    Each pull gets a newer version, and fetches only what changed. It releases the weights of the pull
     before as soon as it has succeeded. One thread at a time.
     """
 

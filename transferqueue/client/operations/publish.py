@@ -1,16 +1,12 @@
 """Publish weights: the tensors that a publication writes, and those of the newest version that it keeps.
 
-- A tensor is a block of its own, and its checksum is that of its block: xxh3-64 of the bytes, whose padding is zeros.
-  Two tensors are the same if their names, dtypes, shapes and checksums are.
-- A tensor that is the same as in the newest version is kept, not written.
-- Memory is used again by extents, not by blocks. So of an extent in which less than half would be kept, nothing is: its
-  tensors are written again, and a version never holds more than twice its bytes. An extent into which more may be
-  written counts as kept. What lost: an extent a tensor, which asks the server once for each; and a bound by the number
-  of versions since the last whole one, which says nothing about memory.
+- A tensor is a block of its own, and its checksum is that of its block. What becomes of each tensor is in
+  `range_updates`: it is kept, published as a difference, or written whole.
 - Tensors of an adapter are named ``adapter/tensor``, those of the base ``_tensor`` (names of a state dict may begin
   with a digit, names of fields may not). A publication of the base is whole: tensors that it does not name are not in
   the version, adapters included. One of an adapter replaces that adapter and keeps everything else.
-- A slice of a tensor is written, compared and kept as a tensor of its own, named ``_tensor/rows-FIRST-of-ROWS``.
+- A slice of a tensor is written, compared and kept as a tensor of its own, named ``_tensor/rows-FIRST-of-ROWS``. The
+  difference of a field after a version is named ``FIELD/delta-VERSION``.
 - Several sessions may publish a version in parts: one begins it and publishes part 0, which waits for the others. If
   that fails, the version is given up.
 - A relay begins a version of which it does not know the number of parts, and publishes all of them itself: part 0 is
@@ -19,31 +15,31 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from transferqueue.client.client import ClientSession
+from transferqueue.client.memory.grants import ROWS
+from transferqueue.client.memory.published_contents import PublishedContents
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations.commit import CERTAIN, finish_commit, retry_on_other_shard
-from transferqueue.client.operations.written_blocks import WrittenBlocks, write
+from transferqueue.client.operations.range_updates import (
+    KeptVersions,
+    Newest,
+    RangeUpdate,
+    note_published,
+    plan_updates,
+)
+from transferqueue.client.operations.stored_ranges import stored_ranges
+from transferqueue.client.operations.weight_blocks import BASE, NewTensor, ReusedTensor
+from transferqueue.client.operations.written_blocks import BlockGroup, WrittenBlocks, write, write_apart
 from transferqueue.client.session.calls import Deadline, seconds
 from transferqueue.client.session.operation_runner import BlockingWork, Operation, request_reply
-from transferqueue.errors import NotFound, SchemaError, ShardLost, TransferQueueError, UsageError
-from transferqueue.errors.text import SHOWN_CHARS, shortened, shown
+from transferqueue.errors import NotFound, SchemaError, ShardLost, UsageError
+from transferqueue.errors.text import shown
 from transferqueue.limits import VERSION_PARTS_MAX, check_name
-from transferqueue.schema import Field
-from transferqueue.storage.inputs.block_writer import BlockWriter
-from transferqueue.storage.inputs.prepare import Prepared, prepare
-from transferqueue.storage.memory.checksum import UNCHECKED
 from transferqueue.wire import messages as m
-
-BASE: Final = "_"
-"""Names of fields of the base begin with it; those of adapters never do."""
 
 
 @dataclass(frozen=True)
@@ -90,89 +86,19 @@ class WeightSlice:
 
 @dataclass(frozen=True)
 class PartTerms:
-    """Part `part` of the version that was begun as number `pending`; both 0: the version is not in parts.
-
-    `is_new`: no tensor of the part is in the newest version, so none is compared with it.
-    """
+    """Part `part` of the version that was begun as number `pending`; both 0: the version is not in parts."""
 
     pending: int = 0
     part: int = 0
-    is_new: bool = False
 
 
 WHOLE: Final = PartTerms()
 
 
-def _column(name: str, tensor: Any) -> Prepared:
-    """The tensor as a column of one row. `SchemaError` if it is none; its class may refuse in its own way, as of nested
-    or freed ones."""
-    subject = f'tensor "{name.removeprefix(BASE)}"'
-    try:
-        prepared = prepare(name, tensor[None])
-    except SchemaError as error:
-        raise SchemaError(str(error).replace(f'field "{name}"', subject, 1)) from error
-    except (TransferQueueError, MemoryError):
-        raise
-    except Exception as error:
-        reason = shortened(" ".join(str(error).split()), SHOWN_CHARS)
-        raise SchemaError(
-            f"{subject} cannot be read as one array: {reason}; give an array or a dense tensor"
-        ) from error
-    if prepared.field.dtype in ("str", "bytes", "value"):
-        raise SchemaError(f"{subject} has no numbers, but {tensor.dtype}; weights are tensors or arrays of numbers")
-    return prepared
-
-
-class NewTensor(BlockWriter):
-    """A tensor, or the slice `of` one, that is written into a block of its own."""
-
-    __slots__ = ("of",)
-
-    def __init__(self, name: str, tensor: Any, of: m.TensorSlice | None = None) -> None:
-        super().__init__([_column(name, tensor)])
-        self.of = of
-
-    @property
-    def field(self) -> Field:
-        """Definition of the tensor's field."""
-        return self.fields[0]
-
-    def write(self, out: Any) -> None:
-        """As `BlockWriter.write`; then the checksum is known."""
-        super().write(out)
-        self.take_checksum(out)
-
-
-class ReusedTensor(NewTensor):
-    """A copy of a block of another channel, byte for byte, with its checksum. If the bytes were damaged on the way or
-    in this process, a client that pulls them from here refuses them."""
-
-    __slots__ = ("memory",)
-
-    def __init__(
-        self, fields: list[Field], block: m.BlockLocation, memory: NDArray[np.uint8], of: m.TensorSlice | None
-    ) -> None:
-        self.of = of
-        self.columns, self.spans, self.slots = [], [], None
-        self.rows = self.stored_rows = block.rows
-        self.fields, self.counts, self.nbytes = fields, list(block.counts), block.nbytes
-        self.memory, self.sum = memory, block.checksum
-
-    def write(self, out: Any) -> None:
-        """As `BlockWriter.write`."""
-        np.frombuffer(out, np.uint8)[:] = self.memory
-        self.take_checksum(out)
-
-
-def is_unchanged(field: Field, block: m.BlockLocation, other: Field, nbytes: int, total: int) -> bool:
-    """Whether the tensor in `block` is one of field `other` with this checksum."""
-    return block.checksum == total != UNCHECKED and block.nbytes == nbytes and field == other and len(block.fields) == 1
-
-
 def publish_weights(
     client: ClientSession,
     channel: str,
-    keep: int,
+    kept: KeptVersions,
     version: int,
     tensors: Mapping[str, Any],
     adapter: str | None,
@@ -189,7 +115,7 @@ def publish_weights(
             f'adapter "{adapter}" is published in parts; publish it in one, over a base that may be in parts'
         )
     writers = tensor_writers(tensors, _prefix(adapter), terms)
-    publication = _publish(client, channel, keep, number, writers, adapter, deadline, terms)
+    publication = _publish(client, channel, kept, number, writers, adapter, deadline, terms)
     if not terms.pending or terms.part:
         return (yield from publication)
     give_up = m.GiveUpVersion(channel=channel, pending=terms.pending)
@@ -225,79 +151,98 @@ def begin_open_version(channel: str, version: int, length_s: float) -> Operation
 def mirror_version(
     client: ClientSession,
     channel: str,
-    keep: int,
+    kept: KeptVersions,
     version: int,
     copies: Sequence[ReusedTensor],
     timeout_s: float | None,
-    terms: PartTerms = WHOLE,
 ) -> Operation[None]:
-    """Publish base and adapters of another channel as the same version here, or a part of one."""
+    """Publish base and adapters of another channel as the same version here."""
     deadline = yield from checks.within(timeout_s)
-    yield from _publish(client, channel, keep, version, copies, None, deadline, terms)
+    whole = KeptVersions(kept.versions, 0)
+    yield from _publish(client, channel, whole, version, copies, None, deadline, WHOLE)
 
 
 def _publish(
     client: ClientSession,
     channel: str,
-    keep: int,
+    kept: KeptVersions,
     number: int,
-    block_writers: Sequence[NewTensor],
+    writers: Sequence[NewTensor],
     adapter: str | None,
     deadline: Deadline,
     terms: PartTerms,
 ) -> Operation[int]:
+    contents = client.published.setdefault(channel, PublishedContents()) if kept.deltas else PublishedContents()
     written: list[int] = [0]
 
     def attempt() -> Operation[m.DoneReply]:
-        return _commit(client, channel, keep, number, block_writers, adapter, deadline, terms, written)
+        newest = yield from request_reply(m.GetLatestVersion(channel=channel), m.LatestVersion)
+        ranges = stored_ranges(newest.fields, newest.blocks, newest.ranges)
+        beside = [] if adapter is None else _beside(channel, adapter, newest)
+        basis = Newest.of(ranges, newest.extents, kept.deltas, len(writers))
+        updates = list[RangeUpdate]()
+        yield BlockingWork(
+            sum(writer.nbytes for writer in writers),
+            lambda: updates.extend(plan_updates(contents, writers, basis, number, newest.refused)),
+        )
+        commit = commit_updates(client, channel, kept, number, newest.version, updates, beside, deadline, terms)
+        reply = yield from commit
+        written[0] = sum(writer.nbytes for writer in new_blocks(updates))
+        yield BlockingWork(sum(update.nbytes for update in updates), lambda: note_published(contents, updates))
+        return reply
 
     yield from retry_on_other_shard(client, attempt)
     return written[0]
 
 
-def _commit(
+def new_blocks(updates: Iterable[RangeUpdate]) -> list[NewTensor]:
+    """The blocks that updates write."""
+    return [block for update in updates for block in (update.whole, *update.deltas) if block is not None]
+
+
+def commit_updates(
     client: ClientSession,
     channel: str,
-    keep: int,
+    kept: KeptVersions,
     number: int,
-    block_writers: Sequence[NewTensor],
-    adapter: str | None,
+    base: int,
+    updates: Sequence[RangeUpdate],
+    beside: Sequence[int],
     deadline: Deadline,
-    terms: PartTerms,
-    nbytes: list[int],
+    terms: PartTerms = WHOLE,
 ) -> Operation[m.DoneReply]:
-    base, blocks, kept = -1, list[int](), set[str]()
-    if not terms.is_new:
-        base, blocks, kept = yield from _of_newest(channel, block_writers, adapter)
-    written = [writer for writer in block_writers if writer.field.name not in kept]
-    nbytes[0] = sum(writer.nbytes for writer in written)
-    region = WrittenBlocks(((yield from write(client, written, deadline, "weights")), written)) if written else None
+    """Publish ranges as one version, or as a part of one, over version `base`; blocks `beside` of that one stay."""
+    wholes = [update.whole for update in updates if update.whole is not None]
+    deltas = [delta for update in updates for delta in update.deltas]
+    groups = [BlockGroup(ROWS, list(blocks)) for blocks in (wholes, deltas) if blocks]
+    region = yield from _written(client, groups, deadline)
+    blocks = [*beside, *(block.block for update in updates for block in update.kept)]
     request = m.Publish(
         channel=channel,
         version=number,
-        fields=[field for writer in written for field in writer.fields],
+        fields=[field for writer in (*wholes, *deltas) for field in writer.fields],
         blocks=region.blocks() if region else [],
-        keep=keep,
+        keep=kept.versions,
         wait_s=deadline.left(),
         base=base if blocks else -1,
         kept=blocks,
-        slices=[writer.of for writer in written if writer.of is not None],
+        ranges=[writer.of for writer in (*wholes, *deltas) if writer.of is not None],
         pending=terms.pending,
         part=terms.part,
     )
     return (yield from finish_commit(region, request, m.DoneReply))
 
 
-def _of_newest(
-    channel: str, block_writers: Sequence[NewTensor], adapter: str | None
-) -> Operation[tuple[int, list[int], set[str]]]:
-    """The newest version, the blocks of it that the next takes over, and the tensors that therefore need not be
-    written."""
-    basis = yield from request_reply(m.GetLatestVersion(channel=channel), m.LatestVersion)
-    beside = [] if adapter is None else _beside(channel, adapter, basis)
-    unchanged = yield from _unchanged(block_writers, basis)
-    kept = {name: block.block for name, block in _worth_keeping(unchanged, basis.extents).items()}
-    return basis.version, [*beside, *kept.values()], set(kept)
+def _written(
+    client: ClientSession, groups: Sequence[BlockGroup], deadline: Deadline
+) -> Operation[WrittenBlocks | None]:
+    """Write each group into an extent of its own, or all into one if there is no room for two now."""
+    if not groups:
+        return None
+    if len(groups) > 1 and (written := (yield from write_apart(client, groups, deadline, "weights", 1))) is not None:
+        return written
+    blocks = [block for group in groups for block in group.blocks]
+    return WrittenBlocks(((yield from write(client, blocks, deadline, "weights")), blocks))
 
 
 def tensor_writers(tensors: Mapping[str, Any], prefix: str, terms: PartTerms = WHOLE) -> list[NewTensor]:
@@ -347,37 +292,3 @@ def _beside(channel: str, adapter: str, basis: m.LatestVersion) -> list[int]:
             f'adapter "{adapter}" has no base: nothing is published on channel "{channel}"; publish the base first'
         )
     return [block.block for block in basis.blocks if not block.fields[0].startswith(f"{adapter}/")]
-
-
-def _unchanged(block_writers: Iterable[NewTensor], basis: m.LatestVersion) -> Operation[dict[str, m.BlockLocation]]:
-    """Find tensors that are the same in the newest version, with their blocks there. Reads only those whose field and
-    size match."""
-    fields = {field.name: field for field in basis.fields}
-    newest = {block.fields[0]: block for block in basis.blocks if len(block.fields) == 1 and block.checksum}
-    likely = [writer for writer in block_writers if _alike(writer, newest.get(writer.field.name), fields)]
-    unseen = [writer for writer in likely if writer.sum == UNCHECKED]
-    yield BlockingWork(sum(writer.nbytes for writer in unseen), lambda: _sum(unseen))
-    return {
-        writer.field.name: newest[writer.field.name]
-        for writer in likely
-        if is_unchanged(fields[writer.field.name], newest[writer.field.name], writer.field, writer.nbytes, writer.sum)
-    }
-
-
-def _alike(writer: NewTensor, block: m.BlockLocation | None, fields: Mapping[str, Field]) -> bool:
-    return block is not None and block.nbytes == writer.nbytes and fields[writer.field.name] == writer.field
-
-
-def _sum(block_writers: Sequence[NewTensor]) -> None:
-    """Compute checksums, in one buffer of the size of the largest."""
-    room = np.empty(max((writer.nbytes for writer in block_writers), default=0), np.uint8)
-    for writer in block_writers:
-        writer.write(room[: writer.nbytes])
-
-
-def _worth_keeping(unchanged: Mapping[str, m.BlockLocation], extents: Mapping[int, int]) -> dict[str, m.BlockLocation]:
-    """The unchanged tensors in extents of which at least half is kept."""
-    kept_bytes: Counter[int] = Counter()
-    for block in unchanged.values():
-        kept_bytes[block.extent] += block.nbytes
-    return {name: block for name, block in unchanged.items() if 2 * kept_bytes[block.extent] >= extents[block.extent]}

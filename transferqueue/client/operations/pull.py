@@ -7,12 +7,13 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,15 +21,16 @@ from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations import publish
 from transferqueue.client.operations.device import destination
+from transferqueue.client.operations.range_updates import KeptVersions
+from transferqueue.client.operations.stored_ranges import StoredRange, stored_ranges
 from transferqueue.client.operations.tensor_parts import WHOLE, Only, TensorParts
+from transferqueue.client.operations.weight_blocks import BASE, ReusedTensor
 from transferqueue.client.operations.weight_parts import (
     ArrivedTensors,
-    Parts,
     SharedTensor,
     await_version,
-    by_field,
     copy_of,
-    fetch_tensors,
+    fetch_ranges,
     release_all,
     return_pins,
 )
@@ -38,7 +40,7 @@ from transferqueue.client.session.operation_runner import Operation, request_rep
 from transferqueue.errors import Corruption, NotFound, UsageError, listing
 from transferqueue.errors.on_failure import OnFailure
 from transferqueue.errors.text import shown
-from transferqueue.limits import check_name
+from transferqueue.limits import DELTAS_MAX, check_name
 from transferqueue.schema import Field, Slice
 from transferqueue.storage.elements.process_bound import ProcessBound
 from transferqueue.wire import messages as m
@@ -90,13 +92,12 @@ class Weights(ProcessBound, Mapping[str, Any]):
         version: int,
         tensors: dict[str, SharedTensor],
         changed: frozenset[str],
-        slices: Iterable[m.TensorSlice] = (),
-        published: Sequence[Field] | None = None,
+        published: Mapping[str, StoredRange],
     ) -> None:
         self._channel, self._version = channel, version
         self._tensors, self._changed = tensors, changed
-        self._published = (None if published is None else list(published)), list(slices)
-        self._slices = {one.field: one for one in slices if one.field in tensors}
+        self._published = dict(published)
+        self._slices = {name: one.slice for name in tensors if (one := published[name]).slice is not None}
         self._places = self._fields_by_tensor()
         self._released = False
 
@@ -117,7 +118,7 @@ class Weights(ProcessBound, Mapping[str, Any]):
     @property
     def adapters(self) -> list[str]:
         """Names of the adapters over this base."""
-        return sorted({name.partition("/")[0] for name in self._tensors if not name.startswith(publish.BASE)})
+        return sorted({name.partition("/")[0] for name in self._tensors if not name.startswith(BASE)})
 
     def changed(self, adapter: str | None = None) -> frozenset[str]:
         """Return the names of tensors that are not those of ``since``: all, where none was given.
@@ -179,15 +180,12 @@ class Weights(ProcessBound, Mapping[str, Any]):
             >>> list(weights.fields()), sorted(weights.published())
             (['head'], ['embed', 'head'])
         """
-        fields, slices = self._published
-        if fields is None:
-            return self.fields()
-        rows = {one.field: (one.tensor, (one.rows,)) for one in slices}
         found: dict[str, Field] = {}
-        for field in fields:
-            name, first = rows.get(field.name, (field.name, field.shape[:1]))
-            if name.startswith(publish.BASE):
-                found[name[len(publish.BASE) :]] = Field(name, field.dtype, (*first, *field.shape[1:]))
+        for stored in self._published.values():
+            name, field, one = stored.tensor, stored.field, stored.slice
+            if name.startswith(BASE):
+                first = field.shape[:1] if one is None else (one.rows,)
+                found[name[len(BASE) :]] = Field(name, field.dtype, (*first, *field.shape[1:]))
         return found
 
     def torch(self, adapter: str | None = None, *, device: Any = None) -> dict[str, torch.Tensor]:
@@ -287,7 +285,7 @@ class Weights(ProcessBound, Mapping[str, Any]):
 
     def _prefix(self, adapter: str | None) -> str:
         if adapter is None:
-            return publish.BASE
+            return BASE
         if adapter not in self.adapters:
             raise NotFound(
                 f'adapter "{adapter}" is not in version {self._version} of channel "{self._channel}"; it has '
@@ -295,31 +293,34 @@ class Weights(ProcessBound, Mapping[str, Any]):
             )
         return f"{adapter}/"
 
-    def _copies(self) -> list[publish.ReusedTensor]:
+    def _copies(self) -> list[ReusedTensor]:
         """All tensors of base and adapters, as blocks for `mirror` to publish. `UsageError` if only some were
         pulled."""
-        if self._published[0] is not None:
+        if self._published.keys() - self._tensors.keys():
             raise UsageError(
                 f'version {self._version} of channel "{self._channel}" was pulled in part (only=); pull all of it to '
                 "mirror it"
             )
-        tensors = {id(tensor.blocks): tensor for tensor in self._tensors.values()}.values()
-        return [copy_of(tensor, self._slices) for tensor in tensors]
+        return [copy_of(tensor, self._slices.get(name)) for name, tensor in self._tensors.items()]
 
-    def _shared(self, field: Field, block: m.BlockLocation, part: Slice = WHOLE) -> SharedTensor | None:
-        """This version's part of a tensor, counted once more, if it is that of the tensor in `block`; else None."""
-        if not self._has(field, block, part):
+    def _shared(self, stored: StoredRange, part: Slice = WHOLE) -> SharedTensor | None:
+        """This version's part of a range, counted once more, if it has the same content; else None."""
+        if not self._has(stored, part):
             return None
-        mine = self._tensors[field.name]
+        mine = self._tensors[stored.field.name]
         return mine if mine.share() else None
 
-    def _has(self, field: Field, block: m.BlockLocation, part: Slice = WHOLE) -> bool:
-        """Whether this version, which is not released, has this part of the tensor in `block`, and no other."""
-        mine = self._tensors.get(field.name)
-        return mine is not None and not self._released and mine.is_in(field, block, part)
+    def _has(self, stored: StoredRange, part: Slice = WHOLE) -> bool:
+        """Whether this version, which is not released, has this part of the range, and no other, with its content."""
+        mine = self._held(stored.field.name)
+        return mine is not None and mine.is_of(stored, part)
+
+    def _held(self, name: str) -> SharedTensor | None:
+        """What this version, if it is not released, has of a range."""
+        return None if self._released else self._tensors.get(name)
 
     def __getitem__(self, name: str) -> Any:
-        full = f"{publish.BASE}{name}"
+        full = f"{BASE}{name}"
         fields = self._places.get(full)
         if fields is None:
             raise NotFound(
@@ -329,7 +330,7 @@ class Weights(ProcessBound, Mapping[str, Any]):
         return self._torch(self._columns(fields), full, fields) if _has_torch() else self._numpy(full, fields)
 
     def __iter__(self) -> Iterator[str]:
-        return (name[1:] for name in self._places if name.startswith(publish.BASE))
+        return (name[1:] for name in self._places if name.startswith(BASE))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -374,18 +375,19 @@ class Weights(ProcessBound, Mapping[str, Any]):
         self.release()
 
 
-def channel_name(channel: str, keep: int) -> tuple[str, int]:
-    """Check the name of a channel and the number of versions to keep."""
-    return check_name("channel", channel), checks.positive("keep", keep)
+def channel_terms(channel: str, keep: int, deltas: int) -> tuple[str, KeptVersions]:
+    """Check the name of a channel, the number of versions to keep, and that of differences of a tensor."""
+    kept = KeptVersions(checks.positive("keep", keep), checks.whole("deltas", deltas, most=DELTAS_MAX))
+    return check_name("channel", channel), kept
 
 
 def mirror_weights(
-    client: ClientSession, channel: str, keep: int, weights: Weights, timeout_s: float | None
+    client: ClientSession, channel: str, kept: KeptVersions, weights: Weights, timeout_s: float | None
 ) -> Operation[None]:
     """Publish weights that were pulled from another channel."""
     if not isinstance(weights, Weights):
         raise UsageError(f"weights are {type(weights).__name__}; mirror Weights of a pull, or publish tensors")
-    return publish.mirror_version(client, channel, keep, weights.version, weights._copies(), timeout_s)
+    return publish.mirror_version(client, channel, kept, weights.version, weights._copies(), timeout_s)
 
 
 def _join(whole: Any, parts: list[Any]) -> Any:
@@ -424,8 +426,8 @@ def pull_weights(
         for _ in range(TRIES - 1):
             try:
                 return (yield from _pull(client, request, deadline, since, wanted, arrived))
-            except Corruption:
-                continue  # bytes changed on the way, and may arrive whole next time
+            except Corruption:  # bytes changed on the way, and may arrive whole next time
+                request = msgspec.structs.replace(request, refused=arrived.refused)
         return (yield from _pull(client, request, deadline, since, wanted, arrived))
     finally:
         arrived.release()
@@ -439,64 +441,50 @@ def _pull(
     wanted: TensorParts,
     arrived: ArrivedTensors,
 ) -> Operation[Weights]:
-    def needed(field: Field, block: m.BlockLocation, one: m.TensorSlice | None) -> Slice | None:
-        part = wanted.of(field, one)
-        return None if part is None or (since is not None and since._has(field, block, part)) else part
+    """Pull once. After a difference was refused, nothing that is held is made into another content."""
 
-    reply = yield from await_version(client, request, deadline, arrived, needed)
-    published = None if wanted.everything else reply.fields
-    reply, parts = _restricted(client, reply, wanted, request.channel)
-    fields, _ = by_field(reply)
-    tensors = _shared(reply, fields, parts, since)
-    with OnFailure(release_all, tensors, "the pull that shared it failed"):
-        rest = [block for block in reply.blocks if block.fields[0] not in tensors]
-        new = [
-            block for block in rest if not arrived.has(fields[name := block.fields[0]], block, parts.get(name, WHOLE))
-        ]
-        return_pins(client, reply.blocks, new)
-        subject = f'version {reply.version} of channel "{request.channel}"'
-        fetched = yield from fetch_tensors(client, new, fields, subject, parts)
-    early = {name: arrived.take(name) for block in rest if (name := block.fields[0]) not in fetched}
-    tensors |= early | fetched
-    ordered = {field.name: tensors[field.name] for field in reply.fields}
-    changed = frozenset(early | fetched)
-    return Weights(request.channel, reply.version, ordered, changed, reply.slices, published)
+    def needed(stored: StoredRange) -> Slice | None:
+        part = wanted.of(stored)
+        return None if part is None or (since is not None and since._has(stored, part)) else part
 
+    def base(name: str) -> SharedTensor | None:
+        return None if since is None or request.refused else since._held(name)
 
-def _restricted(
-    client: ClientSession, reply: m.WeightsReply, wanted: TensorParts, channel: str
-) -> tuple[m.WeightsReply, Parts]:
-    """The wanted tensors of the reply, and the parts of their fields; returns the pins of all others. `NotFound` for a
-    tensor that the version does not have."""
-    if wanted.everything:
-        return reply, {}
-    slices = {one.field: one for one in reply.slices}
+    reply = yield from await_version(client, request, deadline, arrived, needed, base)
     with OnFailure(return_pins, client, reply.blocks, ()):
-        found = {field.name: wanted.of(field, slices.get(field.name)) for field in reply.fields}
-        chosen = {name: part for name, part in found.items() if part is not None}
-        missing = wanted.names - {slices[name].tensor if name in slices else name for name in chosen}
-        if missing:
-            names = {(slices[name].tensor if name in slices else name).removeprefix(publish.BASE) for name in found}
-            raise NotFound(
-                f'version {reply.version} of channel "{channel}" has no tensor '
-                f"{listing(name[1:] for name in missing)}, or not these rows of it; it has "
-                f"{listing(names)}"
-            )
-    blocks = [block for block in reply.blocks if block.fields[0] in chosen]
-    return_pins(client, reply.blocks, blocks)
-    fields = [field for field in reply.fields if field.name in chosen]
-    parts = {name: part for name, part in chosen.items() if not part.whole}
-    return m.WeightsReply(reply.version, fields, blocks, reply.slices), parts
+        published = stored_ranges(reply.fields, reply.blocks, reply.ranges)
+        chosen = _chosen(published, wanted, f'version {reply.version} of channel "{request.channel}"')
+    shared = {} if since is None else _shared(chosen, since)
+    with OnFailure(release_all, shared, "the pull that shared it failed"):
+        rest = {name: one for name, one in chosen.items() if name not in shared}
+        new = {name: one for name, one in rest.items() if not arrived.has(*one)}
+        subject = f'version {reply.version} of channel "{request.channel}"'
+        fetched = yield from fetch_ranges(client, reply, new, base, subject, arrived)
+    early = {name: arrived.take(name) for name in rest if name not in fetched}
+    tensors = shared | early | fetched
+    ordered = {name: tensors[name] for name in chosen}
+    return Weights(request.channel, reply.version, ordered, frozenset(early | fetched), published)
 
 
-def _shared(
-    reply: m.WeightsReply, fields: Mapping[str, Field], parts: Parts, since: Weights | None
-) -> dict[str, SharedTensor]:
-    """The tensors of the reply that are the same in `since`, by name."""
-    if since is None:
-        return {}
-    names = {block.fields[0]: block for block in reply.blocks}
-    tensors = {name: since._shared(fields[name], block, parts.get(name, WHOLE)) for name, block in names.items()}
+def _chosen(
+    published: Mapping[str, StoredRange], wanted: TensorParts, subject: str
+) -> dict[str, tuple[StoredRange, Slice]]:
+    """The wanted part of each range. `NotFound` for a tensor that the version does not have."""
+    found = {name: (stored, wanted.of(stored)) for name, stored in published.items()}
+    chosen = {name: (stored, part) for name, (stored, part) in found.items() if part is not None}
+    missing = wanted.names - {stored.tensor for stored, _ in chosen.values()}
+    if missing:
+        names = {stored.tensor.removeprefix(BASE) for stored in published.values()}
+        raise NotFound(
+            f"{subject} has no tensor {listing(name[1:] for name in missing)}, or not these rows of it; it has "
+            f"{listing(names)}"
+        )
+    return chosen
+
+
+def _shared(chosen: Mapping[str, tuple[StoredRange, Slice]], since: Weights) -> dict[str, SharedTensor]:
+    """The ranges that are the same in `since`, by their fields."""
+    tensors = {name: since._shared(stored, part) for name, (stored, part) in chosen.items()}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 

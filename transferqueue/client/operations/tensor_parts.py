@@ -6,15 +6,22 @@ a tensor is a part of each of its slices: a slice that has no wanted row is not 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+import numpy as np
+
 from transferqueue.client.operations import arguments as checks
-from transferqueue.client.operations.publish import BASE, base_field
+from transferqueue.client.operations.publish import base_field
+from transferqueue.client.operations.stored_ranges import StoredRange
+from transferqueue.client.operations.weight_blocks import BASE
 from transferqueue.errors import UsageError
 from transferqueue.errors.text import shown
 from transferqueue.limits import ITEMS_MAX
 from transferqueue.schema import Field, Share, Slice, share_range, sliced_field
+from transferqueue.storage.elements.dtypes import U8
+from transferqueue.storage.memory.delta import read_delta
 from transferqueue.wire import messages as m
 
 Only = Iterable[str] | Mapping[str, range | Slice | None]
@@ -40,9 +47,10 @@ class TensorParts:
         """The fields of the tensors that are named."""
         return frozenset(self._wanted or ())
 
-    def of(self, field: Field, one: m.TensorSlice | None) -> Slice | None:
-        """The wanted part of a field, which is a tensor or the slice `one` of it; None: it has nothing that is wanted.
-        `SchemaError` for a part that does not fit its tensor."""
+    def of(self, stored: StoredRange) -> Slice | None:
+        """The wanted part of a range; None: it has nothing that is wanted. `SchemaError` for a part that does not fit
+        its tensor."""
+        field, one = stored.field, stored.slice
         if self._wanted is None:
             return WHOLE
         name = field.name if one is None else one.tensor
@@ -80,6 +88,24 @@ def _ranges(tensor: Field, part: Slice) -> list[tuple[int, int]]:
         (0, size) if one is None else share_range(one, size) if isinstance(one, Share) else one
         for one, size in zip([*given, *[None] * len(tensor.fixed)], tensor.fixed, strict=False)
     ]
+
+
+def apply_delta_in_part(content: U8, delta: U8, field: Field, part: Slice, nbytes: int) -> None:
+    """Make the part of a content before into that after, in place, by the difference of all of it, which has `nbytes`
+    with its padding. `Corruption` if it is no difference of such a content."""
+    size, positions, moved = read_delta(delta, nbytes)
+    shape = [*field.fixed, field.item_bytes // size]
+    bounds = [*_ranges(field, part), (0, shape[-1])]
+    inside = positions < math.prod(shape)
+    places = np.unravel_index(positions[inside], shape)
+    wanted = np.logical_and.reduce(
+        [(start <= at) & (at < stop) for at, (start, stop) in zip(places, bounds, strict=True)]
+    )
+    own = np.ravel_multi_index(
+        [at[wanted] - start for at, (start, _) in zip(places, bounds, strict=True)],
+        [stop - start for start, stop in bounds],
+    )
+    content.view(f"u{size}")[own] += moved[inside][wanted]
 
 
 def _checked(only: Only) -> dict[str, range | Slice | None]:

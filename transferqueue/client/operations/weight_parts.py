@@ -9,6 +9,10 @@ yet.
    mixed version.
 3. If the version is given up, its tensors that came are held until a part of another version comes: when a relay dies,
    the next one brings the same bytes.
+4. A range that has differences is made in memory of this process: of the content that the caller holds, if the
+   differences lead from there, else of the whole field. Its checksum is compared, so a wrong difference is found. If
+   only a part of it is pulled, only that part is made. Then the blocks that it is made of are compared, and the content
+   that each difference is of is known by its checksum.
 """
 
 from __future__ import annotations
@@ -19,41 +23,53 @@ from types import MappingProxyType
 from typing import Final
 
 import msgspec
+import numpy as np
 
 from transferqueue.client.client import ClientSession
+from transferqueue.client.memory.client_transfer import ReceivedBlock
 from transferqueue.client.memory.remote import RemoteMemory
 from transferqueue.client.memory.shard_clients import FoundTensor
-from transferqueue.client.operations.publish import ReusedTensor, is_unchanged
-from transferqueue.client.operations.tensor_parts import WHOLE
+from transferqueue.client.operations.stored_ranges import StoredDelta, StoredRange, stored_ranges
+from transferqueue.client.operations.tensor_parts import WHOLE, apply_delta_in_part
+from transferqueue.client.operations.weight_blocks import ReusedTensor
 from transferqueue.client.session.calls import Deadline
 from transferqueue.client.session.operation_runner import BlockingWork, Operation, request_reply
-from transferqueue.errors import ShardLost, VersionGivenUp
+from transferqueue.errors import Corruption, ShardLost, VersionGivenUp
 from transferqueue.errors.on_failure import OnFailure
-from transferqueue.limits import PARTS_MAX
-from transferqueue.schema import Field, Slice
+from transferqueue.limits import FRAME_BYTES, PARTS_MAX
+from transferqueue.schema import Field, Slice, sliced_field
+from transferqueue.storage.columns.byte_stream import sliced_column_stream
+from transferqueue.storage.columns.column import Column
+from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
+from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.checksum import verify
+from transferqueue.storage.memory.delta import apply_delta
 from transferqueue.wire import messages as m
 
 Parts = Mapping[str, Slice]
 """The wanted part of each field that is not wanted whole."""
-Needed = Callable[[Field, m.BlockLocation, m.TensorSlice | None], Slice | None]
-"""Which part of a field that lies in a block a pull needs, None: nothing of it; the slice that the field is, if it is
-one."""
+Needed = Callable[[StoredRange], Slice | None]
+"""Which part of a range a pull needs; None: nothing of it, or it is here."""
+Base = Callable[[str], "SharedTensor | None"]
+"""The range of this field that is held, with any content; None: there is none."""
+Wanted = Mapping[str, tuple[StoredRange, Slice]]
+"""Ranges to fetch, by their fields, and the part of each."""
 
 
 class SharedTensor:
-    """One tensor, or a part of it, in this process's memory, which several versions may share. The last of them frees
+    """One range, or a part of it, in this process's memory, which several versions may share. The last of them frees
     it.
 
-    `is_whole` says whether all of the block is here. `part` is the part of the tensor that `column` has.
+    `is_whole` says whether all of the range is here. `part` is the part of it that `column` has. `sum` is the checksum
+    of all of the range, and `block` the block with all of it, which may have an earlier content.
     """
 
-    __slots__ = ("_users", "block", "blocks", "column", "field", "is_whole", "part")
+    __slots__ = ("_users", "block", "blocks", "column", "field", "is_whole", "part", "sum")
     _guard: Final = threading.Lock()
 
-    def __init__(self, found: FoundTensor, field: Field, block: m.BlockLocation, part: Slice) -> None:
+    def __init__(self, found: FoundTensor, field: Field, block: m.BlockLocation, part: Slice, content: int) -> None:
         self.column, self.blocks, self.is_whole = found
-        self.field, self.block, self.part = field, block, part
+        self.field, self.block, self.part, self.sum = field, block, part, content
         self._users = 1
 
     def share(self) -> bool:
@@ -70,9 +86,18 @@ class SharedTensor:
                 return
         self.blocks.end(message)
 
-    def is_in(self, field: Field, block: m.BlockLocation, part: Slice = WHOLE) -> bool:
-        """Whether the part of `field` in `block` is the same."""
-        return self.part == part and is_unchanged(self.field, self.block, field, block.nbytes, block.checksum)
+    def is_of(self, stored: StoredRange, part: Slice = WHOLE) -> bool:
+        """Whether it is this part of this content."""
+        return self.part == part and stored.is_same(self.field, self.sum)
+
+    def own_copy(self) -> U8:
+        """Its bytes in new memory, one element after the other."""
+        memory = self.blocks.live_memory()[0]
+        if not self.is_whole or self.part.whole:
+            return memory.copy()
+        placement = RowPlacement.of_run(self.blocks, 0, 0, 1)
+        _, pieces = sliced_column_stream([self.field], {self.field.name: self.part}, placement, FRAME_BYTES)
+        return np.concatenate(list(pieces))
 
 
 def fetch_tensors(
@@ -96,7 +121,7 @@ def fetch_tensors(
             begun += len(some)
             found = yield from client.shards.tensors(some, fields, parts)
             tensors |= {
-                name: SharedTensor(one, fields[name], block, parts.get(name, WHOLE))
+                name: SharedTensor(one, fields[name], block, parts.get(name, WHOLE), block.checksum)
                 for one, block in zip(found, some, strict=True)
                 for name in block.fields
             }
@@ -114,11 +139,9 @@ def _verify(tensors: Mapping[str, SharedTensor], subject: str) -> None:
         verify(tensor.blocks.live_memory()[0], tensor.block.checksum, f'tensor "{name}" of {subject}')
 
 
-def copy_of(tensor: SharedTensor, slices: Mapping[str, m.TensorSlice]) -> ReusedTensor:
-    """The block of a tensor, to be published elsewhere byte for byte. `slices` are by their fields."""
-    names = tensor.block.fields
-    fields = [tensor.blocks.fields[name] for name in names]
-    return ReusedTensor(fields, tensor.block, tensor.blocks.live_memory()[0], slices.get(names[0]))
+def copy_of(tensor: SharedTensor, of: m.TensorRange | None) -> ReusedTensor:
+    """The bytes of a tensor, to be published elsewhere as they are. `of`: what it is, if not a whole tensor."""
+    return ReusedTensor([tensor.field], tensor.block, tensor.blocks.live_memory()[0], of, tensor.sum)
 
 
 def release_all(tensors: Mapping[str, SharedTensor], message: str) -> None:
@@ -129,17 +152,17 @@ def release_all(tensors: Mapping[str, SharedTensor], message: str) -> None:
 
 class ArrivedTensors:
     """Tensors of one version that is not whole yet, by name. `number` is the pending version, `have` the number of its
-    parts that were received."""
+    parts that were received, `refused` that of ranges that came out wrong."""
 
     def __init__(self) -> None:
-        self.number = self.have = 0
+        self.number = self.have = self.refused = 0
         self._version = -1
         self._tensors: dict[str, SharedTensor] = {}
 
-    def has(self, field: Field, block: m.BlockLocation, part: Slice) -> bool:
-        """Whether this part of the tensor in `block` has come."""
-        tensor = self._tensors.get(field.name)
-        return tensor is not None and tensor.is_in(field, block, part)
+    def has(self, stored: StoredRange, part: Slice) -> bool:
+        """Whether this part of the range has come."""
+        tensor = self._tensors.get(stored.field.name)
+        return tensor is not None and tensor.is_of(stored, part)
 
     def take(self, name: str) -> SharedTensor:
         """Hand over a tensor that has come."""
@@ -163,7 +186,12 @@ class ArrivedTensors:
 
 
 def await_version(
-    client: ClientSession, request: m.Pull, deadline: Deadline, arrived: ArrivedTensors, needed: Needed
+    client: ClientSession,
+    request: m.Pull,
+    deadline: Deadline,
+    arrived: ArrivedTensors,
+    needed: Needed,
+    base: Base,
 ) -> Operation[m.WeightsReply]:
     """Wait for the published version. Meanwhile fetch the `needed` part of its parts, if bytes cross a network."""
     crosses = isinstance(client.memory, RemoteMemory)
@@ -182,34 +210,119 @@ def await_version(
             continue
         if not reply.pending:
             return reply
-        yield from _fetch_early(client, reply, request.channel, arrived, needed)
+        yield from _fetch_early(client, reply, request.channel, arrived, needed, base)
         arrived.number, arrived.have = reply.pending, reply.have
 
 
 def _fetch_early(
-    client: ClientSession, reply: m.WeightsReply, channel: str, arrived: ArrivedTensors, needed: Needed
+    client: ClientSession,
+    reply: m.WeightsReply,
+    channel: str,
+    arrived: ArrivedTensors,
+    needed: Needed,
+    base: Base,
 ) -> Operation[None]:
-    fields, slices = by_field(reply)
     arrived.begin(reply.version)
-    new, parts = list[m.BlockLocation](), dict[str, Slice]()
+    wanted = dict[str, tuple[StoredRange, Slice]]()
     with OnFailure(return_pins, client, reply.blocks, ()):
-        for block in reply.blocks:
-            field = fields[block.fields[0]]
-            part = needed(field, block, slices.get(field.name))
-            if part is not None and not arrived.has(field, block, part):
-                new.append(block)
-                parts |= {} if part.whole else {field.name: part}
-    return_pins(client, reply.blocks, new)
+        for name, stored in stored_ranges(reply.fields, reply.blocks, reply.ranges).items():
+            part = needed(stored)
+            if part is not None and not arrived.has(stored, part):
+                wanted[name] = stored, part
     subject = f'version {reply.version} of channel "{channel}"'
     try:
-        arrived.add((yield from fetch_tensors(client, new, fields, subject, parts)))
+        arrived.add((yield from fetch_ranges(client, reply, wanted, base, subject, arrived)))
     except ShardLost:
         return  # the coordinator gives the version up
 
 
-def by_field(reply: m.WeightsReply) -> tuple[dict[str, Field], dict[str, m.TensorSlice]]:
-    """Fields, and slices by their fields."""
-    return {field.name: field for field in reply.fields}, {one.field: one for one in reply.slices}
+# ---------------------------------------------------------------- ranges with differences
+
+
+def fetch_ranges(
+    client: ClientSession,
+    reply: m.WeightsReply,
+    wanted: Wanted,
+    base: Base,
+    subject: str,
+    arrived: ArrivedTensors,
+) -> Operation[dict[str, SharedTensor]]:
+    """Fetch the wanted ranges, and make those that have differences. The pins of all blocks of the reply return that
+    are not needed, or were received; all if this fails.
+
+    `base` gives the part of a range that is held already, with any content.
+    """
+    bases = dict[str, SharedTensor]()
+    with OnFailure(release_all, bases, "the pull that shared it failed"):
+        with OnFailure(return_pins, client, reply.blocks, ()):
+            steps = {name: _steps(*one, base, bases) for name, one in wanted.items()}
+            deltas = [delta for some in steps.values() for delta in some]
+            blocks = [stored.block for name, (stored, _) in wanted.items() if name not in bases]
+            blocks += [delta.block for delta in deltas]
+        return_pins(client, reply.blocks, blocks)
+        fields = {stored.field.name: stored.field for stored, _ in wanted.values()}
+        fields |= {delta.field.name: delta.field for delta in deltas}
+        parts = {name: part for name, (_, part) in wanted.items() if not part.whole}
+        found = yield from fetch_tensors(client, blocks, fields, subject, parts)
+    made = dict[str, SharedTensor]()
+    work = {name: some for name, some in steps.items() if some}
+
+    def make() -> None:
+        for name, some in work.items():
+            stored, part = wanted[name]
+            source = bases.get(name) or found[name]
+            changes = [found[delta.field.name].blocks.live_memory()[0] for delta in some]
+            made[name] = _made(stored, part, source, changes, subject, arrived)
+
+    with OnFailure(release_all, found, f"{subject} was not made; pull it again"):
+        try:
+            yield BlockingWork(sum(wanted[name][0].block.nbytes for name in work), make)
+        finally:
+            release_all(bases, "another content was made of it")
+    used = {delta.field.name for delta in deltas} | (work.keys() - bases.keys())
+    release_all({name: found.pop(name) for name in used}, "another content was made of it")
+    return found | made
+
+
+def _steps(stored: StoredRange, part: Slice, base: Base, bases: dict[str, SharedTensor]) -> list[StoredDelta]:
+    """The differences to apply to what is held, which is then in `bases`, or else to the whole field."""
+    whole = stored.after_whole
+    held = base(stored.field.name) if stored.deltas else None
+    if held is None or held.part != part or held.field != stored.field:
+        return whole
+    rest = stored.after(held.sum)
+    if not rest or sum(delta.block.nbytes for delta in rest) > stored.block.nbytes or not held.share():
+        return whole
+    bases[stored.field.name] = held
+    return rest
+
+
+def _made(
+    stored: StoredRange,
+    part: Slice,
+    source: SharedTensor,
+    changes: Sequence[U8],
+    subject: str,
+    arrived: ArrivedTensors,
+) -> SharedTensor:
+    """The part of the version's content, made of another content and the differences after that."""
+    field, memory = stored.field, source.own_copy()
+    try:
+        for change in changes:
+            if part.whole:
+                apply_delta(memory, change)
+            else:
+                apply_delta_in_part(memory, change, field, part, stored.block.nbytes)
+        if part.whole:
+            verify(memory, stored.sum, f'tensor "{field.name}" of {subject}')
+    except Corruption:
+        arrived.refused += 1
+        raise
+    own = field if part.whole else sliced_field(field, part)
+    block = ReceivedBlock(0, len(memory), 1, [field.name], [0], memory)
+    blocks = MappedBlocks([block], [memory], {field.name: own})
+    column = Column(own, RowPlacement.of_run(blocks, 0, 0, 1))
+    return SharedTensor(FoundTensor(column, blocks, part.whole), field, stored.block, part, stored.sum)
 
 
 def return_pins(client: ClientSession, blocks: Sequence[m.BlockLocation], kept: Sequence[m.BlockLocation]) -> None:

@@ -76,7 +76,7 @@ def write_columns(
     groups = groups_of(terms, columns) if columns else []
     groups += [BlockGroup(CONTENTS, [block]) for block in values]
     if len(groups) > 1:
-        written = yield from _write_apart(client, groups, deadline, use, terms.replicas)
+        written = yield from write_apart(client, groups, deadline, use, terms.replicas)
         if written is not None:
             return written
     if len(groups) == 1:
@@ -114,7 +114,7 @@ def _end(terms: m.TableTerms, column: Prepared) -> tuple[str, ...]:
     return (name,) if column.nbytes >= COLUMN_APART_BYTES else ()
 
 
-def _write_apart(
+def write_apart(
     client: ClientSession, groups: Sequence[BlockGroup], deadline: Deadline, use: m.GrantPurpose, replicas: int
 ) -> Operation[WrittenBlocks | None]:
     """Write each group into a region of its own. None if there is no room for all of them now."""

@@ -10,12 +10,12 @@ from typing import Self
 
 from transferqueue.client.handles.coordinators import QueueBase
 from transferqueue.client.operations import snapshot, tables
-from transferqueue.client.operations.pull import channel_name
+from transferqueue.client.operations.pull import channel_terms
 from transferqueue.client.operations.snapshot import SNAPSHOT_S, Progress, SnapshotCalls
 from transferqueue.client.session.operation_runner import Operation, T, run_sync
 from transferqueue.client.sync.table import Table
 from transferqueue.client.sync.weight_channel import WeightChannel
-from transferqueue.limits import REPORT_S, Limits
+from transferqueue.limits import DELTAS_MAX, REPORT_S, Limits
 from transferqueue.policies import Acked, Pacing, Retention, Task
 from transferqueue.schema import Field
 from transferqueue.wire.answers.coordinators import (
@@ -169,7 +169,7 @@ class Queue(QueueBase):
         client = self._of(name)
         run_sync(client.connection, tables.drop_table(client, name, empty))
 
-    def weights(self, channel: str, keep: int = 2) -> WeightChannel:
+    def weights(self, channel: str, keep: int = 2, *, deltas: int = DELTAS_MAX) -> WeightChannel:
         """Return a handle on a weight channel, without asking the server.
 
         The channel exists once a version is published.
@@ -177,12 +177,15 @@ class Queue(QueueBase):
         Args:
             channel: name of the channel.
             keep: the newest versions that stay after a publication by this handle; default 2.
+            deltas: the most differences of a tensor between two publications of all of it by this handle, 0 to 32;
+                default 32. With 0 each version is whole: readers on the server's host view it where it lies, while of
+                differences each makes a tensor of its own.
 
         Returns:
             The handle.
 
         Raises:
-            UsageError: an invalid name, or `keep` below 1.
+            UsageError: an invalid name, `keep` below 1, or `deltas` out of range.
 
         Example:
             >>> import transferqueue as tq
@@ -191,7 +194,7 @@ class Queue(QueueBase):
             >>> channel.name
             'policy'
         """
-        return WeightChannel(self._of(channel), *channel_name(channel, keep))
+        return WeightChannel(self._of(channel), *channel_terms(channel, keep, deltas))
 
     def stats(self, *, timeout_s: float | None = REPORT_S) -> Stats:
         """Return counts, bytes and ages of the whole deployment now (`transferqueue docs figures`).

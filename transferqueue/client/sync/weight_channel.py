@@ -52,10 +52,12 @@ class WeightChannel(WeightChannelBase):
     ) -> int:
         """Publish tensors as one version, in one commit. Tables whose pacing names this channel advance their clock.
 
-        The bytes are written once, into shared memory, from wherever the tensors are. A tensor that is as in
-        the newest version is not written: its bytes are part of both, unless less than half of the memory that it
-        shares with others would be kept. The oldest versions beyond `keep` end; a reader that still views one keeps it.
-        Waits, up to `timeout_s`, for memory, and while a table with `HoldClock` holds its clock.
+        A tensor that is as in the newest version is not written: its bytes are part of both, unless less than half of
+        the memory that it shares with others would be kept. Of a tensor that this session published before, and of
+        which few elements changed, only the difference is written (`Queue.weights`: ``deltas``). All others are
+        written once, into shared memory, from wherever they are. The oldest versions beyond `keep` end; a reader that
+        still views one keeps it. Waits, up to `timeout_s`, for memory, and while a table with `HoldClock` holds its
+        clock.
 
         With `pending` and `part` it publishes one part of a version that `begin` began. Parts 1 and above return when
         they are written. Part 0, of the session that began the version, waits up to `timeout_s` for the others, and all
@@ -93,7 +95,7 @@ class WeightChannel(WeightChannelBase):
             128
         """
         operation = publish_weights(
-            self._client, self._name, self._keep, version, tensors, adapter, timeout_s, pending, part
+            self._client, self._name, self._kept, version, tensors, adapter, timeout_s, pending, part
         )
         return self._run(operation)
 
@@ -262,7 +264,7 @@ class WeightChannel(WeightChannelBase):
             ...         print(elsewhere.weights("policy").pull())
             <Weights of channel 'policy': version 1, 1 tensors>
         """
-        self._run(mirror_weights(self._client, self._name, self._keep, weights, timeout_s))
+        self._run(mirror_weights(self._client, self._name, self._kept, weights, timeout_s))
 
     def _run(self, operation: Operation[T]) -> T:
         return run_sync(self._client.connection, operation)

@@ -31,7 +31,7 @@ from transferqueue.ledger.tasks.task_state import TaskCounters
 from transferqueue.limits import REASONS_MAX, TEXT_CHARS_MAX
 from transferqueue.policies import Tags
 from transferqueue.schema import Field
-from transferqueue.wire.messages import BlockLocation, TableTerms, TensorSlice
+from transferqueue.wire.messages import BlockLocation, TableTerms, TensorRange
 
 _REASONS_OURS_MAX = 64
 """Reasons of the ledger itself for which rows are dropped. The limit for callers does not count them."""
@@ -97,14 +97,14 @@ class VersionSnapshot(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
     """One version of weights.
 
     Args:
-        slices: fields that are slices of a tensor.
+        slices: fields that are slices of a tensor, or differences.
         blocks: numbers of its blocks; the files of a snapshot lack them.
     """
 
     version: Annotated[int, msgspec.Meta(ge=0, le=VERSION_MAX)]
     fields: list[Field]
     age_s: Annotated[float, msgspec.Meta(ge=-SECONDS_MAX, le=SECONDS_MAX)]
-    slices: list[TensorSlice] = []
+    slices: list[TensorRange] = []
     blocks: list[int] = []
 
 
@@ -204,7 +204,7 @@ def _places(table: TableState, name: str, at: IntArray) -> tuple[IntArray, AnyAr
 
 def _channel(channel: WeightChannelState, now: float) -> ChannelSnapshot:
     versions = [
-        VersionSnapshot(number, list(version.fields), now - version.at, list(version.slices), list(version.blocks))
+        VersionSnapshot(number, list(version.fields), now - version.at, list(version.ranges), list(version.blocks))
         for number, version in channel.versions.items()
     ]
     return ChannelSnapshot(channel.name, channel.keep, channel.latest, versions)

@@ -18,6 +18,7 @@ from transferqueue.errors.text import counted
 from transferqueue.ledger.arrays import IntArray
 from transferqueue.ledger.reports.pipelines import pipeline
 from transferqueue.ledger.requests.flow_control import why_clock_is_held
+from transferqueue.ledger.requests.pending_versions import deltas_by_field
 from transferqueue.ledger.requests.weight_channels import WeightChannelState
 from transferqueue.ledger.rows import DONE, DROPPED, LIVE, TableEvent
 from transferqueue.ledger.rows.blocks import BlockRegistry
@@ -199,6 +200,8 @@ def channel_stats(channel: WeightChannelState, now: float) -> ChannelStats:
         kept=list(channel.versions),
         lost={str(version): why for version, why in channel.lost.items()},
         bytes=channel.usage.bytes,
+        deltas=0 if newest is None else sum(map(len, deltas_by_field(newest.ranges).values())),
+        deltas_refused=channel.deltas_refused,
         age_s=None if newest is None else now - newest.at,
         applied={str(session): applied.version for session, applied in channel.applied.items()},
         applied_age_s={str(session): now - applied.at for session, applied in channel.applied.items()},

@@ -15,28 +15,42 @@ Invariants:
   for sessions that still name it.
 - A *slice* is a field that holds some rows of a tensor, along dimension 0. The slices of a tensor have its dtype and
   its other sizes, and none overlaps another. In a published version they are all of its rows.
+- A *difference* is a field that says how the content of another field changed (`TensorDelta`). A version with
+  differences of a field also has the field whole, with one of the contents between which the differences lead. So each
+  version can be read by itself, and a reader that has one of the contents needs only the differences after it. The
+  differences before the whole field are for such readers alone: a version can do without.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from transferqueue.errors import AlreadyExists, NotFound, SchemaError, UsageError, VersionGivenUp, listing
 from transferqueue.ledger.arrays import repeated
 from transferqueue.ledger.table_state import SharedState
 from transferqueue.limits import ITEMS_MAX, VERSION_PARTS_MAX
 from transferqueue.schema import Field
-from transferqueue.wire.messages import Publish, Pull, TensorSlice, WeightsReply
+from transferqueue.wire.messages import (
+    Publish,
+    Pull,
+    TensorDelta,
+    TensorRange,
+    TensorSlice,
+    WeightsReply,
+    deltas_of,
+    slices_of,
+)
 
 
 @dataclass(slots=True)
 class VersionPart:
-    """Fields, numbers of blocks, and slices that one session brings."""
+    """Fields, numbers of blocks, and ranges that one session brings."""
 
     fields: list[Field]
     blocks: list[int]
-    slices: list[TensorSlice]
+    ranges: list[TensorRange]
 
 
 @dataclass(slots=True, eq=False)
@@ -82,9 +96,9 @@ class PendingVersion:
         """Fields of the parts that came, by name."""
         return {new.name: new for part in self.kept.values() for new in part.fields}
 
-    def slices(self) -> list[TensorSlice]:
-        """Slices of the parts that came."""
-        return [tensor_slice for part in self.kept.values() for tensor_slice in part.slices]
+    def ranges(self) -> list[TensorRange]:
+        """Slices and differences of the parts that came."""
+        return [tensor_range for part in self.kept.values() for tensor_range in part.ranges]
 
     def in_order(self, part_0: VersionPart) -> list[VersionPart]:
         """All parts, as their tensors follow each other in the version: by number, or, of an open version, as they
@@ -99,7 +113,7 @@ class PendingVersion:
         return VersionPart(
             [new for part in parts for new in part.fields],
             [number for part in parts for number in part.blocks],
-            [tensor_slice for part in parts for tensor_slice in part.slices],
+            [tensor_range for part in parts for tensor_range in part.ranges],
         )
 
 
@@ -148,15 +162,16 @@ def parts_for(
     core.begin()
     core.blocks.pin(session, new.blocks)
     places = [core.blocks.blocks[number].at for number in new.blocks]
-    return WeightsReply(pending.version, new.fields, places, new.slices, pending.number, len(pending.kept))
+    return WeightsReply(pending.version, new.fields, places, new.ranges, pending.number, len(pending.kept))
 
 
 def _is_awaited(pending: PendingVersion, request: Pull) -> bool:
     return pending.version == request.version if request.version >= 0 else pending.version > request.above
 
 
-def check_fields(subject: str, fields: Sequence[Field], slices: Sequence[TensorSlice]) -> None:
-    """Raise unless fields are named once, and each slice fits its tensor and overlaps no other."""
+def check_fields(subject: str, fields: Sequence[Field], ranges: Sequence[TensorRange]) -> None:
+    """Raise unless fields are named once, each slice fits its tensor and overlaps no other, and each difference is of a
+    whole field and begins with the content to which the one before it leads."""
     by_name = {new.name: new for new in fields}
     if len(by_name) != len(fields):
         names = [new.name for new in fields]
@@ -165,16 +180,47 @@ def check_fields(subject: str, fields: Sequence[Field], slices: Sequence[TensorS
         raise UsageError(
             f"{subject} has {len(fields):,} tensors and slices; at most {ITEMS_MAX:,} are allowed: give larger slices"
         )
-    named = {part.field for part in slices}
-    if len(named) != len(slices) or not named <= by_name.keys():
+    named = {one.field for one in ranges}
+    if len(named) != len(ranges) or not named <= by_name.keys():
         raise SchemaError(
-            f"{subject} has slices in the fields {listing(part.field for part in slices)}, of {listing(by_name)}; each "
-            "slice is one field"
+            f"{subject} has slices in the fields {listing(one.field for one in ranges)}, of {listing(by_name)}; each "
+            "slice is one field, and so is each difference"
         )
-    for tensor, parts in _by_tensor(slices).items():
+    _check_deltas(subject, by_name, deltas_by_field(ranges))
+    for tensor, parts in _by_tensor(ranges).items():
         if tensor in by_name:
             raise SchemaError(f'{subject} has tensor "{tensor}" whole and in slices; give it one way')
         _check_tensor(subject, tensor, parts, by_name)
+
+
+def deltas_by_field(ranges: Iterable[TensorRange]) -> dict[str, list[TensorDelta]]:
+    """The differences of each field, in the order of their versions."""
+    found: dict[str, list[TensorDelta]] = {}
+    for delta in deltas_of(ranges):
+        found.setdefault(delta.of, []).append(delta)
+    for deltas in found.values():
+        deltas.sort(key=lambda delta: delta.version)
+    return found
+
+
+def _check_deltas(subject: str, fields: Mapping[str, Field], deltas: Mapping[str, Sequence[TensorDelta]]) -> None:
+    """Raise unless the differences of each field follow each other."""
+    named = {delta.field for chain in deltas.values() for delta in chain}
+    for name, chain in deltas.items():
+        if name not in fields or name in named or any(not _is_bytes(fields[delta.field]) for delta in chain):
+            raise SchemaError(
+                f'{subject}: {listing(delta.field for delta in chain)} would be differences of field "{name}"; that is '
+                "in the version, whole, and differences are uint8 [n]"
+            )
+        if any(one.after != other.before or one.version == other.version for one, other in pairwise(chain)):
+            raise SchemaError(
+                f'{subject}: the differences of field "{name}" after versions '
+                f"{listing(delta.version for delta in chain)} do not follow each other; publish it whole"
+            )
+
+
+def _is_bytes(new: Field) -> bool:
+    return new.dtype == "uint8" and len(new.shape) == 1
 
 
 def _check_tensor(subject: str, tensor: str, parts: Sequence[TensorSlice], fields: Mapping[str, Field]) -> None:
@@ -198,9 +244,9 @@ def _check_tensor(subject: str, tensor: str, parts: Sequence[TensorSlice], field
         end = part.first + rows
 
 
-def check_whole(subject: str, fields: Mapping[str, Field], slices: Iterable[TensorSlice]) -> None:
-    """Raise unless the slices have all rows of their tensors. They were checked by `check_fields`."""
-    for tensor, parts in _by_tensor(slices).items():
+def check_whole(subject: str, fields: Mapping[str, Field], ranges: Iterable[TensorRange]) -> None:
+    """Raise unless the slices among the ranges have all rows of their tensors. They were checked by `check_fields`."""
+    for tensor, parts in _by_tensor(ranges).items():
         end = 0
         for part in parts:
             if part.first > end:
@@ -213,10 +259,10 @@ def check_whole(subject: str, fields: Mapping[str, Field], slices: Iterable[Tens
             )
 
 
-def _by_tensor(slices: Iterable[TensorSlice]) -> dict[str, list[TensorSlice]]:
+def _by_tensor(ranges: Iterable[TensorRange]) -> dict[str, list[TensorSlice]]:
     """Slices of each tensor, in the order of their rows."""
     slices_of_tensor: dict[str, list[TensorSlice]] = {}
-    for tensor_slice in sorted(slices, key=lambda tensor_slice: tensor_slice.first):
+    for tensor_slice in sorted(slices_of(ranges), key=lambda tensor_slice: tensor_slice.first):
         slices_of_tensor.setdefault(tensor_slice.tensor, []).append(tensor_slice)
     return slices_of_tensor
 

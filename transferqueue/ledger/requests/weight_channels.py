@@ -39,6 +39,7 @@ from transferqueue.ledger.requests.pending_versions import (
     check_fields,
     check_part,
     check_whole,
+    deltas_by_field,
     parts_for,
 )
 from transferqueue.ledger.rows import check_layout
@@ -53,7 +54,7 @@ from transferqueue.wire.messages import (
     Publish,
     Pull,
     ReportApplied,
-    TensorSlice,
+    TensorRange,
     VersionBegun,
     WeightsReply,
 )
@@ -64,13 +65,14 @@ GIVEN_UP_KEPT: Final = 8
 
 @dataclass(slots=True)
 class PublishedVersion:
-    """A published version: its fields, the numbers of its blocks, when it was published, and which fields are
-    slices."""
+    """A published version: its fields, the numbers of its blocks, when it was published, and which fields are slices or
+    differences. `dropped` are the blocks of differences that it had until memory was needed."""
 
     fields: list[Field]
     blocks: list[int]
     at: float
-    slices: list[TensorSlice] = field(default_factory=list)
+    ranges: list[TensorRange] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -108,6 +110,8 @@ class WeightChannelState:
     update_slots: dict[int, UpdateSlot] = field(default_factory=dict)
     """Session -> its update slot."""
     usage: OwnerBytes = field(default_factory=OwnerBytes)
+    deltas_refused: int = 0
+    """How many times a difference gave a reader another result than it promised."""
     begun: int = 0
     """Number of versions begun in parts."""
     pending: PendingVersion | None = None
@@ -128,12 +132,13 @@ def check_publish(channel: WeightChannelState, blocks: BlockRegistry, session: i
     part = _part(channel, blocks, request, [])
     _check_layouts(request, subject)
     fields = [*part.fields, *(pending.fields().values() if pending else ())]
-    slices = [*part.slices, *(pending.slices() if pending else ())]
+    ranges = [*part.ranges, *(pending.ranges() if pending else ())]
     if not (fields or pending):
         raise SchemaError(f"{subject} needs fields, each named once")
-    check_fields(subject, fields, slices)
+    check_fields(subject, fields, ranges)
     if not request.part and not (pending and pending.missing):
-        check_whole(subject, {new.name: new for new in fields}, slices)
+        check_whole(subject, {new.name: new for new in fields}, ranges)
+    _check_contents(subject, channel, blocks, request, part)
     blocks.check(session, request.blocks)
 
 
@@ -183,7 +188,7 @@ def _check_kept(channel: WeightChannelState, blocks: BlockRegistry, request: Pub
             f'version {request.base} of channel "{channel.name}", whose blocks version {request.version} keeps, is '
             f"not kept; it has {listing(channel.versions)}: publish over one of these, or all tensors"
         )
-    strange = set(request.kept) - set(base.blocks)
+    strange = set(request.kept) - set(base.blocks) - set(base.dropped)
     if strange or len(set(request.kept)) != len(request.kept):
         raise UsageError(
             f'version {request.version} of channel "{channel.name}" keeps blocks {listing(strange or request.kept)} of '
@@ -191,20 +196,46 @@ def _check_kept(channel: WeightChannelState, blocks: BlockRegistry, request: Pub
         )
 
 
+def _kept(channel: WeightChannelState, request: Publish) -> list[int]:
+    """The blocks that the version takes over from its base. Differences that were dropped meanwhile are left out."""
+    if not request.kept:
+        return []
+    there = set(channel.versions[request.base].blocks)
+    return [number for number in request.kept if number in there]
+
+
 def _part(channel: WeightChannelState, blocks: BlockRegistry, request: Publish, numbers: Sequence[int]) -> VersionPart:
     """The fields of the request: new ones, whose blocks are `numbers`, and those kept of its base."""
-    fields, slices = list(request.fields), list(request.slices)
-    if request.kept:
+    fields, ranges = list(request.fields), list(request.ranges)
+    kept = _kept(channel, request)
+    if kept:
         base = channel.versions[request.base]
-        names = {name for number in request.kept for name in blocks.blocks[number].at.fields}
+        names = {name for number in kept for name in blocks.blocks[number].at.fields}
         fields += [old for old in base.fields if old.name in names]
-        slices += [old for old in base.slices if old.field in names]
-    return VersionPart(fields, [*numbers, *request.kept], slices)
+        ranges += [old for old in base.ranges if old.field in names]
+    return VersionPart(fields, [*numbers, *kept], ranges)
+
+
+def _check_contents(
+    subject: str, channel: WeightChannelState, blocks: BlockRegistry, request: Publish, part: VersionPart
+) -> None:
+    """Raise unless each field with differences is in the same part, with one of the contents that they lead through."""
+    sums = {name: block.checksum for block in request.blocks for name in block.fields}
+    for number in _kept(channel, request):
+        at = blocks.blocks[number].at
+        sums |= dict.fromkeys(at.fields, at.checksum)
+    for name, chain in deltas_by_field(part.ranges).items():
+        contents = {chain[0].before, *(delta.after for delta in chain)}
+        if sums.get(name) not in contents:
+            raise SchemaError(
+                f'{subject}: the differences of field "{name}" are of other contents than its bytes in this part; '
+                "publish it whole"
+            )
 
 
 def _commit(channel: WeightChannelState, blocks: BlockRegistry, request: Publish) -> VersionPart:
     numbers = blocks.commit(request.blocks, channel.usage, [1] * len(request.blocks))
-    blocks.refer(request.kept)
+    blocks.refer(_kept(channel, request))
     return _part(channel, blocks, request, numbers)
 
 
@@ -219,7 +250,7 @@ def publish(channel: WeightChannelState, blocks: BlockRegistry, request: Publish
         fields=[new for part in parts for new in part.fields],
         blocks=[number for part in parts for number in part.blocks],
         at=now,
-        slices=[tensor_slice for part in parts for tensor_slice in part.slices],
+        ranges=[tensor_range for part in parts for tensor_range in part.ranges],
     )
     channel.latest, channel.keep = request.version, request.keep
     for version in list(channel.versions)[: -channel.keep]:
@@ -307,6 +338,47 @@ def lose_blocks(channel: WeightChannelState, blocks: BlockRegistry, gone: frozen
     channel.lost = dict(sorted(channel.lost.items())[-channel.keep :])
 
 
+def history(channel: WeightChannelState, blocks: BlockRegistry) -> dict[int, list[str]]:
+    """The differences of each version before its whole fields, which only readers that are behind use."""
+    return {number: names for number, version in channel.versions.items() if (names := _history(version, blocks))}
+
+
+def _history(version: PublishedVersion, blocks: BlockRegistry) -> list[str]:
+    chains = deltas_by_field(version.ranges)
+    if not chains:
+        return []
+    names: list[str] = []
+    places = (blocks.blocks[number].at for number in version.blocks)
+    sums = {at.fields[0]: at.checksum for at in places if at.fields[0] in chains}
+    for name, chain in chains.items():
+        while chain and chain[-1].after != sums[name]:
+            chain.pop()
+        names += [delta.field for delta in chain]
+    return names
+
+
+def drop_history(channel: WeightChannelState, core: SharedState) -> int:
+    """Drop the differences before whole fields. Returns the number of blocks. Readers that are behind then take whole
+    fields."""
+    found = history(channel, core.blocks)
+    if found:
+        core.begin()
+    for number, names in found.items():
+        _drop(channel.versions[number], core.blocks, frozenset(names))
+    return sum(map(len, found.values()))
+
+
+def _drop(version: PublishedVersion, blocks: BlockRegistry, names: frozenset[str]) -> None:
+    dropped = [number for number in version.blocks if not names.isdisjoint(blocks.blocks[number].at.fields)]
+    gone = set(dropped)
+    version.dropped += dropped
+    version.blocks = [number for number in version.blocks if number not in gone]
+    version.fields = [old for old in version.fields if old.name not in names]
+    version.ranges = [old for old in version.ranges if old.field not in names]
+    for number in dropped:
+        blocks.retire(number, 1)
+
+
 def basis(channel: WeightChannelState, blocks: BlockRegistry) -> LatestVersion:
     """The latest version, from which the next can take blocks. It is not pinned: if it is gone by then, `check_publish`
     refuses it.
@@ -316,7 +388,10 @@ def basis(channel: WeightChannelState, blocks: BlockRegistry) -> LatestVersion:
         return LatestVersion(channel.latest, [], [], {}, channel.lost.get(channel.latest, ""))
     kept = [blocks.blocks[number] for number in newest.blocks]
     extents = {block.extent.id: 0 if block.extent.open else block.extent.nbytes for block in kept}
-    return LatestVersion(channel.latest, list(newest.fields), [block.at for block in kept], extents)
+    places, ranges = [block.at for block in kept], list(newest.ranges)
+    return LatestVersion(
+        channel.latest, list(newest.fields), places, extents, ranges=ranges, refused=channel.deltas_refused
+    )
 
 
 def pull(channel: WeightChannelState, core: SharedState, request: Pull, session: int) -> WeightsReply | Blocked:
@@ -340,9 +415,10 @@ def pull(channel: WeightChannelState, core: SharedState, request: Pull, session:
             return Blocked(tuple((key, channel.name) for key in keys))
         raise DeadlineExceeded(explain_pull(channel, request))
     core.begin()
+    channel.deltas_refused += request.refused
     core.blocks.pin(session, published.blocks)
     places = [core.blocks.blocks[number].at for number in published.blocks]
-    return WeightsReply(version, list(published.fields), places, list(published.slices))
+    return WeightsReply(version, list(published.fields), places, list(published.ranges))
 
 
 def explain_pull(channel: WeightChannelState, request: Pull) -> str:

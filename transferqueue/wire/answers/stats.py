@@ -128,6 +128,8 @@ class ChannelStats(Answer, frozen=True, kw_only=True):
     kept: Annotated[list[int], "Versions that are kept."] = []
     lost: Annotated[dict[str, str], "How versions were lost that went with a shard, by version."] = {}
     bytes: Annotated[int, "Bytes of the versions kept."] = 0
+    deltas: Annotated[int, "Differences in the newest version; the late reader applies those after the whole one."] = 0
+    deltas_refused: Annotated[int, "How often a difference gave a reader another result than it promised."] = 0
     age_s: Annotated[float | None, "Since the newest version was published."] = None
     applied: Annotated[dict[str, int], "The version that each session generates with."] = {}
     applied_age_s: Annotated[dict[str, float], "Since when, by session."] = {}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated
 
 from msgspec import Meta
 
 from transferqueue.limits import ITEMS_MAX, PUBLISH_BYTES_MAX, VERSION_PARTS_MAX
-from transferqueue.wire.messages.base import Count, Counts, DoneReply, Fields, Message, Name, Seconds, Text
+from transferqueue.wire.messages.base import Checksum, Count, Counts, DoneReply, Fields, Message, Name, Seconds, Text
 from transferqueue.wire.messages.declarations import CHANNEL, request
 from transferqueue.wire.messages.memory import BlockLocation, Unpin, WrittenBlock, unpin
 from transferqueue.wire.roles import CONSUMERS, WORKERS
@@ -23,7 +24,41 @@ class TensorSlice(Message, tag="Slice"):
     rows: Count
 
 
-TensorSlices = Annotated[list[TensorSlice], Meta(max_length=ITEMS_MAX)]
+class TensorDelta(Message, tag="Delta"):
+    """Field `field` is how the content of field `of` differs after `version` from that before it (`uint8 [n]`, see
+    `transferqueue.storage.memory.delta`).
+
+    Field `of` lies whole in the same version, as a tensor or a slice. The differences of a field, in the order of their
+    versions, lead from one content to the next, and the whole field has one of these contents. The last content is that
+    of the version.
+
+    Args:
+        before: checksum of the content that it applies to, which is that of a block with the whole field.
+        after: checksum of the result.
+    """
+
+    field: Name
+    of: Name
+    version: Count
+    before: Checksum
+    after: Checksum
+
+
+TensorRange = TensorSlice | TensorDelta
+"""What a field is that is no whole tensor."""
+
+
+def slices_of(ranges: Iterable[TensorRange]) -> list[TensorSlice]:
+    """The slices among these."""
+    return [one for one in ranges if type(one) is TensorSlice]
+
+
+def deltas_of(ranges: Iterable[TensorRange]) -> list[TensorDelta]:
+    """The differences among these."""
+    return [one for one in ranges if type(one) is TensorDelta]
+
+
+TensorRanges = Annotated[list[TensorRange], Meta(max_length=ITEMS_MAX)]
 
 
 @request(
@@ -43,7 +78,8 @@ class Publish(Message):
         keep: the number of versions kept.
         base: the version is these new blocks and `kept`, blocks of version `base` (-1: none), whose fields are known.
         kept: see `base`.
-        slices: new fields that are parts of a tensor.
+        ranges: new fields that are slices of a tensor, or differences. All blocks of a tensor or slice come in one
+            part.
         pending: of a version in several parts, the number that `BeginVersion` gave (0: the version has one part). Parts
             1 and above are only kept. Part 0, from the session that began the version, waits for them, and publishes
             all parts in one commit.
@@ -57,7 +93,7 @@ class Publish(Message):
     wait_s: Seconds = 0.0
     base: Annotated[int, Meta(ge=-1)] = -1
     kept: Counts = []
-    slices: TensorSlices = []
+    ranges: TensorRanges = []
     pending: Count = 0
     part: Annotated[int, Meta(ge=0, lt=VERSION_PARTS_MAX)] = 0
 
@@ -101,6 +137,8 @@ class LatestVersion(Message, tag="BasisAt"):
         extents: size in bytes of each extent they lie in, 0 while more may be written there.
         lost: how the newest version was lost, if it was: then it has no blocks, and the next is published with all its
             tensors.
+        ranges: of its fields.
+        refused: how many times a difference of the channel gave a reader another result than it promised.
     """
 
     version: int
@@ -108,11 +146,21 @@ class LatestVersion(Message, tag="BasisAt"):
     blocks: Annotated[list[BlockLocation], Meta(max_length=ITEMS_MAX)]
     extents: Annotated[dict[int, int], Meta(max_length=ITEMS_MAX)]
     lost: Text = ""
+    ranges: TensorRanges = []
+    refused: Count = 0
 
 
 @request(reply=LatestVersion, roles=CONSUMERS, home=CHANNEL, reads=True, verb="WeightChannel.publish")
 class GetLatestVersion(Message, tag="Basis"):
     """Asks for the blocks of a channel's newest version, which the next one may reuse. Answer: BasisAt."""
+
+    channel: Name
+
+
+@request(reply=DoneReply, roles=CONSUMERS, home=CHANNEL, verb="WeightChannel.publish")
+class DropDeltas(Message):
+    """Drop the differences of a channel that no version needs: those before its whole fields. A server that lacks
+    memory does this by itself. Answer: their number."""
 
     channel: Name
 
@@ -127,7 +175,7 @@ class WeightsReply(Message, tag="Weights"):
     version: int
     fields: Fields
     blocks: Annotated[list[BlockLocation], Meta(max_length=ITEMS_MAX)]
-    slices: TensorSlices = []
+    ranges: TensorRanges = []
     pending: Count = 0
     have: Count = 0
 
@@ -145,6 +193,7 @@ class Pull(Message):
         pending: the pending version of which the first `have` parts were received. If it was given up, the request is
             refused with the reason.
         have: see `pending`.
+        refused: how many fields got another content from their differences than these promised, at the try before.
     """
 
     channel: Name
@@ -154,6 +203,7 @@ class Pull(Message):
     parts: bool = False
     pending: Count = 0
     have: Count = 0
+    refused: Count = 0
 
 
 @request(reply=DoneReply, roles=WORKERS, home=CHANNEL, verb="WeightChannel.applied")
@@ -192,6 +242,7 @@ WeightRequests = (
     | BeginVersion
     | GiveUpVersion
     | GetLatestVersion
+    | DropDeltas
     | Pull
     | ReportApplied
     | AcquireUpdateSlot

@@ -1,0 +1,177 @@
+"""What a version of weights costs as a difference, and whole: ``python -m bench.weight_deltas --into bench/records``.
+
+A Qwen3 model in bfloat16, made from a config (`--hidden`, `--layers`, `--vocabulary`), trains on random tokens with
+AdamW at several learning rates. After each step the same weights are published on two channels of one server, by turns:
+*delta*, with differences, and *whole*, without. A reader of each, whose bytes cross the network stack as from another
+host, holds the version before and pulls the next; a reader on the server's host pulls the newest *late*, without one.
+All tensors of each are compared with the model bit by bit.
+
+- share: bytes over those of the model: *written* by the publisher, *sent* to the reader. The mean of the steps counts
+  the versions that were written whole. The first version is not counted.
+- seconds: of `publish`, of the follower's pull, and of the late reader's, which each compare checksums.
+- changed: the share of the elements that the step changed.
+
+Expected, written before the first run: at 1e-6 2 to 5 % of the elements change, and a changed one takes about 10 of 16
+bits, so 1 to 3 % are sent; written is up to 3 % more, since after 32 versions tensors are written whole. Both ways
+read the model, and copy and hash it once: publishing differences reads it once more and writes less, so it takes about
+as long. The follower copies what it holds, so it takes about as long as receiving the same bytes over loopback. At 5e-4
+nearly everything changes: both ways are whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, Final
+
+import torch
+
+import transferqueue as tq
+from bench.run_record import into_option, save_record, show
+from bench.server import Server
+from transferqueue.observe.measurement_record import MeasuredResult, Measurement, single, summarize
+
+WAYS: Final = {"delta": {}, "whole": {"deltas": 0}}
+WAIT_S: Final = 100.0
+
+Samples = dict[str, list[float]]
+
+
+def make_model(options: argparse.Namespace) -> Any:
+    """A model with random weights."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=options.vocabulary,
+        hidden_size=options.hidden,
+        intermediate_size=3 * options.hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.hidden // 64,
+        num_key_value_heads=max(1, options.hidden // 128),
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    return Qwen3ForCausalLM(config).to(torch.bfloat16)
+
+
+def weights_of(model: Any) -> dict[str, torch.Tensor]:
+    """The tensors as they are published: tied ones once."""
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def same(found: tq.Weights, sent: dict[str, torch.Tensor]) -> bool:
+    """Whether all bits are equal."""
+    return all(torch.equal(found[name].view(torch.int16), value.view(torch.int16)) for name, value in sent.items())
+
+
+class Way:
+    """A channel, its publisher, its follower, and what each version took."""
+
+    def __init__(self, name: str, server: Server, opened: ExitStack, samples: Samples) -> None:
+        self._name, self._samples = name, samples
+        self._trainer = opened.enter_context(tq.connect(server.address))
+        self._channel = self._trainer.weights(name, keep=1, **WAYS[name])
+        self._far = opened.enter_context(tq.connect(server.tcp_address, data="remote")).weights(name)
+        self._late = opened.enter_context(tq.connect(server.address)).weights(name)
+        self._held: tq.Weights | None = None
+
+    def _note(self, what: str, value: float) -> None:
+        if self._held is not None:
+            self._samples.setdefault(f"{self._name}: {what}", []).append(value)
+
+    def _sent(self) -> int:
+        return sum(self._trainer.stats().server.bulk_sent_bytes.values())
+
+    def version(self, number: int, sent: dict[str, torch.Tensor], nbytes: int) -> None:
+        """Publish and pull one version."""
+        began = time.perf_counter()
+        written = self._channel.publish(number, sent, timeout_s=WAIT_S)
+        self._note("publish seconds", time.perf_counter() - began)
+        self._note("written share", written / nbytes)
+        before, began = self._sent(), time.perf_counter()
+        pulled = self._far.pull(above=number - 1, since=self._held, timeout_s=WAIT_S)
+        self._note("follow seconds", time.perf_counter() - began)
+        self._note("sent share", (self._sent() - before) / nbytes)
+        began = time.perf_counter()
+        late = self._late.pull(timeout_s=WAIT_S)
+        self._note("late seconds", time.perf_counter() - began)
+        if not (same(pulled, sent) and same(late, sent)):
+            raise ValueError(f"version {number} of {self._name} is not what was published")
+        late.release()
+        if self._held is not None:
+            self._held.release()
+        self._held = pulled
+
+    def close(self) -> None:
+        """Release what is held."""
+        if self._held is not None:
+            self._held.release()
+
+
+def measured(options: argparse.Namespace, rate: float) -> tuple[Samples, int]:
+    """Samples of one learning rate, and the bytes of the model."""
+    samples: Samples = {}
+    model = make_model(options)
+    nbytes = sum(value.nbytes for value in weights_of(model).values())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    before = {name: value.clone() for name, value in weights_of(model).items()}
+    server = Server(f"{12 * nbytes // (1 << 20) + 64}MiB", tcp=True)
+    with ExitStack() as opened:
+        opened.callback(server.stop)
+        ways = [Way(name, server, opened, samples) for name in WAYS]
+        for step in range(options.steps + 1):
+            if step:
+                began = time.perf_counter()
+                tokens = torch.randint(0, options.vocabulary, (2, 64))
+                model(input_ids=tokens, labels=tokens).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                samples.setdefault("step seconds", []).append(time.perf_counter() - began)
+                changed = 0
+                for name, value in weights_of(model).items():
+                    changed += int((value.view(torch.int16) != before[name].view(torch.int16)).sum())
+                    before[name].copy_(value)
+                samples.setdefault("changed share", []).append(2 * changed / nbytes)
+            for way in ways if step % 2 else reversed(ways):
+                way.version(step, weights_of(model), nbytes)
+        for way in ways:
+            way.close()
+    return samples, nbytes
+
+
+def results(options: argparse.Namespace) -> Iterator[MeasuredResult]:
+    """Medians and spread, the mean of bytes, and the last step, by learning rate."""
+    nbytes = 0
+    for rate in options.rates:
+        samples, nbytes = measured(options, rate)
+        for name, values in samples.items():
+            yield summarize(f"lr {rate:g}: {name}", "s" if "seconds" in name else "ratio", values)
+            if "share" in name:
+                yield single(f"lr {rate:g}: {name}, mean", "ratio", sum(values) / len(values))
+                yield single(f"lr {rate:g}: {name}, first", "ratio", values[0])
+                yield single(f"lr {rate:g}: {name}, last", "ratio", values[-1])
+    yield single("model", "bytes", nbytes)
+
+
+def main() -> None:
+    """Measure, print, and write a record if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 1e-5, 5e-4])
+    into_option(parser)
+    options = parser.parse_args()
+    measurement = Measurement()
+    lines = list(results(options))
+    show(lines)
+    sizes = {name: getattr(options, name) for name in ("hidden", "layers", "vocabulary", "steps")}
+    save_record(measurement, options.into, "weight-deltas", lines, sizes | {"keep": 1})
+
+
+if __name__ == "__main__":
+    main()
