@@ -87,6 +87,19 @@ class ScoringStage(ABC):
                     at=np.array(rows, dtype=np.intp),
                 )
 
+    def in_order(self, prompts: Sequence[Any], responses: Sequence[Any]) -> tuple[list[Any], ...]:
+        """Return the values of each column for rows in their order.
+
+        Args:
+            prompts: token ids of each row.
+            responses: token ids of each row.
+        """
+        found: dict[int, tuple[Any, ...]] = {}
+        for rows in self._micro_batches(prompts, responses):
+            columns = self._columns([prompts[row] for row in rows], [responses[row] for row in rows])
+            found |= zip(rows, zip(*columns.values(), strict=True), strict=True)
+        return tuple([found[row][column] for row in range(len(found))] for column in range(len(self._gives)))
+
     def _micro_batches(self, prompts: Sequence[Any], responses: Sequence[Any]) -> list[list[int]]:
         lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
         batches = micro_batches(lengths, self._tokens, padded=not is_packed(self._model))
@@ -194,10 +207,7 @@ class RewardModel(ScoringStage):
             prompts: token ids of each row.
             responses: token ids of each row.
         """
-        rewards_R = np.empty(len(prompts), np.float32)
-        for rows in self._micro_batches(prompts, responses):
-            rewards_R[rows] = self.score([prompts[row] for row in rows], [responses[row] for row in rows])[0]
-        return rewards_R
+        return np.array(self.in_order(prompts, responses)[0], np.float32)
 
 
 class TeacherTopK(ScoringStage):

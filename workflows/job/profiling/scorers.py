@@ -15,28 +15,17 @@ def scorer_row_s(
     """Return the seconds of a row in one forward pass after the other, as a process of `task` makes them. Loads the
     model and frees it again.
     """
-    import torch
-
-    from transferqueue.adapters.scoring import (
-        load_causal_lm,
-        load_value_model,
-        micro_batches,
-        response_logprobs,
-        response_values,
-    )
+    from transferqueue.adapters.scoring import LogProbs, Values, load_causal_lm, load_value_model
     from transferqueue.workflows.job.stages.score import load_scorer
 
     settings = _settings(job, task)
-    score = response_values if task == names.VALUE else response_logprobs
-    model = load_scorer(load_value_model if task == names.VALUE else load_causal_lm, settings, job.model)
-    sizes = [len(prompts[each.prompt]) + len(each.ids) for each in drawn]
+    load, kind = (load_value_model, Values) if task == names.VALUE else (load_causal_lm, LogProbs)
+    stage = kind(load_scorer(load, settings, job.model), tokens=settings.tokens)
     seconds = []
-    with torch.no_grad():
-        for _ in range(2):  # the first pass warms up
-            started = clock()
-            for rows in micro_batches(sizes, tokens=max(settings.tokens, *sizes)):
-                score(model, [prompts[drawn[at].prompt] for at in rows], [drawn[at].ids for at in rows])
-            seconds.append((clock() - started) / len(drawn))
+    for _ in range(2):  # the first pass warms up
+        started = clock()
+        stage.in_order([prompts[each.prompt] for each in drawn], [each.ids for each in drawn])
+        seconds.append((clock() - started) / len(drawn))
     return seconds[-1]
 
 

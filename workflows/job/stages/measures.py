@@ -200,22 +200,23 @@ class TeacherDivergence(_Drawing):
     """The divergence of the student from the teacher."""
 
     def __init__(self, job: Job, engine: Generator, sampling: Sampling) -> None:
-        from transferqueue.adapters.scoring import load_causal_lm
+        from transferqueue.adapters.scoring import LogProbs, load_causal_lm
         from transferqueue.workflows.job.stages.score import load_scorer
 
         super().__init__(job, engine, sampling)
-        self._teacher = load_scorer(load_causal_lm, job.teacher, job.model)
+        self._teacher = LogProbs(
+            load_scorer(load_causal_lm, job.teacher, job.model),
+            temperature=job.sampling.temperature,
+            tokens=job.teacher.tokens,
+        )
 
     def figures(self, prompts: Sequence[NumberedPrompt], samples: int) -> dict[str, Any]:
         """``rows``, ``kl`` (nats a token), ``tokens`` (mean), ``ended``."""
         drawn = self._drawn(prompts, samples)
-        teacher_N = _logprobs(
-            self._teacher,
-            [prompts[completion.prompt].ids for completion in drawn],
-            [completion.ids for completion in drawn],
-            self._job.teacher.tokens,
-            self._job.sampling.temperature,
+        (teacher,) = self._teacher.in_order(
+            [prompts[completion.prompt].ids for completion in drawn], [completion.ids for completion in drawn]
         )
+        teacher_N = np.concatenate(teacher)
         student_N = np.concatenate([completion.logprobs for completion in drawn])
         return {"rows": len(drawn), "kl": float(np.mean(student_N - teacher_N)), **_lengths(drawn)}
 
@@ -224,11 +225,11 @@ class HeldOutLoss:
     """The mean negative log-prob of the tokens of held-out responses."""
 
     def __init__(self, job: Job) -> None:
-        from transferqueue.adapters.scoring import load_causal_lm
+        from transferqueue.adapters.scoring import LogProbs, load_causal_lm
         from transferqueue.workflows.job.stages.score import load_scorer
 
         self._model = load_scorer(load_causal_lm, ScorerSettings(), job.model)
-        self._tokens_max = job.trainer.micro_tokens
+        self._logprobs = LogProbs(self._model, tokens=job.trainer.micro_tokens)
 
     def load(self, source: WeightSource, version: int) -> None:
         """Copy the weights into the model."""
@@ -237,7 +238,7 @@ class HeldOutLoss:
     def figures(self, prompts: Sequence[NumberedPrompt], samples: int) -> dict[str, Any]:
         """``rows`` and ``loss`` (nats a token that is learned)."""
         responses = [_response(prompt) for prompt in prompts]
-        logprobs_N = _logprobs(self._model, [prompt.ids for prompt in prompts], responses, self._tokens_max, 1.0)
+        logprobs_N = np.concatenate(self._logprobs.in_order([prompt.ids for prompt in prompts], responses)[0])
         learned_N = np.concatenate([_learned(prompt) for prompt in prompts])
         return {"rows": len(prompts), "loss": float(-np.mean(logprobs_N[learned_N]))}
 
@@ -272,25 +273,6 @@ def _response(prompt: NumberedPrompt) -> Ids:
 
 def _learned(prompt: NumberedPrompt) -> Any:
     return np.ones(len(_response(prompt)), bool) if prompt.learned is None else prompt.learned
-
-
-def _logprobs(model: Any, prompts: Sequence[Ids], responses: Sequence[Ids], tokens: int, temperature: float) -> Any:
-    """Log-probs of all response tokens, float32 ``[N]`` in the order of the rows; in passes of at most `tokens`
-    tokens."""
-    import torch
-
-    from transferqueue.adapters.scoring import micro_batches, response_logprobs
-
-    lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
-    rows: dict[int, Any] = {}
-    with torch.no_grad():
-        for at in micro_batches(lengths, tokens=tokens):
-            found_N = response_logprobs(
-                model, [prompts[row] for row in at], [responses[row] for row in at], temperature=temperature
-            )
-            pieces = np.split(found_N.float().cpu().numpy(), np.cumsum([len(responses[row]) for row in at])[:-1])
-            rows |= dict(zip(at, pieces, strict=True))
-    return np.concatenate([rows[row] for row in range(len(responses))])
 
 
 def _mean(name: str, values: Any) -> dict[str, Any]:
