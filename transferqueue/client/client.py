@@ -131,6 +131,7 @@ class ClientSession:
     def close(self) -> None:
         """Say goodbye to the server, end all waits, stop the thread. A second call, or one in a forked child, does
         nothing."""
+        self.published.clear()
         self._end()
 
 
