@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import msgspec
@@ -277,7 +278,9 @@ def test_a_resumed_run_learns_what_five_whole_ones_learn(
     with capsys.disabled():
         print(f"held-out gain of five seeds: {whole}; after a kill of all nodes and --resume: {gain}")
     assert summary["steps"] == 60
-    assert min(whole) <= gain <= max(whole)
+    # The range of five draws misses a sixth one of the same kind once in three times: four deviations do once in fifty.
+    assert gain > 0
+    assert abs(gain - mean(whole)) <= 4 * stdev(whole)
 
 
 def test_what_the_job_says_of_a_process_goes_to_ray(tmp_path: Path) -> None:
