@@ -2,6 +2,7 @@
 
     python -m tests.workflows.job.kill_matrix --runs 20 --seed 1 --at-once 2
     python -m tests.workflows.job.kill_matrix --runs 10 --kind ppo --kills 4
+    python -m tests.workflows.job.kill_matrix --runs 10 --kind async-agent
 
 Each run of the short job (`tests.workflows.job.short_run`) loses `--kills` processes by SIGKILL: a task's, the serving
 process, its supervisor, the run itself ("run") or all at once ("all"). A kill names a process and a phase

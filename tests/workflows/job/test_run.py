@@ -132,9 +132,23 @@ def test_a_reward_that_raises_ends_the_run_with_the_row_and_its_text(place):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["grpo", "ppo", "ppo-whitened", "colocated"])
+@pytest.mark.parametrize(
+    "kind", ["grpo", "ppo", "ppo-whitened", "colocated", "delayed", "async", "async-ppo", "async-agent"]
+)
 def test_processes_killed_at_random_moments_lose_and_double_nothing(kind):
     assert kill_matrix.main(["--runs", "2", "--sample", "--kind", kind]) == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["async", "async-ppo", "async-agent"])
+def test_two_asynchronous_runs_with_several_processes_of_a_kind_end_with_the_same_bits(kind, tmp_path):
+    place = short_run.make_place(tmp_path, kind)
+    runs = [place / "one", place / "two"]
+    for run in runs:
+        finished(train(place, "job.toml", "--out", str(run), "--json", "--set", 'evaluation.path=""'))
+    assert final_weights(runs[0]) == final_weights(runs[1])
+    for run in runs:  # two steps are generated ahead
+        assert [[*step["staleness"]] for step in lines(run / "steps.jsonl")] == [["0"], ["1"], ["2"], ["2"]]
 
 
 def test_a_matrix_comes_to_each_phase_of_each_process():
