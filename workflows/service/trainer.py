@@ -33,6 +33,7 @@ from transferqueue.workflows.job.run.run_page import RunPage
 from transferqueue.workflows.job.run.server import RunServer
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.read import checked
+from transferqueue.workflows.job.settings.sizes import versions_kept
 from transferqueue.workflows.service.sync import Service
 
 
@@ -121,7 +122,7 @@ class JobTrainer:
         folder.begin(self.job, self._code)
         queue = self._stack.enter_context(tq.connect(self._address(folder), label="trainer"))
         table = create_table(queue, self.job)
-        self._service = JobService(queue, table, queue.weights(names.POLICY, keep=self.job.weights.keep))
+        self._service = JobService(queue, table, queue.weights(names.POLICY, keep=versions_kept(self.job)))
         played = [
             stage for stage in stage_jobs(placement.with_shares(self.job), folder.path) if stage.name not in self._plays
         ]

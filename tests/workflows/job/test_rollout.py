@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +126,54 @@ def test_a_row_draws_the_same_however_rows_are_leased(queue: tq.Queue, directory
             if order == "ordinal":
                 assert other[ordinal][1].tobytes() == values.tobytes()
     assert len({tuple(ids) for ids, _ in found[0].values()}) > 12  # rows of a group draw differently
+
+
+def generated_together(directory: Path, generators: int) -> dict[int, tuple[Any, ...]]:
+    """Rows of four steps by as many generators, in mode async, while the weights of the steps are published."""
+    job = job_of(
+        directory,
+        trainer={"prompts_per_step": 1, "order": "ordinal"},
+        pacing={"mode": "async", "depth": 3, "max_staleness": 1},
+    )
+    with tq.connect() as queue, ExitStack() as stack:
+        table = table_of(queue, job)
+        put_prompts(table, 4, 4)
+        publish(queue, directory, 0)
+        left, stop, lock = [table.audit().rows_put], threading.Event(), threading.Lock()
+
+        def counted(work: Any, batch: tq.Batch) -> Iterator[PartialResult]:
+            for part in work(batch):
+                yield part
+                with lock:  # after its commit
+                    left[0] -= len(part.at)
+                    if not left[0]:
+                        stop.set()
+
+        stage = Stage(task=task_of(table), stall_s=60, rows=4, slots=4)
+        works = [stack.enter_context(rollout(context_of(queue, table, job, []))) for _ in range(generators)]
+        threads = stack.enter_context(ThreadPoolExecutor(generators))
+        served = [
+            threads.submit(run_stage, table, stage, partial(counted, work), emit=lambda event: None, stop=stop)
+            for work in works
+        ]
+        for version in (1, 2):
+            publish(queue, directory, version, scale=1 - version / 10)
+        for each in served:
+            each.result(60)
+        return rows_of(table)
+
+
+def test_several_generators_ahead_of_the_trainer_give_each_row_the_bits_that_one_gives(directory: Path) -> None:
+    """In the order of the data. Which of them takes a row, and when, depends on the time; its weights do not."""
+    one, *others = [generated_together(directory, generators) for generators in (1, 2, 2)]
+    assert {ordinal: {*row[3].tolist()} for ordinal, row in one.items()} == {
+        ordinal: {max(0, ordinal // 4 - 1)} for ordinal in range(16)
+    }
+    for other in others:
+        for ordinal, row in one.items():
+            assert [np.array(value).tobytes() for value in other[ordinal]] == [
+                np.array(value).tobytes() for value in row
+            ]
 
 
 def test_another_seed_draws_others(queue: tq.Queue, directory: Path) -> None:
