@@ -53,6 +53,7 @@ def test_every_request_of_a_channel_is_looked_at():
         "Basis",
         "Pull",
         "Applied",
+        "DropDeltas",
         "Turn",
         "EndTurn",
     }

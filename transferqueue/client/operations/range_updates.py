@@ -126,7 +126,9 @@ def plan_updates(
     distrust, contents.refused = refused > contents.refused, refused
     if distrust:
         contents.held.clear()
-    room = np.empty(max((writer.nbytes for writer in writers), default=0), np.uint8)
+    room = _memory(max((writer.nbytes for writer in writers), default=0))
+    if room is None:
+        return [RangeUpdate(writer.field.name, whole=writer) for writer in writers]
     updates = [_update(contents.held, writer, newest, version, room[: writer.nbytes]) for writer in writers]
     kept = worth_keeping(updates, newest)
     for writer, update in zip(writers, updates, strict=True):
@@ -154,10 +156,19 @@ def _update(
         if update is not None:
             held[name] = before
             return update
-    memory = before.memory if before is not None and before.memory.nbytes == len(room) else np.empty_like(room)
-    memory[:] = room
-    held[name] = PublishedContent(writer.field, writer.sum, memory)
+    memory = before.memory if before is not None and before.memory.nbytes == len(room) else _memory(len(room))
+    if memory is not None:
+        memory[:] = room
+        held[name] = PublishedContent(writer.field, writer.sum, memory)
     return RangeUpdate(name, whole=writer)
+
+
+def _memory(nbytes: int) -> U8 | None:
+    """Memory for a copy of a range. None: this process has none, and its next version has no differences to it."""
+    try:
+        return np.empty(nbytes, np.uint8)
+    except MemoryError:
+        return None
 
 
 def _difference(
