@@ -149,7 +149,16 @@ def test_what_has_no_form_is_said_so() -> None:
 
 
 FOLLOWS: Final = {
-    "TableState": {"core", "holders", "to_drop", "column_groups", "versions", "ordinals"},
+    "TableState": {
+        "core",
+        "holders",
+        "to_drop",
+        "column_groups",
+        "versions",
+        "ordinals",
+        "keeps_ended",
+        "latest_fields",
+    },
     "RowStore": {"_masks", "_reply_fields", "words", "freed", "columns", "facts", "number"},
     "RowPages": {"_columns", "_frames", "_base", "_spare", "_capacity"},
     "GroupIndex": {"_rows", "_sizes"},
@@ -247,7 +256,7 @@ STORED: Final = {
     "LedgerState": {*_State.__struct_fields__, "core"},
     "SharedState": {*_State.__struct_fields__, "writing"},
     "TableState": {*_Table.__struct_fields__, *TableCounters.__struct_fields__, *TERMS, "rows", "groups", "history"}
-    | {"group_tasks"},
+    | {"group_tasks", "keeps_ended"},
     "TaskState": {
         *LiveTask.__struct_fields__,
         "_stamp",

@@ -26,15 +26,15 @@ def test_the_longest_is_named_and_only_what_kept_the_processor_busy_is_late():
 
 def test_a_late_turn_does_not_count_the_processor_time_of_those_before_it():
     now, busy, found = [0.0], [0.0], Histogram()
-    meter = Meter(lambda: now[0], lambda: busy[0])
+    meter = Meter(lambda: busy[0])
     meter.start(0.0)
     for _ in range(50):  # a burst of frames, 2 ms each
         now[0], busy[0] = now[0] + 0.002, busy[0] + 0.002
-        meter.took(found, now[0] - 0.002, "Put")
+        meter.took(found, now[0] - 0.002, now[0], "Put")
     now[0], busy[0] = now[0] + 0.05, busy[0] + 0.003  # the machine ran something else for 47 ms of the next one
-    meter.took(found, now[0] - 0.05, "Lease")
+    meter.took(found, now[0] - 0.05, now[0], "Lease")
     assert (found.busiest_of, found.late) == ("Lease", {})
     assert found.busiest_s == pytest.approx(0.003)
     now[0], busy[0] = now[0] + 0.03, busy[0] + 0.03
-    meter.took(found, now[0] - 0.03, "Read")
+    meter.took(found, now[0] - 0.03, now[0], "Read")
     assert found.late == {"Read": 1}

@@ -177,6 +177,7 @@ def test_a_request_that_tears_the_ledger_is_not_carried_out_by_the_next_life(wor
     def half(state, request, session, call):
         state.core.begin()
         state.dropped_tables["half"] = 1
+        state.core.effects.wake("half")
         raise defect
 
     monkeypatch.setitem(HANDLERS, m.Seal, half)
@@ -190,6 +191,8 @@ def test_a_request_that_tears_the_ledger_is_not_carried_out_by_the_next_life(wor
     ):
         with pytest.raises(LedgerTorn, match="followed one that was interrupted"):
             act()
+    assert world.ledger.take_effects() == []
+    assert world.ledger.torn
     monkeypatch.undo()
     world.ledger.commit()  # what was accepted before may be made durable
     again = reborn(paper)

@@ -79,7 +79,7 @@ def _add_task(state: LedgerState, request: m.AddTask, session: SessionState, cal
 def _add_fields(state: LedgerState, request: m.AddFields, session: SessionState, call: int) -> Outcome:
     table = state.table(request.table)
     known = table.rows.check_fields(request.fields)
-    table.begin(fields=len(request.fields))
+    table.begin(columns=len(request.fields))
     for field in known.values():
         table.rows.add_field(field)
     return table.terms()

@@ -80,11 +80,10 @@ class Effects:
         """Record an effect."""
         self._events.append(event)
 
-    def __bool__(self) -> bool:
-        return bool(self._woken or self._events)
-
     def take(self) -> list[Effect]:
         """All effects since the last call. Freed memory precedes wakes, so that woken requests find it free."""
+        if not self._events and not self._woken:
+            return []
         taken = [*self._events, *map(WakeWaiters, self._woken)]
         self._events, self._woken = [], {}
         return taken

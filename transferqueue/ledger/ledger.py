@@ -311,9 +311,9 @@ class Ledger:
         return self.state.core.deadlines.next()
 
     def take_effects(self) -> list[Effect]:
-        """Effects since the last call, for the caller to apply."""
+        """Effects since the last call, for the caller to apply. A torn ledger has none."""
         core = self.state.core
-        if not core.effects:
+        if core.writing:
             return []
         core.writing = True
         taken = core.effects.take()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from transferqueue.ledger.arrays import IntArray
 from transferqueue.ledger.effects import Deadlines, Effects
 from transferqueue.ledger.rows import (
     ColumnGroups,
+    CommitFields,
     FinishedOrdinals,
     GroupIndex,
     KnownPuts,
@@ -126,6 +127,8 @@ class TableState:
         self.limits = limits
         self.pacing = pacing
         self.retention = retention
+        self.keeps_ended: Final = not isinstance(retention, Acked)
+        """Whether rows that have ended stay until they are deleted."""
         self.extra_fields: bool | None = None
         """Whether rows may add fields that the terms do not name. None: yes, but clients refuse near misses."""
         self.sealed = False
@@ -161,6 +164,8 @@ class TableState:
         self.staleness_in_queue: dict[int, int] = {}
         """The part that arose after that."""
         self.known_puts = KnownPuts()
+        self.latest_fields: CommitFields | None = None
+        """The checked fields of the latest commit of one block."""
         self.dropped = SpentRows()
         """Rows that were dropped for failing, and can be taken again."""
         self.to_drop: list[tuple[IntArray, str]] = []
@@ -221,14 +226,9 @@ class TableState:
         return self.rows_put - self.rows_done - sum(self.rows_dropped.values())
 
     @property
-    def keeps_ended(self) -> bool:
-        """Whether rows that have ended stay until they are deleted."""
-        return not isinstance(self.retention, Acked)
-
-    @property
     def rows_resident(self) -> int:
         """Rows that count towards the limit: all resident ones but those that are only kept to be taken again."""
-        return self.rows.pages.resident - (0 if self.keeps_ended else len(self.dropped))
+        return self.rows.pages.resident - (0 if self.keeps_ended else len(self.dropped.by_row))
 
     @property
     def outstanding(self) -> int:
@@ -246,9 +246,12 @@ class TableState:
 
     # ------------------------------------------------------------ writes
 
-    def begin(self, rows: int = 0, new: int = 0, fields: int = 0) -> None:
-        """See `SharedState.begin`. The operation touches `rows` rows, adds `new` of them, and has `fields` columns."""
-        nbytes = rows * ROW_MEMORY_BYTES + self.rows.pages.growth(new, fields)
+    def begin(self, rows: int = 0, new: int = 0, columns: int = 0) -> None:
+        """See `SharedState.begin`. The operation touches `rows` rows, adds `new` of them, and at most `columns` columns
+        of row state."""
+        nbytes = rows * ROW_MEMORY_BYTES
+        if new or columns:
+            nbytes += self.rows.pages.growth(new, columns)
         if new:
             nbytes += new * NEW_ROW_MEMORY_BYTES + len(self.rows.keys) * KEY_MEMORY_BYTES
         self.core.begin(nbytes)

@@ -28,6 +28,7 @@ class Answers:
     def __init__(self, state: ServerState) -> None:
         self.outbox: list[tuple[Peer, bytes]] = []
         self._state = state
+        self._issuing = state.parts.issuing
         self._epoch = state.identity.epoch
 
     def send(self, peer: Peer, call: int, reply: m.Reply) -> None:
@@ -42,7 +43,7 @@ class Answers:
         """Answer a call of a session. A reply that is too large to send is undone, and the call refused."""
         if type(reply) is m.Failed and DECLARED[type(request)].repeat != "again":
             session.refuse(call, reply)
-        for part in self._state.parts.issuing:
+        for part in self._issuing:
             reply = part.issue(session, reply)
         try:
             frame = codec.encode_answer(m.AnswerFrame(self._epoch, call, reply))

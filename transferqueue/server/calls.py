@@ -89,7 +89,8 @@ class Calls:
         if (refused := session.refused.get(call)) is not None:
             return refused
         if (
-            (shortage := self._state.parts.shortage)
+            self._state.parts.durable
+            and (shortage := self._state.parts.shortage)
             and _adds_work(request)
             and not self._ledger.is_repeat(request, session.number, call)
         ):
@@ -127,8 +128,10 @@ class Calls:
                     continue  # it has effects
                 due = waiting.next_due() if waiting.requests else None
                 if due is None:
-                    may_go_on = [part.go_on(now) for part in self._state.parts.going_on]
-                    if not any(may_go_on) and not (waiting.requests and waiting.may_have_due):
+                    may_go_on = False
+                    for part in self._state.parts.going_on:
+                        may_go_on |= part.go_on(now)
+                    if not may_go_on and not (waiting.requests and waiting.may_have_due):
                         return
                     continue
                 most -= self._try_again(due, now)

@@ -88,12 +88,11 @@ class Meter:
     `SAMPLE_S_MAX`. The processor time of a late turn is too long by at most that much.
 
     Args:
-        clock: seconds.
         processor: seconds for which the thread was busy.
     """
 
-    def __init__(self, clock: Callable[[], float], processor: Callable[[], float]) -> None:
-        self._clock, self._processor = clock, processor
+    def __init__(self, processor: Callable[[], float]) -> None:
+        self._processor = processor
         self._read_at, self._busy_s = -math.inf, 0.0
 
     def start(self, now: float) -> None:
@@ -101,9 +100,8 @@ class Meter:
         if now - self._read_at > SAMPLE_S_MAX:
             self._read_at, self._busy_s = now, self._processor()
 
-    def took(self, turns: Histogram, began: float, subject: str) -> None:
-        """A turn that began at `began` has just ended."""
-        ended = self._clock()
+    def took(self, turns: Histogram, began: float, ended: float, subject: str) -> None:
+        """A turn that began at `began` has just ended, at `ended`."""
         seconds = ended - began
         turns.add(seconds, subject)
         if ended - self._read_at > SAMPLE_S_MAX:

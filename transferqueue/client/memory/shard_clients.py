@@ -283,7 +283,8 @@ class ShardClients:
             for at, blocks in zip(some, arrived, strict=True):
                 memory[at.block] = blocks.live_memory()[0]
                 self._contents.add(at, memory[at.block])
-        held, rest = list[MappedBlocks](), iter(held_by_others)
+        held: list[MappedBlocks] = []
+        rest = iter(held_by_others)
         for part, is_kept in zip(parts, are_kept, strict=True):
             held.append(
                 MappedBlocks(part.blocks, [memory[at.block] for at in part.blocks], fields) if is_kept else next(rest)

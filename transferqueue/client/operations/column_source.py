@@ -177,7 +177,9 @@ def content_source(
         return source
     own = client.memory
     if client.verifier is None and isinstance(own, MappedMemory) and {at.shard for at in named.values()} <= {OWN}:
-        memory, placed, held = own.pin(OWN, named.values()), dict[str, Column](), list[MappedBlocks]()
+        memory = own.pin(OWN, named.values())
+        placed: dict[str, Column] = {}
+        held: list[MappedBlocks] = []
     else:
         memory = {}
         placed, held = yield from client.shards.columns(content.parts, fields.known, len(content.rows) // 8, slices)

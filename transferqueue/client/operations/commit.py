@@ -214,7 +214,9 @@ class Commit:
         if has_new_fields:
             terms.check_added(self._columns)
         out = outgoing(self._columns, self._facts, terms.fields, self._rows, self._before)
-        fields, placed, inline = list[Field](), list[Prepared](), list[m.Inline]()
+        fields: list[Field] = []
+        placed: list[Prepared] = []
+        inline: list[m.Inline] = []
         for column in out.columns:
             fields.append(column.field)
             if column.field.inline:

@@ -44,7 +44,7 @@ class WrittenBlocks:
 
     def blocks(self) -> list[m.WrittenBlock]:
         """The blocks as a commit names them."""
-        placed = list[m.WrittenBlock]()
+        placed: list[m.WrittenBlock] = []
         for region, blocks in self.regions:
             _place(region, blocks, placed)
         return placed

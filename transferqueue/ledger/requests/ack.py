@@ -13,6 +13,7 @@ from transferqueue.ledger.requests.put import check_reason, rows_changed
 from transferqueue.ledger.requests.registry import in_table
 from transferqueue.ledger.rows import (
     StagedCommit,
+    added_columns,
     check_columns,
     check_contents,
     check_no_group_facts,
@@ -66,7 +67,7 @@ def ack(table: TableState, request: Ack, session: int, now: float) -> DoneReply:
     rows = lease.rows[held]
     if task.required_results and not request.drop:
         check_required_results(table, task, () if staged is None else staged.names, rows)
-    table.begin(rows.size, fields=0 if staged is None else len(staged.names))
+    table.begin(rows.size, columns=0 if staged is None else added_columns(table, staged))
     if staged is not None:
         reserve_blocks(table, staged)
         _commit(table, staged, rows, np.flatnonzero(lease.held[named]), now)
@@ -202,7 +203,7 @@ def _ack_replica(
         names = () if results is None else results.names
         check_required_results(table, table.tasks[lease.task], names, lease.rows[lease.held])
         _check_staged_keys(table, [lease])
-    table.begin(lease.rows.size, fields=0 if staged is None else len(staged.names))
+    table.begin(lease.rows.size, columns=0 if staged is None else added_columns(table, staged))
     lease.acked[replica] = None
     lease.dropped_as = lease.dropped_as or request.drop
     if staged is not None and lease.staged is None:
@@ -374,7 +375,7 @@ def release(table: TableState, request: ReleaseRequest, session: int, now: float
     _check_whole_groups(table, task, lease, named, "release")
     staged = _check_progress(table, lease, request, session, named)
     rows = lease.rows[named[lease.held[named]]]
-    table.begin(rows.size, fields=0 if staged is None else len(staged.names))
+    table.begin(rows.size, columns=0 if staged is None else added_columns(table, staged))
     if staged is not None:
         reserve_blocks(table, staged)
         _commit(table, staged, rows, np.flatnonzero(lease.held[named]), now)

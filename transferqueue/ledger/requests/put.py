@@ -10,6 +10,7 @@ from transferqueue.ledger.requests.registry import HasTables, carries_out, in_ta
 from transferqueue.ledger.rows import (
     LIVE,
     StagedCommit,
+    added_columns,
     append_rows,
     check_columns,
     check_contents,
@@ -55,7 +56,7 @@ def put(state: HasTables, request: PutRequest, session: SessionState, call: int)
         if request.wait_s > 0:
             return Blocked((("room", table.name), ("table", table.name)))
         raise Full(explain_room(table, why, state.now))
-    table.begin(request.rows, new=request.rows, fields=len(staged.names))
+    table.begin(request.rows, new=request.rows, columns=added_columns(table, staged))
     first = table.rows.pages.next_row
     _add_rows(table, staged, session.id, state.now)
     if reservation is not None:
@@ -71,8 +72,8 @@ def put(state: HasTables, request: PutRequest, session: SessionState, call: int)
 
 def _put_rows(table: TableState, first: int, request: PutRequest) -> PutRows:
     """The answer of a put, with how many of its rows are over the staleness bound already."""
-    fresh_from, versions = table.oldest_fresh_version, request.columns.facts.policy_version
-    if fresh_from <= 0 or versions is None:
+    versions = request.columns.facts.policy_version
+    if versions is None or (fresh_from := table.oldest_fresh_version) <= 0:
         return PutRows(first, request.rows)
     numbers = decode("policy_version", versions, "<i8", request.rows)
     stale = int(((numbers >= 0) & (numbers < fresh_from)).sum())
@@ -204,7 +205,7 @@ def update(table: TableState, request: Update, session: int, now: float) -> Done
     if staged.empty:
         return DoneReply(rows.size)
     check_change_work(table, staged, rows)
-    table.begin(rows.size, fields=len(staged.names))
+    table.begin(rows.size, columns=added_columns(table, staged))
     reserve_blocks(table, staged)
     write_columns(table, staged, rows, at)
     if request.overwrite:
@@ -329,7 +330,7 @@ def free_columns(table: TableState, request: FreeColumns, session: int, now: flo
     else:
         check_not_needed(table, fields, rows, at)
     chosen = {name: table.rows.has_all(at, table.rows.mask((name,))) for name in fields}
-    table.begin(rows.size, fields=len(fields))
+    table.begin(rows.size, columns=len(fields))
     freed = free_values(table, chosen, rows, now, session=session)
     if request.again:
         table.rows.clear_fields(

@@ -162,7 +162,7 @@ def add_task(table: TableState, task: Task, now: float) -> TableTerms:
         raise UsageError(f'table "{table.name}" has {TASKS_MAX} tasks, which is the maximum')
     _check_task(table.core, task, table.limits.rows)
     _check_not_freed(table, task, now)
-    table.begin(table.rows.pages.resident, fields=1)
+    table.begin(table.rows.pages.resident, columns=1)
     _introduce(table, task, now)
     apply_group_and_stale_rules(table, now)
     return table.terms()

@@ -7,7 +7,9 @@ goes through `check_columns`, which changes nothing, and then through `append_ro
 
 from transferqueue.ledger.rows.column_places import BlockSlots, ColumnGroups
 from transferqueue.ledger.rows.commit import (
+    CommitFields,
     StagedCommit,
+    added_columns,
     append_rows,
     check_columns,
     check_contents,

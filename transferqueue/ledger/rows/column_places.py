@@ -85,8 +85,14 @@ class ColumnGroups:
             return [self._add(names)]
         return [part for name in names for part in self.parts_of((name,))]
 
-    def named(self, names: Iterable[tuple[str, ...]]) -> list[ColumnGroup]:
+    def has_group(self, fields: Iterable[str]) -> bool:
+        """Whether there is a part of exactly these fields."""
+        return tuple(sorted(fields)) in self._by_fields
+
+    def named(self, names: Sequence[tuple[str, ...]]) -> list[ColumnGroup]:
         """The parts of exactly these sets of fields, which `parts_of` gave before."""
+        if len(names) == 1:
+            return [self._by_fields[names[0]]]
         return [self._by_fields[fields] for fields in names]
 
     def stored(self, at: IntArray) -> list[PartPlaces]:
@@ -160,7 +166,9 @@ class ColumnGroups:
         be written, to `into`. What lies beside them there, and is read, gets entries of its own. Returns references to
         add, and those that end after that.
         """
-        added, retired, replaced = Retired(), Retired(), set(into)
+        added: Retired = []
+        retired: Retired = []
+        replaced = set(into)
         for part in [part for name in fields for part in self._of_field.get(name, ()) if part.fields not in replaced]:
             newer = at[part.block.a[at] > than] if part.entries else NO_ROWS
             if not newer.size:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -45,6 +45,7 @@ class CommitTable(Protocol):
     column_groups: ColumnGroups
     usage: OwnerBytes
     known_puts: KnownPuts
+    latest_fields: CommitFields | None
 
     @property
     def core(self) -> _HasBlocks:
@@ -93,16 +94,19 @@ class StagedCommit:
 
 def check_columns(table: CommitTable, columns: Columns, count: int, session: int) -> StagedCommit:
     """Check `columns` for `count` rows: all facts that do not depend on the rows themselves."""
-    fields = _check_fields(table.rows, columns)
+    fields = _checked_fields(table, columns)
     inline: list[tuple[str, AnyArray]] = []
     for definition, column in zip(fields.inline, columns.inline, strict=True):
         inline.append((definition.name, _check_inline(definition, column.data, count)))
-    slots, nbytes = list[AnyArray | None](), 0
+    slots: list[AnyArray | None] = []
+    nbytes = 0
     members = _check_members(columns.blocks, count) if fields.in_several else {}
-    for block, placed in zip(fields.blocks, columns.blocks, strict=True):
+    for place, placed in enumerate(columns.blocks):
         if placed.members is not None and not members:
             raise _not_shared_out(", ".join(placed.fields), 1, len(placed.members) // 4, count)
-        check_layout(placed, block)
+        if fields.sizes[place] != (size := (placed.rows, placed.counts, placed.nbytes)):
+            check_layout(placed, fields.blocks[place])
+            fields.sizes[place] = size
         slots.append(_check_slots(placed, 1 if len(slots) in members else count))
         nbytes += placed.nbytes if placed.extent else 0
     table.core.blocks.check(session, columns.blocks, table.usage)
@@ -209,6 +213,15 @@ def check_size(table: CommitTable, staged: StagedCommit, rows: int) -> None:
         )
 
 
+def added_columns(table: CommitTable, staged: StagedCommit) -> int:
+    """How many columns of row state this commit adds, at most."""
+    added = len(staged.new_fields)
+    for placed in staged.placed:
+        if not table.column_groups.has_group(placed.fields):
+            added += len(placed.fields)
+    return added
+
+
 # ---------------------------------------------------------------- changes: nothing raises
 
 
@@ -252,7 +265,8 @@ def _write(
     table: CommitTable, staged: StagedCommit, ids: IntArray, at: Index, chosen: IntArray | None, *, are_new: bool
 ) -> Retired:
     """The same. Returns the references that this replaces. `are_new`: the rows have no column yet."""
-    rows, parts, retired = table.rows, table.column_groups, Retired()
+    rows, parts = table.rows, table.column_groups
+    retired: Retired = []
     for place, (number, slots, names) in enumerate(zip(staged.blocks, staged.slots, staged.parts, strict=True)):
         into = parts.named(names)
         if place in staged.members:
@@ -315,8 +329,9 @@ def unused(staged: StagedCommit) -> Retired:
 # ---------------------------------------------------------------- the fields of a request
 
 
-class CommitFields(NamedTuple):
-    """The checked fields of a request.
+@dataclass(slots=True)
+class CommitFields:
+    """The checked fields of a request. A table keeps those of its latest commit: mostly the next one has the same.
 
     Args:
         names: of all columns, each once.
@@ -324,6 +339,7 @@ class CommitFields(NamedTuple):
         inline: in the order of the request.
         blocks: in the order of the request.
         in_several: whether a column lies in several blocks, which share out the rows.
+        definitions: as the request had them.
     """
 
     names: list[str]
@@ -331,27 +347,71 @@ class CommitFields(NamedTuple):
     inline: list[Field]
     blocks: list[list[Field]]
     in_several: bool
+    definitions: list[Field]
+    sizes: list[tuple[int, list[int], int]] = field(init=False)
+    """Rows, counts and bytes of each block, as they were checked."""
+
+    def __post_init__(self) -> None:
+        self.sizes = [(0, [], 0)] * len(self.blocks)
+
+    def are_of(self, columns: Columns) -> bool:
+        """Whether these columns, in one block and inline, have the same names and definitions in the same order."""
+        return (
+            len(columns.blocks) == len(self.blocks) == 1
+            and len(columns.inline) == len(self.inline)
+            and columns.blocks[0].fields + [value.field for value in columns.inline] == self.names
+            and columns.fields == self.definitions
+        )
+
+
+def _checked_fields(table: CommitTable, columns: Columns) -> CommitFields:
+    latest = table.latest_fields
+    if latest is not None and latest.are_of(columns):
+        return latest
+    fields = _check_fields(table.rows, columns)
+    if not fields.new and not fields.in_several:
+        table.latest_fields = fields
+    return fields
 
 
 def _check_fields(rows: RowStore, columns: Columns) -> CommitFields:
-    names = [name for placed in columns.blocks for name in placed.fields]
-    names += [value.field for value in columns.inline]
+    names: list[str] = []
+    for placed in columns.blocks:
+        names += placed.fields
+    for value in columns.inline:
+        names.append(value.field)
     if len(names) > FIELDS_MAX or len(columns.blocks) > FIELDS_MAX:  # before any of them is looked up
         raise UsageError(
             f"a request gives {len(names)} columns in {len(columns.blocks)} blocks; a table has at most {FIELDS_MAX} "
             "fields"
         )
     known = rows.check_fields(columns.fields)
-    inline = [_inline_field(rows, known, value.field) for value in columns.inline]
-    blocks = [[_placed_field(rows, known, name) for name in placed.fields] for placed in columns.blocks]
-    distinct = list(dict.fromkeys(names))
+    fields: list[Field] = []
+    for name in names:
+        field = known.get(name)
+        if field is None:
+            raise rows.unknown_field(name)
+        fields.append(field)
+    blocks: list[list[Field]] = []
+    at = 0
+    for placed in columns.blocks:
+        before, at = at, at + len(placed.fields)
+        blocks.append(fields[before:at])
+        for field in blocks[-1]:
+            if field.inline:
+                raise _misplaced(field)
+    inline = fields[at:]
+    for field in inline:
+        if not field.inline:
+            raise _misplaced(field)
+    distinct = names if len(names) == 1 else list(dict.fromkeys(names))
     if len(distinct) < len(names):
         shared = [
             placed.fields[0] for placed in columns.blocks if placed.members is not None and len(placed.fields) == 1
         ]
         _check_once(Counter(names), Counter(shared))
     new = [] if known is rows.fields else [known[name] for name in known if name not in rows.fields]
-    return CommitFields(distinct, new, inline, blocks, len(distinct) < len(names))
+    return CommitFields(distinct, new, inline, blocks, len(distinct) < len(names), columns.fields)
 
 
 def _check_once(given: Counter[str], shared: Counter[str]) -> None:
@@ -366,22 +426,10 @@ def given_twice(name: str) -> UsageError:
     return UsageError(f'field "{name}" appears twice in one request; pass each field once')
 
 
-def _inline_field(rows: RowStore, known: dict[str, Field], name: str) -> Field:
-    field = known.get(name)
-    if field is None:
-        raise rows.unknown_field(name)
-    if not field.inline:
-        raise SchemaError(f'field "{name}" is {field.describe()}, which does not travel inline; place it in a block')
-    return field
-
-
-def _placed_field(rows: RowStore, known: dict[str, Field], name: str) -> Field:
-    field = known.get(name)
-    if field is None:
-        raise rows.unknown_field(name)
+def _misplaced(field: Field) -> SchemaError:
     if field.inline:
-        raise SchemaError(f'field "{name}" is {field.describe()}, which travels inline, not in a block')
-    return field
+        return SchemaError(f'field "{field.name}" is {field.describe()}, which travels inline, not in a block')
+    return SchemaError(f'field "{field.name}" is {field.describe()}, which does not travel inline; place it in a block')
 
 
 def check_layout(placed: WrittenBlock, fields: Sequence[Field]) -> None:

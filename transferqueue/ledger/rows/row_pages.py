@@ -70,11 +70,15 @@ class RowPages:
 
     def growth(self, rows: int, columns: int) -> int:
         """Bytes that the columns take more while `rows` rows are added and `columns` columns, at most."""
-        capacity, needed = self._capacity, (len(self._left) + 1 + (rows >> SHIFT)) << SHIFT
-        while capacity < needed:
-            capacity *= 2
-        grown = 0 if capacity == self._capacity else sum(column.a.itemsize for column in self._columns)
-        return (grown + columns * COLUMN_BYTES) * capacity
+        if not columns and (self.next_row & MASK) + rows <= PAGE_ROWS and self.next_row & MASK:
+            return 0  # mostly: the rows enter the page that is in use
+        capacity, row_bytes = self._capacity, columns * COLUMN_BYTES
+        opened = ((self.next_row + rows - 1) >> SHIFT) - ((self.next_row - 1) >> SHIFT)
+        if opened and (needed := (len(self._left) + opened) << SHIFT) > capacity:
+            row_bytes += sum(column.a.itemsize for column in self._columns)
+            while capacity < needed:
+                capacity *= 2
+        return row_bytes * capacity
 
     # ------------------------------------------------------------ rows in
 

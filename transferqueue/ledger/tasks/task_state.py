@@ -167,15 +167,23 @@ class TaskState:
 
     def complete(self, rows: IntArray, at: Index, now: float) -> None:
         """Make pending rows ready: they have every field that the task needs."""
+        first = self._stamp + 1
         self.move(at, rows.size, PENDING, READY)
         stamps = self.stamps(rows.size)
-        self.order.a[at] = stamps
-        self._enqueue(rows, at, stamps, stamps)
+        self.order.a[at] = self.hold.a[at] = stamps
+        if not self.ranker.by_arrival:
+            self.push(in_order(self._entries(rows, at, stamps, stamps)))
+        elif isinstance(at, slice) or is_run(rows):
+            self.ready.push_range(rows.item(0), first, rows.size, self.counts[READY])
+            if self.views:
+                self._push_to_views(self._entries(rows, at, stamps, stamps))
+        else:  # new orders ascend
+            self.push(self._entries(rows, at, stamps, stamps))
 
     def return_rows(self, rows: IntArray, at: IntArray, now: float, before: int = LEASED) -> None:
         """Make leased (or acked) rows ready again, at their old place in the order."""
         self.move(at, rows.size, before, READY)
-        self._enqueue(rows, at, self.order.a[at], self.stamps(rows.size))
+        self._return(rows, at)
 
     def postpone(self, rows: IntArray, at: IntArray, until: float | None) -> None:
         """Make leased rows, whose lease failed, wait until a time (None: see `circuit`)."""
@@ -197,7 +205,7 @@ class TaskState:
         ready = self.state.a[at] == READY
         if ready.any():
             at = at[ready]
-            self._enqueue(rows[ready], at, self.order.a[at], self.stamps(at.size))
+            self._return(rows[ready], at)
 
     def step(self, rows: IntArray, at: Index, step: int) -> None:
         """Record that leased rows were acked with `step`. They are done once a checkpoint covers it."""
@@ -296,17 +304,10 @@ class TaskState:
 
     # ------------------------------------------------------------ the ready queue
 
-    def _enqueue(self, rows: IntArray, at: Index, orders: IntArray, stamps: IntArray) -> None:
-        self.hold.a[at] = stamps
-        arrives = self.ranker.by_arrival and orders is stamps
-        if not arrives:  # rows that return, or are ranked by a selector
-            self.push(in_order(self._entries(rows, at, orders, stamps)))
-        elif isinstance(at, slice) or is_run(rows):
-            self.ready.push_range(rows.item(0), stamps.item(0), rows.size, self.ready_units)
-            if self.views:
-                self._push_to_views(self._entries(rows, at, orders, stamps))
-        else:  # new orders ascend
-            self.push(self._entries(rows, at, orders, stamps))
+    def _return(self, rows: IntArray, at: Index) -> None:
+        """Add rows that were ready before, at their old place in the order."""
+        self.hold.a[at] = stamps = self.stamps(rows.size)
+        self.push(in_order(self._entries(rows, at, self.order.a[at], stamps)))
 
     def _entries(self, rows: IntArray, at: Index, orders: IntArray, stamps: IntArray) -> Entries:
         entries = np.zeros((4, rows.size), np.int64)

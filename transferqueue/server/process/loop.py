@@ -73,14 +73,15 @@ class ListeningClock:
     A gap is the time between two readings if it exceeds the announced sleep by more than `GAP_S`: the process was
     suspended, its machine was paused, or one turn took that long. The gap may have begun right after the first reading,
     so this clock stands still during it. Of two gaps in a row the second costs only the time after the announced sleep:
-    so the clock advances even on a machine that is always late. `read_at` is the latest reading of `clock`.
+    so the clock advances even on a machine that is always late. `now` is the latest reading of this clock, and
+    `read_at` that of `clock`.
     """
 
-    __slots__ = ("_clock", "_now", "_planned_s", "_was_gap", "read_at")
+    __slots__ = ("_clock", "_planned_s", "_was_gap", "now", "read_at")
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self.read_at = self._now = clock()
+        self.read_at = self.now = clock()
         self._planned_s = 0.0
         self._was_gap = False
 
@@ -90,13 +91,13 @@ class ListeningClock:
         passed, planned_s = at - self.read_at, self._planned_s
         is_gap = passed - planned_s > GAP_S
         if not is_gap:
-            self._now += passed
+            self.now += passed
         elif self._was_gap:
-            self._now += planned_s
+            self.now += planned_s
         if planned_s:
             self._was_gap = is_gap and not self._was_gap
         self.read_at, self._planned_s = at, 0.0
-        return self._now
+        return self.now
 
     def sleeps(self, patience_s: float | None) -> None:
         """The loop sleeps from the latest reading on, for at most `patience_s` (None: until an event)."""
@@ -137,7 +138,7 @@ class Loop:
         self._wakeup = wakeup
         self._exits = exits
         self._clock = ListeningClock(clock)
-        self._meter = Meter(clock, processor)
+        self._meter = Meter(processor)
         self._batch = batch
         coordinator.clients.on_hello = self._admit
         if not batch:
@@ -205,7 +206,7 @@ class Loop:
 
     def _patience_s(self) -> float | None:
         deadline = self._due = self._coordinator.next_deadline()
-        patience_s = None if deadline is None else deadline - self._clock()
+        patience_s = None if deadline is None else deadline - self._clock.now
         if self._local.unauthenticated:
             patience_s = _least(patience_s, self._local.patience_s())
         if self._port is not None:
@@ -226,8 +227,10 @@ class Loop:
             self._wakeup.clear()
         if self._local.unauthenticated:
             self._local.tick()
-        for session in self._exits.take() if ready and self._exits.fileno() in ready else ():
-            self._coordinator.process_exited(session, now)
+        if ready and self._exits.fileno() in ready:
+            for session in self._exits.take():
+                self._coordinator.process_exited(session, now)
+            self._clock()
         if self._answers.outbox:
             self._send()
         until = math.inf if due is None or due <= settled else math.nextafter(due, -math.inf)
@@ -243,21 +246,21 @@ class Loop:
         self._more = drained >= FRAMES_DRAINED_MAX
 
     def _tick(self) -> None:
-        now = self._clock()
         began = self._clock.read_at
-        self._coordinator.tick(now)
-        self._meter.took(self._coordinator.turns.ticks, began, "tick")
+        self._coordinator.tick(self._clock.now)
+        self._clock()
+        self._meter.took(self._coordinator.turns.ticks, began, self._clock.read_at, "tick")
 
     def _drain(self, receive: Callable[[], tuple[Peer, bytes | None] | None], until: float) -> int:
         """Handle the frames of one source, up to `FRAMES_DRAINED_MAX`, as of no later time than `until`, unless that is
         `GAP_S` ago."""
+        clock = self._clock
         for drained in range(FRAMES_DRAINED_MAX):
             arrived = receive()
             if arrived is None:
                 return drained
             peer, frame = arrived
-            now = self._clock()  # for each frame: the time that earlier frames took must not shorten its wait
-            began = self._clock.read_at
+            now, began = clock.now, clock.read_at
             if until < now <= until + GAP_S:
                 now = until
             if frame is None:
@@ -267,7 +270,8 @@ class Loop:
             subject = self._coordinator.handled
             if not self._batch and (self._answers.outbox or self._coordinator.unfinished):
                 self._send()  # before the next frame: requests that this frame served have waited long enough
-            self._meter.took(self._coordinator.turns.requests, began, subject)
+            clock()  # for the next frame: the time that this one took must not shorten its wait
+            self._meter.took(self._coordinator.turns.requests, began, clock.read_at, subject)
         return FRAMES_DRAINED_MAX
 
     def _admit(self, peer: Peer) -> None:
@@ -282,7 +286,8 @@ class Loop:
                 self._clock()
                 began = self._clock.read_at
                 self._coordinator.commit()
-                self._meter.took(self._coordinator.turns.commits, began, "commit")
+                self._clock()
+                self._meter.took(self._coordinator.turns.commits, began, self._clock.read_at, "commit")
             answers, self._answers.outbox = self._answers.outbox, []
             for peer in self._deliver(answers if len(answers) == 1 else _waiters_first(answers)):
                 self._coordinator.peer_lost(peer, self._clock())

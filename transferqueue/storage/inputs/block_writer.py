@@ -58,7 +58,8 @@ class BlockWriter:
         block = np.frombuffer(out, np.uint8) if isinstance(out, memoryview) else out
         if len(block) != self.nbytes:
             raise InternalError(f"a block of {self.nbytes} bytes needs a buffer of its size, not of {len(block)}")
-        at, jobs = 0, list[Job]()
+        at = 0
+        jobs: list[Job] = []
         for column, span in zip(self.columns, self.spans, strict=True):
             column.write_lengths(block, span)
             at = _zero_padding(block, span, column, at)

@@ -62,7 +62,8 @@ def claim(fd: int, start: int, end: int) -> bool:
 
 def unheld(fd: int, start: int, end: int) -> list[tuple[int, int]]:
     """The parts of ``[start, end)`` that no other process holds now, ascending. `fd` is the owner's."""
-    parts, left = list[tuple[int, int]](), [(start, end)]
+    parts: list[tuple[int, int]] = []
+    left = [(start, end)]
     while left:
         low, high = left.pop()
         taken = _other(fd, low, high)
