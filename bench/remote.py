@@ -161,7 +161,7 @@ def _passed(relays: tuple[Relay, ...]) -> int:
 def _read_for_ever(control: Connection, address: str, name: str) -> None:
     with tq.connect(address, data="remote") as queue:
         table = queue.create_table(f"big_{name}", tasks=[tq.Task("train", needs=["x"])])
-        rows = table.put(x=np.ones((1024, 1 << 13), np.float32))
+        rows = table.put(x=np.random.default_rng(0).random((1024, 1 << 13), np.float32))
         reads = 0
         control.send("reading")
         while not control.poll():

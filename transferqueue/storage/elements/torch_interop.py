@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +14,7 @@ from transferqueue.schema import ITEM_BYTES
 from transferqueue.storage.elements.dtypes import I64, NUMPY_DTYPES, torch_dtype
 
 
+@cache
 def require_torch(module: str) -> Any:
     """The module torch or tensordict; `UsageError` if it is not installed. The queue itself needs neither."""
     try:
