@@ -189,7 +189,7 @@ $(STACKED): tests/engines/stacks.txt pyproject.toml
 	@touch $@
 
 test-stacks: $(STACKED) ## verl 0.9.1 trains on a CPU over Ray, on the original and on the drop-in: the same results (minutes; ARGS goes to pytest)
-	$(STACKS)/bin/python -m pytest -m '' tests/engines/test_stacks.py $(ARGS)
+	RAY_ADDRESS=local $(STACKS)/bin/python -m pytest -m '' tests/engines/test_stacks.py $(ARGS)
 
 # The folders of its source that the data plane and its tests are in, of one commit. It asks for a newer Python than its data plane needs.
 $(NEMOED): tests/engines/nemo.txt pyproject.toml
@@ -205,7 +205,7 @@ $(NEMOED): tests/engines/nemo.txt pyproject.toml
 	@touch $@
 
 test-nemo: $(NEMOED) ## NeMo-RL's data plane on the queue, by its own tests too (a minute; NEMO_AT=main: as it is today)
-	$(NEMO)/bin/python -m pytest tests/engines/test_nemo.py $(ARGS)
+	RAY_ADDRESS=local $(NEMO)/bin/python -m pytest tests/engines/test_nemo.py $(ARGS)
 
 # slime's own package alone, of one commit: its data source needs neither SGLang nor Megatron, and nothing that NeMo-RL's data plane does not.
 $(SLIMED): $(NEMOED)
