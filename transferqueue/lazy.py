@@ -152,8 +152,8 @@ def renamed_names(
 
 
 @dataclass(frozen=True)
-class Plugins:
-    """Classes or functions of one kind, by name. Each is imported when it is first asked for.
+class Plugins(Mapping[str, Any]):
+    """Classes or functions of one kind, by name. Each is imported when it is first asked for, as `load` says.
 
     Args:
         group: The entry points at which other packages register theirs.
@@ -170,6 +170,15 @@ class Plugins:
         from importlib.metadata import entry_points
 
         return {point.name: point.value for point in entry_points(group=self.group)} | dict(self.ours)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.load(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
 
     def load(self, name: str) -> Any:
         """Import the plug-in `name`, which is in `places`.

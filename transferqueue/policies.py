@@ -146,9 +146,10 @@ class TokenBalanced(_Policy, kw_only=True):
 
 
 class Plugin(_Policy):
-    """Select rows by a selector that the server loaded from the entry point ``transferqueue.selectors``.
+    """Select rows by a selector that is installed where the server runs: an entry point of ``transferqueue.selectors``.
 
-    A request that declares a task with it raises `NotFound` if the server does not have the plugin.
+    A request that declares a task with it raises `NotFound` if the server does not have the plugin, and `UsageError` if
+    the plugin cannot be imported, or refuses the options.
 
     Args:
         name: of the entry point.

@@ -61,7 +61,7 @@ class Ledger:
 
     Args:
         epoch: number of this run of the coordinator.
-        selectors: factories of `policies.Plugin` selectors by name, which the caller has loaded from entry points.
+        selectors: factories of `policies.Plugin` selectors by name; default None: there are none.
     """
 
     _cold: ColdBlocks | None = None
@@ -69,7 +69,7 @@ class Ledger:
 
     def __init__(self, *, epoch: int = 1, selectors: Mapping[str, PluginFactory] | None = None) -> None:
         self.epoch = epoch
-        self.state = LedgerState(SharedState(plugins=dict(selectors or {})))
+        self.state = LedgerState(SharedState(plugins={} if selectors is None else selectors))
 
     def continue_from(self, ledger: Ledger) -> None:
         """Take over the state of another ledger, which must not be used again."""

@@ -180,7 +180,7 @@ def _restored(stored: _State, selectors: Mapping[str, PluginFactory]) -> LedgerS
     core = SharedState(
         effects=stored.effects,
         leases=stored.leases,
-        plugins=dict(selectors),
+        plugins=selectors,
         labels=stored.labels,
         last_message_at=stored.last_message_at,
         last_reservation=stored.last_reservation,

@@ -12,8 +12,9 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from transferqueue.errors import InternalError, NotFound, listing
-from transferqueue.errors.text import SHOWN_CHARS, shortened
+from transferqueue.errors import InternalError, NotFound, UsageError, listing
+from transferqueue.errors.text import SHOWN_CHARS, shortened, shown
+from transferqueue.lazy import Plugins
 from transferqueue.ledger.arrays import AnyArray, IntArray
 from transferqueue.ledger.rows import RowStore
 from transferqueue.policies import (
@@ -68,7 +69,16 @@ class UnitFacts:
 
 
 class SelectorPlugin(Protocol):
-    """An object that ranks units, made from options by an entry point of group ``transferqueue.selectors``."""
+    """An object that ranks units.
+
+    A package registers its class under the name that `policies.Plugin` gives, and is installed where the server runs::
+
+        [project.entry-points."transferqueue.selectors"]
+        mine = "my_package:MySelector"
+
+    The server imports the class when a task first names it, and makes an object of it from the task's options, which it
+    may refuse by an exception. An exception of `keys` ends the server.
+    """
 
     def keys(self, units: UnitFacts) -> AnyArray:
         """Return a number per unit, smallest first: int64 or float64 ``[units]``, no NaN. Must be pure."""
@@ -76,6 +86,8 @@ class SelectorPlugin(Protocol):
 
 
 PluginFactory = Callable[[Mapping[str, str | int | float | bool]], SelectorPlugin]
+SELECTORS: Final = Plugins("transferqueue.selectors", {})
+"""The factories that are installed here, for `Ledger(selectors=)`."""
 Ranking = Callable[[UnitFacts], IntArray]
 
 
@@ -106,7 +118,8 @@ class Ranker:
     """The selector of one task."""
 
     def __init__(self, selector: Selector, plugins: Mapping[str, PluginFactory]) -> None:
-        """`NotFound` if the selector needs a plugin that is not installed."""
+        """`NotFound` if the selector needs a plugin that is not installed, `UsageError` if that cannot be imported or
+        refuses its options."""
         self.selector: Final = selector
         inner = selector.inner if isinstance(selector, TokenBalanced) else selector
         self.equal_counts = selector.equal_counts if isinstance(selector, TokenBalanced) else True
@@ -129,7 +142,13 @@ def _plugin(selector: Plugin, plugins: Mapping[str, PluginFactory]) -> Ranking:
             f'selector plugin "{shortened(selector.name, SHOWN_CHARS)}" is not installed on the server; it has '
             f"{listing(plugins)}. Register it there by entry point transferqueue.selectors"
         )
-    made = factory(dict(selector.options))
+    try:
+        made = factory(dict(selector.options))
+    except Exception as error:
+        why = shortened(f"{type(error).__name__}: {error}", SHOWN_CHARS)
+        raise UsageError(
+            f'selector plugin "{selector.name}" refused options={shown(selector.options)} ({why}); give others'
+        ) from error
 
     def ranking(units: UnitFacts) -> IntArray:
         keys = np.asarray(made.keys(units))

@@ -35,6 +35,7 @@ import msgspec
 from transferqueue.errors import AddressInUse, Corruption, DiskFailed, OutOfMemory, UsageError, listing
 from transferqueue.errors.on_failure import OnFailure
 from transferqueue.ledger.ledger import Ledger
+from transferqueue.ledger.tasks.selectors import SELECTORS
 from transferqueue.limits import ARENA_BYTES_DEFAULT, PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.server.durability import recovery
@@ -153,7 +154,7 @@ class StateDirectory(Part):
             made.callback(self._reserve.close)
             previous, journal = self._open(arena_bytes, shared, accept_loss, made)
             self.rebooted: Final = isinstance(previous, LostAtReboot) or (previous is not None and previous.rebooted)
-            ledger, tail = Ledger(epoch=0), Tail()
+            ledger, tail = Ledger(epoch=0, selectors=SELECTORS), Tail()
             if isinstance(previous, PreviousState):
                 ledger, tail = previous.ledger, previous.tail
             self._reserve.begin()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from transferqueue.errors import UsageError
 from transferqueue.ledger.ledger import Ledger
+from transferqueue.ledger.tasks.selectors import SELECTORS
 from transferqueue.limits import FAREWELL_S
 from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.identity import ServerIdentity
@@ -239,7 +240,7 @@ def _new(
 ) -> Coordinator:
     epoch = first_epoch()
     return Coordinator(
-        Ledger(epoch=epoch),
+        Ledger(epoch=epoch, selectors=SELECTORS),
         OwnShardMemory(arena.arena),
         _identity(epoch, directory),
         watcher=exits,
