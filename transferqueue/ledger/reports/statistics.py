@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import numpy as np
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from transferqueue.errors import NotFound
 from transferqueue.errors.text import counted
@@ -117,16 +117,11 @@ def _task_stats(table: TableState, task: TaskState, now: float) -> TaskStats:
         for lease in table.core.leases.by_id.values()
         if lease.table == table.name and lease.task == task.task.name
     ]
-    gone, counters = absence(table, task, now), task.counters
+    gone = absence(table, task, now)
     grouped = isinstance(task, GroupTaskState)
     return TaskStats(
         **{STATES[state]: task.counts[state] for state in _COUNTED},
-        checkpoint=counters.checkpoint,
-        done=counters.done,
-        dropped=counters.dropped,
-        given=counters.given,
-        failed=counters.failed,
-        worker_deaths=counters.worker_deaths,
+        **asdict(task.counters),
         retry_s=next_try_s(task, now),
         paused_s=task.circuit.paused_s(now),
         errors=task.errors.view(now),
