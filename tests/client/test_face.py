@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import transferqueue as tq
+from transferqueue.storage.elements.torch_interop import require_torch
 
 Queue = Any
 
@@ -331,6 +332,7 @@ def test_tensors_without_torch_are_refused_with_the_remedy(
     with tq.connect() as queue:
         table = queue.create_table(name)
         table.put(x=[[1, 2], [3]])
+        require_torch.cache_clear()  # as in a process that asks for the first time
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, absent, None)
             ask = table.read()["x"].nested if absent == "torch" else table.read().tensordict

@@ -182,6 +182,14 @@ def _if_any(was: Any) -> Any:
     return lambda self: was(self) if len(self.requests) else None
 
 
+def _frees_ended(was: Any) -> Any:
+    def begin(self: Any, *terms: Any) -> None:
+        was(self, *terms)
+        self.keeps_ended = False
+
+    return begin
+
+
 def _lives_on(_was: Any) -> Any:
     def refused(self: Any, what: str, error: BaseException | None = None) -> Any:
         self.state.core.writing = False
@@ -219,7 +227,7 @@ FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
     "a checkpoint covers the step after it": ((StepIndex, "take", _one_step_more),),
     "a pull is given the oldest version": ((weight_channels, "pull", _oldest),),
     "a predicate is not heeded": ((task_state, "matches", _all),),
-    "a kept row is freed when it is done": ((TableState, "keeps_ended", lambda _was: property(lambda _self: False)),),
+    "a kept row is freed when it is done": ((TableState, "__init__", _frees_ended),),
     "a column is freed before a checkpoint covers its row": ((ack, "_finish_acked", _freed_uncovered),),
     "a column is never freed": ((finish, "end_columns", _nothing),),
     "the bytes of a table are not "
