@@ -21,7 +21,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 SECONDS = 20.0
-FIRST_LEASE_S = 10.0
+FIRST_LEASE_S = 60.0
+"""Far above what it takes (1 to 3 s), so that a busy machine passes: `python -m bench.ray_chaos` measures it."""
 
 
 @pytest.fixture(scope="module")
