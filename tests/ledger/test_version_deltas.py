@@ -11,6 +11,7 @@ from tests.ledger.driver import Driver, World
 from transferqueue.errors import SchemaError, UsageError
 from transferqueue.ledger.persistence.snapshot_checks import check
 from transferqueue.ledger.reports.statistics import channel_stats
+from transferqueue.limits import COUNT_MAX
 from transferqueue.schema import Field
 from transferqueue.wire import messages as m
 from transferqueue.wire.answers.stats import ChannelStats
@@ -106,3 +107,5 @@ def test_a_reader_that_found_a_wrong_result_is_counted_for_the_publisher(world: 
     client.apply(m.Pull("policy", refused=2))
     assert client.apply(m.GetLatestVersion("policy")).refused == 2
     assert figures(world).deltas_refused == 2
+    client.apply(m.Pull("policy", refused=COUNT_MAX))  # the sum is what a reply can carry
+    assert client.apply(m.GetLatestVersion("policy")).refused == COUNT_MAX

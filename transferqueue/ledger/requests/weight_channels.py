@@ -45,6 +45,7 @@ from transferqueue.ledger.requests.pending_versions import (
 from transferqueue.ledger.rows import check_layout
 from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
 from transferqueue.ledger.table_state import SharedState
+from transferqueue.limits import COUNT_MAX
 from transferqueue.schema import Field
 from transferqueue.wire.messages import (
     AcquireUpdateSlot,
@@ -415,7 +416,7 @@ def pull(channel: WeightChannelState, core: SharedState, request: Pull, session:
             return Blocked(tuple((key, channel.name) for key in keys))
         raise DeadlineExceeded(explain_pull(channel, request))
     core.begin()
-    channel.deltas_refused += request.refused
+    channel.deltas_refused = min(COUNT_MAX, channel.deltas_refused + request.refused)
     core.blocks.pin(session, published.blocks)
     places = [core.blocks.blocks[number].at for number in published.blocks]
     return WeightsReply(version, list(published.fields), places, list(published.ranges))
