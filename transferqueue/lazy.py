@@ -152,8 +152,8 @@ def renamed_names(
 
 
 @dataclass(frozen=True)
-class Plugins(Mapping[str, Any]):
-    """Classes or functions of one kind, by name. Each is imported when it is first asked for, as `load` says.
+class Plugins:
+    """Classes or functions of one kind, by name. Each is imported when it is first asked for.
 
     Args:
         group: The entry points at which other packages register theirs.
@@ -171,14 +171,10 @@ class Plugins(Mapping[str, Any]):
 
         return {point.name: point.value for point in entry_points(group=self.group)} | dict(self.ours)
 
-    def __getitem__(self, name: str) -> Any:
-        return self.load(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.places)
-
-    def __len__(self) -> int:
-        return len(self.places)
+    def found(self) -> Mapping[str, Any]:
+        """The plug-ins that are installed now, by name. Searches the packages (20 ms), so that later look-ups do not;
+        each is still imported when it is first asked for, as by `load`."""
+        return _Found(self.places)
 
     def load(self, name: str) -> Any:
         """Import the plug-in `name`, which is in `places`.
@@ -186,9 +182,28 @@ class Plugins(Mapping[str, Any]):
         Raises:
             UsageError: The import fails, since a library is missing for instance.
         """
-        place = self.places[name]
-        module, _, attribute = place.partition(":")
-        try:
-            return getattr(import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise UsageError(f"{name!r} ({place}) cannot be imported: {error}; install its requirements") from error
+        return _imported(name, self.places[name])
+
+
+class _Found(Mapping[str, Any]):
+    """See `Plugins.found`."""
+
+    def __init__(self, places: Mapping[str, str]) -> None:
+        self._places = places
+
+    def __getitem__(self, name: str) -> Any:
+        return _imported(name, self._places[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def _imported(name: str, place: str) -> Any:
+    module, _, attribute = place.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"{name!r} ({place}) cannot be imported: {error}; install its requirements") from error

@@ -203,7 +203,7 @@ def _ack_replica(
         names = () if results is None else results.names
         check_required_results(table, table.tasks[lease.task], names, lease.rows[lease.held])
         _check_staged_keys(table, [lease])
-    table.begin(lease.rows.size, columns=0 if staged is None else added_columns(table, staged))
+    table.begin(lease.rows.size, columns=0 if staged is None else len(staged.names))  # `make_way` adds some
     lease.acked[replica] = None
     lease.dropped_as = lease.dropped_as or request.drop
     if staged is not None and lease.staged is None:

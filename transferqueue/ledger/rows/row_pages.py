@@ -70,8 +70,6 @@ class RowPages:
 
     def growth(self, rows: int, columns: int) -> int:
         """Bytes that the columns take more while `rows` rows are added and `columns` columns, at most."""
-        if not columns and (self.next_row & MASK) + rows <= PAGE_ROWS and self.next_row & MASK:
-            return 0  # mostly: the rows enter the page that is in use
         capacity, row_bytes = self._capacity, columns * COLUMN_BYTES
         opened = ((self.next_row + rows - 1) >> SHIFT) - ((self.next_row - 1) >> SHIFT)
         if opened and (needed := (len(self._left) + opened) << SHIFT) > capacity:

@@ -87,7 +87,7 @@ class SelectorPlugin(Protocol):
 
 PluginFactory = Callable[[Mapping[str, str | int | float | bool]], SelectorPlugin]
 SELECTORS: Final = Plugins("transferqueue.selectors", {})
-"""The factories that are installed here, for `Ledger(selectors=)`."""
+"""The selectors of other packages. A server gives its ledger those that are `found` at its start."""
 Ranking = Callable[[UnitFacts], IntArray]
 
 

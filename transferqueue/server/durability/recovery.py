@@ -124,7 +124,7 @@ def _with_arena(path: Path, level: Level, file: Path) -> PreviousState | LostAtR
             f"turn {note.turn}"
         )
     journal_head.check(notes, journal, rebooted=rebooted)
-    ledger, tail = replay_journal(journal, SELECTORS)
+    ledger, tail = replay_journal(journal, SELECTORS.found())
     granted = [(extent.offset, extent.nbytes) for extent in ledger.extents_of(SHARD)]
     return PreviousState(file, Allocator.holding(size - MARGIN_BYTES, granted), journal, ledger, tail, rebooted)
 
@@ -210,7 +210,7 @@ def _commits_in(file: Path) -> bool:
 def _what_was_lost(path: Path) -> str:
     try:
         journal = _journal(path)
-        rows = {} if journal is None else replay_journal(journal, SELECTORS)[0].live_rows()
+        rows = {} if journal is None else replay_journal(journal, SELECTORS.found())[0].live_rows()
     except DiskFailed:
         raise
     except TransferQueueError as error:

@@ -154,7 +154,7 @@ class StateDirectory(Part):
             made.callback(self._reserve.close)
             previous, journal = self._open(arena_bytes, shared, accept_loss, made)
             self.rebooted: Final = isinstance(previous, LostAtReboot) or (previous is not None and previous.rebooted)
-            ledger, tail = Ledger(epoch=0, selectors=SELECTORS), Tail()
+            ledger, tail = Ledger(epoch=0, selectors=SELECTORS.found()), Tail()
             if isinstance(previous, PreviousState):
                 ledger, tail = previous.ledger, previous.tail
             self._reserve.begin()

@@ -240,7 +240,7 @@ def _new(
 ) -> Coordinator:
     epoch = first_epoch()
     return Coordinator(
-        Ledger(epoch=epoch, selectors=SELECTORS),
+        Ledger(epoch=epoch, selectors=SELECTORS.found()),
         OwnShardMemory(arena.arena),
         _identity(epoch, directory),
         watcher=exits,
