@@ -72,7 +72,8 @@ def _serve(directory: Path, port: int, more: Sequence[str]) -> Iterator[str]:
     reading.start()
     try:
         assert ready.wait(START_S), "".join(said[-50:])
-        assert any(READY in line for line in said), "".join(said[-50:])
+        while not listens(port):  # it says that it is ready just before
+            assert process.poll() is None, "".join(said[-50:])
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
@@ -84,6 +85,15 @@ def _serve(directory: Path, port: int, more: Sequence[str]) -> Iterator[str]:
         reading.join(30)
         assert process.stdout is not None
         process.stdout.close()
+
+
+def listens(port: int) -> bool:
+    """Whether something accepts connections on a port; takes a moment if not."""
+    try:
+        socket.create_connection(("127.0.0.1", port), 1.0).close()
+    except ConnectionRefusedError:
+        return threading.Event().wait(0.05)
+    return True
 
 
 def read(process: subprocess.Popen[str], said: list[str], ready: threading.Event) -> None:
