@@ -27,7 +27,7 @@ import numpy as np
 import transferqueue as tq
 from bench.published.dispatch import published_lengths
 from bench.run_record import RECORDS, save_record
-from transferqueue.adapters.protocols import Completion, Prompt, Sampling
+from transferqueue.adapters.protocols import Prompt, Sampling
 from transferqueue.adapters.stages.generation import Generate
 from transferqueue.observe.measurement_record import Measurement, summarize
 from transferqueue.workflows.flow.loop.runner import run_stage
@@ -45,9 +45,9 @@ def open_vllm(directory: Path, slots: int) -> Any:
     from transferqueue.adapters.vllm.engine import VllmGenerator
 
     class GivenLengths(VllmGenerator):
-        async def _complete(self, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> Completion:
+        def _row(self, request: Any, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> Any:
             length = _BASE * int(prompt.ids[0]) + int(prompt.ids[1])
-            return await super()._complete(index, sample, prompt, replace(sampling, tokens_max=length))
+            return super()._row(request, index, sample, prompt, replace(sampling, tokens_max=length))
 
     return GivenLengths(
         str(directory),

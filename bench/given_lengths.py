@@ -20,7 +20,7 @@ import numpy as np
 from bench.paced_engine import PacedEngine
 from bench.published.dispatch import ptl_s, published_lengths
 from bench.published.prompts import LUCK, difficulty_of
-from transferqueue.adapters.protocols import GENERATE_S, Completion, Prompt, Sampling
+from transferqueue.adapters.protocols import GENERATE_S, Prompt, Sampling
 
 SKEWS: Final = {"published": 1.0, "mild": 0.5}
 """Deviation of the logarithm of lengths over the published one's."""
@@ -58,8 +58,8 @@ def vllm(directory: str, *, slots: int, longest: int, skew: str, core: int | Non
     from transferqueue.adapters.vllm.engine import VllmGenerator
 
     class Given(VllmGenerator):
-        async def _complete(self, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> Completion:
-            return await super()._complete(index, sample, prompt, _limited(prompt, sampling, longest, skew))
+        def _row(self, request: Any, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> Any:
+            return super()._row(request, index, sample, prompt, _limited(prompt, sampling, longest, skew))
 
     _on_core(core)
     options = {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20, "max_model_len": longest + 64}

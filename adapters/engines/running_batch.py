@@ -26,7 +26,7 @@ from torch import Tensor
 from transferqueue.adapters.engines.completion import seed_of
 from transferqueue.adapters.engines.key_value_cache import Part, joined
 from transferqueue.adapters.engines.sampling import RowDraws, draw_by
-from transferqueue.adapters.protocols import LENGTH, STOP, Completion, Prompt, Sampling
+from transferqueue.adapters.protocols import ABORT, LENGTH, STOP, Completion, Prompt, Sampling
 
 _LIVE_SHARE_MIN: Final = 0.6
 _JOIN_SHARE: Final = 8
@@ -124,13 +124,13 @@ class RunningBatch:
         """Let `rows` wait for their beginning."""
         self._waiting.extend(rows)
 
-    def take(self, owner: Any) -> list[Row]:
-        """Remove the rows of `owner` and return them with their tokens so far."""
+    def take(self, owner: Any) -> Finished:
+        """Remove the unfinished rows of `owner`. Returns them with their tokens so far, ended by `ABORT`."""
         taken = [row for row in (*self._running(), *self._waiting) if row.owner is owner]
         self._waiting = deque(row for row in self._waiting if row.owner is not owner)
         if self._cached is not None:
             self._cached.rows = [None if row is None or row.owner is owner else row for row in self._cached.rows]
-        return taken
+        return [(row, row.completion(ABORT)) for row in taken]
 
     @torch.inference_mode()
     def step(self, version: int) -> Finished:
