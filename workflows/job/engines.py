@@ -10,7 +10,7 @@
 | openai | `adapters.engines.OpenAIGenerator` | requests sent at once | none: it serves version 0 for ever |
 | factory | what ``factory`` returns | argument of the factory | `update_weights` of the generator |
 
-``options`` are arguments of the engine itself: of ``from_pretrained`` for transformers, of ``AsyncEngineArgs`` for
+``options`` are arguments of the engine itself: of ``from_pretrained`` for transformers, of ``EngineArgs`` for
 vllm, of the adapter's class for servers, of the function for a factory. The built-in one has none.
 """
 
