@@ -169,7 +169,8 @@ def _openai(settings: EngineSettings, job: Job, key: str) -> Generator:
             f'{behind + 1} steps: set kind="vllm_server", or pacing.max_staleness={job.steps - 1} to train on '
             "the rows of a fixed policy"
         )
-    arguments = {"connections_max": settings.slots, **settings.options}
+    # An endpoint may be a vLLM on a CPU, which dies of seeds, and none says so.
+    arguments = {"connections_max": settings.slots, "seeds": False, **settings.options}
     return OpenAIGenerator(_url(settings, key), settings.model or job.model.path, **arguments)
 
 
