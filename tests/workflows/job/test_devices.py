@@ -27,7 +27,7 @@ from transferqueue.workflows.job.graph import stage_jobs
 from transferqueue.workflows.job.run import machine
 from transferqueue.workflows.job.run.machine import devices_of
 from transferqueue.workflows.job.run.on_ray import reserved
-from transferqueue.workflows.job.run.preflight import check_positions, placement_of
+from transferqueue.workflows.job.run.preflight import check_positions, counted_models, placement_of
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import GIB
 
@@ -347,6 +347,9 @@ def test_a_job_with_an_id_of_the_hub_is_placed_and_its_rows_compared_with_its_po
     in_hub_cache("lab/small", config_of_a_small_model(), tmp_path, monkeypatch)
     given = jobs.job("grpo", VLLM, "model.path=lab/small")
     assert [process.held.parts["weights"] for process in placement_of(given, devices=gpus(2)).processes][1] > 0
+    assert [line.partition(" counted")[0] for line in counted_models(given)] == [
+        "model.path='lab/small': about 195,008 parameters,"
+    ]
     with pytest.raises(Impossible, match=r"model\.path='lab/small' has 256 positions, and a row up to"):
         check_positions(jobs.job("grpo", "model.path=lab/small", "sampling.tokens_max=512"), "model.path", "lab/small")
     unknown = placement_of(jobs.job("grpo", "model.path=lab/other"), devices=gpus(2))
@@ -354,21 +357,30 @@ def test_a_job_with_an_id_of_the_hub_is_placed_and_its_rows_compared_with_its_po
 
 
 HUB = """
-import sys
 from transferqueue.workflows.job.devices.model_sizes import model_sizes
-print(model_sizes("lab/small"), model_sizes("lab/none"))
+
+for name, revision in (("lab/small", ""), ("lab/small", "v2/a"), ("lab/none", "")):
+    found = model_sizes(name, revision)
+    print(found and (found.parameters, found.hidden, found.is_counted))
 """
 
 
-def test_the_hub_is_asked_for_the_configuration_of_a_model_that_is_not_here(tmp_path):
+HUB_HAS = {
+    "/lab/small/resolve/main/config.json": config_of_a_small_model(),
+    "/lab/small/resolve/v2%2Fa/config.json": config_of_a_small_model(),
+    "/api/models/lab/small/revision/v2%2Fa?expand[]=safetensors": {"safetensors": {"total": 1234, "parameters": {}}},
+}
+
+
+def test_the_hub_is_asked_for_what_a_model_that_is_not_here_has(tmp_path):
     pytest.importorskip("huggingface_hub")
 
     class Hub(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            found = self.path == "/lab/small/resolve/main/config.json"
-            self.send_response(200 if found else 404)
+            found = HUB_HAS.get(self.path)
+            self.send_response(404 if found is None else 200)
             self.end_headers()
-            self.wfile.write(json.dumps(config_of_a_small_model()).encode() if found else b"")
+            self.wfile.write(b"" if found is None else json.dumps(found).encode())
 
         def log_message(self, *words: Any) -> None:
             pass
@@ -380,8 +392,8 @@ def test_the_hub_is_asked_for_the_configuration_of_a_model_that_is_not_here(tmp_
         asked = [sys.executable, "-c", HUB]
         said = subprocess.run(asked, env=hidden | places, capture_output=True, text=True, check=True, timeout=60)
         hub.shutdown()
-    assert said.stdout.startswith("ModelSizes(parameters="), said.stderr
-    assert said.stdout.strip().endswith(") None")
+    counted, told, none = said.stdout.splitlines()
+    assert (counted.endswith(", 64, True)"), told, none) == (True, "(1234, 64, False)", "None"), said.stderr
 
 
 def test_in_turn_a_card_holds_what_stays_of_both_and_the_larger_of_what_each_adds():

@@ -7,11 +7,12 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 from urllib.request import Request, urlopen
 
 from transferqueue.adapters.weights import checkpoint_specs
@@ -20,6 +21,8 @@ HUB_S: Final = 5.0
 """Longest wait for the hub."""
 _CONFIG: Final = "config.json"
 _CONFIG_BYTES_MAX: Final = 1 << 20
+_HEAD_NORMS: Final = ("qwen3", "gemma3", "olmo2")
+"""Beginnings of ``model_type`` of models with such norms."""
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 _ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _PICKLED: Final = "pytorch_model*.bin"
@@ -37,6 +40,9 @@ class ModelSizes:
         keys: numbers of a token's keys in a layer, as many as of its values.
         inner: numbers of a token within the feed-forward part.
         vocabulary: logits of a token.
+        head_norms: whether a layer normalises the queries and keys of each head; default False.
+        is_counted: whether the parameters were counted from the configuration alone, as those of a decoder of Llama's
+            form; default False.
     """
 
     parameters: int
@@ -46,13 +52,16 @@ class ModelSizes:
     keys: int = 0
     inner: int = 0
     vocabulary: int = 0
+    head_norms: bool = False
+    is_counted: bool = False
 
 
 def model_sizes(path: str, revision: str = "") -> ModelSizes | None:
     """Return the sizes of a model; None if nothing says them.
 
-    Of a model in a directory, or in the cache of the hub, the parameters are those of its files. Of another one of the
-    hub they are counted from its configuration, as those of a decoder of Llama's form.
+    Of a model in a directory, or in the cache of the hub, the parameters are those of its files; of another one of the
+    hub as many as the hub says that its safetensors have. Where it says none, they are counted from the configuration,
+    as those of a decoder of Llama's form.
 
     Args:
         path: a directory, or an id of the hub.
@@ -61,9 +70,13 @@ def model_sizes(path: str, revision: str = "") -> ModelSizes | None:
     folder, config = model_folder(path, revision), model_config(path, revision)
     inner = config.get("text_config") or config
     parameters = _parameters(folder, config) if folder else 0
-    if not parameters and not Path(path).expanduser().is_dir():
-        parameters = _counted(_sizes(0, inner), inner)
-    return _sizes(parameters, inner) if parameters else None
+    is_id = bool(config) and not Path(path).expanduser().is_dir()
+    if not parameters and is_id:
+        parameters = _said_by_hub(path, revision)
+    sizes = replace(_sizes(inner), parameters=parameters)
+    if not parameters and is_id:
+        sizes = replace(sizes, parameters=_counted(sizes, inner), is_counted=True)
+    return sizes if sizes.parameters else None
 
 
 def positions_of(path: str, revision: str = "") -> int:
@@ -127,21 +140,39 @@ def model_config(path: str, revision: str = "") -> dict[str, Any]:
     folder = model_folder(path, revision)
     try:
         text = (folder / _CONFIG).read_bytes() if folder else _from_hub(path, revision)
-        config = json.loads(text)
-    except (OSError, ValueError):
+    except OSError:
         return {}
-    return config if isinstance(config, dict) else {}
+    return _object(text)
+
+
+def _said_by_hub(path: str, revision: str) -> int:
+    """The numbers in the safetensors of a model, as the hub describes it; 0: it says none."""
+    described = _object(_from_hub(path, revision, described=True)).get("safetensors")
+    total = described.get("total") if isinstance(described, dict) else 0
+    return total if isinstance(total, int) else 0
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 @cache
-def _from_hub(path: str, revision: str) -> bytes:
-    """The library would try for half a minute to reach a hub that does not answer. Empty: it gave nothing."""
+def _from_hub(path: str, revision: str, *, described: bool = False) -> bytes:
+    """The configuration of a model, or what the hub says of its weights; empty: it gave nothing. The library would try
+    for half a minute to reach a hub that does not answer."""
     try:
         from huggingface_hub import constants, get_token, hf_hub_url
 
         url = hf_hub_url(path, _CONFIG, revision=revision or None)
     except (ImportError, ValueError):  # a name that no id has
         return b""
+    if described:
+        wanted = quote(revision or constants.DEFAULT_REVISION, safe="")
+        url = f"{constants.ENDPOINT}/api/models/{path}/revision/{wanted}?expand[]=safetensors"
     if constants.HF_HUB_OFFLINE or not url.startswith(("https://", "http://")):
         return b""
     request = Request(url)  # noqa: S310  (checked above)
@@ -175,17 +206,18 @@ def _counted(sizes: ModelSizes, config: Mapping[str, Any]) -> int:
     return ends + sizes.hidden + sizes.layers * layer
 
 
-def _sizes(parameters: int, config: Mapping[str, Any]) -> ModelSizes:
-    """By the names of Llama's configuration, which most decoders share, or of GPT-2's."""
+def _sizes(config: Mapping[str, Any]) -> ModelSizes:
+    """All but the parameters, by the names of Llama's configuration, which most decoders share, or of GPT-2's."""
     hidden = config.get("hidden_size") or config.get("n_embd") or 0
     heads = config.get("num_attention_heads") or config.get("n_head") or 1
     head = config.get("head_dim") or hidden // heads
     return ModelSizes(
-        parameters=parameters,
+        parameters=0,
         layers=config.get("num_hidden_layers") or config.get("n_layer") or 0,
         hidden=hidden,
         queries=heads * head,
         keys=(config.get("num_key_value_heads") or heads) * head,
         inner=config.get("intermediate_size") or config.get("n_inner") or 4 * hidden,
         vocabulary=config.get("vocab_size") or 0,
+        head_norms=str(config.get("model_type", "")).startswith(_HEAD_NORMS),
     )

@@ -89,6 +89,19 @@ def placement_of(job: Job, *, site: str = "", devices: Sequence[FoundDevice] | N
     return device_map(job, processes, devices, sizes)
 
 
+def counted_models(job: Job) -> list[str]:
+    """Return the models whose parameters are an estimate, a line for people for each."""
+    lines = []
+    for key, path in _models(job):
+        sizes = model_sizes(path, _revision(job, path))
+        if sizes is not None and sizes.is_counted:
+            lines.append(
+                f"{key}={path!r}: about {sizes.parameters:,} parameters, counted from its config.json as those of a "
+                "decoder of Llama's form"
+            )
+    return lines
+
+
 def check_queue(address: str) -> None:
     """Raise `UsageError` or `PeerError` if nothing answers at the address of ``queue.address`` ("": the job has a
     server of its own)."""
