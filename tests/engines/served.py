@@ -37,20 +37,27 @@ def serve(directory: Path, *more: str) -> Iterator[str]:
     takes seeds."""
     save(directory)
     tokenizer().save_pretrained(directory)
+    sizes = ("--max-model-len", "256", "--max-num-seqs", "32")
+    with serve_model(directory, *sizes, *(more or ("--no-enable-chunked-prefill",))) as url:
+        yield url
+
+
+@contextmanager
+def serve_model(directory: Path, *more: str) -> Iterator[str]:
+    """As `serve`, of the model that is in a directory already. more: further arguments."""
     port = free_port()
     arguments = (
-        f"--model {directory} --served-model-name tiny --host 127.0.0.1 --port {port} --dtype float32 --enforce-eager"
+        f"--model {directory} --served-model-name tiny --host 127.0.0.1 --port {port} --dtype float32 --enforce-eager "
+        f"--kv-cache-memory-bytes {64 << 20}"
     )
-    sizes = f"--max-model-len 256 --max-num-seqs 32 --kv-cache-memory-bytes {64 << 20}"
     process = subprocess.Popen(
         [
             sys.executable,
             "-m",
             "vllm.entrypoints.openai.api_server",
             *arguments.split(),
-            *sizes.split(),
             *SERVER_ARGUMENTS,
-            *(more or ("--no-enable-chunked-prefill",)),
+            *more,
         ],
         env={**os.environ, **ENVIRONMENT},
         stdout=subprocess.PIPE,
