@@ -163,6 +163,9 @@ model."""
 DELTAS_MAX: Final = 32
 """Differences of a tensor in a version: more would save little of what a whole tensor costs once in so many versions,
 and a late reader applies all of them."""
+DELTA_SECTIONS_MAX: Final = 16
+"""Sections of a difference, which a reader of a part fetches apart from each other: as many as engines of one model are
+parallel by tensors."""
 DELTA_BYTES_MIN: Final = 4096
 """A smaller tensor is published whole: its difference would be described by more bytes than it saves."""
 DELTA_TENSORS_MAX: Final = 8192

@@ -33,9 +33,17 @@ def whole(client: Driver, content: int) -> m.WrittenBlock:
     return msgspec.structs.replace(client.block([W], 1), checksum=content)
 
 
-def delta(client: Driver, version: int, before: int, after: int, of: str = "w", dtype: str = "uint8") -> Any:
+def delta(
+    client: Driver,
+    version: int,
+    before: int,
+    after: int,
+    of: str = "w",
+    dtype: str = "uint8",
+    ends: tuple[int, ...] = (64,),
+) -> Any:
     new = Field(f"w/delta-{version}", dtype, (64,))
-    return new, client.block([new], 1), m.TensorDelta(new.name, of, version, before, after)
+    return new, client.block([new], 1), m.TensorDelta(new.name, of, version, before, after, list(ends))
 
 
 def publish(client: Driver, version: int, blocks: list[m.WrittenBlock], deltas: list[Any], **terms: Any) -> None:
@@ -57,6 +65,8 @@ BAD: dict[str, tuple[list[tuple[int, int, int]], dict[str, Any], str]] = {
     "no whole field": ([(2, 10, 20)], {"of": "v"}, 'differences of field "v"; that is in the version, whole'),
     "of itself": ([(2, 10, 20)], {"of": "w/delta-2"}, "whole, and differences are uint8"),
     "not of bytes": ([(2, 10, 20)], {"dtype": "int32"}, "differences are uint8"),
+    "sections that overlap": ([(2, 10, 20)], {"ends": (40, 40, 64)}, "end at 40, 40, 64, and it has 64 bytes"),
+    "sections beyond it": ([(2, 10, 20)], {"ends": (65,)}, "end at 65, and it has 64 bytes"),
     "gap": ([(2, 10, 20), (3, 21, 30)], {}, r"after versions 2, 3 do not follow each other; publish it whole"),
     "other content": ([(2, 11, 20), (3, 20, 30)], {}, "are of other contents than its bytes in this part"),
 }

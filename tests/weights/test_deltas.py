@@ -93,6 +93,28 @@ def test_a_step_is_written_as_a_difference_and_each_reader_has_what_was_publishe
     assert figures(queue).deltas_refused == 0
 
 
+def test_after_a_publication_that_failed_the_next_one_is_a_difference_to_what_is_published(queue: tq.Queue) -> None:
+    channel, versions = queue.weights("policy"), steps(4)
+    channel.publish(0, versions[0])
+    channel.publish(1, versions[1])
+    with pytest.raises(tq.UsageError, match="version 1"):
+        channel.publish(1, versions[2])
+    assert channel.publish(2, versions[3]) < 0.08 * WHOLE
+    with channel.pull(timeout_s=0) as weights:
+        assert same(weights, versions[3])
+
+
+def test_tensors_with_gaps_and_padding_are_differences_too(queue: tq.Queue) -> None:
+    channel, sent = queue.weights("policy"), {"w": np.zeros((100, 301), np.int16)}
+    for version in range(4):
+        every_third = {"w": sent["w"][:, ::3]}
+        written = channel.publish(version, every_third)
+        assert not version or written < 0.05 * every_third["w"].nbytes
+        with channel.pull(timeout_s=0) as weights:
+            assert np.array_equal(weights.numpy()["w"], every_third["w"])
+        sent["w"][version::20, ::9] += 1
+
+
 def test_what_changed_nearly_everywhere_is_written_whole(queue: tq.Queue) -> None:
     channel, sent = queue.weights("policy"), model()
     for version in range(4):
@@ -195,6 +217,35 @@ def test_a_follower_across_a_network_is_sent_what_changed(tmp_path: Path) -> Non
             share = tq.Slice(None, tq.Share(0, 4))
             with reader.weights("policy").pull(only={"up": share}, timeout_s=GENEROUS_S) as part:
                 assert np.array_equal(part.numpy()["up"], versions[-1]["up"][:, :50])
+
+
+def test_a_reader_of_a_part_is_sent_the_sections_of_a_difference_that_have_it(tmp_path: Path) -> None:
+    parts = {
+        "rows": tq.Slice(tq.Share(1, 4)),
+        "few": tq.Slice((700, 701), (3, 9)),
+        "columns": tq.Slice(None, tq.Share(1, 4)),
+        "all": None,
+    }
+    shares = {"rows": 0.3, "few": 0.3, "columns": 1.1, "all": 1.1}
+    with served(tmp_path) as server, Between(server) as between, tq.connect(server.ipc) as trainer:
+        between.bulk.meddle = crossed = Crossed()
+        sent = np.zeros((2048, 1024), np.int16)
+        trainer.weights("policy").publish(0, {"w": sent})
+        with tq.connect(between.control.address, data="remote") as reader:
+            channel = reader.weights("policy")
+            held = {name: channel.pull(only={"w": part}, timeout_s=GENEROUS_S) for name, part in parts.items()}
+            for version in range(1, 3):
+                sent += np.random.default_rng(version).random(sent.shape) < 0.02
+                written = trainer.weights("policy").publish(version, {"w": sent})
+                for name, part in parts.items():
+                    before = crossed.bytes
+                    found = channel.pull(only={"w": part}, since=held[name], timeout_s=GENEROUS_S)
+                    assert crossed.bytes - before < shares[name] * written
+                    bounds = {"rows": np.s_[512:1024], "few": np.s_[700:701, 3:9], "columns": np.s_[:, 256:512]}
+                    assert np.array_equal(found.numpy()["w"], sent[bounds.get(name, np.s_[:])])
+                    held[name].release()
+                    held[name] = found
+        assert figures(trainer).deltas_refused == 0
 
 
 @pytest.mark.parametrize("part_bytes", [1, 4 << 20])

@@ -26,7 +26,7 @@ FACTS: Final = m.RowFacts(
 )
 COLUMNS: Final = m.Columns(FIELDS, [PLACED], [m.Inline("y", bytes(8))], FACTS)
 SLICE: Final = m.TensorSlice("x", "y", 4, 8)
-DELTA: Final = m.TensorDelta("z", "x", 7, 2**64 - 1, 5)
+DELTA: Final = m.TensorDelta("z", "x", 7, 2**64 - 1, 5, [900, 2**40])
 BLOCK: Final = m.BlockLocation(
     9, 0, 3, 4096, 128, 2, ["x", "z"], [5, 0], 2**64 - 1, bytes(16), [m.CopyLocation(1, 4, 8192)]
 )

@@ -11,8 +11,9 @@ yet.
    the next one brings the same bytes.
 4. A range that has differences is made in memory of this process: of the content that the caller holds, if the
    differences lead from there, else of the whole field. Its checksum is compared, so a wrong difference is found. If
-   only a part of it is pulled, only that part is made. Then the blocks that it is made of are compared, and the content
-   that each difference is of is known by its checksum.
+   only a part of it is pulled, only that part is made, of the sections of the differences from its first element to its
+   last. Then the blocks that it is made of are compared, and the content that each difference is of is known by its
+   checksum.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from transferqueue.client.memory.client_transfer import ReceivedBlock
 from transferqueue.client.memory.remote import RemoteMemory
 from transferqueue.client.memory.shard_clients import FoundTensor
 from transferqueue.client.operations.stored_ranges import StoredDelta, StoredRange, stored_ranges
-from transferqueue.client.operations.tensor_parts import WHOLE, apply_delta_in_part
+from transferqueue.client.operations.tensor_parts import WHOLE, apply_delta_in_part, sections_with
 from transferqueue.client.operations.weight_blocks import ReusedTensor
 from transferqueue.client.session.calls import Deadline
 from transferqueue.client.session.operation_runner import BlockingWork, Operation, request_reply
@@ -89,6 +90,10 @@ class SharedTensor:
     def is_of(self, stored: StoredRange, part: Slice = WHOLE) -> bool:
         """Whether it is this part of this content."""
         return self.part == part and stored.is_same(self.field, self.sum)
+
+    def bytes_from(self, first: int) -> U8:
+        """The bytes of a field of bytes from `first` on, where its part begins, and padding."""
+        return self.blocks.live_memory()[0][first if self.is_whole else 0 :]
 
     def own_copy(self) -> U8:
         """Its bytes in new memory, one element after the other."""
@@ -263,6 +268,13 @@ def fetch_ranges(
         fields = {stored.field.name: stored.field for stored, _ in wanted.values()}
         fields |= {delta.field.name: delta.field for delta in deltas}
         parts = {name: part for name, (_, part) in wanted.items() if not part.whole}
+        starts = dict[str, int]()
+        for name, some in steps.items():
+            for delta in some:
+                first, end = delta.bytes_of(sections_with(*wanted[name]))
+                starts[delta.field.name] = first
+                if (first, end) != (0, delta.field.fixed[0]):
+                    parts[delta.field.name] = Slice((first, end))
         found = yield from fetch_tensors(client, blocks, fields, subject, parts)
     made = dict[str, SharedTensor]()
     work = {name: some for name, some in steps.items() if some}
@@ -271,7 +283,7 @@ def fetch_ranges(
         for name, some in work.items():
             stored, part = wanted[name]
             source = bases.get(name) or found[name]
-            changes = [found[delta.field.name].blocks.live_memory()[0] for delta in some]
+            changes = [found[delta.field.name].bytes_from(starts[delta.field.name]) for delta in some]
             made[name] = _made(stored, part, source, changes, subject, arrived)
 
     with OnFailure(release_all, found, f"{subject} was not made; pull it again"):
@@ -312,7 +324,7 @@ def _made(
             if part.whole:
                 apply_delta(memory, change)
             else:
-                apply_delta_in_part(memory, change, field, part, stored.block.nbytes)
+                apply_delta_in_part(memory, change, stored, part)
         if part.whole:
             verify(memory, stored.sum, f'tensor "{field.name}" of {subject}')
     except Corruption:
