@@ -168,7 +168,7 @@ DELTA_SECTIONS_MAX: Final = 16
 parallel by tensors."""
 DELTA_BYTES_MIN: Final = 4096
 """A smaller tensor is published whole: its difference would be described by more bytes than it saves."""
-DELTA_TENSORS_MAX: Final = 8192
+DELTA_TENSORS_MAX: Final = 6144
 """Of more tensors at once none is published as a difference: the request has two fields for each, and its bound is
 `PUBLISH_BYTES_MAX`."""
 RELAY_PART_BYTES: Final = 4 * MIB
