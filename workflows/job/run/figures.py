@@ -331,6 +331,12 @@ FIGURES: Final[tuple[StepFigure, ...]] = (
         meaning="Of `tokens`, those that the engine drew with the version that the trainer has.",
         made="trainer: by `token_versions`",
     ),
+    StepFigure(
+        name="stale_tokens",
+        unit="tokens",
+        meaning="Tokens that `algorithm.token_staleness` left out of the loss.",
+        made="trainer: by `token_versions`",
+    ),
     StepFigure(name="gradient_norm", meaning="Norm of the gradient before clipping.", made=_TRAINER, curve=True),
     StepFigure(name="lr", meaning="Learning rate.", made=_TRAINER),
     StepFigure(

@@ -303,6 +303,17 @@ class RewardSettings(_Table):
     ] = "stop"
 
 
+class TokenStalenessSettings(_Table):
+    """Tokens whose weights are old: the staleness of a token is the version that the trainer has at the step, less that
+    of the weights that drew the token."""
+
+    mask: Annotated[
+        int,
+        "Largest staleness of the tokens in the policy's loss; older ones are left out. 0: none is.",
+        For("asynchronous runs whose long responses begin with old tokens"),
+    ] = 0
+
+
 class AlgorithmSettings(_Table):
     """The advantages and the loss. `kind` decides the keys that are left open."""
 
@@ -386,6 +397,7 @@ class AlgorithmSettings(_Table):
     mask_truncated: Annotated[
         bool, "Leave responses that `sampling.tokens_max` cut out of the loss.", For("DAPO's filter of cut responses")
     ] = False
+    token_staleness: TokenStalenessSettings = TokenStalenessSettings()
     gamma: Annotated[
         float, "Discount of later rewards, for each token. Read by `ppo` and `reinforce_pp`.", For("PPO for agents")
     ] = 1.0

@@ -71,6 +71,7 @@ RANGES: Final[dict[str, NumberRange]] = {
     "algorithm.kl": _ANY,
     "algorithm.overlong_buffer": _ANY,
     "algorithm.overlong_penalty": _ANY,
+    "algorithm.token_staleness.mask": NumberRange(0, why="0 leaves no token out"),
     "algorithm.gamma": _SHARE,
     "algorithm.lam": _SHARE,
     "algorithm.value_clip": _ANY,

@@ -19,6 +19,7 @@ from transferqueue.workflows.job.settings.ranges import check_ranges
 from transferqueue.workflows.job.settings.sizes import (
     GIB,
     batch_rows,
+    depth,
     gib,
     group_rows,
     has_step_versions,
@@ -257,6 +258,18 @@ def _corrections(job: Job) -> None:
         raise UsageError(
             f"clip_high={algorithm.clip_high:g} is below clip_low={algorithm.clip_low:g}: a better action could grow "
             "less than a worse one shrinks"
+        )
+
+
+def _token_staleness(job: Job) -> None:
+    mask, kind, pacing = job.algorithm.token_staleness.mask, job.algorithm.kind, job.pacing
+    if mask and kind == "sft":
+        raise UsageError(f'token_staleness.mask={mask} with kind="sft": no version drew its tokens; leave it out')
+    oldest = pacing.max_staleness if pacing.max_staleness is not None else math.ceil(depth(job))
+    if mask and mask >= oldest:
+        raise UsageError(
+            f"token_staleness.mask={mask} with mode={pacing.mode!r} and max_staleness={oldest}: no token of a step is "
+            f"older than {oldest}, so none would be left out; give less, or leave it out"
         )
 
 
@@ -733,6 +746,7 @@ _RULES: Final[tuple[Callable[[Job], None], ...]] = (
     _groups,
     _sampling,
     _corrections,
+    _token_staleness,
     _entropy,
     _kl,
     _distillation,
