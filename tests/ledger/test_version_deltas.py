@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tests.ledger.driver import Driver, World
-from transferqueue.errors import SchemaError, UsageError
+from transferqueue.errors import SchemaError, ShardLost, UsageError
 from transferqueue.ledger.persistence.snapshot_checks import check
 from transferqueue.ledger.reports.statistics import channel_stats
 from transferqueue.limits import COUNT_MAX
@@ -119,3 +119,18 @@ def test_a_reader_that_found_a_wrong_result_is_counted_for_the_publisher(world: 
     assert figures(world).deltas_refused == 2
     client.apply(m.Pull("policy", refused=COUNT_MAX))  # the sum is what a reply can carry
     assert client.apply(m.GetLatestVersion("policy")).refused == COUNT_MAX
+
+
+def test_a_version_whose_whole_field_or_difference_is_lost_is_named_and_the_next_is_whole(
+    world: World, client: Driver
+) -> None:
+    for version, gone in ((1, "w"), (3, f"w/delta-{4}")):
+        publish(client, version, [whole(client, 10)], [])
+        publish(client, version + 1, [], [delta(client, version + 1, 10, 20)], base=version, kept=[places(client)["w"]])
+        world.ledger.blocks_lost([places(client)[gone]], world.now)
+        with pytest.raises(ShardLost, match=f"version {version + 1} .* is gone .*; pull the newest, or wait"):
+            client.apply(m.Pull("policy", version=version + 1))
+        latest = client.apply(m.GetLatestVersion("policy"))
+        assert (latest.version, latest.blocks, bool(latest.lost)) == (version + 1, [], True), "so nothing is kept of it"
+    publish(client, 5, [whole(client, 30)], [])
+    assert client.apply(m.Pull("policy")).version == 5
