@@ -109,6 +109,7 @@ REQUESTS: Final[list[m.Request]] = [
     m.TakeCopies(7, [9, 10], 1.5),
     m.ListEvents("t", 3, 64),
     m.ExplainWait(7),
+    m.CreateTable("r", retention=p.Recorded("run", bytes="1GiB", age_s=60.0, required=False)),
 ]
 REPLIES: Final[list[m.Reply]] = [
     m.Welcome(5, 7, "0.1.0", "/run", {0: "/dev/shm/a"}, 1 << 30, 7071, True, "9f" * 32, CoordinatorIndex(1, 2, "d")),

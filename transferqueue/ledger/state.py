@@ -89,7 +89,10 @@ class LedgerState:
     def end_pins(self, number: int) -> None:
         """Return the pins and grants of a closed session."""
         if self.sessions.pop(number, None) is not None:
-            self.core.labels.pop(number, None)
+            label = self.core.labels.pop(number, "")
+            for table in self.tables.values():
+                if table.record is not None:
+                    table.record.remember_worker(number, label)
             self.core.last_message_at.pop(number, None)
             self.core.blocks.unpin_all(number)
             self.core.blocks.return_grants(number)

@@ -329,6 +329,10 @@ class Coordinator:
         self.waiting.wake(("memory",))
         self._calls.unfinished = True
 
+    def refuse_work(self, table: str, error: TransferQueueError) -> None:
+        """Refuse the waiting requests that add work to this table."""
+        self._calls.refuse_all(error, work_only=True, table=table)
+
     # ------------------------------------------------------------ the end
 
     def disk_failed(self, why: str) -> list[tuple[Peer, bytes]]:

@@ -1,9 +1,9 @@
 """The door between a coordinator and its optional parts.
 
 A part is a folder of the server: `shards` (remote memory and replicas), `durability` (journal and snapshots, a part
-each) and `spill`. The assembly imports shards and snapshots if their folders are installed, and journal and spill if
-their options are chosen; `Coordinator.attach` joins them. The coordinator calls all its parts, in order, at the same
-points of each turn. No other module outside a part imports it.
+each), `spill` and `row_record` (files of ended rows). The assembly imports shards, snapshots and records if their
+folders are installed, and journal and spill if their options are chosen; `Coordinator.attach` joins them. The
+coordinator calls all its parts, in order, at the same points of each turn. No other module outside a part imports it.
 """
 
 from __future__ import annotations
@@ -71,6 +71,9 @@ class Part:
     def waits_ended(self, keys: Collection[WakeKey], now: float) -> None:
         """No request waits on these keys any more: the sessions of those that did have ended."""
 
+    def check_table(self, terms: m.CreateTable) -> None:
+        """Raise `UsageError` if a table of these terms could not be served. A client is about to create it."""
+
     # ------------------------------------------------------------ what outlives the server
 
     @property
@@ -130,6 +133,8 @@ class Parts:
         """Those with a `refuse`, which every request passes."""
         self.durable: Final[list[Part]] = []
         """Those with a `commit`, which every turn passes."""
+        self.short_tables: Final[dict[str, str]] = {}
+        """Why requests that add work to a table are refused now, by table."""
         self._all: Final[list[Part]] = []
 
     def __len__(self) -> int:

@@ -327,4 +327,6 @@ def rows_by_holder(table: TableState, now: float) -> str:
             f"{counted(ended, 'row', 'has', 'have')} ended, and will be kept until table.delete(rows), since the "
             "table's retention is Manual"
         )
+    if ended and table.record is not None:
+        lines.append(f"{counted(ended, 'row', 'has', 'have')} ended, but no file contains them yet")
     return "; ".join(lines) or ("no task takes its rows" if table.rows_live else "it is empty")

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import logging
 import mmap
-import os
 import queue
 import threading
 import time
@@ -31,7 +30,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import numpy as np
 from msgspec.structs import replace
 
 from transferqueue.errors import (
@@ -63,7 +61,7 @@ from transferqueue.server.durability.snapshot_files import (
 from transferqueue.server.durability.snapshot_job import SnapshotJob
 from transferqueue.server.durability.spool import BlockSpool
 from transferqueue.server.memory.lending import Lending
-from transferqueue.server.memory.own_memory import SHARD, OwnShardMemory
+from transferqueue.server.memory.own_memory import SHARD
 from transferqueue.server.parts import ColdStore, Handler, Part
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.inputs.block_writer import BlockWriter
@@ -340,7 +338,7 @@ class SnapshotJobs(Part):
         remote: list[m.BlockLocation],
         arrivals: Arrivals,
     ) -> None:
-        arena = _mapped(self._memory, mmap.PROT_READ)
+        arena = self._memory.mapped(mmap.PROT_READ)
 
         def content_of(at: m.BlockLocation, spool: BlockSpool) -> U8:
             if at.shard == ON_DISK:
@@ -412,7 +410,7 @@ class SnapshotJobs(Part):
         table_snapshots = read_tables(snapshot, manifest)
         with _named(job.path):
             check_contents(manifest, table_snapshots)
-        arena = _mapped(self._memory, mmap.PROT_READ | mmap.PROT_WRITE)
+        arena = self._memory.mapped(mmap.PROT_READ | mmap.PROT_WRITE)
         extents: list[tuple[int, int]] = []
         try:
             blocks: dict[int, m.BlockLocation] = {}
@@ -504,12 +502,3 @@ def _failure(run: Callable[[SnapshotJob], None], job: SnapshotJob) -> TransferQu
         _log.exception("work on %s failed", job.path)
         return InternalError(f"work on {job.path} failed: {error!r}; please report it")
     return None
-
-
-def _mapped(memory: OwnShardMemory, protection: int) -> U8:
-    """Map the arena for another thread. It is unmapped when the last view of it is collected."""
-    fd = os.open(memory.arena.path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        return np.frombuffer(mmap.mmap(fd, memory.arena.capacity, mmap.MAP_SHARED, protection), np.uint8)
-    finally:
-        os.close(fd)

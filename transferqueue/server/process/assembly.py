@@ -34,12 +34,14 @@ from transferqueue.wire.versions import VERSION
 if TYPE_CHECKING:
     from transferqueue.server.durability.state_directory import StateDirectory
     from transferqueue.server.parts import ColdStore
+    from transferqueue.server.row_record.part import RowRecords
     from transferqueue.server.shards.block_fetches import BlockFetches
     from transferqueue.server.shards.part import Shards
     from transferqueue.server.spill.spill_file import SpillPolicy
 
 _SNAPSHOTS: Final = "transferqueue.server.durability"
 _SHARDS: Final = "transferqueue.server.shards"
+_RECORDS: Final = "transferqueue.server.row_record"
 """The parts that every server has, if they are installed."""
 
 
@@ -57,6 +59,7 @@ class ServerProcess:
         carrier: may move columns instead of the stream.
         snapshots: the directory of all snapshots; None: `SNAPSHOTS_VARIABLE`, else "snapshots" in the working
             directory.
+        records: the directory under which tables record rows; None: they may name any directory of this user.
         index: of this coordinator in its deployment.
         spill: cold blocks go there when the arena fills; None: they stay in memory.
 
@@ -76,6 +79,7 @@ class ServerProcess:
         plain_bytes: bool = False,
         carrier: Carrier | None = None,
         snapshots: Path | None = None,
+        records: Path | None = None,
         index: CoordinatorIndex = CoordinatorIndex(),  # noqa: B008  (frozen)
         spill: SpillPolicy | None = None,
     ) -> None:
@@ -111,6 +115,11 @@ class ServerProcess:
             if find_spec(_SNAPSHOTS) is not None:
                 fetches = None if remote is None else remote.fetches
                 self._keep_snapshots(made, fetches, cold, snapshots, wakeup)
+            self._records = None
+            if find_spec(_RECORDS) is not None:
+                self._records = self._record_rows(records, wakeup, spills=spill is not None)
+                self._records.resume(clock())
+            self._clock = clock
             self._files = made.pop_all()
 
     def _reach_shards(self, secret: bytes | None) -> Shards:
@@ -174,6 +183,24 @@ class ServerProcess:
         made.callback(jobs.stop)
         coordinator.attach(jobs)
 
+    def _record_rows(self, root: Path | None, wakeup: Wakeup, *, spills: bool) -> RowRecords:
+        from transferqueue.server.row_record.part import RowRecords
+        from transferqueue.server.row_record.writer import ThreadWriter
+
+        coordinator = self.coordinator
+        records = RowRecords(
+            root,
+            coordinator.ledger,
+            coordinator.lending,
+            ThreadWriter(coordinator.memory, wakeup.set),
+            short=coordinator.parts.short_tables,
+            wake=coordinator.waiting.wake,
+            refuse=coordinator.refuse_work,
+            spills=spills,
+        )
+        coordinator.attach(records)
+        return records
+
     def _spill(self, made: ExitStack, policy: SpillPolicy, wakeup: Wakeup) -> ColdStore:
         from transferqueue.server.spill.spill_file import SpillFile, mapped
         from transferqueue.server.spill.spilling import Spilling
@@ -199,6 +226,8 @@ class ServerProcess:
         `woken_by` is as in `Loop.run`."""
         with self._files:
             self.loop.run(woken_by)
+            if self._records is not None:
+                self._records.finish(self._clock)
             if not isinstance(self._storage, ArenaDirectory):
                 self._storage.checkpoint()
 

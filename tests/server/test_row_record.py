@@ -1,0 +1,314 @@
+"""The part that records rows, in time that the test decides: when it writes, what a kill leaves, what a broken disk
+means."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.lives import Life, again, write
+from transferqueue.errors import DiskFailed, Full, Impossible, UsageError
+from transferqueue.limits import Limits
+from transferqueue.policies import Recorded, Task
+from transferqueue.server.durability_level import Level
+from transferqueue.server.row_record import part as parts
+from transferqueue.server.row_record.part import INTERVAL_S, PATIENCE_S, RETRY_S, RowRecords
+from transferqueue.server.row_record.writer import Outcome
+from transferqueue.server.row_record.writer import write as write_files
+from transferqueue.storage.row_files import files
+from transferqueue.storage.row_files.reader import RecordedRows, rows_in
+from transferqueue.wire import messages as m
+
+USE = [Task("use", ["x"])]
+
+
+class HandWriter:
+    """Writes real files in `submit`. Its outcome is lost with the process while `holds`; `broken`: the disk fails."""
+
+    def __init__(self, life: Life) -> None:
+        self.life, self.holds, self.broken = life, False, ""
+        self.outcome: Outcome | None = None
+        self.batches = 0
+
+    def submit(self, batch: Any, directory: Path, *, after_failure: bool) -> None:
+        self.batches += 1
+        arena = self.life.coordinator.memory.mapped(mmap.PROT_READ)
+        if self.broken:
+            self.outcome = Outcome(batch.table, error=self.broken)
+        else:
+            self.outcome = write_files(
+                batch, directory, lambda at: arena[at.offset : at.offset + at.nbytes], after_failure=after_failure
+            )
+
+    def take(self, wait_s: float = 0.0) -> Outcome | None:
+        outcome, self.outcome = (None, self.outcome) if self.holds else (self.outcome, None)
+        return outcome
+
+    def stop(self) -> None:
+        return
+
+
+class Recording:
+    """A life with the part, and a client with a table that records."""
+
+    def __init__(self, path: Path, shared: Path, client: Any = None, root: Path | None = None, **terms: Any) -> None:
+        self.root = path / "records" if root is None else root
+        self.life = Life(path / "state", Level.PROCESS, shared)
+        self.life.clients = 100
+        self.writer = HandWriter(self.life)
+        self.refused: list[tuple[str, Full]] = []
+        coordinator = self.life.coordinator
+        self.part = RowRecords(
+            self.root,
+            coordinator.ledger,
+            coordinator.lending,
+            self.writer,
+            short=coordinator.parts.short_tables,
+            wake=coordinator.waiting.wake,
+            refuse=coordinator.refuse_work,
+        )
+        coordinator.attach(self.part)
+        self.part.resume(self.life.now)
+        if client is None:
+            self.client = self.life.client()
+            self.client.ask(m.CreateTable("t", tasks=USE, retention=Recorded("run", **terms)))
+        else:
+            self.client = again(self.life, client)
+
+    def pass_time(self, seconds: float) -> None:
+        """In steps: the writer has an outcome at once, and the part takes it at its next tick."""
+        until = self.life.now + seconds
+        while self.life.now < until:
+            self.life.pass_time(min(0.25, until - self.life.now))
+            self.client.post(m.Heartbeat())
+        self.life.pass_time(0.0)
+        self.life.pass_time(0.0)
+
+    @property
+    def table(self) -> Any:
+        return self.life.coordinator.ledger.state.tables["t"]
+
+    def end(self, rows: int) -> None:
+        """Put rows and drop them."""
+        first = self.table.rows.pages.next_row
+        assert write(self.life, self.client, rows, fill=first).rows == rows
+        dropped = m.Drop("t", b"".join(row.to_bytes(8, "little") for row in range(first, first + rows)), "over")
+        assert self.client.ask(dropped).rows == rows
+
+    def recorded(self) -> list[int]:
+        """The rows of all files, in the order of the files."""
+        return [row for one in files.files_in(self.root / "run" / "t") for row in rows_in(one)]
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    found = tmp_path / "shm"
+    found.mkdir()
+    return found
+
+
+@pytest.fixture
+def recording(tmp_path: Path, shared: Path) -> Any:
+    made = Recording(tmp_path, shared)
+    yield made
+    made.life.crash()
+
+
+def test_rows_are_written_a_moment_after_they_end_and_freed_after_that(recording: Recording) -> None:
+    recording.end(3)
+    recording.pass_time(INTERVAL_S / 2)
+    assert recording.recorded() == []
+    assert recording.table.rows_resident == 3
+    recording.pass_time(INTERVAL_S)
+    assert recording.recorded() == [0, 1, 2]
+    assert (recording.table.rows_resident, recording.table.rows_recorded, recording.table.usage.bytes) == (0, 3, 0)
+
+
+def test_one_file_for_the_rows_of_many_requests(recording: Recording) -> None:
+    for _ in range(5):
+        recording.end(2)
+    recording.pass_time(2 * INTERVAL_S)
+    assert recording.writer.batches == 1
+    assert recording.recorded() == list(range(10))
+
+
+def test_memory_is_not_granted_again_before_the_file_exists(recording: Recording) -> None:
+    recording.writer.holds = True
+    recording.end(1)
+    before = recording.life.coordinator.memory.used
+    recording.pass_time(2 * INTERVAL_S)
+    assert recording.life.coordinator.memory.used == before
+    recording.writer.holds = False
+    recording.pass_time(INTERVAL_S)
+    assert recording.life.coordinator.memory.used < before
+
+
+def test_who_lacks_memory_waits_for_no_interval(recording: Recording) -> None:
+    recording.end(1)
+    recording.part.memory_lacking(1, "rows")
+    recording.pass_time(0.0)
+    assert recording.recorded() == [0]
+
+
+def test_a_file_that_the_ledger_was_not_told_of_is_not_written_again(tmp_path: Path, shared: Path) -> None:
+    """The server is killed after the rename, and before the ledger has the news."""
+    first = Recording(tmp_path, shared)
+    first.writer.holds = True
+    first.end(2)
+    first.pass_time(2 * INTERVAL_S)
+    assert first.recorded() == [0, 1]
+    assert first.table.rows_resident == 2
+    first.life.crash()
+    second = Recording(tmp_path, shared, first.client)
+    assert (second.table.rows_resident, second.table.rows_recorded) == (0, 2)
+    second.end(1)
+    second.pass_time(2 * INTERVAL_S)
+    assert second.recorded() == [0, 1, 2]
+    second.life.crash()
+
+
+def test_rows_without_a_file_survive_a_kill(tmp_path: Path, shared: Path) -> None:
+    first = Recording(tmp_path, shared)
+    first.end(2)
+    aside = files.aside(first.root / "run" / "t", first.table.record.life, 1)
+    aside.write_bytes(b"PAR1 half a file")
+    first.life.crash()
+    second = Recording(tmp_path, shared, first.client)
+    assert not aside.exists()
+    second.pass_time(2 * INTERVAL_S)
+    assert second.recorded() == [0, 1]
+    row = RecordedRows("t", second.root / "run" / "t").arrow(["_reason", "x"]).to_pylist()[0]
+    assert row == {"_reason": "over", "x": [0]}
+    second.life.crash()
+
+
+def test_a_damaged_file_that_was_not_told_is_written_again(tmp_path: Path, shared: Path) -> None:
+    first = Recording(tmp_path, shared)
+    first.writer.holds = True
+    first.end(2)
+    first.pass_time(2 * INTERVAL_S)
+    (one,) = files.files_in(first.root / "run" / "t")
+    os.truncate(one.path, 40)
+    first.life.crash()
+    second = Recording(tmp_path, shared, first.client)
+    second.pass_time(2 * INTERVAL_S)
+    recorded = RecordedRows("t", second.root / "run" / "t")
+    assert recorded.arrow(["_row"])["_row"].to_pylist() == [0, 1]
+    assert [damage.file for damage in recorded.damaged] == [one.path]
+    second.life.crash()
+
+
+def test_a_life_goes_on_with_a_restart_and_a_new_table_begins_another(tmp_path: Path, shared: Path) -> None:
+    first = Recording(tmp_path, shared)
+    life = first.table.record.life
+    first.life.crash()
+    second = Recording(tmp_path, shared, first.client)
+    assert second.table.record.life == life
+    second.client.ask(m.DropTable("t"))
+    second.client.ask(m.CreateTable("t", tasks=USE, retention=Recorded("run")))
+    assert second.table.record.life != life
+    second.life.crash()
+
+
+# ---------------------------------------------------------------- a disk that fails
+
+FULL = os.strerror(errno.ENOSPC)
+
+
+def test_rows_wait_for_a_disk_and_then_new_ones_are_refused(recording: Recording) -> None:
+    recording.writer.broken = FULL
+    recording.end(2)
+    recording.pass_time(PATIENCE_S - RETRY_S)
+    assert recording.table.rows_resident == 2
+    recording.end(1)  # not refused yet
+    recording.pass_time(3 * RETRY_S)
+    granted = recording.client.ask(m.Grant(4096))
+    refused = recording.client.ask(m.Reserve("t", 1))
+    assert (refused.error, granted.nbytes) == ("Full", 4096)
+    assert 'table "t" takes no rows: 3 that have ended wait for their file' in refused.text
+    assert FULL in refused.text
+    recording.writer.broken = ""
+    recording.pass_time(2 * RETRY_S)
+    assert recording.recorded() == [0, 1, 2]
+    recording.end(1)
+    assert recording.table.rows_recorded == 3
+
+
+def test_rows_go_on_unrecorded_where_that_is_declared(tmp_path: Path, shared: Path) -> None:
+    recording = Recording(tmp_path, shared, required=False)
+    recording.writer.broken = FULL
+    recording.end(2)
+    recording.pass_time(PATIENCE_S - RETRY_S)
+    assert recording.table.rows_unrecorded == 0
+    recording.pass_time(3 * RETRY_S)
+    assert (recording.table.rows_unrecorded, recording.table.rows_resident) == (2, 0)
+    recording.writer.broken = ""
+    recording.end(1)
+    recording.pass_time(2 * RETRY_S)
+    assert recording.recorded() == [2]
+    audit = recording.life.coordinator.ledger.state.tables["t"]
+    assert audit.rows_dropped == {"over": 3}
+    recording.life.crash()
+
+
+def test_a_file_of_a_failed_attempt_that_exists_is_told(recording: Recording) -> None:
+    """As if the disk had renamed the file, and failed to say so."""
+    recording.writer.holds = True
+    recording.end(1)
+    recording.pass_time(2 * INTERVAL_S)
+    recording.writer.holds, recording.writer.outcome = False, Outcome("t", error="Input/output error")
+    recording.end(1)
+    recording.pass_time(3 * RETRY_S)
+    assert recording.recorded() == [0, 1]
+    assert recording.table.rows_recorded == 2
+
+
+def test_a_record_that_cannot_be_read_stops_the_start(
+    tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Recording(tmp_path, shared)
+    first.life.crash()
+
+    def unreadable(*args: object) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(parts, "published", unreadable)
+    with pytest.raises(DiskFailed, match=r'the record of table "t" cannot be read: .*; start the server when'):
+        Recording(tmp_path, shared, first.client)
+
+
+# ---------------------------------------------------------------- terms that are refused
+
+
+@pytest.mark.parametrize("directory", ["..", "../elsewhere", "/etc"])
+def test_a_record_stays_under_the_directory_of_the_server(recording: Recording, directory: str) -> None:
+    refused = recording.client.ask(m.CreateTable("u", tasks=USE, retention=Recorded(directory)))
+    assert refused.error == "UsageError"
+    assert f"record directory {directory!r} is outside" in refused.text
+
+
+def test_a_directory_that_cannot_be_written_is_refused_at_once(tmp_path: Path, recording: Recording) -> None:
+    (tmp_path / "records" / "file").write_bytes(b"")
+    refused = recording.client.ask(m.CreateTable("u", tasks=USE, retention=Recorded("file")))
+    assert "cannot be written to (File exists); name another directory" in refused.text
+
+
+def test_rows_in_other_memory_are_refused(recording: Recording) -> None:
+    recording.part._spills = True
+    with pytest.raises(
+        Impossible, match="this server has a spill directory, and rows are recorded from its own memory"
+    ):
+        recording.part.check_table(m.CreateTable("u", tasks=USE, retention=Recorded("u"), limits=Limits()))
+
+
+def test_terms_say_what_is_wrong() -> None:
+    for wrong in ({"directory": ""}, {"directory": "a\0"}, {"directory": "a", "age_s": 0.0}):
+        with pytest.raises(UsageError, match="recorded: "):
+            Recorded(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(UsageError):
+        Recorded("a", bytes="many")

@@ -1,0 +1,99 @@
+"""Rows of a table with `Recorded` that have their fate, and that no file contains yet.
+
+Such rows stay resident, with their values, until the ledger is told that a file contains them. A request that gives
+rows their fate appends them once (`RowRecord.end`), and `RowRecord.recorded` alone removes them.
+
+Files are numbered per *life* of a table: from its creation to its end, continued by restarts. A snapshot that is
+restored begins another life.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import xxhash
+
+from transferqueue.ledger.arrays import IntArray
+from transferqueue.limits import RECORDED_WORKERS_MAX
+
+
+class EndedRows(msgspec.Struct, eq=False):
+    """Rows that ended together.
+
+    Args:
+        steps: the step with which each was acked last; -1: none.
+        keys: of the rows that had one. Ended rows have no key in the table, so that another row may get it.
+    """
+
+    at: float
+    fate: int
+    reason: str
+    rows: IntArray
+    steps: IntArray
+    keys: dict[int, str]
+
+    def without(self, gone: IntArray) -> EndedRows:
+        """Those that are not in `gone`."""
+        stay = ~np.isin(self.rows, gone)
+        rows = self.rows[stay]
+        keys = {row: self.keys[row] for row in rows.tolist() if row in self.keys} if self.keys else {}
+        return EndedRows(self.at, self.fate, self.reason, rows, self.steps[stay], keys)
+
+
+class RowRecord(msgspec.Struct, eq=False):
+    """What a table knows of its record.
+
+    Args:
+        life: names the life of the table in file names.
+        files: number of the last file of which the ledger was told.
+        ended: rows that no file contains, in the order in which they ended.
+        waiting: their number.
+        workers: names of sessions that have ended, for the lineage of rows.
+    """
+
+    life: str
+    files: int = 0
+    ended: list[EndedRows] = []
+    waiting: int = 0
+    workers: dict[int, str] = {}
+
+    def end(self, rows: EndedRows) -> None:
+        """Rows have their fate."""
+        self.ended.append(rows)
+        self.waiting += rows.rows.size
+
+    def next_rows(self, most: int) -> list[EndedRows]:
+        """The rows that ended first: about `most`, whole requests."""
+        chosen: list[EndedRows] = []
+        for ended in self.ended:
+            chosen.append(ended)
+            most -= ended.rows.size
+            if most <= 0:
+                break
+        return chosen
+
+    def recorded(self, number: int, rows: IntArray) -> None:
+        """File `number` contains these rows (0: none does, and none will)."""
+        self.files = max(self.files, number)
+        self.waiting -= rows.size
+        left, kept = rows.size, list[EndedRows]()
+        for at, ended in enumerate(self.ended):
+            if not left:
+                kept += self.ended[at:]
+                break
+            rest = ended.without(rows)
+            left -= ended.rows.size - rest.rows.size
+            if rest.rows.size:
+                kept.append(rest)
+        self.ended = kept
+
+    def remember_worker(self, session: int, label: str) -> None:
+        """The name of a session that has ended."""
+        self.workers[session] = label
+        while len(self.workers) > RECORDED_WORKERS_MAX:
+            del self.workers[next(iter(self.workers))]
+
+
+def life_of(*origin: object) -> str:
+    """A name for a life that begins: the same for the same origin."""
+    return xxhash.xxh3_64_hexdigest(repr(origin).encode())

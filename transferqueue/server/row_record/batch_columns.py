@@ -1,0 +1,196 @@
+"""A batch of ended rows as an Arrow table: the lineage of each row, then its columns.
+
+Names of lineage begin with ``_``. A column of the table that has such a name is written under ``field.NAME``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+
+from transferqueue.ledger.arrays import AnyArray, BoolArray, IntArray
+from transferqueue.ledger.rows import DONE, TableEvent
+from transferqueue.ledger.rules.recording import EndedBatch
+from transferqueue.schema import Field
+from transferqueue.storage.columns.column import Column
+from transferqueue.storage.columns.export import arrow_type
+from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
+from transferqueue.storage.elements.dtypes import U8
+from transferqueue.wire.messages import BlockLocation
+
+Memory = Callable[[BlockLocation], U8]
+"""Returns the bytes of a block. They do not change while the batch is written."""
+ROW_GROUP_BYTES: Final = 32 << 20
+"""About the size of a row group in memory."""
+_FACT_NAMES: Final = {"policy_version": "_version", "policy_version_max": "_version_max"}
+
+
+class BatchColumns:
+    """The columns of one batch. `wall`: seconds since 1970 at the batch's `now`."""
+
+    def __init__(self, batch: EndedBatch, memory: Memory, wall: float) -> None:
+        self._batch, self._memory, self._wall = batch, memory, wall
+        self.steps: IntArray = np.concatenate([ended.steps for ended in batch.ended])
+        self._lineage = self._of_all()
+
+    def chunks(self, chosen: IntArray) -> Iterator[Any]:
+        """Tables of the rows at these positions, of bounded size."""
+        for piece in np.split(chosen, _cuts(self._sizes()[chosen])):
+            yield self._table(piece)
+
+    def schema(self) -> Any:
+        """The schema of all tables of this batch."""
+        return self._table(np.empty(0, np.int64)).schema
+
+    def _table(self, at: IntArray) -> Any:
+        import pyarrow as pa
+
+        index = pa.array(at)
+        columns = {name: column.take(index) for name, column in self._lineage.items()}
+        fields = [pa.field(name, column.type) for name, column in columns.items()]
+        for field in self._batch.fields.values():
+            name = f"field.{field.name}" if field.name in columns else field.name
+            columns[name] = self._column(field, at)
+            about = {"transferqueue.dtype": field.dtype, "transferqueue.shape": json.dumps(field.shape)}
+            fields.append(pa.field(name, columns[name].type, metadata=about))
+        return pa.Table.from_arrays([*columns.values()], schema=pa.schema(fields))
+
+    # ------------------------------------------------------------ columns of the table
+
+    def _sizes(self) -> AnyArray:
+        """About the bytes of each row."""
+        batch, sizes = self._batch, np.full(self._batch.rows.size, 256.0)
+        for blocks, _ in batch.places.values():
+            for number in np.unique(blocks[blocks > 0]).tolist():
+                at = batch.blocks[number]
+                sizes[blocks == number] += at.nbytes / (at.rows * len(at.fields))
+        return sizes
+
+    def _column(self, field: Field, at: IntArray) -> Any:
+        has = self._batch.has[field.name][at]
+        if field.name in self._batch.inline:
+            values = Column.of_inline(field, np.ascontiguousarray(self._batch.inline[field.name][at[has]])).arrow()
+        elif has.any():
+            values = Column(field, self._placement(field.name, at[has])).arrow()
+        else:
+            return _nulls(arrow_type(field), at.size)
+        return values if has.all() else _spread(values, has)
+
+    def _placement(self, name: str, at: IntArray) -> RowPlacement:
+        batch = self._batch
+        blocks, slots = (each[at] for each in batch.places[name])
+        numbers, index = np.unique(blocks, return_inverse=True)
+        places = [batch.blocks[number] for number in numbers.tolist()]
+        mapped = MappedBlocks(places, [self._memory(place) for place in places], batch.fields)
+        return RowPlacement(mapped, index.reshape(-1).astype(np.int32), slots.astype(np.int32))
+
+    # ------------------------------------------------------------ lineage
+
+    def _of_all(self) -> dict[str, Any]:
+        import pyarrow as pa
+
+        batch = self._batch
+        counts = [ended.rows.size for ended in batch.ended]
+        each: IntArray = np.repeat(np.arange(len(counts)), counts)
+        keys = dict(chain.from_iterable(ended.keys.items() for ended in batch.ended))
+        rows = batch.rows.tolist()
+        ended_at = np.array([ended.at for ended in batch.ended])[each] + (self._wall - batch.now)
+        facts = {_FACT_NAMES.get(name, f"_{name}"): pa.array(values) for name, values in batch.facts.items()}
+        return {
+            "_life": _texts([batch.life], np.zeros(batch.rows.size, np.int64)),
+            "_row": pa.array(batch.rows),
+            "_key": pa.array([keys.get(row) for row in rows], pa.string()),
+            "_tags": pa.array([json.dumps(t) if (t := batch.tags.get(row)) else None for row in rows], pa.string()),
+            "_fate": _texts([_fate(ended.fate) for ended in batch.ended], each),
+            "_reason": _texts([ended.reason or None for ended in batch.ended], each),
+            "_step": pa.array(self.steps, mask=self.steps < 0),
+            "_ended_at": _times(ended_at),
+            "_put_at": _times(self._wall - batch.put_age_s),
+            **facts,
+            "_attempts": _attempts(batch),
+            "_events": events_of(batch.rows, batch.events, batch.workers, self._wall - batch.now),
+        }
+
+
+def _fate(fate: int) -> str:
+    return "done" if fate == DONE else "dropped"
+
+
+def _attempts(batch: EndedBatch) -> Any:
+    """Leases that failed, by task."""
+    import pyarrow as pa
+
+    if not batch.attempts:
+        return pa.nulls(batch.rows.size, pa.map_(pa.string(), pa.int32()))
+    names, rows = list(batch.attempts), batch.rows.size
+    values = np.stack([batch.attempts[name] for name in names], axis=1).reshape(-1).astype(np.int32)
+    kept = values > 0
+    offsets = np.concatenate([[0], np.cumsum(kept.reshape(rows, -1).sum(axis=1))]).astype(np.int32)
+    keys = np.tile(np.arange(len(names)), rows)[kept]
+    return pa.MapArray.from_arrays(offsets, pa.array(names).take(pa.array(keys)), pa.array(values[kept]))
+
+
+def events_of(rows: IntArray, events: list[TableEvent], workers: dict[int, str], shift: float) -> Any:
+    """The events of each row, the oldest first: when, what, the task, the worker, and details. `shift`: from the times
+    of events to seconds since 1970."""
+    import pyarrow as pa
+
+    counts = [event.rows.size for event in events]
+    ids = np.concatenate([event.rows for event in events]) if events else np.empty(0, np.int64)
+    number = np.repeat(np.arange(len(events)), counts)
+    order = np.argsort(rows, kind="stable")
+    at = np.searchsorted(rows[order], ids)
+    mine = rows[order][np.minimum(at, rows.size - 1)] == ids if rows.size else np.zeros(ids.size, np.bool_)
+    position, number = order[at[mine]], number[mine]
+    sorted_ = np.lexsort((number, position))
+    chosen = pa.array(number[sorted_])
+    told = {
+        "at": _times(np.array([event.at for event in events]) + shift),
+        "what": pa.array([event.what for event in events], pa.string()),
+        "task": pa.array([event.task or None for event in events], pa.string()),
+        "worker": pa.array([_worker(event.session, workers) for event in events], pa.string()),
+        "detail": pa.array([event.detail or None for event in events], pa.string()),
+    }
+    values = pa.StructArray.from_arrays([column.take(chosen) for column in told.values()], list(told))
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(position, minlength=rows.size))]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), values)
+
+
+def _worker(session: int, workers: dict[int, str]) -> str | None:
+    return (workers.get(session) or f"session {session}") if session else None
+
+
+def _times(seconds: AnyArray) -> Any:
+    import pyarrow as pa
+
+    return pa.array((seconds * 1e6).astype(np.int64), pa.timestamp("us", "UTC"))
+
+
+def _texts(texts: list[str | None], index: IntArray) -> Any:
+    import pyarrow as pa
+
+    return pa.array(texts, pa.string()).take(pa.array(index))
+
+
+def _spread(values: Any, has: BoolArray) -> Any:
+    """The values at the rows that have one, and nulls at the others."""
+    import pyarrow as pa
+
+    return values.take(pa.array(np.cumsum(has) - 1, mask=~has))
+
+
+def _nulls(kind: Any, count: int) -> Any:
+    import pyarrow as pa
+
+    return pa.nulls(count, kind)
+
+
+def _cuts(sizes: AnyArray) -> AnyArray:
+    """Where rows of these sizes are cut into pieces of about `ROW_GROUP_BYTES`."""
+    piece = (np.cumsum(sizes) // ROW_GROUP_BYTES).astype(np.int64)
+    cuts: AnyArray = np.flatnonzero(np.diff(piece)) + 1
+    return cuts

@@ -1,0 +1,254 @@
+"""The part of a server that has ended rows written into files: when, in which order, and what a broken disk means.
+
+It does no I/O but at the start: a `Writer` writes, and the ledger is told of its files.
+
+1. One batch is written at a time. Its extents are held meanwhile, as for a snapshot.
+2. A batch is due `INTERVAL_S` after the first of its rows ended, or at once if a request lacks memory, or the table is
+   crowded (`Ledger.is_crowded`).
+3. The ledger is told of a file after it exists under its name. Its memory is free after that, and not before.
+4. After a start, each file of a life that the ledger was not told of is told first (`resume`): none is written twice.
+5. After a failure the batch stays, and is tried again every `RETRY_S`. When failures have lasted `PATIENCE_S`, the
+   terms decide (`Recorded.required`): requests that add work to the table are refused until a batch succeeds, or each
+   batch that fails is freed without a file, logged and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from transferqueue.errors import DiskFailed, Full, Impossible, UsageError
+from transferqueue.ledger.ledger import Ledger
+from transferqueue.ledger.rules.recording import EndedBatch
+from transferqueue.policies import Recorded
+from transferqueue.server.memory.lending import Lending
+from transferqueue.server.memory.own_memory import SHARD
+from transferqueue.server.parts import Part
+from transferqueue.server.row_record.writer import Outcome, Writer, published
+from transferqueue.storage.row_files import files
+from transferqueue.wire import messages as m
+
+_log: Final = logging.getLogger("transferqueue.server")
+INTERVAL_S: Final = 1.0
+RETRY_S: Final = 2.0
+PATIENCE_S: Final = 30.0
+ROWS_AT_ONCE: Final = 1 << 16
+"""About the most rows of a batch."""
+FINISH_S: Final = 60.0
+"""The longest that the end of a server waits for its last files."""
+
+
+@dataclass(slots=True)
+class Failure:
+    """Attempts on a table that fail since `since`."""
+
+    since: float
+    retry_at: float
+    error: str
+
+
+class RowRecords(Part):
+    """Used by the loop's thread.
+
+    Args:
+        root: the directory of all records, under which tables name theirs; None: they may name any directory.
+        writer: writes the files.
+        short: tables to which no work may be added, and why.
+        wake: makes the requests due that wait on a key.
+        refuse: refuses the waiting requests that add work to a table.
+        spills: the server has a disk for cold blocks.
+    """
+
+    def __init__(
+        self,
+        root: Path | None,
+        ledger: Ledger,
+        lending: Lending,
+        writer: Writer,
+        *,
+        short: dict[str, str],
+        wake: Callable[[tuple[str, ...]], None],
+        refuse: Callable[[str, Full], None],
+        spills: bool = False,
+    ) -> None:
+        self.root: Final = root
+        self._ledger, self._lending, self._writer = ledger, lending, writer
+        self._short, self._wake, self._refuse = short, wake, refuse
+        self._spills = spills
+        self._batch: EndedBatch | None = None
+        """The batch that is being written."""
+        self._held: list[int] = []
+        """Its extents."""
+        self._failures: dict[str, Failure] = {}
+        self._urgent = False
+        """Whether a request lacks memory."""
+
+    # ------------------------------------------------------------ tables
+
+    def check_table(self, terms: m.CreateTable) -> None:
+        """See `Part`."""
+        if not isinstance(terms.retention, Recorded):
+            return
+        if self._spills or self._lending.remote:
+            other = "a spill directory" if self._spills else "remote shards"
+            raise Impossible(
+                f'table "{terms.name}" cannot record its rows: this server has {other}, and rows are recorded from its '
+                "own memory only; start the server without, or create the table with another retention"
+            )
+        directory = self._directory(terms.name, terms.retention)
+        try:
+            files.probe(directory)
+        except OSError as error:
+            raise UsageError(
+                f'table "{terms.name}" cannot record its rows: {directory} cannot be written to ({error.strerror}); '
+                "name another directory, or start the server with another --records"
+            ) from error
+
+    def _directory(self, table: str, terms: Recorded) -> Path:
+        root = (self.root or Path.cwd()).resolve()
+        directory = (root / terms.directory).resolve()
+        if self.root is not None and not directory.is_relative_to(root):
+            raise UsageError(
+                f"record directory {terms.directory!r} is outside {self.root}, where this server keeps records; name "
+                "one under it, or start the server with another --records"
+            )
+        return files.directory_of(directory, table)
+
+    def resume(self, now: float) -> None:
+        """Tell the ledger of files that an earlier run had written, and not told. Call it before the first frame.
+        `DiskFailed` if a directory cannot be read."""
+        for name, record in self._ledger.rows_to_record().items():
+            directory = self._directory(name, self._ledger.recorded_terms(name))
+            try:
+                files.remove_unfinished(directory, record.life)
+                found = published(directory, record.life, record.files + 1)
+            except OSError as error:
+                raise DiskFailed(
+                    f'the record of table "{name}" cannot be read: {error}; start the server when {directory} is there',
+                    is_full=False,
+                ) from error
+            for one in found:
+                self._ledger.rows_recorded(name, one.number, one.rows, now)
+
+    # ------------------------------------------------------------ time
+
+    def tick(self, now: float) -> None:
+        """Take the outcome of the batch, and begin the next one that is due."""
+        if self._batch is not None and (outcome := self._writer.take()) is not None:
+            self._end(self._batch, outcome, now)
+        if self._batch is None:
+            self._begin(now)
+
+    def next_deadline(self) -> float | None:
+        """See `Part`."""
+        if self._batch is not None:
+            return None
+        due = min(self._due().values(), default=math.inf)
+        return None if due == math.inf else due
+
+    def memory_lacking(self, nbytes: int, use: m.GrantPurpose) -> None:
+        """See `Part`."""
+        self._urgent = True
+
+    def _due(self) -> dict[str, float]:
+        """When each table with rows that wait is due."""
+        due: dict[str, float] = {}
+        for name, record in self._ledger.rows_to_record().items():
+            if record.ended:
+                at_once = self._urgent or self._ledger.is_crowded(name)
+                due[name] = record.ended[0].at + (0.0 if at_once else INTERVAL_S)
+                if (failure := self._failures.get(name)) is not None:
+                    due[name] = failure.retry_at
+        return due
+
+    def _begin(self, now: float) -> None:
+        due = {name: at for name, at in self._due().items() if at <= now}
+        if not due:
+            self._urgent = False
+            return
+        name = min(due, key=due.__getitem__)
+        batch = self._ledger.next_ended(name, ROWS_AT_ONCE, now)
+        if batch is None:
+            return
+        if elsewhere := _elsewhere(batch):
+            self._failed(batch, f"block {elsewhere[0]} lies in a remote shard", now)
+            return
+        self._batch = batch
+        self._held = [at.extent for at in batch.blocks.values()]
+        self._lending.hold(self._held)
+        self._writer.submit(batch, self._directory(name, batch.terms), after_failure=name in self._failures)
+
+    def _end(self, batch: EndedBatch, outcome: Outcome, now: float) -> None:
+        self._batch = None
+        if self._ledger.has_table(batch.table):
+            for one in outcome.files:
+                self._ledger.rows_recorded(batch.table, one.number, one.rows, now)
+            if outcome.error:
+                self._failed(batch, outcome.error, now)
+            else:
+                self._works(batch.table)
+        self._lending.release(self._held, now)
+        self._held = []
+        self._wake(("memory",))
+
+    # ------------------------------------------------------------ failures
+
+    def _works(self, table: str) -> None:
+        if self._failures.pop(table, None) is not None:
+            _log.warning('the record of table "%s" is written again', table)
+            self._short.pop(table, None)
+
+    def _failed(self, batch: EndedBatch, error: str, now: float) -> None:
+        name = batch.table
+        failure = self._failures.setdefault(name, Failure(now, now, error))
+        if failure.since == now:
+            _log.warning('rows of table "%s" wait, since they cannot be recorded: %s', name, error)
+        failure.retry_at, failure.error = now + RETRY_S, error
+        if now - failure.since >= PATIENCE_S:
+            self._give_in(batch, error, now)
+
+    def _give_in(self, batch: EndedBatch, error: str, now: float) -> None:
+        """The disk has failed for long: do as the terms say."""
+        name = batch.table
+        if not batch.terms.required:
+            freed = self._ledger.rows_recorded(name, 0, batch.rows.tolist(), now)
+            _log.error('%d rows of table "%s" were freed without a file: %s', freed, name, error)
+        elif name not in self._short:
+            waiting = self._ledger.rows_to_record()[name].waiting
+            self._short[name] = (
+                f'table "{name}" takes no rows: {waiting:,} that have ended wait for their file, and it cannot be '
+                f"written ({error}). Make room in {batch.terms.directory}, and it goes on by itself; a table with "
+                "Recorded(required=False) would free them without a file"
+            )
+            _log.error("%s", self._short[name])
+            self._refuse(name, Full(self._short[name]))
+
+    # ------------------------------------------------------------ the end
+
+    def finish(self, clock: Callable[[], float]) -> None:
+        """Write what is left, and end. Call it after the last frame. Rows that cannot be written wait for the next
+        server, if the state outlives this one."""
+        until = clock() + FINISH_S
+        while (now := clock()) < until:
+            self._urgent = True
+            self.tick(now)
+            if self._batch is None:
+                break
+            if (outcome := self._writer.take(until - now)) is not None:
+                self._end(self._batch, outcome, clock())
+        self._writer.stop()
+        waiting = sum(record.waiting for record in self._ledger.rows_to_record().values())
+        if waiting:
+            _log.error("%d rows that have ended are in no file: %s", waiting, self._reasons())
+
+    def _reasons(self) -> str:
+        return "; ".join(sorted({failure.error for failure in self._failures.values()})) or "the disk is too slow"
+
+
+def _elsewhere(batch: EndedBatch) -> list[int]:
+    """The blocks that do not lie in the server's own memory."""
+    return [number for number, at in batch.blocks.items() if at.shard != SHARD]

@@ -1,0 +1,178 @@
+"""The thread that writes batches of ended rows into files, one after another.
+
+A file is written aside, synchronised, and renamed (`storage.row_files.files`). The thread touches neither ledger nor
+allocator: the part holds the memory until the outcome of the batch is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+
+from transferqueue.errors import Corruption
+from transferqueue.ledger.arrays import IntArray
+from transferqueue.ledger.rules.recording import EndedBatch
+from transferqueue.limits import FAREWELL_S
+from transferqueue.server.memory.own_memory import OwnShardMemory
+from transferqueue.server.row_record.batch_columns import BatchColumns
+from transferqueue.storage.elements.dtypes import U8
+from transferqueue.storage.row_files import files
+from transferqueue.storage.row_files.reader import rows_in
+from transferqueue.wire.messages import BlockLocation
+from transferqueue.wire.versions import VERSION
+
+_log: Final = logging.getLogger("transferqueue.server")
+COMPRESSION: Final = "zstd"
+
+
+class WrittenFile(NamedTuple):
+    """A file that exists, and the rows in it."""
+
+    number: int
+    rows: list[int]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a batch: the files that exist, and the error that kept the others from it; "": none."""
+
+    table: str
+    files: list[WrittenFile] = field(default_factory=list)
+    error: str = ""
+
+
+class Writer(Protocol):
+    """Writes one batch at a time. The simulator may have another one."""
+
+    def submit(self, batch: EndedBatch, directory: Path, *, after_failure: bool) -> None:
+        """Begin to write a batch. after_failure: the latest attempt on this table failed."""
+
+    def take(self, wait_s: float = 0.0) -> Outcome | None:
+        """The outcome of the batch, once; None: there is none yet."""
+
+    def stop(self) -> None:
+        """End. A batch that is being written may still appear."""
+
+
+class ThreadWriter:
+    """A `Writer` with a thread. `stir` has the loop call `tick` soon."""
+
+    def __init__(self, memory: OwnShardMemory, stir: Callable[[], None]) -> None:
+        self._memory, self._stir = memory, stir
+        self._batches: queue.SimpleQueue[Callable[[], Outcome] | None] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, batch: EndedBatch, directory: Path, *, after_failure: bool) -> None:
+        """See `Writer`."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="transferqueue row record", daemon=True)
+            self._thread.start()
+        arena = self._memory.mapped(mmap.PROT_READ)
+        self._batches.put(lambda: write(batch, directory, _reader(arena), after_failure=after_failure))
+
+    def take(self, wait_s: float = 0.0) -> Outcome | None:
+        """See `Writer`."""
+        with suppress(queue.Empty):
+            return self._outcomes.get(timeout=wait_s) if wait_s else self._outcomes.get_nowait()
+        return None
+
+    def stop(self) -> None:
+        """See `Writer`."""
+        self._batches.put(None)
+        if self._thread is not None:
+            self._thread.join(FAREWELL_S)
+
+    def _run(self) -> None:
+        while (batch := self._batches.get()) is not None:
+            self._outcomes.put(batch())
+            del batch  # it keeps the map of the arena
+            self._stir()
+
+
+def _reader(arena: U8) -> Callable[[BlockLocation], U8]:
+    return lambda at: arena[at.offset : at.offset + at.nbytes]
+
+
+def write(
+    batch: EndedBatch, directory: Path, memory: Callable[[BlockLocation], U8], *, after_failure: bool = False
+) -> Outcome:
+    """Write a batch: a file for each step. Never raises: an error is in the outcome, and the files before it stay."""
+    outcome = Outcome(batch.table)
+    try:
+        if after_failure and (outcome.files or _found(outcome, batch, directory)):
+            return outcome
+        columns = BatchColumns(batch, memory, time.time())
+        for step, chosen in _by_step(columns.steps):
+            number = batch.number + len(outcome.files)
+            _write_file(columns, batch, directory, number, step, chosen)
+            outcome.files.append(WrittenFile(number, batch.rows[chosen].tolist()))
+        files.remove_old(directory, batch.terms.bytes_max, batch.terms.age_s)
+    except OSError as error:
+        outcome.error = f"{type(error).__name__}: {error}"
+    except Exception as error:  # noqa: BLE001  (logged with its cause; the rows stay)
+        _log.exception("rows of table %s could not be written", batch.table)
+        outcome.error = f"{error!r}; please report it"
+    return outcome
+
+
+def _found(outcome: Outcome, batch: EndedBatch, directory: Path) -> bool:
+    """Add the files that a failed attempt had published all the same."""
+    outcome.files += published(directory, batch.life, batch.number)
+    return bool(outcome.files)
+
+
+def published(directory: Path, life: str, first: int) -> list[WrittenFile]:
+    """The files of a life from number `first` on. One that is damaged counts as a file without rows: the rows go into
+    another one."""
+    found = []
+    for one in files.files_in(directory):
+        if one.life == life and one.number >= first:
+            try:
+                found.append(WrittenFile(one.number, rows_in(one)))
+            except Corruption as error:
+                _log.error("%s", error)
+                found.append(WrittenFile(one.number, []))
+    return found
+
+
+def _by_step(steps: IntArray) -> Iterator[tuple[int, IntArray]]:
+    for step in np.unique(steps).tolist():
+        yield step, np.flatnonzero(steps == step)
+
+
+def _write_file(
+    columns: BatchColumns, batch: EndedBatch, directory: Path, number: int, step: int, chosen: IntArray
+) -> None:
+    import pyarrow.parquet as pq
+
+    aside = files.aside(directory, batch.life, number)
+    try:
+        with aside.open("wb") as file:
+            schema = columns.schema().with_metadata(_about(batch, number))
+            with pq.ParquetWriter(
+                file, schema, compression=COMPRESSION, compression_level=1, write_page_checksum=True
+            ) as writer:
+                for table in columns.chunks(chosen):
+                    writer.write_table(table.cast(schema), row_group_size=max(1, table.num_rows))
+            file.flush()
+            files.synchronise(file.fileno())
+        files.publish(aside, directory, step)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _about(batch: EndedBatch, number: int) -> dict[bytes, Any]:
+    about = {"table": batch.table, "life": batch.life, "number": number, "package": VERSION, "format": 1}
+    return {b"transferqueue": json.dumps(about).encode()}
