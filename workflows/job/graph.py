@@ -304,7 +304,9 @@ def pacing(job: Job) -> tq.Pacing:
 def retention(job: Job) -> tq.Retention:
     """Return when columns end: with their last task, so that what only rewards or generators read does not wait for the
     checkpoint of its row. Where stale rows are generated again, all that this needs stays until they are trained, and
-    nothing would end before its row."""
+    nothing would end before its row. Rows that are recorded keep theirs, too."""
+    if job.queue.record:
+        return tq.Recorded(".")
     requeues = isinstance(pacing(job).on_stale, tq.Requeue)
     return tq.Acked() if requeues else tq.AckedColumns()
 

@@ -23,6 +23,7 @@ from typing import IO, Final, Self
 
 from transferqueue.errors import Unreachable
 from transferqueue.server.runtime_directory import SHARED_MEMORY
+from transferqueue.storage.row_files.reader import JOB_ROWS
 from transferqueue.workflows.job.settings.job import QueueSettings
 from transferqueue.workflows.job.settings.sizes import GIB
 
@@ -147,7 +148,7 @@ class RunServer:
     def _command(self) -> list[str]:
         command = [sys.executable, "-m", "transferqueue.cli", "serve", "--address", self.address, "--lifeline"]
         command += ["--arena-bytes", str(int(self._settings.memory_gib * GIB))]
-        command += ["--snapshots", str(self._directory / "snapshots")]
+        command += ["--snapshots", str(self._directory / "snapshots"), "--records", str(self._directory / JOB_ROWS)]
         if self._settings.durability != "memory":
             command += ["--durability", self._settings.durability, "--state", str(self.state), "--supervise"]
         return [*command, *(("--web", "0") if self._page else ())]

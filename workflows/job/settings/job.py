@@ -759,6 +759,12 @@ class QueueSettings(_Table):
     memory_gib: Annotated[
         float, "Memory for rows and weights, in GiB.", For("every job with long rows or a large model")
     ] = 8.0
+    record: Annotated[
+        bool,
+        "Write each row that ends, with all columns and its life, into files in the folder of the run (`rows/`).",
+        "Columns stay in memory until their row ends.",
+        For("people who ask later what a run generated: `transferqueue query`"),
+    ] = False
 
 
 class RaySettings(_Table):

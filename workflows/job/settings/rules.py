@@ -526,6 +526,21 @@ def _on_ray(job: Job) -> None:
         )
 
 
+def _record(job: Job) -> None:
+    if not job.queue.record:
+        return
+    if job.on == "ray":
+        raise UsageError(
+            'queue.record=true with on="ray": rows lie in the memory of several nodes, and a server records those in '
+            "its own; leave it out"
+        )
+    if job.queue.address:
+        raise UsageError(
+            f'queue.record=true with queue.address="{job.queue.address}": that server has a directory of records of '
+            "its own; leave one of both out"
+        )
+
+
 # ---------------------------------------------------------------- pacing
 
 
@@ -759,6 +774,7 @@ _RULES: Final[tuple[Callable[[Job], None], ...]] = (
     _elastic,
     _sites,
     _on_ray,
+    _record,
     _pacing,
     _colocated,
     _loggers,
