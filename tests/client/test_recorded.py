@@ -20,7 +20,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import transferqueue as tq
+from tests.client.test_full_disk import SmallDisk, disk  # noqa: F401  (a fixture)
 from tests.scale import sizes
+from transferqueue.server.row_record import part
 
 TASKS = [tq.Task("train", needs=["ids"], retry=tq.Retry(first_s=0, attempts=1))]
 
@@ -148,6 +150,45 @@ def test_a_restored_snapshot_has_a_life_of_its_own(tmp_path: Path, monkeypatch: 
     lives = {row["_life"] for row in rows}
     assert len(lives) == 2
     assert sorted(sorted(row["_row"] for row in rows if row["_life"] == life) for life in lives) == [[0, 1, 2], [1, 2]]
+
+
+def put_for_ever(table: tq.Table) -> None:
+    """Until the table takes no more."""
+    while not threading.Event().wait(0.05):
+        table.put(ids=[[1]])
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_a_full_disk(disk: SmallDisk, monkeypatch: pytest.MonkeyPatch, *, required: bool) -> None:  # noqa: F811
+    """Rows wait, then puts are refused, or rows end without a file and are counted; with room, it goes on by itself."""
+    monkeypatch.setattr(part, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(part, "RETRY_S", 0.1)
+    with tq.connect("embedded") as queue:
+        retention = tq.Recorded(str(disk.path / "run"), required=required)
+        table = queue.create_table("t", tasks=TASKS, retention=retention)
+        disk.fill()
+        table.put(ids=[np.random.default_rng(0).integers(0, 1 << 60, 1 << 16)])
+        table.lease("train", rows=1).ack()
+        tick = threading.Event()
+        if required:
+            with pytest.raises(tq.Full, match=r'table "t" takes no rows: .*No space left on device'):
+                put_for_ever(table)
+        else:
+            while not table.stats().rows_unrecorded:
+                tick.wait(0.05)
+        disk.empty()
+        if not required:
+            table.put(ids=[[1]])
+        if table.stats().rows_live:
+            table.drop(list(range(1, table.stats().rows_put)), reason="over")
+        while table.stats().rows_to_record:
+            tick.wait(0.05)
+        audit, stats = table.audit(), table.stats()
+        assert table.put(ids=[[1]])
+    recorded = tq.open_run(disk.path / "run").table()
+    assert recorded.check() == []
+    assert recorded.arrow(["_row"]).num_rows == audit.rows_done + audit.rows_dropped - stats.rows_unrecorded
+    assert stats.rows_unrecorded == (0 if required else 1)
 
 
 # ---------------------------------------------------------------- servers of their own
