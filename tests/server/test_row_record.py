@@ -6,19 +6,20 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.scale import sizes
 from tests.server.lives import Life, again, write
 from transferqueue.errors import DiskFailed, Full, Impossible, UsageError
 from transferqueue.limits import Limits
 from transferqueue.policies import Recorded, Task
 from transferqueue.server.durability_level import Level
-from transferqueue.server.row_record import part as parts
 from transferqueue.server.row_record.part import INTERVAL_S, PATIENCE_S, RETRY_S, RowRecords
-from transferqueue.server.row_record.writer import Outcome
+from transferqueue.server.row_record.writer import Outcome, WrittenFile, resume
 from transferqueue.server.row_record.writer import write as write_files
 from transferqueue.storage.row_files import files
 from transferqueue.storage.row_files.reader import RecordedRows, rows_in
@@ -30,10 +31,18 @@ USE = [Task("use", ["x"])]
 class HandWriter:
     """Writes real files in `submit`. Its outcome is lost with the process while `holds`; `broken`: the disk fails."""
 
-    def __init__(self, life: Life) -> None:
-        self.life, self.holds, self.broken = life, False, ""
+    def __init__(self, life: Life, broken: str = "") -> None:
+        self.life, self.holds, self.broken = life, False, broken
         self.outcome: Outcome | None = None
         self.batches = 0
+
+    def probe(self, directory: Path) -> None:
+        files.probe(directory)
+
+    def resume(self, directory: Path, life: str, first: int) -> list[WrittenFile]:
+        if self.broken:
+            raise OSError(errno.EIO, self.broken)
+        return resume(directory, life, first)
 
     def submit(self, batch: Any, directory: Path, *, after_failure: bool) -> None:
         self.batches += 1
@@ -56,11 +65,13 @@ class HandWriter:
 class Recording:
     """A life with the part, and a client with a table that records."""
 
-    def __init__(self, path: Path, shared: Path, client: Any = None, root: Path | None = None, **terms: Any) -> None:
+    def __init__(
+        self, path: Path, shared: Path, client: Any = None, root: Path | None = None, broken: str = "", **terms: Any
+    ) -> None:
         self.root = path / "records" if root is None else root
         self.life = Life(path / "state", Level.PROCESS, shared)
         self.life.clients = 100
-        self.writer = HandWriter(self.life)
+        self.writer = HandWriter(self.life, broken)
         self.refused: list[tuple[str, Full]] = []
         coordinator = self.life.coordinator
         self.part = RowRecords(
@@ -268,18 +279,69 @@ def test_a_file_of_a_failed_attempt_that_exists_is_told(recording: Recording) ->
     assert recording.table.rows_recorded == 2
 
 
-def test_a_record_that_cannot_be_read_stops_the_start(
-    tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_that_cannot_be_read_stops_the_start(tmp_path: Path, shared: Path) -> None:
     first = Recording(tmp_path, shared)
     first.life.crash()
-
-    def unreadable(*args: object) -> Any:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(parts, "published", unreadable)
     with pytest.raises(DiskFailed, match=r'the record of table "t" cannot be read: .*; start the server when'):
-        Recording(tmp_path, shared, first.client)
+        Recording(tmp_path, shared, first.client, broken=os.strerror(errno.EIO))
+
+
+class Killed:
+    """A course of one seed: rows end, time passes, the disk fails now and then, and the server is killed at any point:
+    before a batch, while a file is written, after it exists and before the ledger knows, before the ledger's commit."""
+
+    def __init__(self, seed: int, path: Path, shared: Path) -> None:
+        self.random, self.path, self.shared = random.Random(seed), path, shared
+        self.now = Recording(path, shared)
+        self.rows = 0
+
+    def run(self, steps: int) -> Recording:
+        acts = [self._end, self._end, self._pass, self._pass, self._hold, self._break, self._kill, self._half_written]
+        for _ in range(steps):
+            self.random.choice(acts)()
+        self._kill()
+        self.now.pass_time(4 * RETRY_S)
+        return self.now
+
+    def _end(self) -> None:
+        rows = self.random.randrange(1, 5)
+        self.now.end(rows)
+        self.rows += rows
+
+    def _pass(self) -> None:
+        self.now.pass_time(self.random.choice([0.3, INTERVAL_S, 3 * RETRY_S]))
+
+    def _hold(self) -> None:
+        self.now.writer.holds = not self.now.writer.holds
+
+    def _break(self) -> None:
+        self.now.writer.broken = "" if self.now.writer.broken else os.strerror(errno.ENOSPC)
+
+    def _half_written(self) -> None:
+        record = self.now.table.record
+        files.aside(self.now.root / "run" / "t", record.life, record.files + 1).write_bytes(b"PAR1")
+
+    def _kill(self) -> None:
+        """Half of the time the last ticks were not committed."""
+        if self.random.random() < 0.5:
+            self.now.life.coordinator.tick(self.now.life.now + INTERVAL_S)
+        self.now.life.crash()
+        self.now = Recording(self.path, self.shared, self.now.client)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", sizes(12, 300))
+def test_each_row_is_in_one_file_on_every_course(seeds: int, tmp_path: Path) -> None:
+    for seed in range(seeds):
+        (tmp_path / f"{seed}" / "shm").mkdir(parents=True)
+        course = Killed(seed, tmp_path / f"{seed}", tmp_path / f"{seed}" / "shm")
+        ended = course.run(30)
+        assert sorted(ended.recorded()) == list(range(course.rows)), seed
+        assert (ended.table.rows_recorded, ended.table.record.waiting) == (course.rows, 0), seed
+        assert ended.table.rows_dropped == ({"over": course.rows} if course.rows else {}), seed
+        assert ended.table.usage.bytes == 0, seed
+        assert not list((ended.root / "run" / "t" / files.ASIDE).iterdir()), seed
+        ended.life.crash()
 
 
 # ---------------------------------------------------------------- terms that are refused

@@ -1,6 +1,6 @@
 """The part of a server that has ended rows written into files: when, in which order, and what a broken disk means.
 
-It does no I/O but at the start: a `Writer` writes, and the ledger is told of its files.
+It does no I/O: a `Writer` writes, and the ledger is told of its files.
 
 1. One batch is written at a time. Its extents are held meanwhile, as for a snapshot.
 2. A batch is due `INTERVAL_S` after the first of its rows ended, or at once if a request lacks memory, or the table is
@@ -28,8 +28,8 @@ from transferqueue.policies import Recorded
 from transferqueue.server.memory.lending import Lending
 from transferqueue.server.memory.own_memory import SHARD
 from transferqueue.server.parts import Part
-from transferqueue.server.row_record.writer import Outcome, Writer, published
-from transferqueue.storage.row_files import files
+from transferqueue.server.row_record.writer import Outcome, Writer
+from transferqueue.storage.row_files.files import directory_of
 from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.server")
@@ -101,7 +101,7 @@ class RowRecords(Part):
             )
         directory = self._directory(terms.name, terms.retention)
         try:
-            files.probe(directory)
+            self._writer.probe(directory)
         except OSError as error:
             raise UsageError(
                 f'table "{terms.name}" cannot record its rows: {directory} cannot be written to ({error.strerror}); '
@@ -116,7 +116,7 @@ class RowRecords(Part):
                 f"record directory {terms.directory!r} is outside {self.root}, where this server keeps records; name "
                 "one under it, or start the server with another --records"
             )
-        return files.directory_of(directory, table)
+        return directory_of(directory, table)
 
     def resume(self, now: float) -> None:
         """Tell the ledger of files that an earlier run had written, and not told. Call it before the first frame.
@@ -124,8 +124,7 @@ class RowRecords(Part):
         for name, record in self._ledger.rows_to_record().items():
             directory = self._directory(name, self._ledger.recorded_terms(name))
             try:
-                files.remove_unfinished(directory, record.life)
-                found = published(directory, record.life, record.files + 1)
+                found = self._writer.resume(directory, record.life, record.files + 1)
             except OSError as error:
                 raise DiskFailed(
                     f'the record of table "{name}" cannot be read: {error}; start the server when {directory} is there',

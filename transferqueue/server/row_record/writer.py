@@ -53,7 +53,14 @@ class Outcome:
 
 
 class Writer(Protocol):
-    """Writes one batch at a time. The simulator may have another one."""
+    """Writes one batch at a time, and knows the files that exist. Each method but `submit`, `take` and `stop` is called
+    before a table has rows, or before the first frame, and raises `OSError` if the directory cannot be used."""
+
+    def probe(self, directory: Path) -> None:
+        """Return if files can be made in this directory."""
+
+    def resume(self, directory: Path, life: str, first: int) -> list[WrittenFile]:
+        """Remove what a killed server of this life was writing. Returns its files from number `first` on."""
 
     def submit(self, batch: EndedBatch, directory: Path, *, after_failure: bool) -> None:
         """Begin to write a batch. after_failure: the latest attempt on this table failed."""
@@ -73,6 +80,14 @@ class ThreadWriter:
         self._batches: queue.SimpleQueue[Callable[[], Outcome] | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+
+    def probe(self, directory: Path) -> None:
+        """See `Writer`."""
+        files.probe(directory)
+
+    def resume(self, directory: Path, life: str, first: int) -> list[WrittenFile]:
+        """See `Writer`."""
+        return resume(directory, life, first)
 
     def submit(self, batch: EndedBatch, directory: Path, *, after_failure: bool) -> None:
         """See `Writer`."""
@@ -131,6 +146,12 @@ def _found(outcome: Outcome, batch: EndedBatch, directory: Path) -> bool:
     """Add the files that a failed attempt had published all the same."""
     outcome.files += published(directory, batch.life, batch.number)
     return bool(outcome.files)
+
+
+def resume(directory: Path, life: str, first: int) -> list[WrittenFile]:
+    """See `Writer.resume`."""
+    files.remove_unfinished(directory, life)
+    return published(directory, life, first)
 
 
 def published(directory: Path, life: str, first: int) -> list[WrittenFile]:
