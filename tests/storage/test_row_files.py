@@ -161,3 +161,9 @@ def test_no_changed_bit_goes_unseen(run: tq.Run) -> None:
         assert {damage.file for damage in tq.open_run(run.path).table().check()} == {path}, at
     path.write_bytes(whole)
     assert tq.open_run(run.path).table().check() == []
+
+
+@pytest.mark.skipif(find_spec("duckdb") is not None, reason="DuckDB is installed")
+def test_sql_says_what_to_install(run: tq.Run) -> None:
+    with pytest.raises(tq.UsageError, match=r"SQL needs DuckDB: pip install .*\[query\].*open_run\(PATH\)"):
+        run.sql("select 1")
