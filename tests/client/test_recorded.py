@@ -103,7 +103,7 @@ def test_the_life_of_a_row_is_beside_it(tmp_path: Path) -> None:
     assert events[0] == ("put", None, "trainer-0", None)
     assert ("failed", "train", "trainer-0", "bad sum") in events
     assert events[-1] == ("dropped", None, None, "attempts")
-    assert dict(rows[1]["_attempts"]) == {"train": 1}
+    assert rows[1]["_attempts"] == [{"task": "train", "failures": 1}]
 
 
 def test_a_run_is_read_while_it_goes_on(tmp_path: Path) -> None:

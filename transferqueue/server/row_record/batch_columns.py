@@ -121,17 +121,19 @@ def _fate(fate: int) -> str:
 
 
 def _attempts(batch: EndedBatch) -> Any:
-    """Leases that failed, by task."""
+    """Leases that failed, by task. A list, since the library `datasets` has no maps."""
     import pyarrow as pa
 
     if not batch.attempts:
-        return pa.nulls(batch.rows.size, pa.map_(pa.string(), pa.int32()))
+        kind = pa.struct([("task", pa.string()), ("failures", pa.int32())])
+        return pa.nulls(batch.rows.size, pa.list_(kind))
     names, rows = list(batch.attempts), batch.rows.size
     values = np.stack([batch.attempts[name] for name in names], axis=1).reshape(-1).astype(np.int32)
     kept = values > 0
     offsets = np.concatenate([[0], np.cumsum(kept.reshape(rows, -1).sum(axis=1))]).astype(np.int32)
-    keys = np.tile(np.arange(len(names)), rows)[kept]
-    return pa.MapArray.from_arrays(offsets, pa.array(names).take(pa.array(keys)), pa.array(values[kept]))
+    tasks = pa.array(names).take(pa.array(np.tile(np.arange(len(names)), rows)[kept]))
+    failures = pa.StructArray.from_arrays([tasks, pa.array(values[kept])], ["task", "failures"])
+    return pa.ListArray.from_arrays(pa.array(offsets), failures)
 
 
 def events_of(rows: IntArray, events: list[TableEvent], workers: dict[int, str], shift: float) -> Any:
