@@ -22,9 +22,9 @@ from transferqueue.limits import MIB, Limits
 from transferqueue.policies import Task
 from transferqueue.schema import Field, align
 from transferqueue.server.coordinator import Coordinator
-from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.memory.own_memory import OwnShardMemory
 from transferqueue.server.shards.part import Shards
+from transferqueue.server.state import ServerIdentity
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.transport import this_host
 from transferqueue.transport.control.unix_socket import FrameStream, UnixPeer

@@ -74,12 +74,12 @@ LEASES_REMEMBERED_MAX: Final = 4096
 """Ended leases whose reason is remembered, so that the error of a late worker can name it."""
 HISTORY_EVENTS_MAX: Final = 4096
 """Events of a table that `inspect` can show: one for each request, with its row ids."""
+HISTORY_ROWS_MAX: Final = 1 << 18
+"""Row ids in these events, 8 bytes each."""
 RECORDED_EVENTS_MAX: Final = 1 << 16
 """As `HISTORY_EVENTS_MAX`, of a table that records its rows: their lineage is taken from the events when they end."""
 RECORDED_EVENT_ROWS_MAX: Final = 1 << 20
-"""Row ids in these."""
-HISTORY_ROWS_MAX: Final = 1 << 18
-"""Row ids in these events, 8 bytes each."""
+"""As `HISTORY_ROWS_MAX`, of such a table."""
 EVENT_TEXT_CHARS_MAX: Final = 1024
 """Of the detail of one event; a longer one is cut. An update of 1,024 fields would name 128 KiB of them, and an answer
 of 1,024 events 128 MiB."""

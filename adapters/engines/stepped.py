@@ -29,7 +29,7 @@ from transferqueue.adapters.protocols import (
 from transferqueue.errors import DeadlineExceeded, Disconnected
 
 
-class Batch(Protocol):
+class SteppedBatch(Protocol):
     """Rows that an engine generates together. Not safe for threads: `SteppedGenerator` takes turns."""
 
     def add(self, rows: Sequence[Any]) -> None:
@@ -38,11 +38,11 @@ class Batch(Protocol):
     def step(self, version: int) -> Sequence[tuple[Any, Completion]]:
         """Draw tokens with weights of this version. Returns the rows that are finished."""
 
-    def take(self, request: Request) -> Sequence[tuple[Any, Completion]]:
+    def take(self, request: SteppedRequest) -> Sequence[tuple[Any, Completion]]:
         """Remove the unfinished rows of a request. Returns them with their tokens so far, ended by `ABORT`."""
 
 
-class Request:
+class SteppedRequest:
     """One call of `generate`: its rows, and its completions as they are finished.
 
     Args:
@@ -52,7 +52,10 @@ class Request:
     """
 
     def __init__(
-        self, row: Callable[[Request, int, int, Prompt, Sampling], Any], prompts: Sequence[Prompt], sampling: Sampling
+        self,
+        row: Callable[[SteppedRequest, int, int, Prompt, Sampling], Any],
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
     ) -> None:
         self.rows = [row(self, at, sample, p, sampling) for at, p in enumerate(prompts) for sample in range(p.samples)]
         self.samples = self.left = len(self.rows)
@@ -77,17 +80,17 @@ class SteppedGenerator(ABC):
         self._stepping = False
         self._controls = 0
         self._paused: Pause | None = None
-        self._running: dict[Request, Batch] = {}
+        self._running: dict[SteppedRequest, SteppedBatch] = {}
         self._closed = False
 
     # ------------------------------------------------------------ of the engine
 
     @abstractmethod
-    def _row(self, request: Request, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> Any:
+    def _row(self, request: SteppedRequest, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> Any:
         """A row: an object whose `owner` is the request."""
 
     @abstractmethod
-    def _batch(self, request: Request) -> Batch:
+    def _batch(self, request: SteppedRequest) -> SteppedBatch:
         """The batch that the rows of a request join."""
 
     @abstractmethod
@@ -125,9 +128,9 @@ class SteppedGenerator(ABC):
             UsageError: a request that the engine cannot carry out.
         """
         check_request(prompts, sampling, self._context_max)
-        return self._generate(Request(self._row, prompts, sampling), time.monotonic() + timeout_s, timeout_s)
+        return self._generate(SteppedRequest(self._row, prompts, sampling), time.monotonic() + timeout_s, timeout_s)
 
-    def _generate(self, request: Request, deadline: float, timeout_s: float) -> Completions:
+    def _generate(self, request: SteppedRequest, deadline: float, timeout_s: float) -> Completions:
         self._enter(request, deadline, timeout_s)
         try:
             for _ in range(request.samples):
@@ -198,7 +201,7 @@ class SteppedGenerator(ABC):
 
     # ------------------------------------------------------------ requests
 
-    def _enter(self, request: Request, deadline: float, timeout_s: float) -> None:
+    def _enter(self, request: SteppedRequest, deadline: float, timeout_s: float) -> None:
         with self._turn:
             left_s = deadline - time.monotonic()
             in_time = left_s > 0 and self._turn.wait_for(lambda: self._closed or self._paused is None, left_s)
@@ -213,7 +216,7 @@ class SteppedGenerator(ABC):
                 self._thread = threading.Thread(target=self._draw, name=self._name, daemon=True)
                 self._thread.start()
 
-    def _next(self, request: Request, deadline: float, timeout_s: float) -> Completion:
+    def _next(self, request: SteppedRequest, deadline: float, timeout_s: float) -> Completion:
         try:
             result = request.finished.get(timeout=max(0.0, deadline - time.monotonic()))
         except queues.Empty:
@@ -223,7 +226,7 @@ class SteppedGenerator(ABC):
             raise result
         return result
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: SteppedRequest) -> None:
         """Forget the request; its unfinished rows leave the batch between two tokens."""
         with self._turn:
             if request in self._running:
@@ -241,7 +244,7 @@ class SteppedGenerator(ABC):
 
     def _finish(self, finished: Sequence[tuple[Any, Completion]]) -> None:
         for row, completion in finished:
-            request: Request = row.owner
+            request: SteppedRequest = row.owner
             request.left -= 1
             request.finished.put(completion)
             if not request.left:
@@ -288,7 +291,7 @@ class SteppedGenerator(ABC):
             self._stepping = True
             return True
 
-    def _batches(self) -> list[Batch]:
+    def _batches(self) -> list[SteppedBatch]:
         return list({id(batch): batch for batch in list(self._running.values())}.values())
 
     @contextmanager

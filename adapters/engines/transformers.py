@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from transferqueue.adapters.engines.running_batch import Row, RunningBatch
-from transferqueue.adapters.engines.stepped import Request, SteppedGenerator
+from transferqueue.adapters.engines.stepped import SteppedGenerator, SteppedRequest
 from transferqueue.adapters.protocols import Prompt, Sampling, WeightSource
 from transferqueue.adapters.weights import ModuleWeights, check_fits, copy_fitting_weights
 from transferqueue.errors import UsageError
@@ -42,10 +42,10 @@ class TransformersGenerator(SteppedGenerator):
         self._context_max = getattr(model.config, "max_position_embeddings", None)
         self._shared = RunningBatch(model, rows_max) if shared_batch else None
 
-    def _row(self, request: Request, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> Row:
+    def _row(self, request: SteppedRequest, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> Row:
         return Row(request, index, sample, prompt, sampling)
 
-    def _batch(self, request: Request) -> RunningBatch:
+    def _batch(self, request: SteppedRequest) -> RunningBatch:
         return RunningBatch(self._model, len(request.rows)) if self._shared is None else self._shared
 
     def _check(self, source: WeightSource) -> None:

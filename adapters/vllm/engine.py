@@ -29,7 +29,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from transferqueue.adapters.engines.completion import completed, context, seed_of, tokens_left
-from transferqueue.adapters.engines.stepped import Request, SteppedGenerator
+from transferqueue.adapters.engines.stepped import SteppedGenerator, SteppedRequest
 from transferqueue.adapters.protocols import Completion, Pause, Prompt, Sampling, WeightSource
 from transferqueue.adapters.vllm import plugin as vllm_plugin
 from transferqueue.adapters.weights import WeightHandoff, check_fits, checkpoint_specs
@@ -49,7 +49,7 @@ class _Row:
 
     __slots__ = ("index", "internal", "name", "owner", "prompt", "sample", "sampling")
 
-    def __init__(self, owner: Request, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> None:
+    def __init__(self, owner: SteppedRequest, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> None:
         self.owner, self.index, self.sample, self.prompt, self.sampling = owner, index, sample, prompt, sampling
         self.name = self.internal = ""
         """Its ids of vLLM: outside and inside."""
@@ -70,7 +70,7 @@ class _Batch:
         self._failure: BaseException | None = None
 
     def add(self, rows: Sequence[_Row]) -> None:
-        """See `stepped.Batch`."""
+        """See `stepped.SteppedBatch`."""
         if self._failure is not None:
             raise Disconnected(f"the engine died: {self._failure}") from self._failure
         with _deaths():
@@ -94,7 +94,7 @@ class _Batch:
         )
 
     def step(self, version: int) -> list[tuple[_Row, Completion]]:
-        """See `stepped.Batch`. A step that fails is the engine's last."""
+        """See `stepped.SteppedBatch`. A step that fails is the engine's last."""
         try:
             with _deaths():
                 return self._finished(self._engine.step())
@@ -102,8 +102,8 @@ class _Batch:
             self._failure = failure
             raise
 
-    def take(self, request: Request) -> list[tuple[_Row, Completion]]:
-        """See `stepped.Batch`."""
+    def take(self, request: SteppedRequest) -> list[tuple[_Row, Completion]]:
+        """See `stepped.SteppedBatch`."""
         names = {row.internal: row for row in request.rows if row.name in self._rows}
         if not names:
             return []
@@ -158,10 +158,10 @@ class VllmGenerator(SteppedGenerator):
         self._context_max = config.model_config.max_model_len
         self._rows = _Batch(self._engine, takes_seeds=not (current_platform.is_cpu() and in_parts))
 
-    def _row(self, request: Request, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> _Row:
+    def _row(self, request: SteppedRequest, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> _Row:
         return _Row(request, index, sample, prompt, sampling)
 
-    def _batch(self, request: Request) -> _Batch:
+    def _batch(self, request: SteppedRequest) -> _Batch:
         return self._rows
 
     # ------------------------------------------------------------ control

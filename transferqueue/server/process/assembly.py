@@ -15,12 +15,12 @@ from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.tasks.selectors import SELECTORS
 from transferqueue.limits import FAREWELL_S
 from transferqueue.server.coordinator import Coordinator
-from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.memory.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.process.loop import Loop, ProcessExits
 from transferqueue.server.process.resume import resume_sessions
 from transferqueue.server.runtime_directory import ArenaDirectory, RuntimeDirectory
 from transferqueue.server.sessions.authorization import Authorizer
+from transferqueue.server.state import ServerIdentity
 from transferqueue.storage.memory.backing import ArenaBacking
 from transferqueue.transport import IpcAddress, TcpAddress, Wakeup
 from transferqueue.transport.bulk.carriers import Carrier

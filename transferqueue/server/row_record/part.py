@@ -43,7 +43,7 @@ FINISH_S: Final = 60.0
 
 
 @dataclass(slots=True)
-class Failure:
+class FailedAttempts:
     """Attempts on a table that fail since `since`."""
 
     since: float
@@ -83,7 +83,7 @@ class RowRecords(Part):
         """The batch that is being written."""
         self._held: list[int] = []
         """Its extents."""
-        self._failures: dict[str, Failure] = {}
+        self._failures: dict[str, FailedAttempts] = {}
         self._urgent = False
         """Whether a request lacks memory."""
 
@@ -203,7 +203,7 @@ class RowRecords(Part):
 
     def _failed(self, batch: EndedBatch, error: str, now: float) -> None:
         name = batch.table
-        failure = self._failures.setdefault(name, Failure(now, now, error))
+        failure = self._failures.setdefault(name, FailedAttempts(now, now, error))
         if failure.since == now:
             _log.warning('rows of table "%s" wait, since they cannot be recorded: %s', name, error)
         failure.retry_at, failure.error = now + RETRY_S, error
