@@ -259,7 +259,7 @@ class QueueRollouts(TrainerCallback):  # type: ignore[misc]
 
     def _put(self, prompts: list[Any], trainer: Any, size: int, room: tq.Reservation | None = None) -> _Request:
         groups, first = len(prompts) // size, self._rows
-        ids = [np.asarray(_encoded(trainer.processing_class, prompt), np.int32) for prompt in prompts[::size]]
+        ids = [np.asarray(encoded(trainer.processing_class, prompt), np.int32) for prompt in prompts[::size]]
         rows = self._table.put(
             prompt_ids=tq.Repeat(ids, size),
             group_id=np.repeat(np.arange(groups) + self._groups, size),
@@ -359,7 +359,7 @@ def _requests_left(trainer: Any) -> int:
     return max(0, math.ceil(steps / _steps_of_request(trainer)) - 1)
 
 
-def _encoded(tokenizer: Any, prompt: Any) -> Sequence[int]:
+def encoded(tokenizer: Any, prompt: Any) -> Sequence[int]:
     """Return the token ids of a text, or of messages by the tokenizer's chat template."""
     if isinstance(prompt, str):
         token_ids: Sequence[int] = tokenizer(prompt)["input_ids"]

@@ -396,6 +396,7 @@ TRL: Final = Stack(
     on_queue=(
         "trl grpo takes no rollout_func: make the trainer in a program of yours, as transferqueue docs trl shows,",
         "with GRPOTrainer(…, rollout_func=rollouts, callbacks=[rollouts]) and rollouts = QueueRollouts(queue, …)",
+        "AsyncGRPOTrainer: rollout_worker=QueueRolloutWorker(queue, …), weight_transfer and callbacks of it",
     ),
 )
 """TRL's table."""
