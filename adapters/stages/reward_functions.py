@@ -142,12 +142,13 @@ class RewardCall:
             raise
         except (Exception, SystemExit) as error:  # sys.exit() of a library would end the process without a word
             text = f"reward {self.name} raised {type(error).__name__}: {_cut(error)}"
-            raise RewardFailed(text, name=self.name, may_pass=_may_pass(error)) from error
+            raise RewardFailed(text, name=self.name, may_pass=may_pass(error)) from error
         return checked_scores(self.name, scores, rows)
 
 
-def _may_pass(error: BaseException) -> bool:
-    """Whether it is an error of the system, or of a library for HTTP, whose own are named so."""
+def may_pass(error: BaseException) -> bool:
+    """Whether another try may succeed: after an error of the system, or of a library for HTTP, whose own are named
+    so."""
     return isinstance(error, OSError) or any(kind.__name__ in _OF_HTTP for kind in type(error).__mro__)
 
 

@@ -202,7 +202,7 @@ def _stage(task: str, job: Job) -> Stage:
         task,
         needs=needs,
         gives=gives,
-        groups=tq.Complete() if whole else None,
+        groups=_complete(job) if whole else None,
         selector=_selector(task, job),
         time_limit_s=HELD_S_MAX if task in _LONG else None,
     )
@@ -213,6 +213,12 @@ def _stage(task: str, job: Job) -> Stage:
         return _generating(declared, job)
     rows = min(_rows(task, job), rows_ahead(job))
     return Stage(task=declared, rows=rows, at_least=_at_least(task, job, rows))
+
+
+def _complete(job: Job) -> tq.Complete:
+    """Return which groups are trained: whole ones, or those of which enough members are left."""
+    least = job.sampling.group_min
+    return tq.Complete(min_size=least, incomplete=tq.DeliverPartial()) if least else tq.Complete()
 
 
 def _selector(task: str, job: Job) -> tq.Selector:

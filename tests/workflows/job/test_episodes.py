@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,36 +22,24 @@ from transferqueue.adapters.stages.environments import Episodes
 from transferqueue.errors import UsageError
 from transferqueue.workflows.flow.loop.runner import StageFailedInProcess
 from transferqueue.workflows.job import names
-from transferqueue.workflows.job.reward_terms import call_thread, tries
-from transferqueue.workflows.job.reward_terms.call_thread import CallThread, HungCalls
+from transferqueue.workflows.job.reward_terms import environment_host, tries
+from transferqueue.workflows.job.reward_terms.environment_call import CallFailed
+from transferqueue.workflows.job.reward_terms.environment_host import EnvironmentHost
 from transferqueue.workflows.job.reward_terms.tries import TRIES_MAX
 from transferqueue.workflows.job.settings.job import Job
-from transferqueue.workflows.job.stages.episodes import FAILED, EnvironmentFailed, JobEpisodes
+from transferqueue.workflows.job.stages.episodes import EnvironmentFailed, FailedEpisode, JobEpisodes
 from transferqueue.workflows.job.stages.policy_weights import FixedWeights
 from transferqueue.workflows.job.stages.samples import SampleReporter
 from transferqueue.workflows.job.tiny_model.tokenizer import build_tokenizer
 
 pytest.importorskip("transformers")
+ENVIRONMENTS = "tests.workflows.job.episode_environments:"
 TEXT = {"calculator": "examples/jobs/environments.py:calculator", "guess": "examples/jobs/environments.py:guess_number"}
 
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tries, "PAUSE_S", 0.0)
-
-
-class SaysItsSeed:
-    """An environment of one turn whose reward is made from its seed."""
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[None, dict[str, Any]]:
-        self.seed = seed
-        return None, {}
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        return "", float(self.seed % 1009), True, False, {}
-
-    def close(self) -> None:
-        pass
 
 
 class Scripted:
@@ -92,10 +82,22 @@ def job(environment: str, **changes: Any) -> Job:
     return job_of(Path("nowhere"), reward=[reward], sampling={"group_size": 1, "tokens_max": 60, **changes})
 
 
+opened: list[JobEpisodes] = []
+"""Those of a test, which its end closes."""
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    while opened:
+        opened.pop().close()
+
+
 def episodes_of(settings: Job, engine: Scripted, tokenizer: Any, slots: int = 8, **more: Any) -> JobEpisodes:
     sampling = Sampling(tokens_max=settings.sampling.tokens_max, stop_ids=(tokenizer.eos_token_id,))
     more |= {"slots": slots, "tokenizer": tokenizer}
-    return JobEpisodes(settings.reward[0], engine, FixedWeights(), sampling, settings, **more)  # type: ignore[arg-type]
+    opened.append(JobEpisodes(settings.reward[0], engine, FixedWeights(), sampling, settings, **more))  # type: ignore[arg-type]
+    return opened[-1]
 
 
 class KeepsSamples:
@@ -113,7 +115,7 @@ class KeepsSamples:
 
 
 def test_episodes_are_among_the_samples_of_a_run(tokenizer: Any) -> None:
-    settings = job("tests/workflows/job/test_episodes.py:SaysItsSeed")
+    settings = job("tests/workflows/job/episode_environments.py:SaysItsSeed")
     kept = KeepsSamples(settings)
     engine = Scripted(tokenizer, {"first?": ["x"], "second?": ["y"]})
     reporter = SampleReporter(kept, tokenizer)  # type: ignore[arg-type]
@@ -160,7 +162,7 @@ def test_an_episode_is_one_sequence_with_the_tokens_of_the_tool_masked(tokenizer
 
 
 def test_the_responses_to_a_prompt_begin_alike_and_draw_differently(tokenizer: Any) -> None:
-    settings = job("tests.workflows.job.test_episodes:SaysItsSeed", group_size=2)
+    settings = job(ENVIRONMENTS + "SaysItsSeed", group_size=2)
     engine = Scripted(tokenizer, {"game": ["0", "1"]})
     parts = played(episodes_of(settings, engine, tokenizer), settings, tokenizer, ["game"] * 4)
     seeds = [parts[row].columns["turn_rewards"][0][0] for row in range(4)]
@@ -191,9 +193,9 @@ def test_a_response_is_bounded_with_the_tokens_of_the_environment(tokenizer: Any
     assert engine.requests[0][2] == 16
 
 
-def test_a_row_leaves_while_another_is_played(tokenizer: Any) -> None:
-    settings, left = job("tests.workflows.job.test_episodes:Gated"), threading.Event()
-    Gated.gate, Gated.slow = left, "1+1="
+def test_a_row_leaves_while_another_is_played(tokenizer: Any, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    settings = job(ENVIRONMENTS + "Gated", reward={"args": {"gate": str(gate)}})
     episodes = episodes_of(settings, Scripted(tokenizer, {"1+1=": ["2"], "2+2=": ["4"]}), tokenizer)
     with tq.connect() as queue:
         table = queue.create_table(
@@ -205,76 +207,41 @@ def test_a_row_leaves_while_another_is_played(tokenizer: Any) -> None:
         with table.lease("play", rows=2, timeout_s=10) as batch:
             for part in episodes(batch):
                 order.append(int(part.at[0]))  # type: ignore[index]
-                left.set()
+                gate.touch()
     assert order == [1, 0]
 
 
-class Gated:
-    """Ends at once; the slow question waits until a row has left."""
-
-    gate, slow = threading.Event(), ""
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[None, dict[str, Any]]:
-        self.question = options["question"]
-        return None, {}
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        assert self.question != Gated.slow or Gated.gate.wait(20)
-        return "", 1.0, True, False, {}
-
-    def close(self) -> None:
-        """Nothing."""
-
-
-class Broken(Gated):
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        if self.question == "1+1=":
-            raise RuntimeError("the tool is gone")
-        return super().step(action)
-
-
 def test_an_environment_that_raises_names_its_row(tokenizer: Any) -> None:
-    settings = job("tests.workflows.job.test_episodes:Broken")
+    settings = job(ENVIRONMENTS + "Broken")
     episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
     with pytest.raises(
         EnvironmentFailed,
         match=(
-            r"ordinal 1 failed with RuntimeError: the tool is gone \(try 2\); the policy had said '2'; .*1\+1=.* "
-            r"on_error = \"drop\""
+            r"ordinal 1 failed: step\('2'\) raised RuntimeError: the tool is gone, in fails, line \d+ of \S+ "
+            r"\(try 2\); its data is .*1\+1=.* on_error = \"drop\""
         ),
     ) as failed:
         played(episodes, settings, tokenizer, ["2+2=", "1+1="])
     assert isinstance(failed.value, StageFailedInProcess)  # which ends the run, whatever other rows do
 
 
-class Shaky(Gated):
-    """Fails each time with other words, as often as `failures` says."""
-
-    failures, failed = 0, 0
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        if Shaky.failed < Shaky.failures:
-            Shaky.failed += 1
-            raise RuntimeError(f"timeout {Shaky.failed}")
-        return super().step(action)
-
-
 @pytest.mark.parametrize("failures", [TRIES_MAX - 1, TRIES_MAX])
 def test_an_environment_that_fails_otherwise_each_time_gets_as_many_tries_as_a_row(
-    tokenizer: Any, failures: int
+    tokenizer: Any, failures: int, tmp_path: Path
 ) -> None:
-    settings = job("tests.workflows.job.test_episodes:Shaky")
-    episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
-    Shaky.failures, Shaky.failed = failures, 0
+    settings = job(ENVIRONMENTS + "Shaky", reward={"args": {"failures": failures, "file": str(tmp_path / "failed")}})
+    retried: list[str] = []
+    episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer, retried=retried.append)
     if failures < TRIES_MAX:
         assert played(episodes, settings, tokenizer, ["2+2="])[0].columns["rewards"].tolist() == [2.0]
-        return
-    with pytest.raises(EnvironmentFailed, match=rf"timeout {failures} \(try {failures}\)"):
-        played(episodes, settings, tokenizer, ["2+2="])
+    else:
+        with pytest.raises(EnvironmentFailed, match=rf"timeout {failures}, in \S+, line \d+ of \S+ \(try {failures}\)"):
+            played(episodes, settings, tokenizer, ["2+2="])
+    assert retried == ["environment_error"] * (TRIES_MAX - 1)
 
 
 def test_a_job_whose_environment_always_fails_ends(tokenizer: Any) -> None:
-    settings = job("tests.workflows.job.test_episodes:Broken", reward={"on_error": "drop"})
+    settings = job(ENVIRONMENTS + "Broken", reward={"on_error": "drop"})
     settings = msgspec.structs.replace(settings, trainer=msgspec.structs.replace(settings.trainer, prompts_per_step=1))
     episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
     with pytest.raises(StageFailedInProcess, match="20 batches, were all dropped: their environments failed"):
@@ -282,59 +249,131 @@ def test_a_job_whose_environment_always_fails_ends(tokenizer: Any) -> None:
 
 
 def test_rows_of_an_environment_that_raises_are_dropped_if_the_job_says_so(tokenizer: Any) -> None:
-    settings = job("tests.workflows.job.test_episodes:Broken", reward={"on_error": "drop"})
-    failed: dict[int, str] = {}
+    settings = job(ENVIRONMENTS + "Broken", reward={"on_error": "drop"})
+    failed: dict[int, FailedEpisode] = {}
     engine = Scripted(tokenizer, {"+": ["2"]})
     episodes = episodes_of(settings, engine, tokenizer, failed=failed.__setitem__)
     parts = played(episodes, settings, tokenizer, ["2+2=", "1+1="])
-    assert (parts[0].drop, parts[1].drop) == ("", FAILED)
-    assert re.search(r"ordinal 1 failed with RuntimeError: the tool is gone .*1\+1=", failed[1])
+    assert (parts[0].drop, parts[1].drop) == ("", "environment_error")
+    assert re.search(r"ordinal 1 failed: step\('2'\) raised RuntimeError: the tool is gone, .*1\+1=", failed[1].text)
 
 
-@pytest.mark.slow
+@dataclass
+class Failing:
+    """Two rows of an environment, of which that of ``1+1=`` fails."""
+
+    drop: str
+    text: str
+    retried: list[str]
+
+
+def failing(environment: str, tokenizer: Any, **reward: Any) -> Failing:
+    """Play them, where such rows are dropped; the other row must be as if nothing happened."""
+    settings = job(ENVIRONMENTS + environment, reward={"on_error": "drop", "timeout_s": 20.0, **reward})
+    failed: dict[int, FailedEpisode] = {}
+    retried: list[str] = []
+    engine = Scripted(tokenizer, {"+": ["2"] * 9})
+    episodes = episodes_of(settings, engine, tokenizer, failed=failed.__setitem__, retried=retried.append)
+    parts = played(episodes, settings, tokenizer, ["2+2=", "1+1="])
+    assert parts[0].columns["rewards"].tolist() == [2.0]
+    assert list(failed) == [1]
+    return Failing(parts[1].drop, failed[1].text, retried)
+
+
 def test_a_step_that_hangs_fails_its_episode_alone(tokenizer: Any) -> None:
-    settings = job("tests.workflows.job.test_episodes:Gated", reward={"on_error": "drop", "timeout_s": 0.2})
-    Gated.gate, Gated.slow = threading.Event(), "1+1="
-    failed: dict[int, str] = {}
-    engine = Scripted(tokenizer, {"+": ["2"]})
-    episodes = episodes_of(settings, engine, tokenizer, failed=failed.__setitem__)
-    try:
-        parts = played(episodes, settings, tokenizer, ["2+2=", "1+1="])
-    finally:
-        Gated.gate.set()
-    assert (parts[0].drop, parts[1].drop) == ("", FAILED)
+    row = failing("Gated", tokenizer, timeout_s=0.5)
+    assert row.drop == "environment_timeout"
     assert re.search(
-        r"ordinal 1 failed with TimeoutError: step did not return within reward.0.timeout_s=0.2 s; .* \(try 2\); "
-        r"it is in wait, line \d+ of .*threading.py; the policy had said '2'; its data is \{.*1\+1=",
-        failed[1],
+        r"ordinal 1 failed: step\('2'\) did not return within reward.0.timeout_s=0.5 s; .* \(try 2\); "
+        r"it is in step, line \d+ of .*episode_environments.py; its data is \{.*1\+1=",
+        row.text,
     )
 
 
-def test_a_process_in_which_many_calls_hang_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_thread, "HUNG_MAX", 2)
-    hung, gate = HungCalls(), threading.Event()
-    try:
-        with CallThread(0.01, hung) as calls, pytest.raises(TimeoutError, match="step did not return"):
-            calls.call("step", gate.wait)
-        with CallThread(0.01, hung) as calls:
-            with pytest.raises(StageFailedInProcess, match=r"2 calls of environments hang in this process; .*reset"):
-                calls.call("reset", gate.wait)
-            with pytest.raises(TimeoutError, match="an earlier call of the environment hangs"):
-                calls.call("close", gate.wait)
-    finally:
-        gate.set()
+@pytest.mark.slow
+def test_a_step_that_keeps_the_interpreter_is_ended_with_its_process(tokenizer: Any) -> None:
+    row = failing("KeepsTheInterpreter", tokenizer, timeout_s=1.0)
+    assert row.drop == "environment_timeout"
+    assert "step('2') kept the interpreter, and did not return within reward.0.timeout_s=1 s" in row.text
+
+
+@pytest.mark.parametrize(
+    ("environment", "cause", "words"),
+    [
+        ("TooLong", "output", "step('2') gave a text of 1,048,577 characters; give at most 1,048,576"),
+        ("NoTuple", "error", "step('2') returned 'done'; give the tuple (observation, reward, terminated"),
+        ("NotANumber", "error", "step('2') gave the reward nan; give a finite number"),
+        ("Exits", "error", "reset(seed="),
+    ],
+)
+def test_what_is_no_answer_fails_its_episode_alone(tokenizer: Any, environment: str, cause: str, words: str) -> None:
+    row = failing(environment, tokenizer)
+    assert row.drop == f"environment_{cause}"
+    assert words in row.text
+
+
+def test_a_server_that_is_gone_gets_all_tries(tokenizer: Any) -> None:
+    row = failing("CallsAServer", tokenizer)
+    assert row.drop == "environment_unreachable"
+    assert row.retried == ["environment_unreachable"] * (TRIES_MAX - 1)
+    assert re.search(r"step\('2'\) raised ConnectionRefusedError: .* \(try 5\)", row.text)
+
+
+@pytest.mark.slow
+def test_an_environment_that_ends_its_process_every_time_ends_no_other_for_good(tokenizer: Any) -> None:
+    row = failing("Kills", tokenizer)
+    assert row.drop == "environment_died"
+    assert "step('2') failed: the process of the environments was ended by SIGKILL (try 5)" in row.text
+
+
+def test_an_episode_whose_process_is_killed_is_played_again(tokenizer: Any, tmp_path: Path) -> None:
+    settings = job(ENVIRONMENTS + "Kills", reward={"args": {"once": str(tmp_path / "killed")}})
+    retried: list[str] = []
+    episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer, retried=retried.append)
+    assert played(episodes, settings, tokenizer, ["1+1="])[0].columns["rewards"].tolist() == [2.0]
+    assert retried == ["environment_died"]
+
+
+def test_an_episode_has_a_time_limit_of_its_own(tokenizer: Any) -> None:
+    row = failing("Endless", tokenizer, episode_s=3.0)
+    assert row.drop == "environment_timeout"
+    assert re.search(r"step\('2'\) (was not made: |did not return within )the reward.0.episode_s=3 s", row.text)
+
+
+def test_a_share_of_failed_rows_that_is_too_large_ends_the_job(tokenizer: Any) -> None:
+    settings = job(ENVIRONMENTS + "Broken", reward={"on_error": "drop", "failed_max": 0.25})
+    settings = msgspec.structs.replace(settings, trainer=msgspec.structs.replace(settings.trainer, prompts_per_step=1))
+    questions = ["2+2=", "2+2=", "1+1="] * 7
+    episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer, slots=1)
+    with pytest.raises(
+        StageFailedInProcess,
+        match=r"[67] of the last 20 rows, 20 batches, were dropped, more than reward.0.failed_max=0.25: .*; the last: "
+        r"reward.environment .*Broken: the episode of ordinal 20 failed: step\('2'\) raised RuntimeError",
+    ):
+        played(episodes, settings, tokenizer, questions)
+
+
+def test_a_process_in_which_many_calls_hang_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment_host, "HUNG_MAX", 1)
+    with EnvironmentHost(ENVIRONMENTS + "Gated", {}, timeout_s=0.3, episode_s=60.0) as host:
+        until = time.monotonic() + 60
+        with host.open(until) as works:
+            works.reset(options={"question": "2+2="})
+            with host.open(until) as hangs:
+                hangs.reset(options={"question": "1+1="})
+                with pytest.raises(CallFailed, match="did not return"):
+                    hangs.step("2")
+            with host.open(until) as other:
+                other.reset(options={"question": "2+2="})
+                assert other.process_id != works.process_id == hangs.process_id
+                assert other.step("2")[1] == works.step("2")[1] == 1.0
 
 
 def test_an_observation_that_is_no_text_is_refused(tokenizer: Any) -> None:
-    settings = job("tests.workflows.job.test_episodes:Numbers")
+    settings = job(ENVIRONMENTS + "Numbers")
     episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
-    with pytest.raises(EnvironmentFailed, match="observation of int in turn 0; give a text"):
+    with pytest.raises(EnvironmentFailed, match=r"reset\(seed=.*\) gave an observation of int; give a text"):
         played(episodes, settings, tokenizer, ["2+2="])
-
-
-class Numbers(Gated):
-    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        return 7, {}
 
 
 def test_a_factory_that_is_nowhere_is_named(tokenizer: Any) -> None:

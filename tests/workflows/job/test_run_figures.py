@@ -25,7 +25,8 @@ from transferqueue.workflows.job.run.record import RunRecord
 from transferqueue.workflows.job.run.run_page import CHANNEL, RunPage, run_figures
 from transferqueue.workflows.job.run.run_warnings import EARLIER_STEPS, NOT_FINITE, PAUSE_STEPS, TOLD_MAX, RunWarnings
 from transferqueue.workflows.job.run.summary import summarize
-from transferqueue.workflows.job.stages.failed_rows import FAILED_ROWS
+from transferqueue.workflows.job.run_files import STEPS
+from transferqueue.workflows.job.stages.failed_rows import FAILED_ROWS, RETRIED
 from transferqueue.workflows.job.training.row_figures import row_figures
 
 GOOD = {
@@ -210,7 +211,7 @@ def test_rows_that_fail_and_processes_that_die_are_in_the_output_a_file_the_page
     lines = Lines(Console(file=output, width=40), steps=3)
     with RunRecord(tmp_path, job("grpo")) as record:
         heard = record.add("train-0", step(1))
-        rows = [{"row": 7, "text": hangs}, {"row": 9, "text": raises}]
+        rows = [{"row": 7, "cause": "hangs", "text": hangs}, {"row": 9, "cause": "raises", "text": raises}]
         heard += record.add("reward-0", Figures(kind=FAILED_ROWS, at=1.0, values={"rows": rows}))
         heard += record.add("rollout-0", Figures(kind=RESTART, at=1.0, values={"text": died, "next": "started again"}))
     for event in heard:
@@ -229,11 +230,28 @@ def test_rows_that_fail_and_processes_that_die_are_in_the_output_a_file_the_page
         for row in range(TOLD_MAX + 5):
             told = resumed.add("reward-0", failed_row(row))
         assert (len(told), len(lines_of(tmp_path / "failed_rows.jsonl"))) == (1, TOLD_MAX + 7)
-    assert resumed.warnings.all[-1].wrong == f"7 more, the last: row {TOLD_MAX + 4}"
+    assert resumed.warnings.all[-1].wrong == (
+        f"7 more (of all: 1 hangs, {TOLD_MAX + 6} raises), the last: row {TOLD_MAX + 4}"
+    )
 
 
 def failed_row(row):
-    return Figures(kind=FAILED_ROWS, at=1.0, values={"rows": [{"row": row, "text": f"row {row}"}]})
+    failed = {"row": row, "cause": "raises", "text": f"row {row}"}
+    return Figures(kind=FAILED_ROWS, at=1.0, values={"rows": [failed]})
+
+
+def test_episodes_that_are_tried_again_are_counted_by_cause_in_their_step_and_the_summary(tmp_path):
+    with RunRecord(tmp_path, job("grpo")) as record:
+        for number, causes in enumerate([["environment_died", "environment_error"], [], ["environment_error"]], 1):
+            for cause in causes:
+                record.add("play-0", Figures(kind=RETRIED, at=1.0, values={cause: 1}))
+            record.add("train-0", step(number))
+        summary = summarize(record, job("grpo"), Audit(put=8, live=0, done=8, dropped={}), starts=1, seconds=9.0)
+    told = [{name: count for name, count in each.items() if "retried/" in name} for each in lines_of(tmp_path / STEPS)]
+    both = {"retried/environment_died": 1, "retried/environment_error": 1}
+    assert told == [both, {}, {"retried/environment_error": 1}]
+    assert summary.retried == {"environment_died": 1, "environment_error": 2}
+    assert "1 environment_died, 2 environment_error" in summary.text()
 
 
 def test_numbers_that_are_not_finite_are_null_in_the_file_and_told(tmp_path):

@@ -104,6 +104,13 @@ REFUSED = [
     ),
     (GRPO, "reward=[{weight=1.0}]", "reward.0 has none of function, model and environment"),
     (GRPO, 'reward=[{function="a:b"},{environment="c:d"}]', "reward has 2 terms, one of them an environment"),
+    (GRPO, "sampling.group_size=4 ; sampling.group_min=5", "group_min=5 with group_size=4: no group has so many"),
+    (GRPO, "sampling.group_min=1", "sampling.group_min=1: give 0, or at least 2: a response that is alone"),
+    (
+        PPO,
+        "sampling.group_min=2 ; sampling.group_size=2",
+        "group_min=2 with kind='ppo', whose rows are trained one by one",
+    ),
     (GRPO, "reward.0.weight=0.0", "reward.0.weight=0.0: every weight is 0, so nothing is rewarded; set one"),
     (SFT, 'reward=[{function="a:b"}]', 'reward with kind="sft"'),
     (GRPO, "data.response=answer", "data.response='answer' is read by sft alone"),

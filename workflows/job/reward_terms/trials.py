@@ -48,7 +48,7 @@ def try_rewards(job: Job, prompts: list[NumberedPrompt], tokenizer: TextTokenize
     """Call each reward function with a response "42" to each of these prompts, and take one such turn in each
     environment.
 
-    Blocks while a module is imported and called: at most `function_process.START_S` and the function's ``timeout_s``.
+    Blocks while a module is imported and called: at most `piped_process.START_S` and the function's ``timeout_s``.
     Raises `RewardFailed` if a function or an environment raises, hangs or gives no score (unless its rows may be
     dropped), and what `load_reward` raises.
     """

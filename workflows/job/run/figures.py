@@ -417,6 +417,12 @@ FIGURES: Final[tuple[StepFigure, ...]] = (
         ),
     ),
     StepFigure(
+        name="retried/",
+        unit="episodes",
+        meaning="Episodes of environments that failed for a cause, and were tried again.",
+        made="run: reports of the generating processes, since the step before",
+    ),
+    StepFigure(
         name="queue_age_s/",
         unit="s",
         meaning="Age of the next row of a task; null: none waits.",

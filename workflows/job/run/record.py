@@ -29,7 +29,7 @@ from transferqueue.workflows.job.run.figures import described
 from transferqueue.workflows.job.run.run_warnings import RunWarning, RunWarnings
 from transferqueue.workflows.job.run_files import EVALUATIONS, STEPS, json_lines
 from transferqueue.workflows.job.settings.job import Job
-from transferqueue.workflows.job.stages.failed_rows import FAILED_ROWS
+from transferqueue.workflows.job.stages.failed_rows import FAILED_ROWS, RETRIED
 
 SAMPLES: Final = "samples"
 """Kind of the event with sample responses."""
@@ -77,6 +77,8 @@ class RunRecord:
         self.aborted: Counter[str] = Counter()
         """Rows that generators handed back because their batch was full (``rows``), and their ``tokens`` so far, of
         this start."""
+        self.retried: Counter[str] = Counter()
+        """Episodes that failed and were tried again, by cause, of this start."""
         self.publish_s: list[float] = []
         self.publications: dict[str, list[dict[str, Any]]] = {}
         self.started_s = self.ended_s = 0.0
@@ -85,6 +87,8 @@ class RunRecord:
         self.warnings = self._warnings()
         self._critic: dict[str, float] = {}
         """Figures of the critic's newest step."""
+        self._retried_before: Counter[str] = Counter()
+        """Those before the last step."""
         self._generated_s: dict[str, float] = {}
         """Seconds that each generating process worked since the last step."""
 
@@ -117,8 +121,8 @@ class RunRecord:
             return [event, *self._incidents(event.kind, event.at, [event.values])]
         elif event.kind == PUBLICATION:
             self.publications.setdefault(label, []).append(event.values)
-        elif event.kind == ABORTED:
-            self.aborted.update(event.values)
+        elif event.kind in (ABORTED, RETRIED):
+            (self.aborted if event.kind == ABORTED else self.retried).update(event.values)
         elif event.kind == CHECKPOINT:
             self.checkpoints.append(int(event.values["step"]))
         elif event.kind == STEP:
@@ -136,7 +140,9 @@ class RunRecord:
         generating = self._generated_s.values()
         generated_s = sum(generating) / len(generating) if generating else 0.0
         self._generated_s = {}
-        values = completed({**event.values, "critic": self._critic}, generated_s) | {"at": event.at}
+        added = {"critic": self._critic, "retried": dict(self.retried - self._retried_before)}
+        values = completed({**event.values, **added}, generated_s) | {"at": event.at}
+        self._retried_before = self.retried.copy()
         step = int(values["step"])
         if step <= max(self.steps, default=0):
             self.steps = {each: figures for each, figures in self.steps.items() if each < step}
@@ -284,7 +290,8 @@ class RunRecord:
 
 
 def _noted(warnings: RunWarnings, kind: str, incident: Mapping[str, Any]) -> list[RunWarning]:
-    return warnings.note(kind, incident["step"], incident["text"], incident.get("next", _REMEDIES[kind]))
+    remedy = incident.get("next", _REMEDIES[kind])
+    return warnings.note(kind, incident["step"], incident["text"], remedy, cause=incident.get("cause", ""))
 
 
 def completed(values: Mapping[str, Any], generated_s: float) -> dict[str, Any]:

@@ -41,7 +41,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     ``plans_in_order`` of ``plans``, ``why``); empty for rows in the given order. ranker: each refit of the ranker, with
     the rows that it had learned from and its recall over `judged_rows` rows that finished since the refit before.
     aborted: of a job that over-samples, how often a row was handed back because its batch was full (``rows``), and
-    ``tokens`` that such rows had. staleness_in_flight: the part of staleness up to the put, in versions since a row's
+    ``tokens`` that such rows had. retried: episodes of environments that failed and were tried again, by cause.
+    staleness_in_flight: the part of staleness up to the put, in versions since a row's
     first token; staleness_in_queue: the part after it. publish_lag_s: median time from a publication until a generating
     process has loaded it. swaps: how long generation stood still for new weights (`flow.reports.weight_swaps`).
     elastic: how many generating processes there were; None if their number was fixed. step_s: median time from a step
@@ -76,6 +77,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     figures: dict[str, tuple[float, float]] = {}
     warnings: list[RunWarning] = []
     aborted: dict[str, int] = {}
+    retried: dict[str, int] = {}
     elastic: ElasticSummary | None = None
     step_s: float | None = None
     predicted: Predicted | None = None
@@ -107,6 +109,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
             ("weights published in", _milliseconds(self.publish_s, "median")),
             *([("weights by rank", _by_rank(self.publications))] if len(self.publications) > 1 else []),
             ("rows put / done / dropped", f"{self.rows_put:,} / {self.rows_done:,} / {dropped}"),
+            *([("episodes tried again", _by_cause(self.retried))] if self.retried else []),
             *([("handed back at full batches", _aborted(self.aborted))] if self.aborted else []),
             *([("dispatch by length", _dispatched(self.dispatch))] if self.dispatch else []),
             *([("recall by refit", text)] if (text := _recalled(self.ranker)) else []),
@@ -176,6 +179,7 @@ def summarize(
         ranker=record.refits,
         publications=record.publication_costs(),
         aborted=dict(record.aborted),
+        retried=dict(record.retried),
         elastic=elastic_summary(record.elastic),
         step_s=_rounded(record.step_s()),
         predicted=predicted,
@@ -268,6 +272,10 @@ def _recalled(refits: Sequence[Mapping[str, Any]]) -> str:
 def _share(refits: Sequence[Mapping[str, Any]], name: str) -> float:
     rows = sum(int(refit["judged_rows"]) for refit in refits)
     return sum(float(refit[name]) * int(refit["judged_rows"]) for refit in refits) / rows
+
+
+def _by_cause(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {cause}" for cause, count in sorted(counts.items()))
 
 
 def _aborted(counts: Mapping[str, int]) -> str:

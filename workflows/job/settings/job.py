@@ -245,6 +245,12 @@ class SamplingSettings(_Table):
         "Responses to each prompt. `sft` has one, and does not read it.",
         For("GRPO and its kin: cost against the noise of advantages"),
     ] = 8
+    group_min: Annotated[
+        int,
+        "Fewest responses to a prompt that are trained without the others, which were dropped since they failed.",
+        "Advantages compare these alone. 0: all; a group that lost a response is dropped, and another prompt is taken.",
+        For("tools and judges that fail now and then, with large groups"),
+    ] = 0
     tokens_max: Annotated[int, "Longest response, in tokens.", For("every job that generates")] = 512
     temperature: Annotated[
         float, "Divisor of the logits, for drawing and for log-probs.", For("jobs that explore more or less")
@@ -295,12 +301,23 @@ class RewardSettings(_Table):
         "Longest call of the function or environment, in seconds; the rows of a longer one have failed.",
         For("code that may hang, slow judges"),
     ] = 60.0
+    episode_s: Annotated[
+        float,
+        "Longest episode of an environment, in seconds, with all its tries; looked at before each call.",
+        For("agents with many slow calls"),
+    ] = 3600.0
     on_error: Annotated[
         Literal["stop", "drop"],
         "A row for which the term fails is tried again. If it fails for good, `stop`: the run ends; `drop`: the row is"
-        " dropped, as `reward_error` or `environment_error`.",
+        " dropped, as `reward_error`, or for an environment as `environment_` and the cause.",
         For("judges and sandboxes that fail now and then"),
     ] = "stop"
+    failed_max: Annotated[
+        float,
+        "Largest share of dropped rows among the last 20 batches' rows of a process. Above it the run ends, with the"
+        " last failure. Of several terms the smallest counts.",
+        For("sandboxes that fail often, or must not"),
+    ] = 0.5
 
 
 class TokenStalenessSettings(_Table):

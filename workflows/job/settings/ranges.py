@@ -56,6 +56,7 @@ RANGES: Final[dict[str, NumberRange]] = {
     "engine.tensor_parallel": _COUNT,
     "engine.slots": NumberRange(1, 65_536),
     "sampling.group_size": _COUNT,
+    "sampling.group_min": NumberRange(2, or_zero=True, why="a response that is alone is compared with nothing"),
     "sampling.tokens_max": _COUNT,
     "sampling.temperature": NumberRange(
         0, above=True, why="responses to learn from are drawn, not the most probable ones"
@@ -63,6 +64,8 @@ RANGES: Final[dict[str, NumberRange]] = {
     "sampling.budget": NumberRange(0, why="0 is no bound"),
     "reward.processes": _PROCESSES,
     "reward.timeout_s": _POSITIVE,
+    "reward.episode_s": _POSITIVE,
+    "reward.failed_max": _SHARE,
     "algorithm.clip_low": NumberRange(0, 1, below=True, why="0 takes the one of the kind"),
     "algorithm.clip_high": NumberRange(0, why="0 takes the one of the kind"),
     "algorithm.dual_clip": NumberRange(1, above=True, or_zero=True),

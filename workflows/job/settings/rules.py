@@ -222,6 +222,13 @@ def _groups(job: Job) -> None:
             f"group_size=1 with {kind}: all advantages are 0; set sampling.group_size=8, or a kind without groups: "
             f"{others}"
         )
+    least = job.sampling.group_min
+    if least > size:
+        raise Impossible(
+            f"group_min={least} with group_size={size}: no group has so many responses; give at most {size}"
+        )
+    if least and not defaults_of(kind).compares:
+        raise UsageError(f"group_min={least} with kind={kind!r}, whose rows are trained one by one; leave it out")
     if job.algorithm.filter_equal and size == 1:
         raise Impossible("filter_equal with group_size=1: the rewards of every group are equal, and all are dropped")
     if job.algorithm.filter_equal and not defaults_of(kind).compares:

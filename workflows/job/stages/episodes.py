@@ -8,8 +8,11 @@ a function (or class) that is called with `args` for each episode:
   prompt of the data comes first; a first observation is a further message, None is nothing.
 - ``step(action)``: the text that the model drew in this turn. Returns
   ``(observation, reward, terminated, truncated, info)``.
-- ``close()``. A call that does not return within ``timeout_s`` is left alone in its thread, and its episode has failed.
-  An attribute ``role`` says what observations are: "user" (the default), or "tool".
+- ``close()``. An attribute ``role`` says what observations are: "user" (the default), or "tool".
+
+Environments have processes of their own (`reward_terms.environment_host`). A call that raises, hangs, returns what is
+no answer, or ends its process fails its episode, which is tried again (`Tries`). A row whose episode fails for good is
+no answer of the policy: the job drops it, with the cause as its reason, or ends.
 
 A row's response is everything after its prompt: the model's tokens, and between them the observations, whose tokens
 have `loss_mask` False. It has at most `sampling.tokens_max` tokens. `rewards` is the term's weight times the sum over
@@ -18,10 +21,10 @@ the turns, which `turn_rewards` keeps.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
-from functools import partial
-from typing import Any, Final, SupportsFloat, cast
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 
@@ -29,26 +32,24 @@ import transferqueue as tq
 from transferqueue.adapters.protocols import Generator, PartialResult, Sampling
 from transferqueue.adapters.stages.environments import Episode, EpisodeEnded, EpisodePlayer, as_they_end
 from transferqueue.adapters.stages.generation import row_seed
-from transferqueue.adapters.stages.reward_functions import load_callable
-from transferqueue.errors import FlowSignal, PeerError, UsageError
+from transferqueue.errors import UsageError
 from transferqueue.workflows.flow.loop.runner import StageFailedInProcess
 from transferqueue.workflows.flow.stage import Context, Work
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
 from transferqueue.workflows.job.graph import engine_of
-from transferqueue.workflows.job.reward_terms.call_thread import CallThread, HungCalls
+from transferqueue.workflows.job.reward_terms.environment_call import CallFailed
+from transferqueue.workflows.job.reward_terms.environment_host import EnvironmentHost, HostedEnvironment
 from transferqueue.workflows.job.reward_terms.tries import Tries
 from transferqueue.workflows.job.settings.job import Job, RewardSettings
 from transferqueue.workflows.job.stages.all_dropped_guard import AllDroppedGuard
 from transferqueue.workflows.job.stages.chat_turns import ChatTurns
-from transferqueue.workflows.job.stages.failed_rows import report_failed
+from transferqueue.workflows.job.stages.failed_rows import report_failed, report_retried
 from transferqueue.workflows.job.stages.policy_weights import PolicyWeights
 from transferqueue.workflows.job.stages.rollout import generating
 from transferqueue.workflows.job.stages.samples import SampleReporter
 
 _SHOWN_CHARS: Final = 300
-FAILED: Final = "environment_error"
-"""Drop reason of rows whose environment raised, for an environment with ``on_error = "drop"``."""
 
 
 @contextmanager
@@ -58,19 +59,19 @@ def episodes(context: Context) -> Iterator[Work]:
     environments = environment_of(job)
     with generating(context, job) as (engine, weights, sampling, chosen):
         tokenizer = load_tokenizer(job.model)
-        yield chosen(
-            JobEpisodes(
-                environments,
-                engine,
-                weights,
-                sampling,
-                job,
-                slots=engine_of(job, context.instance).slots,
-                tokenizer=tokenizer,
-                samples=SampleReporter(context, tokenizer),
-                failed=lambda row, why: report_failed(context, {row: f"row {row}, {why}"}),
-            )
-        )
+        with JobEpisodes(
+            environments,
+            engine,
+            weights,
+            sampling,
+            job,
+            slots=engine_of(job, context.instance).slots,
+            tokenizer=tokenizer,
+            samples=SampleReporter(context, tokenizer),
+            failed=lambda row, why: report_failed(context, {row: f"row {row}, {why.text}"}, why.cause),
+            retried=lambda cause: report_retried(context, cause),
+        ) as play:
+            yield chosen(play)
 
 
 def environment_of(job: Job) -> RewardSettings:
@@ -82,41 +83,22 @@ def environment_of(job: Job) -> RewardSettings:
 
 
 class EnvironmentFailed(StageFailedInProcess):
-    """An environment raised, and the job says "stop": it ends the run. Its cause is the error."""
+    """An environment failed, and the job says "stop": it ends the run. Its cause is the error."""
 
 
-class LimitedEnvironment:
-    """An environment whose calls raise `TimeoutError` if they take too long. calls: makes them."""
+class FailedEpisode(NamedTuple):
+    """An episode that failed for good. cause: the drop reason of its row."""
 
-    def __init__(self, make: Callable[[], Any], calls: CallThread) -> None:
-        self._calls = calls
-        self._environment = calls.call("the factory", make)
-        self.role: Final = getattr(self._environment, "role", "user")
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Mapping[str, Any]]:
-        """Start an episode."""
-        returned = self._calls.call("reset", lambda: self._environment.reset(seed=seed, options=options))
-        return cast(tuple[Any, Mapping[str, Any]], returned)
-
-    def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, Mapping[str, Any]]:
-        """Act. An error of the environment gets a note with the policy's text."""
-        try:
-            returned = self._calls.call("step", lambda: self._environment.step(action))
-        except Exception as error:
-            error.add_note(f"the policy had said {str(action)[:_SHOWN_CHARS]!r}")
-            raise
-        return cast(tuple[Any, SupportsFloat, bool, bool, Mapping[str, Any]], returned)
-
-    def close(self) -> None:
-        """Free its resources; nothing after a call that hangs."""
-        if not self._calls.is_hung:
-            self._calls.call("close", self._environment.close)
+    cause: str
+    text: str
 
 
 class JobEpisodes:
-    """The function of ``play``. Loads the factory of environments; may be called from several threads at once.
+    """The function of ``play``. Starts the process of its environments; may be called from several threads at once. A
+    context manager.
 
-    samples, failed: get rows as they end (None: nothing does); `failed` the row id of a dropped one and why.
+    samples: gets rows as they end (None: nothing does). failed: gets the row id of a dropped one, and why. retried:
+    gets the cause of each failure that another try follows.
     """
 
     def __init__(
@@ -130,16 +112,32 @@ class JobEpisodes:
         slots: int,
         tokenizer: TextTokenizer | None = None,
         samples: SampleReporter | None = None,
-        failed: Callable[[int, str], None] = lambda row, why: None,
+        failed: Callable[[int, FailedEpisode], None] = lambda row, why: None,
+        retried: Callable[[str], None] = lambda cause: None,
     ) -> None:
-        self._hung, self._failed = HungCalls(), failed
+        self._failed, self._retried = failed, retried
         self._settings, self._weights, self._job, self._slots = settings, weights, job, slots
         self._guard = AllDroppedGuard(
-            job, "their environments failed", "see failed_rows.jsonl in the folder of the run"
+            job,
+            "their environments failed",
+            "see failed_rows.jsonl in the folder of the run",
+            most=("reward.0.failed_max", settings.failed_max),
         )
-        self._factory = load_callable(settings.environment, "reward.environment")
+        self._host = EnvironmentHost(
+            settings.environment, settings.args, timeout_s=settings.timeout_s, episode_s=settings.episode_s
+        )
         self._engine, self._sampling, self._samples = engine, sampling, samples
         self._tokenizer = tokenizer or load_tokenizer(job.model)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes of its environments."""
+        self._host.close()
 
     def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:
         """Yield each row as its episode ends; rows that wait for newer weights come last."""
@@ -148,7 +146,7 @@ class JobEpisodes:
         for version, rows in self._weights.turns(batch):
             with self._weights.at(version):
 
-                def played(at: int, given_up: Callable[[], bool], rows: list[int] = rows) -> Episode | str:
+                def played(at: int, given_up: Callable[[], bool], rows: list[int] = rows) -> Episode | FailedEpisode:
                     row = rows[at]
                     return self.episode(prompts[row], data[row], ordinals[row] // size, ordinals[row], given_up)
 
@@ -156,54 +154,59 @@ class JobEpisodes:
                     row = rows[at]
                     part = self._part(row, len(prompts[row]), episode)
                     yield part
-                    if isinstance(episode, str):
+                    if isinstance(episode, FailedEpisode):
                         self._failed(int(batch.rows[row]), episode)
                     elif self._samples is not None:
                         ids, reward = part.columns["response_ids"][0], float(part.columns["rewards"][0])
                         reason = part.columns["finish_reason"][0]
                         self._samples.report_row(version, data[row], ids, reward, ordinals[row], reason)
                     is_kept = isinstance(episode, Episode)
-                    self._guard.count(kept=int(is_kept), dropped=int(not is_kept))
+                    last = episode.text if isinstance(episode, FailedEpisode) else ""
+                    self._guard.count(kept=int(is_kept), dropped=int(not is_kept), last=last)
 
     def episode(
         self, prompt: Any, data: Mapping[str, Any], number: int, ordinal: int, given_up: Callable[[], bool]
-    ) -> Episode | str:
-        """Play one row; returns why its environment failed if it did and the job drops such rows. number: of its
-        prompt, which the environment's seed is made from.
+    ) -> Episode | FailedEpisode:
+        """Play one row. number: of its prompt, which the environment's seed is made from.
 
-        An environment that raises, or whose call takes too long, gets other tries (`Tries`).
+        Raises `EnvironmentFailed` if its environment fails for good and the job says "stop".
         """
-        tries = Tries()
+        tries, alone, until = Tries(), False, time.monotonic() + self._settings.episode_s
         while True:
             try:
-                return self._play(prompt, data, number, ordinal, given_up)
-            except (PeerError, FlowSignal, EpisodeEnded, StageFailedInProcess):
-                raise
-            except Exception as error:
-                if tries.failed(f"{type(error).__name__}: {error}") and not given_up():
+                with self._host.open(until, alone=alone) as environment:
+                    return self._play(environment, prompt, data, number, ordinal, given_up)
+            except CallFailed as failure:
+                if tries.failed(str(failure), may_pass=failure.may_pass) and time.monotonic() < until:
+                    if given_up():
+                        raise EpisodeEnded from failure
+                    self._retried(failure.cause)
+                    alone = failure.was_running
                     tries.pause()
                     continue
-                text = self._failure(error, tries.count, ordinal, data)
-                if self._settings.on_error == "drop" and not given_up():
-                    return text
-                raise EnvironmentFailed(f'{text}; set on_error = "drop" to go on without such rows') from error
+                text = self._failure(failure, tries.count, ordinal, data)
+                if self._settings.on_error == "drop":
+                    return FailedEpisode(failure.cause, text)
+                raise EnvironmentFailed(f'{text}; set on_error = "drop" to go on without such rows') from failure
 
     def _play(
-        self, prompt: Any, data: Mapping[str, Any], number: int, ordinal: int, given_up: Callable[[], bool]
+        self,
+        environment: HostedEnvironment,
+        prompt: Any,
+        data: Mapping[str, Any],
+        number: int,
+        ordinal: int,
+        given_up: Callable[[], bool],
     ) -> Episode:
-        make = partial(self._factory, **self._settings.args)
-        with (
-            CallThread(self._settings.timeout_s, self._hung) as calls,
-            closing(LimitedEnvironment(make, calls)) as environment,
-        ):
-            turns = ChatTurns(self._tokenizer, self._sampling.stop_ids, environment.role)
-            player = EpisodePlayer(
-                self._engine,
-                self._sampling,
-                encode=turns.encode,
-                decode=turns.decode,
-                tokens_max=self._job.sampling.tokens_max,
-            )
+        turns = ChatTurns(self._tokenizer, self._sampling.stop_ids, environment.role)
+        player = EpisodePlayer(
+            self._engine,
+            self._sampling,
+            encode=turns.encode,
+            decode=turns.decode,
+            tokens_max=self._job.sampling.tokens_max,
+        )
+        try:
             return player.play(
                 environment,
                 begin=prompt,
@@ -212,17 +215,19 @@ class JobEpisodes:
                 draws=row_seed(self._job.seed, ordinal),
                 given_up=given_up,
             )
+        except UsageError as error:  # such as a chat template that leaves turns out: no try helps
+            raise StageFailedInProcess(f"reward.environment {self._settings.environment}: {error}") from error
 
-    def _failure(self, error: Exception, attempts: int, ordinal: int, data: Mapping[str, Any]) -> str:
-        notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    def _failure(self, failure: CallFailed, attempts: int, ordinal: int, data: Mapping[str, Any]) -> str:
+        place = f"; it is {failure.place}" if failure.place else ""
         return (
-            f"reward.environment {self._settings.environment}: the episode of ordinal {ordinal} failed with "
-            f"{type(error).__name__}: {error} (try {attempts}){notes}; its data is {str(dict(data))[:_SHOWN_CHARS]}"
+            f"reward.environment {self._settings.environment}: the episode of ordinal {ordinal} failed: {failure} "
+            f"(try {attempts}){place}; its data is {str(dict(data))[:_SHOWN_CHARS]}"
         )
 
-    def _part(self, at: int, prompt: int, episode: Episode | str) -> PartialResult:
-        if isinstance(episode, str):
-            return PartialResult(at=np.array([at]), columns={}, drop=FAILED)
+    def _part(self, at: int, prompt: int, episode: Episode | FailedEpisode) -> PartialResult:
+        if isinstance(episode, FailedEpisode):
+            return PartialResult(at=np.array([at]), columns={}, drop=episode.cause)
         columns = {name: [value] for name, value in episode.trajectory.response(prompt).items()}
         rewards = {
             "rewards": np.array([self._settings.weight * sum(episode.rewards)], np.float32),

@@ -19,7 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -103,7 +103,8 @@ def _measure(job: Job, open_engine: OpenEngine, tokenizer: TextTokenizer) -> Ite
         if job.algorithm.kind == "distill":
             yield TeacherDivergence(job, engine, sampling)
         elif any(reward.environment for reward in job.reward):
-            yield EpisodeReward(job, engine, sampling, tokenizer)
+            with EpisodeReward(job, engine, sampling, tokenizer) as measure:
+                yield measure
         else:
             with RewardScorer(job, tokenizer) as scorer:
                 yield ResponseReward(job, engine, sampling, scorer)
@@ -174,6 +175,12 @@ class EpisodeReward(_Drawing):
             self._environment, engine, FixedWeights(), sampling, held_out_job, slots=self._at_once, tokenizer=tokenizer
         )
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._play.close()
+
     def figures(self, prompts: Sequence[NumberedPrompt], samples: int) -> dict[str, Any]:
         """``rows``, ``reward``, ``pass@k``, ``turns`` and ``tokens`` (means); ``failed`` if an environment did."""
 
@@ -190,10 +197,16 @@ class EpisodeReward(_Drawing):
         return {
             **_mean("reward", rewards),
             **pass_figures([prompt for prompt, _ in whole], rewards, self._job.evaluation),
-            "turns": float(np.mean([episode.turns for episode in episodes])),
-            "tokens": float(np.mean([sum(episode.trajectory.drawn) for episode in episodes])),
+            **(_lengths_of(episodes) if episodes else {}),
             **failed,
         }
+
+
+def _lengths_of(episodes: Sequence[Episode]) -> dict[str, float]:
+    return {
+        "turns": float(np.mean([episode.turns for episode in episodes])),
+        "tokens": float(np.mean([sum(episode.trajectory.drawn) for episode in episodes])),
+    }
 
 
 class TeacherDivergence(_Drawing):

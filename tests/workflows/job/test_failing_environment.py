@@ -1,0 +1,172 @@
+"""Jobs whose environment fails in a tenth of its calls, and whose processes are killed: no run ends, the books balance,
+and the policy learns as without."""
+
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", exc_type=ImportError)
+
+from tests.workflows.job.short_run import descendants, lines
+from transferqueue.errors import TransferQueueError
+from transferqueue.workflows.flow.events import Figures
+from transferqueue.workflows.flow.reports.loggers import STEP
+from transferqueue.workflows.job.run.folder import RunFolder
+from transferqueue.workflows.job.run.run import run_job
+from transferqueue.workflows.job.settings.read import job_from_values
+from transferqueue.workflows.job.tiny_model.make import make, write_data
+
+PROMPTS, GROUP, LEAST = 4, 8, 4
+ENVIRONMENT = """
+import socket
+import time
+import zlib
+
+
+class TwoTurns:
+    \"\"\"Two turns, each worth the share of characters with an even number. Of the calls a share fails: which ones
+    follows from the seed, the turn and what the policy said.\"\"\"
+
+    def __init__(self, failing):
+        self.failing = failing
+
+    def reset(self, *, seed, options):
+        self.seed, self.turn = seed, 0
+        return None, {}
+
+    def step(self, action):
+        self.turn += 1
+        draw = zlib.crc32(f"{self.seed} {self.turn} {action}".encode()) % 1000 / 1000
+        if draw < 0.2 * self.failing:
+            time.sleep(600)
+        if draw < 0.25 * self.failing:
+            with socket.socket() as taken:
+                taken.bind(("127.0.0.1", 0))
+                socket.create_connection(taken.getsockname(), timeout=5)
+        if draw < 0.9 * self.failing:
+            raise RuntimeError("the sandbox is gone")
+        if draw < self.failing:
+            return "x" * 2_000_000, 0.0, False, False, {}
+        reward = sum(ord(letter) % 2 == 0 for letter in action) / max(1, len(action))
+        return "again", reward, self.turn == 2, False, {}
+
+    def close(self):
+        pass
+"""
+CAUSES = {"environment_timeout", "environment_unreachable", "environment_error", "environment_output"}
+
+
+def job_in(folder: Path, *, steps: int, seed: int = 0, failing: float = 0.0, **reward):
+    environment = {"environment": "two_turns:TwoTurns", "args": {"failing": failing}, "timeout_s": 1.0}
+    return job_from_values(
+        {
+            "name": "failing",
+            "steps": steps,
+            "seed": seed,
+            "model": {"path": str(folder / "model"), "dtype": "float32"},
+            "data": {"path": str(folder / "data"), "prompt": "question", "prompt_tokens_max": 12},
+            "engine": [{"kind": "builtin", "slots": 32}],
+            "sampling": {"group_size": GROUP, "group_min": LEAST, "tokens_max": 20, "stop": [*"0123456789"]},
+            "reward": [{**environment, "on_error": "drop", **reward}],
+            "algorithm": {"kind": "grpo"},
+            "trainer": {"prompts_per_step": PROMPTS, "lr": 0.01},
+            "weights": {"dtype": "float32"},
+            "checkpoint": {"every": 0},
+            "queue": {"memory_gib": 0.0625},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("failing")
+    make(folder / "model", kind="builtin", hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+    write_data(folder / "data", train=256, test=16)
+    (folder / "two_turns.py").write_text(ENVIRONMENT)
+    return folder
+
+
+def pids_of(words: str) -> list[int]:
+    """The processes of a run of this process whose command line has these words."""
+    found = []
+    for pid in descendants(os.getpid()):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        found += [pid] * (words in command)
+    return found
+
+
+def run(place: Path, folder: Path, job, *, kills: dict[int, str] | None = None):
+    """Run a job. kills: after which steps, and words of the command line of the processes that are killed."""
+    killed: Counter[str] = Counter()
+
+    def observe(label, event):
+        if isinstance(event, Figures) and event.kind == STEP and (words := (kills or {}).get(event.values["step"])):
+            for pid in pids_of(words):
+                os.kill(pid, signal.SIGKILL)
+                killed[words] += 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        outcome = run_job(job, folder=RunFolder(folder), code=place, observe=observe)
+    assert set(killed) == set((kills or {}).values())
+    outcome.audit.check_finished("rollouts")
+    return outcome
+
+
+def check_failures(folder: Path, outcome, steps: int) -> None:
+    """The rows that failed are dropped and named, their groups go on without them, and all is counted by cause."""
+    summary, trained = outcome.summary, lines(folder / "steps.jsonl")
+    assert [step["step"] for step in trained] == [*range(1, steps + 1)]
+    failed = lines(folder / "failed_rows.jsonl")
+    dropped = {cause: rows for cause, rows in summary.rows_dropped.items() if cause.startswith("environment_")}
+    assert set(dropped) <= CAUSES
+    assert sum(dropped.values()) == len(failed) > 0
+    assert all("TwoTurns: the episode of ordinal " in row["text"] and "step(" in row["text"] for row in failed)
+    assert summary.rows_put == summary.rows_done + sum(summary.rows_dropped.values())
+    assert any(PROMPTS * LEAST <= step["rows"] < PROMPTS * GROUP for step in trained)
+    assert any(f"dropped/{cause}" in step for step in trained for cause in CAUSES)
+    assert sum(summary.retried.values()) > 0
+    assert "episodes tried again" in summary.text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_no_run_ends_if_a_tenth_of_the_calls_fail_and_processes_are_killed(place, tmp_path):
+    kills = {2: "environment_process", 4: '"name":"play"'}
+    outcome = run(place, tmp_path / "run", job_in(place, steps=6, failing=0.1), kills=kills)
+    check_failures(tmp_path / "run", outcome, 6)
+    assert [each["label"] for each in lines(tmp_path / "run" / "restarts.jsonl")] == ["play-0"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_in_which_more_fails_than_it_says_ends_with_the_last_failure(place, tmp_path):
+    job = job_in(place, steps=200, failing=0.8, failed_max=0.3, timeout_s=0.2)
+    with pytest.raises(TransferQueueError, match=r"more than reward.0.failed_max=0.3|were all dropped") as ended:
+        run(place, tmp_path / "run", job)
+    assert "; the last: reward.environment two_turns:TwoTurns: the episode of ordinal " in str(ended.value)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_the_reward_is_within_the_spread_of_runs_in_which_nothing_fails(place, tmp_path):
+    steps, clean = 40, []
+    for seed in range(3):
+        outcome = run(place, tmp_path / f"clean-{seed}", job_in(place, steps=steps, seed=seed))
+        first, last = outcome.summary.figures["reward"]
+        assert not CAUSES & outcome.summary.rows_dropped.keys()
+        assert last > first
+        clean.append(last)
+    kills = {10: "environment_process", 20: '"name":"play"', 30: "environment_process"}
+    outcome = run(place, tmp_path / "failing", job_in(place, steps=steps, failing=0.1), kills=kills)
+    check_failures(tmp_path / "failing", outcome, steps)
+    spread = max(clean) - min(clean)
+    print(f"reward of the last tenth: {clean} without failures, {outcome.summary.figures['reward'][1]} with them")
+    print(f"dropped: {outcome.summary.rows_dropped}; tried again: {outcome.summary.retried}")
+    assert min(clean) - spread <= outcome.summary.figures["reward"][1] <= max(clean) + spread
