@@ -312,6 +312,7 @@ class Acked(_Policy):
         ...     rows = table.put(x=[1])
         ...     table.lease("train", rows=1).ack()
         ...     len(table.read())
+        1
         0
     """
 
@@ -326,6 +327,7 @@ class Manual(_Policy):
         ...     rows = table.put(x=[1])
         ...     table.lease("train", rows=1).ack()
         ...     len(table.read())
+        1
         1
     """
 
@@ -346,6 +348,7 @@ class AckedColumns(Acked):
         ...     rows = table.put(image=[b"pixels"])
         ...     table.lease("score", rows=1).ack(reward=[1.0])
         ...     table.read(rows).fields
+        1
         ('reward',)
     """
 

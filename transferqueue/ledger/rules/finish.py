@@ -35,7 +35,7 @@ def drop_rows(table: TableState, rows: IntArray, reason: str, now: float) -> Non
     if table.record is not None:
         _record(table, table.record, rows, DROPPED, reason, np.full(rows.size, -1, np.int64), now)
     for task in table.tasks.values():
-        lose_leases(table, task, rows, at, f"its rows were dropped ({reason})")
+        _remove_from_leases(table, task, rows, at)
         task.remove(rows, at)
     table.rows_dropped[reason] = table.rows_dropped.get(reason, 0) + rows.size
     table.history.add(now, "dropped", rows, detail=reason)
@@ -130,18 +130,29 @@ def free_rows(table: TableState, rows: IntArray, at: Index) -> None:
 
 
 def lose_leases(table: TableState, task: TaskState, rows: IntArray, at: IntArray, why: str) -> IntArray:
-    """Remove those of `rows` that are leased from their leases. Returns them."""
-    leased: BoolArray = task.state.a[at] == LEASED
-    lost: IntArray = rows[leased]
-    if not lost.size:
-        return lost
-    holds = task.hold.a[at[leased]]
-    for number, positions in by_value(holds):
-        lease = table.core.leases.by_id[number]
-        lease.remove(lost[positions])
+    """Remove those of `rows` that are leased from their leases, since others may lease them. Returns them. A lease that
+    loses its last row so has ended: its holder must not act on these rows."""
+    lost, leases = _remove_from_leases(table, task, rows, at)
+    for lease in leases:
         if lease.holders and not lease.left:
             end_lease(table, lease, why, by_holder=False)
     return lost
+
+
+def _remove_from_leases(
+    table: TableState, task: TaskState, rows: IntArray, at: IntArray
+) -> tuple[IntArray, list[LeaseState]]:
+    """Remove those of `rows` that are leased from their leases. Returns them, and the leases."""
+    leased: BoolArray = task.state.a[at] == LEASED
+    lost: IntArray = rows[leased]
+    if not lost.size:
+        return lost, []
+    leases = []
+    for number, positions in by_value(task.hold.a[at[leased]]):
+        lease = table.core.leases.by_id[number]
+        lease.remove(lost[positions])
+        leases.append(lease)
+    return lost, leases
 
 
 def end_lease(table: TableState, lease: LeaseState, why: str, *, by_holder: bool) -> None:

@@ -56,6 +56,7 @@ class RecordedRows:
         ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])], retention=tq.Recorded(folder))
         ...     rows = table.put(x=[[1, 2], [3]])
         ...     table.lease("train", rows=2).ack()
+        2
         >>> rows = tq.open_run(folder).table("t")
         >>> rows.arrow(columns=["_fate", "x"]).to_pylist()
         [{'_fate': 'done', 'x': [1, 2]}, {'_fate': 'done', 'x': [3]}]
