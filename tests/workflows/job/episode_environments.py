@@ -74,6 +74,16 @@ class Shaky(Answers):
         return "", 1.0, True, False, {}
 
 
+class FailsAlike(Shaky):
+    """Fails so often with the same words."""
+
+    def step(self, action: str) -> Step:
+        try:
+            return super().step(action)
+        except RuntimeError:
+            raise RuntimeError("the tool rejects that") from None
+
+
 class Numbers(Answers):
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         return 7, {}

@@ -258,6 +258,35 @@ def test_rows_of_an_environment_that_raises_are_dropped_if_the_job_says_so(token
     assert re.search(r"ordinal 1 failed: step\('2'\) raised RuntimeError: the tool is gone, .*1\+1=", failed[1].text)
 
 
+@pytest.mark.parametrize("failures", [4, 6])
+def test_another_response_takes_the_place_of_one_that_failed(tokenizer: Any, failures: int, tmp_path: Path) -> None:
+    """Each response has two tries, which draw the same tokens. The next one draws others."""
+    settings = job(
+        ENVIRONMENTS + "FailsAlike",
+        refills=2,
+        reward={"on_error": "drop", "args": {"failures": failures, "file": str(tmp_path / "failed")}},
+    )
+    retried: list[str] = []
+    failed: dict[int, FailedEpisode] = {}
+    engine = Scripted(tokenizer, {"+": ["2"]})
+    episodes = episodes_of(settings, engine, tokenizer, retried=retried.append, failed=failed.__setitem__)
+    part = played(episodes, settings, tokenizer, ["2+2="])[0]
+    assert part.drop == ("" if failures == 4 else "environment_error")
+    assert len(failed) == (failures == 6)
+    seeds = [seed for _, seed, _ in engine.requests]
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3] != seeds[4]
+    assert len(set(seeds)) == 3
+    assert retried == ["environment_error"] * (4 if failures == 4 else 5)
+
+
+def test_responses_that_are_replaced_count_as_failed_ones(tokenizer: Any) -> None:
+    settings = job(ENVIRONMENTS + "Broken", refills=8, reward={"on_error": "drop"})
+    settings = msgspec.structs.replace(settings, trainer=msgspec.structs.replace(settings.trainer, prompts_per_step=1))
+    episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer, slots=1)
+    with pytest.raises(StageFailedInProcess, match="20 batches, were all dropped: their environments failed"):
+        played(episodes, settings, tokenizer, ["1+1="] * 3)
+
+
 @dataclass
 class Failing:
     """Two rows of an environment, of which that of ``1+1=`` fails."""

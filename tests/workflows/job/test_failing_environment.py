@@ -5,6 +5,7 @@ import os
 import signal
 from collections import Counter
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -19,7 +20,7 @@ from transferqueue.workflows.job.run.run import run_job
 from transferqueue.workflows.job.settings.read import job_from_values
 from transferqueue.workflows.job.tiny_model.make import make, write_data
 
-PROMPTS, GROUP, LEAST = 4, 8, 4
+PROMPTS, GROUP, LEAST, STEPS = 4, 8, 4, 12
 ENVIRONMENT = """
 import socket
 import time
@@ -126,7 +127,8 @@ def check_failures(folder: Path, outcome, steps: int) -> None:
     failed = lines(folder / "failed_rows.jsonl")
     dropped = {cause: rows for cause, rows in summary.rows_dropped.items() if cause.startswith("environment_")}
     assert set(dropped) <= CAUSES
-    assert sum(dropped.values()) == len(failed) > 0
+    assert 0 < len(failed) <= sum(summary.rows_dropped.values())  # some failed after their group had been dropped
+    assert dropped
     assert all("TwoTurns: the episode of ordinal " in row["text"] and "step(" in row["text"] for row in failed)
     assert summary.rows_put == summary.rows_done + sum(summary.rows_dropped.values())
     assert any(PROMPTS * LEAST <= step["rows"] < PROMPTS * GROUP for step in trained)
@@ -156,17 +158,27 @@ def test_a_run_in_which_more_fails_than_it_says_ends_with_the_last_failure(place
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_the_reward_is_within_the_spread_of_runs_in_which_nothing_fails(place, tmp_path):
-    steps, clean = 20, []
+    """``pytest -s -m long -k spread`` of this file prints the comparison."""
+    clean = []
     for seed in range(3):
-        outcome = run(place, tmp_path / f"clean-{seed}", job_in(place, steps=steps, seed=seed))
-        first, last = outcome.summary.figures["reward"]
+        outcome = run(place, tmp_path / f"clean-{seed}", job_in(place, steps=STEPS, seed=seed))
+        early, late = rewards(tmp_path / f"clean-{seed}")
         assert not CAUSES & outcome.summary.rows_dropped.keys()
-        assert last > first
-        clean.append(last)
-    kills = {5: "environment_process", 10: '"name":"play"', 15: "environment_process"}
-    outcome = run(place, tmp_path / "failing", job_in(place, steps=steps, failing=0.1), kills=kills)
-    check_failures(tmp_path / "failing", outcome, steps)
-    spread = max(clean) - min(clean)
-    print(f"reward of the last tenth: {clean} without failures, {outcome.summary.figures['reward'][1]} with them")
+        assert late > early
+        clean.append(late)
+    kills = {3: "environment_process", 6: '"name":"play"', 9: "environment_process"}
+    outcome = run(place, tmp_path / "failing", job_in(place, steps=STEPS, failing=0.1), kills=kills)
+    check_failures(tmp_path / "failing", outcome, STEPS)
+    early, late = rewards(tmp_path / "failing")
+    print(f"reward of the last third: {clean} without failures; with them {late}, from {early} in the first")
     print(f"dropped: {outcome.summary.rows_dropped}; tried again: {outcome.summary.retried}")
-    assert min(clean) - spread <= outcome.summary.figures["reward"][1] <= max(clean) + spread
+    spread = max(clean) - min(clean)
+    assert late > early
+    assert min(clean) - spread <= late <= max(clean) + spread
+
+
+def rewards(folder: Path) -> tuple[float, float]:
+    """The mean reward of the first and of the last third of the steps."""
+    values = [step["reward"] for step in lines(folder / "steps.jsonl")]
+    third = len(values) // 3
+    return fmean(values[:third]), fmean(values[-third:])

@@ -250,6 +250,9 @@ def test_episodes_that_are_tried_again_are_counted_by_cause_in_their_step_and_th
     told = [{name: count for name, count in each.items() if "retried/" in name} for each in lines_of(tmp_path / STEPS)]
     both = {"retried/environment_died": 1, "retried/environment_error": 1}
     assert told == [both, {}, {"retried/environment_error": 1}]
+    rates = [each.get("failure_rate/environment_error") for each in lines_of(tmp_path / STEPS)]
+    rows = step(1).values["rows"]
+    assert rates == [pytest.approx(1 / (rows + 2), abs=1e-6), None, pytest.approx(1 / (rows + 1), abs=1e-6)]
     assert summary.retried == {"environment_died": 1, "environment_error": 2}
     assert "1 environment_died, 2 environment_error" in summary.text()
 

@@ -105,6 +105,7 @@ REFUSED = [
     (GRPO, "reward=[{weight=1.0}]", "reward.0 has none of function, model and environment"),
     (GRPO, 'reward=[{function="a:b"},{environment="c:d"}]', "reward has 2 terms, one of them an environment"),
     (GRPO, "sampling.group_size=4 ; sampling.group_min=5", "group_min=5 with group_size=4: no group has so many"),
+    (GRPO, "sampling.refills=2", "sampling.refills=2 without an environment: only a response whose"),
     (GRPO, "sampling.group_min=1", "sampling.group_min=1: give 0, or at least 2: a response that is alone"),
     (
         PPO,

@@ -24,6 +24,7 @@ from transferqueue.ledger.rows import DONE, DROPPED, LIVE, TableEvent
 from transferqueue.ledger.rows.blocks import BlockRegistry
 from transferqueue.ledger.rules.explain import (
     absence,
+    drop_rates,
     explain_lease,
     explain_stranded,
     lost_rows,
@@ -385,7 +386,7 @@ def _never_progresses(table: TableState, task: TaskState) -> bool:
 
 
 def _of_table(table: TableState, now: float) -> list[str]:
-    """Causes that block producers, the clock, and the end of the table."""
+    """Causes that block producers, the clock, and the end of the table; and which rows it loses."""
     lines = lost_rows(table) + _copies_lines(table)
     if table.rows_resident + table.flow.reserved >= table.limits.rows:
         lines.append(
@@ -404,7 +405,7 @@ def _of_table(table: TableState, now: float) -> list[str]:
         )
     if held := why_clock_is_held(table, table.clock + 1):
         lines.append(held)
-    return lines + (_end_lines(table) if table.sealed else [])
+    return lines + (_end_lines(table) if table.sealed else []) + drop_rates(table)
 
 
 def _copies_lines(table: TableState) -> list[str]:

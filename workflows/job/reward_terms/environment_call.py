@@ -16,6 +16,7 @@ DIED: Final = "environment_died"
 """Its process was killed, crashed or exited."""
 OUTPUT: Final = "environment_output"
 """A text that is too long."""
+CAUSES: Final = (ERROR, TIMEOUT, UNREACHABLE, DIED, OUTPUT)
 TEXT_MAX: Final = 1 << 20
 """Most characters of an observation: more than the context of any model."""
 

@@ -419,8 +419,15 @@ FIGURES: Final[tuple[StepFigure, ...]] = (
     StepFigure(
         name="retried/",
         unit="episodes",
-        meaning="Episodes of environments that failed for a cause, and were tried again.",
+        meaning="Episodes of environments that failed for a cause, and were tried again or replaced.",
         made="run: reports of the generating processes, since the step before",
+    ),
+    StepFigure(
+        name="failure_rate/",
+        unit="share",
+        meaning="Share of the tries of rows that failed for a cause: those that were dropped, tried again or replaced.",
+        made="run: `dropped/` and `retried/`, over these and the rows of the step",
+        curve=True,
     ),
     StepFigure(
         name="queue_age_s/",

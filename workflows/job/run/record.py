@@ -29,7 +29,7 @@ from transferqueue.workflows.job.run.figures import described
 from transferqueue.workflows.job.run.run_warnings import RunWarning, RunWarnings
 from transferqueue.workflows.job.run_files import EVALUATIONS, STEPS, json_lines
 from transferqueue.workflows.job.settings.job import Job
-from transferqueue.workflows.job.stages.failed_rows import FAILED_ROWS, RETRIED
+from transferqueue.workflows.job.stages.failed_rows import FAILED_ROWS, FAILURES, RETRIED
 
 SAMPLES: Final = "samples"
 """Kind of the event with sample responses."""
@@ -141,7 +141,8 @@ class RunRecord:
         generated_s = sum(generating) / len(generating) if generating else 0.0
         self._generated_s = {}
         added = {"critic": self._critic, "retried": dict(self.retried - self._retried_before)}
-        values = completed({**event.values, **added}, generated_s) | {"at": event.at}
+        rates = {"failure_rate": failure_rates({**event.values, **added})}
+        values = completed({**event.values, **added, **rates}, generated_s) | {"at": event.at}
         self._retried_before = self.retried.copy()
         step = int(values["step"])
         if step <= max(self.steps, default=0):
@@ -311,6 +312,18 @@ def completed(values: Mapping[str, Any], generated_s: float) -> dict[str, Any]:
     if generated_s > 0 and "length_mean" in flat:
         flat["generation_tokens_per_s"] = flat["length_mean"] * flat["rows"] / generated_s
     return {name: None if _is_not_finite(value) else value for name, value in flat.items()}
+
+
+def failure_rates(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return by cause the share of the tries of a step's rows that failed for their reward or environment.
+
+    >>> failure_rates({"rows": 8, "dropped": {"environment_died": 1, "stale": 3}, "retried": {"environment_died": 1}})
+    {'environment_died': 0.2}
+    """
+    dropped = {cause: rows for cause, rows in values.get("dropped", {}).items() if cause in FAILURES}
+    failed = Counter(dropped) + Counter(values.get("retried", {}))
+    tries = values.get("rows", 0) + failed.total()
+    return {cause: round(count / tries, 6) for cause, count in sorted(failed.items())}
 
 
 def critic_figures(values: Mapping[str, float]) -> dict[str, float]:

@@ -251,6 +251,12 @@ class SamplingSettings(_Table):
         "Advantages compare these alone. 0: all; a group that lost a response is dropped, and another prompt is taken.",
         For("tools and judges that fail now and then, with large groups"),
     ] = 0
+    refills: Annotated[
+        int,
+        "Further responses to a prompt, one after the other, in place of one whose environment failed for good: other"
+        " tokens, in a new episode. If they fail too, `reward.on_error` and `group_min` apply. 0: none.",
+        For("tools that fail for what one response did, in groups that should stay whole"),
+    ] = 0
     tokens_max: Annotated[int, "Longest response, in tokens.", For("every job that generates")] = 512
     temperature: Annotated[
         float, "Divisor of the logits, for drawing and for log-probs.", For("jobs that explore more or less")

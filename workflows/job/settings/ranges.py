@@ -57,6 +57,7 @@ RANGES: Final[dict[str, NumberRange]] = {
     "engine.slots": NumberRange(1, 65_536),
     "sampling.group_size": _COUNT,
     "sampling.group_min": NumberRange(2, or_zero=True, why="a response that is alone is compared with nothing"),
+    "sampling.refills": NumberRange(0, 8, why="each may take a whole episode's time"),
     "sampling.tokens_max": _COUNT,
     "sampling.temperature": NumberRange(
         0, above=True, why="responses to learn from are drawn, not the most probable ones"

@@ -229,6 +229,11 @@ def _groups(job: Job) -> None:
         )
     if least and not defaults_of(kind).compares:
         raise UsageError(f"group_min={least} with kind={kind!r}, whose rows are trained one by one; leave it out")
+    if job.sampling.refills and not any(reward.environment for reward in job.reward):
+        raise UsageError(
+            f"sampling.refills={job.sampling.refills} without an environment: only a response whose environment failed "
+            "is replaced; leave it out"
+        )
     if job.algorithm.filter_equal and size == 1:
         raise Impossible("filter_equal with group_size=1: the rewards of every group are equal, and all are dropped")
     if job.algorithm.filter_equal and not defaults_of(kind).compares:

@@ -12,7 +12,8 @@ a function (or class) that is called with `args` for each episode:
 
 Environments have processes of their own (`reward_terms.environment_host`). A call that raises, hangs, returns what is
 no answer, or ends its process fails its episode, which is tried again (`Tries`). A row whose episode fails for good is
-no answer of the policy: the job drops it, with the cause as its reason, or ends.
+no answer of the policy: others may take its place (`sampling.refills`); then the job drops it, with the cause as its
+reason, or ends.
 
 A row's response is everything after its prompt: the model's tokens, and between them the observations, whose tokens
 have `loss_mask` False. It has at most `sampling.tokens_max` tokens. `rewards` is the term's weight times the sum over
@@ -83,7 +84,7 @@ def environment_of(job: Job) -> RewardSettings:
 
 
 class EnvironmentFailed(StageFailedInProcess):
-    """An environment failed, and the job says "stop": it ends the run. Its cause is the error."""
+    """An environment failed, and the job says "stop": it ends the run."""
 
 
 class FailedEpisode(NamedTuple):
@@ -98,7 +99,7 @@ class JobEpisodes:
     context manager.
 
     samples: gets rows as they end (None: nothing does). failed: gets the row id of a dropped one, and why. retried:
-    gets the cause of each failure that another try follows.
+    gets the cause of each failure that another try, or another response, follows.
     """
 
     def __init__(
@@ -167,15 +168,38 @@ class JobEpisodes:
     def episode(
         self, prompt: Any, data: Mapping[str, Any], number: int, ordinal: int, given_up: Callable[[], bool]
     ) -> Episode | FailedEpisode:
-        """Play one row. number: of its prompt, which the environment's seed is made from.
+        """Play one row. number: of its prompt, which the environment's seed is made from. If the environment fails for
+        good, up to `sampling.refills` other responses to the prompt take the place of this one.
 
-        Raises `EnvironmentFailed` if its environment fails for good and the job says "stop".
+        Raises `EnvironmentFailed` if the last of them fails for good and the job says "stop".
         """
+        draws = row_seed(self._job.seed, ordinal)
+        played = self._member(prompt, data, number, ordinal, draws, given_up)
+        for refill in range(1, self._job.sampling.refills + 1):
+            if isinstance(played, Episode):
+                break
+            self._retried(played.cause)
+            self._guard.count(kept=0, dropped=1, last=played.text)
+            played = self._member(prompt, data, number, ordinal, row_seed(draws, refill), given_up)
+        if isinstance(played, FailedEpisode) and self._settings.on_error == "stop":
+            raise EnvironmentFailed(f'{played.text}; set on_error = "drop" to go on without such rows')
+        return played
+
+    def _member(
+        self,
+        prompt: Any,
+        data: Mapping[str, Any],
+        number: int,
+        ordinal: int,
+        draws: int,
+        given_up: Callable[[], bool],
+    ) -> Episode | FailedEpisode:
+        """Play an episode, with further tries. draws: the seed of its tokens."""
         tries, alone, until = Tries(), False, time.monotonic() + self._settings.episode_s
         while True:
             try:
                 with self._host.open(until, alone=alone) as environment:
-                    return self._play(environment, prompt, data, number, ordinal, given_up)
+                    return self._play(environment, prompt, data, number, draws, given_up)
             except CallFailed as failure:
                 if tries.failed(str(failure), may_pass=failure.may_pass) and time.monotonic() < until:
                     if given_up():
@@ -184,10 +208,7 @@ class JobEpisodes:
                     alone = failure.was_running
                     tries.pause()
                     continue
-                text = self._failure(failure, tries.count, ordinal, data)
-                if self._settings.on_error == "drop":
-                    return FailedEpisode(failure.cause, text)
-                raise EnvironmentFailed(f'{text}; set on_error = "drop" to go on without such rows') from failure
+                return FailedEpisode(failure.cause, self._failure(failure, tries.count, ordinal, data))
 
     def _play(
         self,
@@ -195,7 +216,7 @@ class JobEpisodes:
         prompt: Any,
         data: Mapping[str, Any],
         number: int,
-        ordinal: int,
+        draws: int,
         given_up: Callable[[], bool],
     ) -> Episode:
         turns = ChatTurns(self._tokenizer, self._sampling.stop_ids, environment.role)
@@ -212,7 +233,7 @@ class JobEpisodes:
                 begin=prompt,
                 seed=row_seed(self._job.seed, number),
                 options=dict(data),
-                draws=row_seed(self._job.seed, ordinal),
+                draws=draws,
                 given_up=given_up,
             )
         except UsageError as error:  # such as a chat template that leaves turns out: no try helps

@@ -6,10 +6,15 @@ from collections.abc import Mapping
 from typing import Final
 
 from transferqueue.workflows.flow.stage import Context
+from transferqueue.workflows.job.reward_terms.environment_call import CAUSES
+from transferqueue.workflows.job.reward_terms.scorer import DROPPED
 
 FAILED_ROWS: Final = "failed_rows"
 """Kind of the event that names such rows: ``rows``, each with its id (``row``), the drop reason (``cause``) and the
 failure (``text``)."""
+
+FAILURES: Final = frozenset((*CAUSES, DROPPED))
+"""Drop reasons of rows whose reward or environment failed."""
 
 RETRIED: Final = "retried"
 """Kind of the event that counts episodes that are tried again, by cause."""
