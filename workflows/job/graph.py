@@ -93,6 +93,7 @@ _FIELDS: Final[dict[str, tq.Field]] = {
     for field in (
         tq.Field("prompt_ids", "int32", RAGGED),
         tq.Field(names.DATA, "value"),
+        tq.Field(names.ENVIRONMENT, "str"),
         tq.Field(names.EXPECTED_TOKENS, "int32"),
         tq.Field(names.RANKER_VERSION, "int32"),
         tq.Field("response_ids", "int32", RAGGED),
@@ -121,7 +122,12 @@ _TEXT: Final = ("prompt_ids", "response_ids")
 
 def has_episodes(job: Job) -> bool:
     """Whether rows are episodes of an environment, which bring their own rewards."""
-    return any(reward.environment for reward in job.reward)
+    return bool(job.environment)
+
+
+def has_several_environments(job: Job) -> bool:
+    """Whether a row says which environment plays it."""
+    return len(job.environment) > 1
 
 
 def by_length(job: Job) -> bool:
@@ -260,11 +266,15 @@ def _columns(task: str, job: Job) -> tuple[tuple[str, ...], tuple[str, ...]]:
     begun = BEGUN if in_parts(job) else ()
     mask = ("loss_mask",) if has_loss_mask(job) else ()
     ranked = (names.EXPECTED_TOKENS,) if by_length(job) else ()
+    several = has_several_environments(job)
     generates = {
         names.RANK: (("prompt_ids",), (names.EXPECTED_TOKENS, names.RANKER_VERSION)),
         names.LENGTHS: (("prompt_ids", "response_ids", *ranked), ()),
         names.ROLLOUT: (("prompt_ids", *begun, *ranked), _GENERATED),
-        names.PLAY: (("prompt_ids", names.DATA, *ranked), (*_GENERATED, *mask, "rewards", "turn_rewards")),
+        names.PLAY: (
+            ("prompt_ids", names.DATA, *([names.ENVIRONMENT] if several else []), *ranked),
+            (*_GENERATED, *mask, "rewards", "turn_rewards", *([names.REWARD_TERMS] if several else [])),
+        ),
         names.REWARD: ((*_TEXT, names.DATA, "finish_reason"), ("rewards", names.REWARD_TERMS)),
         names.REFERENCE: (_TEXT, ("ref_logprobs",)),
         names.PROXIMAL: (_TEXT, ("prox_logprobs",)),
@@ -281,7 +291,7 @@ def _columns(task: str, job: Job) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def _figure_columns(job: Job) -> tuple[str, ...]:
     """Return the columns that the trainer reads for the figures of its steps alone."""
     kind = defaults_of(job.algorithm.kind)
-    terms = kind.rewarded and not has_episodes(job)
+    terms = kind.rewarded and (not has_episodes(job) or has_several_environments(job))
     return (
         *(("token_versions", "finish_reason") if kind.rollout else ()),
         *(("rewards",) if kind.rewarded else ()),

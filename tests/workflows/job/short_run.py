@@ -64,9 +64,9 @@ def ahead(job: str) -> str:
     return job
 
 
-AGENT = GRPO.replace('function = "any_rewards:spread"', 'environment = "any_rewards:TwoTurns"').replace(
-    "tokens_max = 6", "tokens_max = 24"
-)
+AGENT = GRPO.replace(
+    'reward = [{ function = "any_rewards:spread" }]', 'environment = [{ factory = "any_rewards:TwoTurns" }]'
+).replace("tokens_max = 6", "tokens_max = 24")
 JOBS = {
     "grpo": GRPO,
     "ppo": PPO,

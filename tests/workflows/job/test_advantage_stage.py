@@ -152,7 +152,8 @@ def test_tokens_of_an_environment_are_stepped_over():
     settings = jobs.job(
         "reinforce_pp",
         "trainer.prompts_per_step=8",
-        'reward=[{ environment = "my_envs:make" }]',
+        'environment=[{ factory = "my_envs:make" }]',
+        "reward=[]",
         "algorithm.whiten=false",
     )
     columns, _ = serve(settings)

@@ -19,7 +19,6 @@ import transferqueue as tq
 from tests.workflows.job.policies import job_of, table_of
 from transferqueue.adapters.protocols import Completion, PartialResult, Prompt, Sampling
 from transferqueue.adapters.stages.environments import Episodes
-from transferqueue.errors import UsageError
 from transferqueue.workflows.flow.loop.runner import StageFailedInProcess
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.reward_terms import environment_host, tries
@@ -77,9 +76,10 @@ def tokenizer() -> Any:
     return build_tokenizer()
 
 
-def job(environment: str, **changes: Any) -> Job:
-    reward = {"environment": environment, "weight": 2.0} | changes.pop("reward", {})
-    return job_of(Path("nowhere"), reward=[reward], sampling={"group_size": 1, "tokens_max": 60, **changes})
+def job(factory: str, /, **changes: Any) -> Job:
+    settings = {"factory": factory, "weight": 2.0} | changes.pop("environment", {})
+    sampling = {"group_size": 1, "tokens_max": 60, **changes}
+    return job_of(Path("nowhere"), reward=[], environment=[settings], sampling=sampling)
 
 
 opened: list[JobEpisodes] = []
@@ -96,7 +96,7 @@ def closed() -> Iterator[None]:
 def episodes_of(settings: Job, engine: Scripted, tokenizer: Any, slots: int = 8, **more: Any) -> JobEpisodes:
     sampling = Sampling(tokens_max=settings.sampling.tokens_max, stop_ids=(tokenizer.eos_token_id,))
     more |= {"slots": slots, "tokenizer": tokenizer}
-    opened.append(JobEpisodes(settings.reward[0], engine, FixedWeights(), sampling, settings, **more))  # type: ignore[arg-type]
+    opened.append(JobEpisodes(engine, FixedWeights(), sampling, settings, **more))  # type: ignore[arg-type]
     return opened[-1]
 
 
@@ -195,7 +195,7 @@ def test_a_response_is_bounded_with_the_tokens_of_the_environment(tokenizer: Any
 
 def test_a_row_leaves_while_another_is_played(tokenizer: Any, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    settings = job(ENVIRONMENTS + "Gated", reward={"args": {"gate": str(gate)}})
+    settings = job(ENVIRONMENTS + "Gated", environment={"args": {"gate": str(gate)}})
     episodes = episodes_of(settings, Scripted(tokenizer, {"1+1=": ["2"], "2+2=": ["4"]}), tokenizer)
     with tq.connect() as queue:
         table = queue.create_table(
@@ -229,7 +229,9 @@ def test_an_environment_that_raises_names_its_row(tokenizer: Any) -> None:
 def test_an_environment_that_fails_otherwise_each_time_gets_as_many_tries_as_a_row(
     tokenizer: Any, failures: int, tmp_path: Path
 ) -> None:
-    settings = job(ENVIRONMENTS + "Shaky", reward={"args": {"failures": failures, "file": str(tmp_path / "failed")}})
+    settings = job(
+        ENVIRONMENTS + "Shaky", environment={"args": {"failures": failures, "file": str(tmp_path / "failed")}}
+    )
     retried: list[str] = []
     episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer, retried=retried.append)
     if failures < TRIES_MAX:
@@ -241,15 +243,15 @@ def test_an_environment_that_fails_otherwise_each_time_gets_as_many_tries_as_a_r
 
 
 def test_a_job_whose_environment_always_fails_ends(tokenizer: Any) -> None:
-    settings = job(ENVIRONMENTS + "Broken", reward={"on_error": "drop"})
+    settings = job(ENVIRONMENTS + "Broken", environment={"on_error": "drop"})
     settings = msgspec.structs.replace(settings, trainer=msgspec.structs.replace(settings.trainer, prompts_per_step=1))
     episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
-    with pytest.raises(StageFailedInProcess, match="20 batches, were all dropped: their environments failed"):
+    with pytest.raises(StageFailedInProcess, match="20 batches, were all dropped: environment Broken failed"):
         played(episodes, settings, tokenizer, ["1+1="] * 20)
 
 
 def test_rows_of_an_environment_that_raises_are_dropped_if_the_job_says_so(tokenizer: Any) -> None:
-    settings = job(ENVIRONMENTS + "Broken", reward={"on_error": "drop"})
+    settings = job(ENVIRONMENTS + "Broken", environment={"on_error": "drop"})
     failed: dict[int, FailedEpisode] = {}
     engine = Scripted(tokenizer, {"+": ["2"]})
     episodes = episodes_of(settings, engine, tokenizer, failed=failed.__setitem__)
@@ -264,7 +266,7 @@ def test_another_response_takes_the_place_of_one_that_failed(tokenizer: Any, fai
     settings = job(
         ENVIRONMENTS + "FailsAlike",
         refills=2,
-        reward={"on_error": "drop", "args": {"failures": failures, "file": str(tmp_path / "failed")}},
+        environment={"on_error": "drop", "args": {"failures": failures, "file": str(tmp_path / "failed")}},
     )
     retried: list[str] = []
     failed: dict[int, FailedEpisode] = {}
@@ -280,10 +282,10 @@ def test_another_response_takes_the_place_of_one_that_failed(tokenizer: Any, fai
 
 
 def test_responses_that_are_replaced_count_as_failed_ones(tokenizer: Any) -> None:
-    settings = job(ENVIRONMENTS + "Broken", refills=8, reward={"on_error": "drop"})
+    settings = job(ENVIRONMENTS + "Broken", refills=8, environment={"on_error": "drop"})
     settings = msgspec.structs.replace(settings, trainer=msgspec.structs.replace(settings.trainer, prompts_per_step=1))
     episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer, slots=1)
-    with pytest.raises(StageFailedInProcess, match="20 batches, were all dropped: their environments failed"):
+    with pytest.raises(StageFailedInProcess, match="20 batches, were all dropped: environment Broken failed"):
         played(episodes, settings, tokenizer, ["1+1="] * 3)
 
 
@@ -296,9 +298,9 @@ class Failing:
     retried: list[str]
 
 
-def failing(environment: str, tokenizer: Any, **reward: Any) -> Failing:
+def failing(environment: str, tokenizer: Any, **limits: Any) -> Failing:
     """Play them, where such rows are dropped; the other row must be as if nothing happened."""
-    settings = job(ENVIRONMENTS + environment, reward={"on_error": "drop", "timeout_s": 20.0, **reward})
+    settings = job(ENVIRONMENTS + environment, environment={"on_error": "drop", "timeout_s": 20.0, **limits})
     failed: dict[int, FailedEpisode] = {}
     retried: list[str] = []
     engine = Scripted(tokenizer, {"+": ["2"] * 9})
@@ -313,7 +315,7 @@ def test_a_step_that_hangs_fails_its_episode_alone(tokenizer: Any) -> None:
     row = failing("Gated", tokenizer, timeout_s=0.5)
     assert row.drop == "environment_timeout"
     assert re.search(
-        r"ordinal 1 failed: step\('2'\) did not return within reward.0.timeout_s=0.5 s; .* \(try 2\); "
+        r"ordinal 1 failed: step\('2'\) did not return within environment.0.timeout_s=0.5 s; .* \(try 2\); "
         r"it is in step, line \d+ of .*episode_environments.py; its data is \{.*1\+1=",
         row.text,
     )
@@ -323,7 +325,7 @@ def test_a_step_that_hangs_fails_its_episode_alone(tokenizer: Any) -> None:
 def test_a_step_that_keeps_the_interpreter_is_ended_with_its_process(tokenizer: Any) -> None:
     row = failing("KeepsTheInterpreter", tokenizer, timeout_s=1.0)
     assert row.drop == "environment_timeout"
-    assert "step('2') kept the interpreter, and did not return within reward.0.timeout_s=1 s" in row.text
+    assert "step('2') kept the interpreter, and did not return within environment.0.timeout_s=1 s" in row.text
 
 
 @pytest.mark.parametrize(
@@ -356,7 +358,7 @@ def test_an_environment_that_ends_its_process_every_time_ends_no_other_for_good(
 
 
 def test_an_episode_whose_process_is_killed_is_played_again(tokenizer: Any, tmp_path: Path) -> None:
-    settings = job(ENVIRONMENTS + "Kills", reward={"args": {"once": str(tmp_path / "killed")}})
+    settings = job(ENVIRONMENTS + "Kills", environment={"args": {"once": str(tmp_path / "killed")}})
     retried: list[str] = []
     episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer, retried=retried.append)
     assert played(episodes, settings, tokenizer, ["1+1="])[0].columns["rewards"].tolist() == [2.0]
@@ -366,18 +368,19 @@ def test_an_episode_whose_process_is_killed_is_played_again(tokenizer: Any, tmp_
 def test_an_episode_has_a_time_limit_of_its_own(tokenizer: Any) -> None:
     row = failing("Endless", tokenizer, episode_s=3.0)
     assert row.drop == "environment_timeout"
-    assert re.search(r"step\('2'\) (was not made: |did not return within )the reward.0.episode_s=3 s", row.text)
+    assert re.search(r"step\('2'\) (was not made: |did not return within )the environment.0.episode_s=3 s", row.text)
 
 
 def test_a_share_of_failed_rows_that_is_too_large_ends_the_job(tokenizer: Any) -> None:
-    settings = job(ENVIRONMENTS + "Broken", reward={"on_error": "drop", "failed_max": 0.25})
+    settings = job(ENVIRONMENTS + "Broken", environment={"on_error": "drop", "failed_max": 0.25})
     settings = msgspec.structs.replace(settings, trainer=msgspec.structs.replace(settings.trainer, prompts_per_step=1))
     questions = ["2+2=", "2+2=", "1+1="] * 7
     episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer, slots=1)
     with pytest.raises(
         StageFailedInProcess,
-        match=r"[67] of the last 20 rows, 20 batches, were dropped, more than reward.0.failed_max=0.25: .*; the last: "
-        r"reward.environment .*Broken: the episode of ordinal 20 failed: step\('2'\) raised RuntimeError",
+        match=r"[67] of the last 20 rows, 20 batches, were dropped, more than environment.0.failed_max=0.25: .*; "
+        r"the last: "
+        r"environment .*Broken: the episode of ordinal 20 failed: step\('2'\) raised RuntimeError",
     ):
         played(episodes, settings, tokenizer, questions)
 
@@ -467,10 +470,3 @@ def test_episodes_of_the_stage_leave_as_they_end() -> None:
                 assert part.columns["turn_rewards"][0].tolist() == [0.5] * turns[int(part.at[0])]  # type: ignore[index]
             batch.release()
     assert turns == {0: 5, 1: 1, 2: 3}
-
-
-def test_an_environment_is_asked_for() -> None:
-    from transferqueue.workflows.job.stages.episodes import environment_of
-
-    with pytest.raises(UsageError, match="the job has no environment"):
-        environment_of(job_of(Path("nowhere")))

@@ -147,7 +147,7 @@ def test_sft_is_measured_by_the_loss_of_held_out_responses(queue: tq.Queue, dire
 
 
 def test_episodes_are_evaluated_as_they_are_trained(queue: tq.Queue, directory: Path) -> None:
-    settings = job(directory, reward=[{"environment": "examples/jobs/environments.py:calculator"}])
+    settings = job(directory, reward=[], environment=[{"factory": "examples/jobs/environments.py:calculator"}])
     publish(queue, directory, 0)
     request_evaluation(queue, 0, 0)
     (found,) = figures(queue, settings)

@@ -60,8 +60,8 @@ class TwoTurns:
 CAUSES = {"environment_timeout", "environment_unreachable", "environment_error", "environment_output"}
 
 
-def job_in(folder: Path, *, steps: int, seed: int = 0, failing: float = 0.0, **reward):
-    environment = {"environment": "two_turns:TwoTurns", "args": {"failing": failing}, "timeout_s": 1.0}
+def job_in(folder: Path, *, steps: int, seed: int = 0, failing: float = 0.0, **limits):
+    environment = {"factory": "two_turns:TwoTurns", "args": {"failing": failing}, "timeout_s": 1.0}
     return job_from_values(
         {
             "name": "failing",
@@ -71,7 +71,7 @@ def job_in(folder: Path, *, steps: int, seed: int = 0, failing: float = 0.0, **r
             "data": {"path": str(folder / "data"), "prompt": "question", "prompt_tokens_max": 12},
             "engine": [{"kind": "builtin", "slots": 32}],
             "sampling": {"group_size": GROUP, "group_min": LEAST, "tokens_max": 20, "stop": [*"0123456789"]},
-            "reward": [{**environment, "on_error": "drop", **reward}],
+            "environment": [{**environment, "on_error": "drop", **limits}],
             "algorithm": {"kind": "grpo"},
             "trainer": {"prompts_per_step": PROMPTS, "lr": 0.01},
             "weights": {"dtype": "float32"},
@@ -150,9 +150,9 @@ def test_no_run_ends_if_a_tenth_of_the_calls_fail_and_processes_are_killed(place
 @pytest.mark.timeout(600)
 def test_a_run_in_which_more_fails_than_it_says_ends_with_the_last_failure(place, tmp_path):
     job = job_in(place, steps=200, failing=0.8, failed_max=0.3, timeout_s=0.2)
-    with pytest.raises(TransferQueueError, match=r"more than reward.0.failed_max=0.3|were all dropped") as ended:
+    with pytest.raises(TransferQueueError, match=r"more than environment.0.failed_max=0.3|were all dropped") as ended:
         run(place, tmp_path / "run", job)
-    assert "; the last: reward.environment two_turns:TwoTurns: the episode of ordinal " in str(ended.value)
+    assert "; the last: environment two_turns:TwoTurns: the episode of ordinal " in str(ended.value)
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ from tests.workflows.job.tokens import ByteTokenizer
 from transferqueue.adapters.stages.reward_functions import RewardFailed
 from transferqueue.workflows.job.data.sequence import NumberedPrompt
 from transferqueue.workflows.job.reward_terms.trials import try_rewards
-from transferqueue.workflows.job.settings.job import RewardSettings
+from transferqueue.workflows.job.settings.job import EnvironmentSettings
 
 pytestmark = pytest.mark.slow
 
@@ -80,8 +80,9 @@ def test_a_function_that_hangs_or_dies_is_refused(tmp_path):
 
 def tried_environment(tmp_path, environment, args):
     (tmp_path / "tried_rewards.py").write_text(REWARDS)
-    reward = RewardSettings(environment=f"{tmp_path / 'tried_rewards.py'}:{environment}", args=args)
-    return try_rewards(msgspec.structs.replace(jobs.job("grpo"), reward=(reward,)), PROMPTS, ByteTokenizer())
+    given = EnvironmentSettings(factory=f"{tmp_path / 'tried_rewards.py'}:{environment}", args=args)
+    settings = msgspec.structs.replace(jobs.job("grpo"), reward=(), environment=(given,))
+    return try_rewards(settings, PROMPTS, ByteTokenizer())
 
 
 def test_an_environment_is_made_and_takes_a_turn(tmp_path):

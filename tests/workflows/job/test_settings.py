@@ -57,6 +57,8 @@ def job_file(tmp_path):
     return written
 
 
+TWO = 'reward=[] ; environment=[{factory="c:a"}, {function="c:b"}]'
+SOURCES = 'data.path="" ; data.sources=[{{path="x", environment="{}"}}, {{path="y", environment="{}"}}]'
 # What the file says (the changes to it), and the words of the refusal.
 REFUSED = [
     # keys
@@ -94,7 +96,7 @@ REFUSED = [
     (
         GRPO,
         "reward.0.model=models/x",
-        "reward.0 has function and model of function, model and environment; give exactly one",
+        "reward.0 has function and model of function, model; give exactly one",
     ),
     (GRPO, 'reward=[{model="m",args={ouput="score"}}]', "reward.0.args.ouput: a reward model takes output alone"),
     (
@@ -102,8 +104,33 @@ REFUSED = [
         'reward=[{model="m",args={output="logit"}}]',
         'reward.0.args.output=\'logit\': give "score" or "probability"',
     ),
-    (GRPO, "reward=[{weight=1.0}]", "reward.0 has none of function, model and environment"),
-    (GRPO, 'reward=[{function="a:b"},{environment="c:d"}]', "reward has 2 terms, one of them an environment"),
+    (GRPO, "reward=[{weight=1.0}]", "reward.0 has none of function, model"),
+    (GRPO, 'environment=[{factory="c:d"}]', "reward with environment: episodes bring their own rewards"),
+    (SFT, 'environment=[{factory="c:d"}]', 'environment with kind="sft"'),
+    (GRPO, 'reward=[] ; environment=[{factory="c"}]', "environment.0.factory='c' is not named as"),
+    (GRPO, 'reward=[] ; environment=[{factory="c:d", url="http://h"}]', "environment.0 has factory and url of factory"),
+    (GRPO, 'reward=[] ; environment=[{url="h:1"}]', "environment.0.url='h:1': give an address such as"),
+    (GRPO, 'reward=[] ; environment=[{url="http://1.2.3.4"}]', "environment.0.name='1-2-3-4': give a letter, then"),
+    (
+        GRPO,
+        'reward=[] ; environment=[{url="http://h", args={x=1}}]',
+        "environment.0.args.x: with a url, args has action",
+    ),
+    (GRPO, 'reward=[] ; environment=[{factory="c:d", weight=0.0}]', "environment.0.weight=0.0: give a finite number"),
+    (GRPO, f"{TWO} ; environment.1.name=a", "environment has the names a, a; give each another one"),
+    (GRPO, TWO, "2 environments, and data.path for all: give each its data and its share of the prompts"),
+    (GRPO, f"{TWO} ; {SOURCES.format('a', 'c')}", "no data source names environment b: it would play no row"),
+    (GRPO, f'{TWO} ; {SOURCES.format("a", "b")} ; data.sources.1.environment=""', "no data source names environment b"),
+    (
+        GRPO,
+        f"{TWO} ; {SOURCES.format('a', 'b')} ; evaluation.path=x",
+        "evaluation.environment: required with several environments; give one of a, b",
+    ),
+    (
+        GRPO,
+        'reward=[] ; environment=[{factory="c:d"}] ; evaluation={path="x", environment="e"}',
+        "environment='e': the",
+    ),
     (GRPO, "sampling.group_size=4 ; sampling.group_min=5", "group_min=5 with group_size=4: no group has so many"),
     (GRPO, "sampling.refills=2", "sampling.refills=2 without an environment: only a response whose"),
     (GRPO, "sampling.group_min=1", "sampling.group_min=1: give 0, or at least 2: a response that is alone"),

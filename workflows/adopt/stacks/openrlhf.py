@@ -192,7 +192,7 @@ _RULES: Final = (
     ),
     mapped("critic.model_name_or_path", "critic.path", only_if(_is_ppo, "gae alone has a critic")),
     mapped("reward.remote_url", "reward.0.function", _remote),
-    refused("train.agent_func_path", "an agent of OpenRLHF's: write it as an environment (reward.environment)"),
+    refused("train.agent_func_path", "an agent of OpenRLHF's: write it as an environment (`[[environment]]`)"),
     refused(
         "reward.normalize_enable",
         "rewards are compared within their group, or advantages whitened (algorithm.whiten)",

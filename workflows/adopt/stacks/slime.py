@@ -102,7 +102,7 @@ def _rollout(value: Plain, settings: Settings) -> OurValues:
         return OurValues({}, "slime's own")
     if name == "generate_rollout_fully_async":
         return OurValues({"pacing.mode": "async"}, "generation never waits for a step")
-    raise Refuse("a rollout of your own: write it as an environment (reward.environment)")
+    raise Refuse("a rollout of your own: write it as an environment (`[[environment]]`)")
 
 
 def _source(value: Plain, settings: Settings) -> OurValues:
@@ -244,7 +244,7 @@ _RULES: Final = (
         _rollout,
         default="slime.rollout.sglang_rollout.generate_rollout",
     ),
-    refused("custom-generate-function-path", "a rollout of your own: write it as an environment (reward.environment)"),
+    refused("custom-generate-function-path", "a rollout of your own: write it as an environment (`[[environment]]`)"),
     layout("rollout-num-gpus"),
     layout("rollout-num-gpus-per-engine", default=1),
     mapped(

@@ -281,7 +281,7 @@ _RULES: Final = (
     ),
     no_effect("ref_model_mixup_alpha", "read with sync_ref_model"),
     no_effect("ref_model_sync_steps", "read with sync_ref_model"),
-    refused("max_tool_calling_iterations", "episodes are environments here (reward.environment)"),
+    refused("max_tool_calling_iterations", "episodes are environments here (`[[environment]]`)"),
     refused("disable_dropout", "models train without dropout", unless=(True, "true", False, "false")),
     # ------------------------------------------------------------ the optimizer
     kept("learning_rate", "trainer.lr", default=1e-6),

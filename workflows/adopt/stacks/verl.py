@@ -396,11 +396,11 @@ _RULES: Final = (
     no_effect(f"{ROLLOUT}.multi_stage_wake_up", "see pacing.mode"),
     no_effect(f"{ROLLOUT}.trace.*", LOGS),
     no_effect(f"{ROLLOUT}.agent.num_workers", "see engine.count"),
-    refused(f"{ROLLOUT}.agent.*", "an agent loop of verl's: write it as an environment (reward.environment)"),
+    refused(f"{ROLLOUT}.agent.*", "an agent loop of verl's: write it as an environment (`[[environment]]`)"),
     refused(
-        f"{ROLLOUT}.multi_turn.enable", "episodes are environments here (reward.environment)", unless=(False, "false")
+        f"{ROLLOUT}.multi_turn.enable", "episodes are environments here (`[[environment]]`)", unless=(False, "false")
     ),
-    refused(f"{ROLLOUT}.multi_turn.*", "episodes are environments here (reward.environment)"),
+    refused(f"{ROLLOUT}.multi_turn.*", "episodes are environments here (`[[environment]]`)"),
     kept(f"{ROLLOUT}.engine_kwargs.vllm.*", "engine.0.options.*"),
     refused(f"{ROLLOUT}.engine_kwargs.*", "an argument of the engine by its own name: put it into engine.0.options"),
     refused(f"{ROLLOUT}.over_sample_rate", "see pacing.over_sample", unless=(0, "0")),

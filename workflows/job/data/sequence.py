@@ -35,7 +35,8 @@ _UNKNOWN, _FITS, _TOO_LONG = np.int8(0), np.int8(1), np.int8(-1)
 @dataclass(frozen=True, kw_only=True)
 class NumberedPrompt:
     """One prompt. number: its place in the run. ids: int32 ``[P]``. data: value of column ``data``. response_ids: int32
-    ``[T]`` for sft. learned: bool ``[T]``, which of them it learns; None: all."""
+    ``[T]`` for sft. learned: bool ``[T]``, which of them it learns; None: all. environment: name of the one that plays
+    it; empty: the only one, if any."""
 
     number: int
     ids: Ids
@@ -43,6 +44,7 @@ class NumberedPrompt:
     text: str
     response_ids: Ids | None = None
     learned: npt.NDArray[np.bool_] | None = None
+    environment: str = ""
 
 
 class DataOrder:
@@ -222,6 +224,7 @@ class PromptSequence:
                 text=rendered[at].text,
                 response_ids=response_ids[at],
                 learned=None if (response := responses[at]) is None else response.learned,
+                environment=located[at][0].environment,
             )
             for before, at in enumerate(np.flatnonzero(fits).tolist())
         ]

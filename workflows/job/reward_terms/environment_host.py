@@ -62,7 +62,7 @@ class EnvironmentHost:
     """
 
     def __init__(
-        self, named: str, args: Mapping[str, Any], *, timeout_s: float, episode_s: float, key: str = "reward.0"
+        self, named: str, args: Mapping[str, Any], *, timeout_s: float, episode_s: float, key: str = "environment.0"
     ) -> None:
         self._named, self._args = named, msgspec.json.encode(args).decode()
         self.timeout_s, self.episode_s, self.key = timeout_s, episode_s, key

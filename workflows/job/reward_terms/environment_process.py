@@ -55,7 +55,7 @@ def main(named: str, args: str, requests: str, replies: str) -> None:
     threading.Thread(target=end_with_stdin, name="lifeline", daemon=True).start()
     reply = partial(write_message, partial(os.write, int(replies)))
     try:
-        make = load_callable(named, "reward.environment")
+        make = load_callable(named, "environment.factory")
     except UsageError as error:
         reply(Refused(str(error), isinstance(error, NotFound)))
         return

@@ -4,7 +4,7 @@ or crashes ends that alone."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any, Final
 
@@ -18,7 +18,8 @@ from transferqueue.workflows.job.data.tokenizer import TextTokenizer
 from transferqueue.workflows.job.reward_terms.function_process import FunctionProcess
 from transferqueue.workflows.job.reward_terms.functions import FunctionTerm
 from transferqueue.workflows.job.reward_terms.reward_rows import RewardRows
-from transferqueue.workflows.job.settings.job import Job, RewardSettings
+from transferqueue.workflows.job.settings.environment_factories import environments_of, factory_of
+from transferqueue.workflows.job.settings.job import EnvironmentSettings, Job, RewardSettings
 
 COMPLETION: Final = "42"
 """The answer of the dummy rows."""
@@ -52,22 +53,38 @@ def try_rewards(job: Job, prompts: list[NumberedPrompt], tokenizer: TextTokenize
     Raises `RewardFailed` if a function or an environment raises, hangs or gives no score (unless its rows may be
     dropped), and what `load_reward` raises.
     """
-    return [
-        _tried(settings, f"reward.{at}", _dummy_rows(prompts, tokenizer))
+    rows = _dummy_rows(prompts, tokenizer)
+    functions = [
+        _tried(settings.function, settings.function, settings.args, settings, f"reward.{at}", rows)
         for at, settings in enumerate(job.reward)
-        if settings.function or settings.environment
+        if settings.function
+    ]
+    return functions + [
+        _tried(name, f"{__name__}:{FirstTurns.__name__}", _first_turns(each), each, f"environment.{at}", mine)
+        for at, (name, each) in enumerate(environments_of(job).items())
+        if len(mine := _dummy_rows([one for one in prompts if one.environment in ("", name)], tokenizer))
     ]
 
 
-def _tried(settings: RewardSettings, key: str, rows: RewardRows) -> RewardTrial:
-    named = settings.function or f"{__name__}:{FirstTurns.__name__}"
-    args = settings.args if settings.function else {"environment": settings.environment, "args": settings.args}
-    name = settings.function or settings.environment
-    with FunctionProcess(named, args, timeout_s=settings.timeout_s, key=key) as process:
+def _first_turns(settings: EnvironmentSettings) -> dict[str, Any]:
+    factory, args = factory_of(settings)
+    return {"environment": factory, "args": dict(args)}
+
+
+def _tried(
+    name: str,
+    function: str,
+    args: Mapping[str, Any],
+    settings: RewardSettings | EnvironmentSettings,
+    key: str,
+    rows: RewardRows,
+) -> RewardTrial:
+    is_environment = isinstance(settings, EnvironmentSettings)
+    with FunctionProcess(function, args, timeout_s=settings.timeout_s, key=key) as process:
         term = FunctionTerm(process)
         started = time.monotonic()
         try:
-            scores = term.scores(rows) if settings.function else process.scores(_episodes(rows), len(rows))
+            scores = process.scores(_episodes(rows), len(rows)) if is_environment else term.scores(rows)
         except RewardFailed as failure:
             if settings.on_error == "stop":
                 text = f"{failure}; it was tried with {rows.described(0)}"
@@ -77,7 +94,7 @@ def _tried(settings: RewardSettings, key: str, rows: RewardRows) -> RewardTrial:
         name=name,
         scores=[None if np.isnan(score) else float(score) for score in scores],
         seconds=time.monotonic() - started,
-        environment=bool(settings.environment),
+        environment=is_environment,
     )
 
 
@@ -90,7 +107,7 @@ class FirstTurns:
 
     def __init__(self, environment: str, args: dict[str, Any]) -> None:
         self._name, self._args = environment, args
-        self._make = load_callable(environment, "reward.environment")
+        self._make = load_callable(environment, "environment.factory")
 
     def __call__(self, completions: Sequence[str], episodes: Sequence[dict[str, Any]]) -> Sequence[float]:
         """Return the reward of the first turn of each episode. Raises `RewardFailed` for an environment that raises."""

@@ -229,6 +229,12 @@ FIGURES: Final[tuple[StepFigure, ...]] = (
             remedy="it teaches nothing; see its scores in samples.jsonl, and what it looks for",
         ),
     ),
+    StepFigure(
+        name="reward_share/",
+        unit="share",
+        meaning="Share of the rows to which the term applies; of several environments, of the rows that one played.",
+        made=_PER_ROW,
+    ),
     StepFigure(name="length_mean", unit="tokens", meaning="Mean length of a response.", made=_PER_ROW, curve=True),
     StepFigure(name="length_p50", unit="tokens", meaning="Median length.", made=_PER_ROW),
     StepFigure(name="length_p95", unit="tokens", meaning="Length that 95 % do not exceed.", made=_PER_ROW),

@@ -133,9 +133,11 @@ def _names(job: Job) -> Iterator[tuple[str, str]]:
     """Yield what the job names by text to be imported, by its key. It is checked before what takes longer."""
     for place, name in enumerate(job.log.to):
         yield f"log.to.{place}", "" if name in LOGGERS else name
-    for place, reward in enumerate(job.reward):
+    for reward in job.reward:
         yield "reward.function", reward.function
-        yield f"reward.{place}.environment", reward.environment
+    for place, environment in enumerate(job.environment):
+        yield f"environment.{place}.factory", environment.factory
+        yield f"environment.{place}.function", environment.function
     for place, engine in enumerate(job.engine):
         yield f"engine.{place}.factory", engine.factory
 

@@ -320,7 +320,7 @@ def failure_rates(values: Mapping[str, Any]) -> dict[str, float]:
     >>> failure_rates({"rows": 8, "dropped": {"environment_died": 1, "stale": 3}, "retried": {"environment_died": 1}})
     {'environment_died': 0.2}
     """
-    dropped = {cause: rows for cause, rows in values.get("dropped", {}).items() if cause in FAILURES}
+    dropped = {cause: rows for cause, rows in values.get("dropped", {}).items() if cause.partition("/")[0] in FAILURES}
     failed = Counter(dropped) + Counter(values.get("retried", {}))
     tries = values.get("rows", 0) + failed.total()
     return {cause: round(count / tries, 6) for cause, count in sorted(failed.items())}

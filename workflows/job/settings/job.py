@@ -101,6 +101,11 @@ class DataPart(_Table):
         "Columns by the names that rewards ask for. Empty: as in `data`.",
         For("sets whose right answer has another name"),
     ] = {}
+    environment: Annotated[
+        str,
+        "Name of the environment that plays its rows. Empty: the only one.",
+        For("jobs with several environments"),
+    ] = ""
 
 
 class MixtureSource(DataPart):
@@ -254,8 +259,8 @@ class SamplingSettings(_Table):
     refills: Annotated[
         int,
         "Further responses to a prompt, one after the other, in place of one whose environment failed for good: other"
-        " tokens, in a new episode. If they fail too, `reward.on_error` and `group_min` apply. 0: none.",
-        For("tools that fail for what one response did, in groups that should stay whole"),
+        " tokens, in a new episode. If they fail too, `environment.on_error` and `group_min` apply. 0: none.",
+        For("tools that fail for what one response did"),
     ] = 0
     tokens_max: Annotated[int, "Longest response, in tokens.", For("every job that generates")] = 512
     temperature: Annotated[
@@ -274,7 +279,7 @@ class SamplingSettings(_Table):
 
 
 class RewardSettings(_Table):
-    """A term of the reward, with exactly one of function, model and environment. `reward` is an array of these."""
+    """A term of the reward, with exactly one of function and model. `reward` is an array of these."""
 
     function: Annotated[
         str,
@@ -282,11 +287,6 @@ class RewardSettings(_Table):
         For("rewards by rule: mathematics, code, format"),
     ] = ""
     model: Annotated[str, "Directory or id of a sequence classifier with one label.", For("preferences (RLHF)")] = ""
-    environment: Annotated[
-        str,
-        "Factory of an environment, `module:factory`. Its episodes bring their rewards; it is the only term.",
-        For("agents"),
-    ] = ""
     weight: Annotated[
         float,
         "Factor of this term in the sum. 0: measured, and not rewarded.",
@@ -295,7 +295,7 @@ class RewardSettings(_Table):
     args: Annotated[
         dict[str, Any],
         'Arguments of the class or factory; of a model `output`, which is `"score"` or `"probability"`.',
-        For("agents, and reward models with a sigmoid"),
+        For("judges with an address, and reward models with a sigmoid"),
     ] = {}
     processes: Annotated[
         int,
@@ -304,24 +304,78 @@ class RewardSettings(_Table):
     ] = 1
     timeout_s: Annotated[
         float,
-        "Longest call of the function or environment, in seconds; the rows of a longer one have failed.",
+        "Longest call of the function, in seconds; the rows of a longer one have failed.",
         For("code that may hang, slow judges"),
     ] = 60.0
-    episode_s: Annotated[
-        float,
-        "Longest episode of an environment, in seconds, with all its tries; looked at before each call.",
-        For("agents with many slow calls"),
-    ] = 3600.0
     on_error: Annotated[
         Literal["stop", "drop"],
         "A row for which the term fails is tried again. If it fails for good, `stop`: the run ends; `drop`: the row is"
-        " dropped, as `reward_error`, or for an environment as `environment_` and the cause.",
-        For("judges and sandboxes that fail now and then"),
+        " dropped, as `reward_error`.",
+        For("judges that fail now and then"),
     ] = "stop"
     failed_max: Annotated[
         float,
         "Largest share of dropped rows among the last 20 batches' rows of a process. Above it the run ends, with the"
         " last failure. Of several terms the smallest counts.",
+        For("judges that fail often, or must not"),
+    ] = 0.5
+
+
+class EnvironmentSettings(_Table):
+    """An environment, with exactly one of factory, function and url. Each row is an episode of one, which brings its
+    reward. `environment` is an array of these; of several, each data source names the one that plays its rows."""
+
+    name: Annotated[
+        str,
+        "Name, for data sources, figures and drop reasons. Empty: the last part of `factory` or `function`, or the host"
+        " of `url`.",
+        For("several environments of one factory"),
+    ] = ""
+    factory: Annotated[
+        str,
+        "Factory of an environment in Gymnasium's form, `module:factory` or `file.py:factory`.",
+        For("agents with tools and games of their own"),
+    ] = ""
+    function: Annotated[
+        str,
+        "Reward function in TRL's form, `module:function`: episodes of one turn, scored by it.",
+        For("questions with a right answer, beside environments"),
+    ] = ""
+    url: Annotated[
+        str,
+        "Address of a server of OpenEnv's protocol, such as `http://127.0.0.1:8000`.",
+        For("environments that run elsewhere, such as in containers"),
+    ] = ""
+    args: Annotated[
+        dict[str, Any],
+        "Arguments of the factory or function. Of a `url`: `action`, the field of an action that gets the text of a"
+        ' turn (`"message"`), and `observation`, the field that is read (all, as JSON).',
+        For("environments with settings"),
+    ] = {}
+    weight: Annotated[float, "Factor of its rewards.", For("environments whose rewards differ in size")] = 1.0
+    slots: Annotated[
+        int,
+        "Most episodes that one generating process plays at a time. 0: as many as the engine has slots.",
+        For("sandboxes with a limit of their own"),
+    ] = 0
+    timeout_s: Annotated[
+        float, "Longest call, in seconds; the episode of a longer one has failed.", For("tools that may hang")
+    ] = 60.0
+    episode_s: Annotated[
+        float,
+        "Longest episode, in seconds, with all its tries; looked at before each call.",
+        For("agents with many slow calls"),
+    ] = 3600.0
+    on_error: Annotated[
+        Literal["stop", "drop"],
+        "An episode that fails is tried again. If it fails for good, `stop`: the run ends; `drop`: its row is dropped,"
+        " as `environment_` and the cause.",
+        For("sandboxes that fail now and then"),
+    ] = "stop"
+    failed_max: Annotated[
+        float,
+        "Largest share of failed episodes among its last rows, of 20 batches, of a process. Above it the run ends, with"
+        " the last failure.",
         For("sandboxes that fail often, or must not"),
     ] = 0.5
 
@@ -836,6 +890,7 @@ class Job(_Table):
     engine: tuple[EngineSettings, ...] = (EngineSettings(),)
     sampling: SamplingSettings = SamplingSettings()
     reward: tuple[RewardSettings, ...] = ()
+    environment: tuple[EnvironmentSettings, ...] = ()
     reference: ReferenceSettings = ReferenceSettings()
     critic: CriticSettings = CriticSettings()
     teacher: Annotated[

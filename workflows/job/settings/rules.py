@@ -12,8 +12,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from transferqueue.errors import Impossible, UsageError
+from transferqueue.errors import Impossible, UsageError, listing
 from transferqueue.workflows.job.settings.defaults import KINDS, defaults_of, filled, updates
+from transferqueue.workflows.job.settings.environment_factories import environment_name
 from transferqueue.workflows.job.settings.job import IN_TURN, Devices, Job, RaySettings
 from transferqueue.workflows.job.settings.ranges import check_ranges
 from transferqueue.workflows.job.settings.sizes import (
@@ -172,25 +173,21 @@ def _adapters(job: Job) -> None:
 
 def _rewards(job: Job) -> None:
     kind = job.algorithm.kind
-    if defaults_of(kind).rewarded and not job.reward:
+    if defaults_of(kind).rewarded and not job.reward and not job.environment:
         raise UsageError(f'kind={kind!r} needs a reward: reward = [{{ function = "module:function" }}]')
-    if kind == "sft" and job.reward:
+    for key in ("reward", "environment"):
+        if kind == "sft" and getattr(job, key):
+            raise UsageError(
+                f'{key} with kind="sft": it learns from data.response, and nothing is generated that could be scored; '
+                "leave it out"
+            )
+    if job.reward and job.environment:
         raise UsageError(
-            'reward with kind="sft": it learns from data.response, and nothing is generated that could be scored; '
-            "leave it out"
+            "reward with environment: episodes bring their own rewards; leave reward out, or make a function an "
+            'environment of one turn: [[environment]] function = "module:function"'
         )
     for place, reward in enumerate(job.reward):
-        given = [name for name in ("function", "model", "environment") if getattr(reward, name)]
-        if len(given) != 1:
-            raise UsageError(
-                f"reward.{place} has {' and '.join(given) or 'none'} of function, model and environment; give exactly "
-                "one"
-            )
-        named = reward.function or reward.environment
-        if named and not _FUNCTION.fullmatch(named):
-            raise UsageError(
-                f'reward.{place}.{given[0]}={named!r} is not named as "module:function" or "file.py:function"'
-            )
+        _one_of(f"reward.{place}", reward, ("function", "model"))
         if not math.isfinite(reward.weight):
             raise UsageError(
                 f"reward.{place}.weight={reward.weight}: give a finite number; 0 measures without rewarding"
@@ -199,11 +196,55 @@ def _rewards(job: Job) -> None:
             _model_arguments(f"reward.{place}.args", reward.args)
     if job.reward and not any(reward.weight for reward in job.reward):
         raise UsageError(f"reward.0.weight={job.reward[0].weight}: every weight is 0, so nothing is rewarded; set one")
-    if len(job.reward) > 1 and any(reward.environment for reward in job.reward):
+
+
+def _one_of(key: str, table: object, names: tuple[str, ...]) -> None:
+    """Raise unless exactly one of these keys is given, and functions are named so that they can be found."""
+    given = [name for name in names if getattr(table, name)]
+    if len(given) != 1:
+        raise UsageError(f"{key} has {' and '.join(given) or 'none'} of {listing(names)}; give exactly one")
+    named = getattr(table, given[0])
+    if given[0] in ("function", "factory") and not _FUNCTION.fullmatch(named):
+        raise UsageError(f'{key}.{given[0]}={named!r} is not named as "module:function" or "file.py:function"')
+
+
+def _environments(job: Job) -> None:
+    for place, environment in enumerate(job.environment):
+        key = f"environment.{place}"
+        _one_of(key, environment, ("factory", "function", "url"))
+        if environment.url and not environment.url.startswith(("http://", "https://", "ws://", "wss://")):
+            raise UsageError(f'{key}.url={environment.url!r}: give an address such as "http://127.0.0.1:8000"')
+        if environment.url and (unknown := environment.args.keys() - {"action", "observation"}):
+            raise UsageError(f"{key}.args.{min(unknown)}: with a url, args has action and observation alone")
+        if not math.isfinite(environment.weight) or not environment.weight:
+            raise UsageError(f"{key}.weight={environment.weight}: give a finite number that is not 0")
+        if not _SET.fullmatch(environment_name(environment)):
+            raise UsageError(
+                f"{key}.name={environment_name(environment)!r}: give a letter, then letters, digits, _ or -, up to 64"
+            )
+    known = [environment_name(environment) for environment in job.environment]
+    if len(set(known)) < len(known):
+        raise UsageError(f"environment has the names {listing(known)}; give each another one (environment.name)")
+    _environments_of_data(job, known)
+
+
+def _environments_of_data(job: Job, known: list[str]) -> None:
+    named = {f"data.sources.{at}": source.environment for at, source in enumerate(job.data.sources)}
+    if len(known) > 1 and not named:
         raise UsageError(
-            f"reward has {len(job.reward)} terms, one of them an environment, whose episodes bring their own rewards; "
-            "give it alone"
+            f"{len(known)} environments, and data.path for all: give each its data and its share of the prompts, "
+            f'data.sources = [{{ path = "...", environment = "{known[0]}", weight = 1.0 }}, ...]'
         )
+    if missing := [name for name in known if len(known) > 1 and name not in named.values()]:
+        raise UsageError(f"no data source names environment {missing[0]}: it would play no row; leave it out")
+    if job.evaluation.path:
+        named["evaluation"] = job.evaluation.environment
+    named |= {f"evaluation.sets.{at}": each.environment for at, each in enumerate(job.evaluation.sets)}
+    for key, name in named.items():
+        if name and name not in known:
+            raise UsageError(f"{key}.environment={name!r}: the job has {listing(known)}")
+        if not name and len(known) > 1:
+            raise UsageError(f"{key}.environment: required with several environments; give one of {listing(known)}")
 
 
 def _model_arguments(key: str, arguments: Mapping[str, Any]) -> None:
@@ -229,7 +270,7 @@ def _groups(job: Job) -> None:
         )
     if least and not defaults_of(kind).compares:
         raise UsageError(f"group_min={least} with kind={kind!r}, whose rows are trained one by one; leave it out")
-    if job.sampling.refills and not any(reward.environment for reward in job.reward):
+    if job.sampling.refills and not job.environment:
         raise UsageError(
             f"sampling.refills={job.sampling.refills} without an environment: only a response whose environment failed "
             "is replaced; leave it out"
@@ -770,6 +811,7 @@ _RULES: Final[tuple[Callable[[Job], None], ...]] = (
     _models_of_the_kind,
     _adapters,
     _rewards,
+    _environments,
     _groups,
     _sampling,
     _corrections,

@@ -100,7 +100,7 @@ def row_bytes(job: Job) -> int:
 def has_loss_mask(job: Job) -> bool:
     """Whether rows say which tokens of their response are learned: those of episodes, and of conversations whose turns
     sft learns."""
-    return job.data.turns == "all" or any(reward.environment for reward in job.reward)
+    return job.data.turns == "all" or bool(job.environment)
 
 
 def token_bytes(algorithm: AlgorithmSettings) -> int:

@@ -14,7 +14,7 @@ FAILED_ROWS: Final = "failed_rows"
 failure (``text``)."""
 
 FAILURES: Final = frozenset((*CAUSES, DROPPED))
-"""Drop reasons of rows whose reward or environment failed."""
+"""Drop reasons of rows whose reward or environment failed; of several environments, a name follows after a slash."""
 
 RETRIED: Final = "retried"
 """Kind of the event that counts episodes that are tried again, by cause."""

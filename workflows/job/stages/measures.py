@@ -34,7 +34,7 @@ from transferqueue.workflows.job.data.sequence import NumberedPrompt, held_out_p
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
 from transferqueue.workflows.job.reward_terms.scorer import RewardScorer
 from transferqueue.workflows.job.settings.job import EvaluationSettings, Job, ScorerSettings
-from transferqueue.workflows.job.stages.episodes import JobEpisodes, environment_of
+from transferqueue.workflows.job.stages.episodes import JobEpisodes, PlayedEpisode
 from transferqueue.workflows.job.stages.policy_weights import FixedWeights
 from transferqueue.workflows.job.stages.rollout import sampling_of
 
@@ -102,7 +102,7 @@ def _measure(job: Job, open_engine: OpenEngine, tokenizer: TextTokenizer) -> Ite
     with open_engine() as engine:
         if job.algorithm.kind == "distill":
             yield TeacherDivergence(job, engine, sampling)
-        elif any(reward.environment for reward in job.reward):
+        elif job.environment:
             with EpisodeReward(job, engine, sampling, tokenizer) as measure:
                 yield measure
         else:
@@ -164,15 +164,14 @@ class ResponseReward(_Drawing):
 
 
 class EpisodeReward(_Drawing):
-    """The mean reward of episodes, by the environment of the job."""
+    """The mean reward of episodes, by the environment of each prompt."""
 
     def __init__(self, job: Job, engine: Generator, sampling: Sampling, tokenizer: TextTokenizer) -> None:
         super().__init__(job, engine, sampling)
         self._at_once = max(each.slots for each in job.engine)
-        self._environment = environment_of(job)
         held_out_job = msgspec.structs.replace(job, seed=job.seed + _SEED)
         self._play = JobEpisodes(
-            self._environment, engine, FixedWeights(), sampling, held_out_job, slots=self._at_once, tokenizer=tokenizer
+            engine, FixedWeights(), sampling, held_out_job, slots=self._at_once, tokenizer=tokenizer
         )
 
     def __enter__(self) -> Self:
@@ -187,12 +186,14 @@ class EpisodeReward(_Drawing):
         def played(at: int, given_up: Callable[[], bool]) -> Any:
             prompt = prompts[at // samples]
             ordinal = prompt.number * samples + at % samples
-            return self._play.episode(prompt.ids, prompt.data, prompt.number, ordinal, given_up)
+            episode = PlayedEpisode(prompt.ids, prompt.data, prompt.number, ordinal, prompt.environment)
+            return self._play.play(episode, given_up)
 
         ended = list(as_they_end(played, len(prompts) * samples, self._at_once))
         whole = [(at // samples, episode) for at, episode in ended if isinstance(episode, Episode)]
         episodes = [episode for _, episode in whole]
-        rewards = np.array([self._environment.weight * sum(episode.rewards) for episode in episodes])
+        weights = [self._play.environment(prompts[prompt].environment).settings.weight for prompt, _ in whole]
+        rewards = np.array([weight * sum(each.rewards) for weight, each in zip(weights, episodes, strict=True)])
         failed = {"failed": len(ended) - len(episodes)} if len(episodes) < len(ended) else {}
         return {
             **_mean("reward", rewards),
