@@ -12,7 +12,7 @@ from typing import Any, Final
 from transferqueue.adapters.engines.running_batch import Row, RunningBatch
 from transferqueue.adapters.engines.stepped import SteppedGenerator, SteppedRequest
 from transferqueue.adapters.protocols import Prompt, Sampling, WeightSource
-from transferqueue.adapters.weights import ModuleWeights, check_fits, copy_fitting_weights
+from transferqueue.adapters.weights import ModuleLoader
 from transferqueue.errors import UsageError
 
 ROWS_MAX: Final = 256
@@ -39,6 +39,7 @@ class TransformersGenerator(SteppedGenerator):
             raise UsageError(f"rows_max={rows_max}: at least one completion must be able to run")
         super().__init__("transformers", version)
         self._model = model.eval()
+        self._loader = ModuleLoader(model)
         self._context_max = getattr(model.config, "max_position_embeddings", None)
         self._shared = RunningBatch(model, rows_max) if shared_batch else None
 
@@ -49,7 +50,7 @@ class TransformersGenerator(SteppedGenerator):
         return RunningBatch(self._model, len(request.rows)) if self._shared is None else self._shared
 
     def _check(self, source: WeightSource) -> None:
-        check_fits(source, ModuleWeights(self._model).metadata())
+        self._loader.check(source)
 
     def _load(self, source: WeightSource, version: int, timeout_s: float) -> None:
-        copy_fitting_weights(source, self._model)
+        self._loader.load(source)

@@ -133,6 +133,9 @@ class VllmGenerator(SteppedGenerator):
         **engine: further arguments of ``EngineArgs``.
     """
 
+    reads_channel: Final = True
+    """Its workers read weights of a channel themselves (`adapters.weights.WeightUpdater`)."""
+
     def __init__(self, model: str, *, version: int = 0, **engine: Any) -> None:
         vllm_plugin.register()
         arguments: dict[str, Any] = {

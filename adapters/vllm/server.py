@@ -66,6 +66,9 @@ class VllmServer(ServerEngine):
         UsageError: the server lacks the endpoints: start it as the module says.
     """
 
+    reads_channel: Final = True
+    """The server's workers read weights of a channel themselves (`adapters.weights.WeightUpdater`)."""
+
     def __init__(
         self,
         url: str,

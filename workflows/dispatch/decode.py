@@ -153,6 +153,11 @@ class MeteredGenerator:
         """Version of the engine's weights."""
         return self._engine.version
 
+    @property
+    def reads_channel(self) -> bool:
+        """Whether the engine reads weights of a channel itself."""
+        return getattr(self._engine, "reads_channel", False)
+
     def curve(self) -> DecodeCurve:
         """Return the measurements so far."""
         with self._lock:

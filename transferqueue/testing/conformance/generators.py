@@ -13,14 +13,15 @@ may turn into a skip: the capability matrix then says no.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
+import transferqueue as tq
 from transferqueue.adapters.protocols import (
     ABORT,
     LENGTH,
@@ -35,8 +36,12 @@ from transferqueue.adapters.protocols import (
     Unsupported,
     WeightSource,
 )
+from transferqueue.adapters.weights import TensorWeights, WeightUpdater
 from transferqueue.errors import DeadlineExceeded, TransferQueueError, UsageError
 from transferqueue.testing.conformance.report import RuleBroken, require
+
+if TYPE_CHECKING:
+    import torch
 
 _TOLERANCE: Final = 1e-3
 """Log-probabilities of two implementations of one model in float32 differ by less."""
@@ -200,6 +205,49 @@ def weights_change_in_flight(subject: GeneratorSubject) -> None:
         if any(len(each.spans) == 2 for each in finished):
             return
     require(False, "some were begun before and ended after", [each.spans for each in finished])
+
+
+def versions_that_change_little(subject: GeneratorSubject) -> None:
+    """Of versions of a channel that change a few elements of each tensor, or those of one tensor, the engine ends with
+    the same weights as of the whole version."""
+    with opened(subject) as engine, tq.connect("embedded") as queue:
+        tensors = {name: tensor.clone() for name, tensor in subject.weights(1)}
+        largest = max(tensors, key=lambda name: tensors[name].numel())
+        versions = [_nudged(tensors, tensors), _nudged(tensors, [largest]), tensors]
+        channel = queue.weights("policy")
+        reads_channel = getattr(engine, "reads_channel", False)
+        updater = WeightUpdater(
+            queue, channel.name, lambda source, _: engine.update_weights(source, 1), reads_channel=reads_channel
+        )
+        prompts, greedy = _prompts(subject), replace(_short(subject), temperature=0.0)
+        followed, loaded = list[list[Completion]](), list[list[Completion]]()
+        for number, version in enumerate(versions):
+            channel.publish(number, version)
+            require(updater.follow(), "a version that was published is there")
+            followed.append(_all(engine, prompts, greedy))
+        require(queue.stats().channels[channel.name].deltas > 0, "these versions are differences")
+        for version in versions:
+            engine.update_weights(TensorWeights(version), 1)
+            loaded.append(_all(engine, prompts, greedy))
+        _check_logprobs(subject, prompts, _all(engine, prompts, _short(subject)))
+    for number, (one, other) in enumerate(zip(followed, loaded, strict=True)):
+        require(_are_alike(one, other), "what changed gives the same as the whole version", number)
+    require(not _are_alike(followed[1], followed[2]), "one tensor makes a difference")
+
+
+def _nudged(tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, torch.Tensor]:
+    """The tensors, with every fortieth element of some of them moved."""
+    moved = {name: tensor.clone() for name, tensor in tensors.items()}
+    for name in names:
+        moved[name].view(-1)[::40] += 0.5
+    return moved
+
+
+def _are_alike(these: Sequence[Completion], those: Sequence[Completion]) -> bool:
+    return all(
+        one.ids.tolist() == other.ids.tolist() and np.allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
+        for one, other in zip(these, those, strict=True)
+    )
 
 
 def misfitting_weights_change_nothing(subject: GeneratorSubject) -> None:
@@ -390,6 +438,7 @@ GENERATOR_CHECKS: Final[tuple[Callable[[GeneratorSubject], None], ...]] = (
     a_seed_gives_the_same_again,
     new_weights_are_stamped_and_used,
     weights_change_in_flight,
+    versions_that_change_little,
     misfitting_weights_change_nothing,
     pause_keeps,
     weights_change_while_paused,
