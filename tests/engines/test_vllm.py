@@ -18,7 +18,7 @@ from tests.engines.tiny import TinySubject, model, save
 pytest.importorskip("vllm", reason="make test-engines installs it")
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
 
-from transferqueue.adapters.protocols import Generator, Prompt, Sampling
+from transferqueue.adapters.protocols import Caches, Generator, Prompt, Sampling
 from transferqueue.adapters.vllm.engine import VllmGenerator
 from transferqueue.adapters.weights import ChannelWeights, ModuleWeights, TensorWeights, WeightUpdater
 from transferqueue.testing.conformance.generators import GENERATOR_CHECKS, GeneratorSubject
@@ -146,6 +146,28 @@ def test_only_the_layers_that_changed_are_loaded_and_each_tensor_is_that_of_a_wh
     assert loaded[2:] == [["model.norm.weight"], ["model.embed_tokens.weight"]]
     assert len(differing(found[0], found[1])) == 1, "queries, keys and values are one tensor"
     assert "Failed to load weights" not in caplog.text
+
+
+@pytest.mark.slow
+def test_a_salt_keeps_later_requests_from_prefixes_of_older_weights(subject: Subject) -> None:
+    """A prompt that fills blocks of the cache, read under weights 0 and asked for again under weights 1."""
+    prompt = Prompt(ids=np.random.default_rng(3).integers(5, 60, size=200).astype(np.int32))
+    sampling = Sampling(tokens_max=8)
+    errors = dict[Caches, float]()
+    for kv in Caches:
+        engine = subject.open()
+        engine.kv = kv  # type: ignore[attr-defined]
+        try:
+            list(engine.generate([prompt], sampling))
+            engine.update_weights(subject.weights(1), 1)
+            (drawn,) = engine.generate([prompt], sampling)
+        finally:
+            engine.kv = Caches.RECOMPUTE  # type: ignore[attr-defined]
+        truth = subject.logprobs(1, prompt.ids, drawn.ids, sampling)
+        errors[kv] = float(np.abs(drawn.logprobs - truth).max())
+    assert errors[Caches.RECOMPUTE] < 1e-3
+    assert errors[Caches.SALT] < 1e-3
+    assert errors[Caches.KEEP] > 1e-3, "the prefix is that of the weights before"
 
 
 @pytest.mark.slow

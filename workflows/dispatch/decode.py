@@ -154,6 +154,11 @@ class MeteredGenerator:
         return self._engine.version
 
     @property
+    def prefilled_again(self) -> int:
+        """Tokens that the engine read again because weights changed; 0 for one that does not count them."""
+        return getattr(self._engine, "prefilled_again", 0)
+
+    @property
     def reads_channel(self) -> bool:
         """Whether the engine reads weights of a channel itself."""
         return getattr(self._engine, "reads_channel", False)

@@ -655,6 +655,13 @@ class WeightsSettings(_Table):
         "In mode `async`, engines change weights between two tokens. `false`: running requests finish first.",
         For("comparisons with engines that finish first (StreamRL)"),
     ] = True
+    kv: Annotated[
+        Literal["recompute", "keep", "salt"],
+        "Key-value caches of running requests when weights change in flight. `recompute`: computed again with the new"
+        " weights. `keep`: they stay, for later requests with the same prefix too. `salt`: they stay, and later"
+        " requests share none of them.",
+        For("long responses, whose contexts would be read again at each version"),
+    ] = "recompute"
 
 
 class CheckpointSettings(_Table):

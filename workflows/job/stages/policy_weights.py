@@ -28,7 +28,7 @@ from transferqueue.workflows.flow.events import SWAP, WEIGHTS
 from transferqueue.workflows.flow.loop.full_batches import Due, nothing_due
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job.graph import engine_of
-from transferqueue.workflows.job.names import POLICY
+from transferqueue.workflows.job.names import POLICY, PREFILLED
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import has_step_versions
 from transferqueue.workflows.job.stages.device_turns import DeviceTurns
@@ -84,8 +84,11 @@ def policy_weights(context: Context, engine: Generator, job: Job, due: Due = not
 
 def _updating(context: Context, engine: Generator, span: str) -> Callable[[WeightSource, int], None]:
     def update(source: WeightSource, version: int) -> None:
+        before = getattr(engine, "prefilled_again", 0)
         with context.span(span, version):
             engine.update_weights(source, version)
+        if again := getattr(engine, "prefilled_again", 0) - before:
+            context.figures(PREFILLED, tokens=again)
 
     return update
 
