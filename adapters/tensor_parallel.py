@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import transferqueue as tq
+from transferqueue.adapters.lora_weights import is_adapter
 from transferqueue.adapters.protocols import Unsupported
 from transferqueue.adapters.weights import in_layers_of
 from transferqueue.errors import SchemaError, listing
@@ -173,6 +174,12 @@ class PartsLoader:
                 return weights
             weights.release()
         weights = self._channel.pull(version=version, timeout_s=timeout_s)
+        if any(map(is_adapter, weights)):
+            weights.release()
+            raise Unsupported(
+                f'version {version} of channel "{self._channel.name}" has adapters apart, and workers that pull parts '
+                'of tensors take merged weights: set weights.lora = "merged"'
+            )
         self._published, self._taken = weights.published(), dict.fromkeys(weights)
         return weights
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import transferqueue as tq
+from transferqueue.adapters.lora_weights import LORA_A, LORA_B, LORA_SCALE, adapted_layers, is_adapter, with_product
 from transferqueue.adapters.protocols import TensorSpec, WeightSource
 from transferqueue.errors import SchemaError, UsageError, listing
 from transferqueue.lazy import renamed_names
@@ -39,29 +40,60 @@ class ChannelWeights(TensorWeights):
     """A version pulled from a channel, with the address of the channel: an engine in another process reads it there
     itself.
 
-    Of tensors that were published in slices, one at a time is put together.
+    Of tensors that were published in slices, one at a time is put together; of those with an adapter beside them
+    (`adapters.lora_weights`), one at a time is merged with it.
 
     Args:
         address: of the queue.
         weights: the version, held for as long as the source is used. Only `metadata` works if it was pulled in part.
+
+    Raises:
+        SchemaError: adapters that do not fit the weights that they are published with.
     """
 
     def __init__(self, address: str, weights: tq.Weights) -> None:
         super().__init__(weights)
-        self._weights, self._fields = weights, weights.published()
+        specs = {name: TensorSpec(field.fixed, field.dtype) for name, field in weights.published().items()}
+        self._weights, self._missing = weights, sorted(specs.keys() - weights.keys())
+        self._layers = adapted_layers(specs)
+        self._specs = {name: spec for name, spec in specs.items() if not is_adapter(name) and name != LORA_SCALE}
         self.address, self.channel, self.version = address, weights.channel, weights.version
 
     def metadata(self) -> Mapping[str, TensorSpec]:
         """Names, shapes and dtypes."""
-        return {name: TensorSpec(field.fixed, field.dtype) for name, field in self._fields.items()}
+        return self._specs
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if missing := self._fields.keys() - self._weights.keys():
+        for name in self._specs:
+            yield name, self.tensor(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor, merged with its adapter if it has one.
+
+        Args:
+            name: of the tensor.
+
+        Raises:
+            UsageError: the version was pulled in part.
+        """
+        if self._missing:
             raise UsageError(
-                f'version {self.version} of channel "{self.channel}" is here without {listing(sorted(missing))}; pull '
+                f'version {self.version} of channel "{self.channel}" is here without {listing(self._missing)}; pull '
                 "all of it to read its tensors"
             )
-        yield from super().__iter__()
+        weight: torch.Tensor = self._weights[name]
+        if (layer := self._layers.get(name)) is None:
+            return weight
+        a, b = self._weights[f"{layer}.{LORA_A}"], self._weights[f"{layer}.{LORA_B}"]
+        return with_product(weight, a, b, float(self._weights[LORA_SCALE])).to(weight.dtype)
+
+    def changed(self) -> list[str]:
+        """Return the names of the tensors that differ from the version that the weights were pulled ``since``, in
+        order."""
+        changed = self._weights.changed()
+        moved = {f"{name.rpartition('.')[0]}.weight" for name in changed if is_adapter(name)}
+        moved |= self._layers.keys() if LORA_SCALE in changed else set()
+        return [name for name in self._specs if name in changed or name in moved]
 
     @property
     def place(self) -> tuple[str, str, int]:
@@ -78,13 +110,9 @@ class ChannelWeights(TensorWeights):
         import torch
 
         known = place == (self.address, self.channel, self._weights.since)
-        changed = self._weights.changed() if known else None
-        for name, tensor in self:
-            if changed is None:
-                yield name, tensor, None
-            elif name in changed:
-                moved = self._weights.moved(name)
-                yield name, tensor, None if moved is None else torch.from_numpy(moved)
+        for name in self.changed() if known else self._specs:
+            moved = self._weights.moved(name) if known and name not in self._layers else None
+            yield name, self.tensor(name), None if moved is None else torch.from_numpy(moved)
 
 
 class ModuleWeights(TensorWeights):

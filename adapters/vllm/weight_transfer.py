@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 import transferqueue as tq
 from transferqueue.adapters.tensor_parallel import PartsLoader
-from transferqueue.adapters.weights import in_layers_of
+from transferqueue.adapters.weights import ChannelWeights, in_layers_of
 
 _log: Final = logging.getLogger("transferqueue.adapters.vllm")
 _reload_log: Final = logging.getLogger(initialize_layerwise_reload.__module__)
@@ -64,6 +64,7 @@ class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        self._address = ""
         self._queue: tq.Queue | None = None
         self._channel: tq.WeightChannel | None = None
         self._parts: PartsLoader | None = None
@@ -76,6 +77,7 @@ class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore
     def init_transfer_engine(self, init_info: ChannelAt) -> None:
         """Connect; a further call connects to another queue."""
         self.shutdown()
+        self._address = init_info.address
         self._queue = tq.connect(init_info.address, label="vllm weights")
         self._channel = self._queue.weights(init_info.channel)
         if self.parallel_config.world_size > 1:
@@ -100,11 +102,12 @@ class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore
             return
         weights = self._channel.pull(version=update_info.version, since=self._held, timeout_s=update_info.timeout_s)
         before, self._held = self._held, None  # after a load that fails, the next one is whole
-        names = list(weights) if self._is_whole else in_layers_of(weights.changed(), weights)
+        source = ChannelWeights(self._address, weights)
+        names = in_layers_of(source.metadata() if self._is_whole else source.changed(), source.metadata())
         if names:
             self._begin()
-            # One tensor at a time is put together of its slices.
-            self.model.load_weights((name, weights[name]) for name in names)
+            # One tensor at a time is put together of its slices, or merged with its adapter.
+            self.model.load_weights((name, source.tensor(name)) for name in names)
         self._held = weights
         if before is not None:
             before.release()
@@ -120,9 +123,10 @@ class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore
             with _layers_may_stay():
                 finalize_layerwise_reload(self.model, self.model_config)
             self._repack_tied()
-        for held in (self._held, self._parts):
-            if held is not None:
-                held.unpin()
+        if self._held is not None:
+            self._held.unpin()
+        if self._parts is not None:
+            self._parts.unpin()
 
     def _repack_tied(self) -> None:
         """Repack output layers that are tied to the embedding: they get no weights of their own, so the reload passes

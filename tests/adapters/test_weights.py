@@ -12,6 +12,9 @@ from transferqueue.adapters.weights import ChannelWeights, ModuleLoader, TensorW
 
 torch = pytest.importorskip("torch", exc_type=ImportError)
 
+from transferqueue.adapters.scoring.lora import AdapterWeights, add_lora, published_weights  # noqa: E402
+from transferqueue.workflows.job.training.publication import HostCopy  # noqa: E402
+
 
 @pytest.fixture
 def queue() -> Iterator[tq.Queue]:
@@ -119,6 +122,88 @@ def test_for_an_engine_that_reads_the_channel_itself_one_tensor_is_pulled(queue:
     assert sources[1].metadata().keys() == published[1].keys()
     with pytest.raises(tq.UsageError, match='version 1 of channel "policy" is here without bias, down; pull all of it'):
         dict(sources[1])
+
+
+# ---------------------------------------------------------------- adapters
+
+
+def adapted(rank: int = 2) -> Any:
+    """A model of two linear layers, of which one has an adapter that was trained."""
+    torch.manual_seed(1)
+    made = torch.nn.ModuleDict({"up": torch.nn.Linear(64, 96), "head": torch.nn.Linear(96, 8)}).to(torch.bfloat16)
+    add_lora(made, rank=rank, alpha=4.0, targets=["up"], dtype=torch.float32)
+    torch.nn.init.normal_(made["up"].lora_b)
+    return made
+
+
+def plain() -> Any:
+    return torch.nn.ModuleDict({"up": torch.nn.Linear(64, 96), "head": torch.nn.Linear(96, 8)}).to(torch.bfloat16)
+
+
+def test_the_adapter_alone_travels_and_is_merged_where_it_is_read(queue: tq.Queue) -> None:
+    channel, trained, served = queue.weights("policy"), adapted(), plain()
+    loader, copy = ModuleLoader(served), HostCopy(torch.bfloat16)
+    changed: list[list[str]] = []
+
+    def update(source: ChannelWeights, version: int) -> None:
+        changed.append(source.changed())
+        loader.check(source)
+        loader.load(source)
+
+    updater = WeightUpdater(queue, "policy", update)
+    written = []
+    for version in range(3):
+        written.append(channel.publish(version, copy.take(AdapterWeights(trained))))
+        assert updater.follow()
+        assert has(served, dict(published_weights(trained))), "bit by bit what the trainer would have merged"
+        trained["up"].lora_a.data += 0.125
+    base = sum(tensor.nbytes for tensor in served.state_dict().values())
+    adapters = 4 * (2 * 64 + 96 * 2)
+    assert written[0] >= base + adapters
+    assert 0 < written[1] <= adapters
+    assert changed == [[*served.state_dict()], ["up.weight"], ["up.weight"]]
+
+
+def test_two_sizes_of_an_adapter_and_a_scale_are_merged(queue: tq.Queue) -> None:
+    channel, trained, served = queue.weights("policy"), adapted(), plain()
+    loader = ModuleLoader(served)
+    updater = WeightUpdater(queue, "policy", lambda source, version: loader.load(source))
+    tensors = dict(AdapterWeights(trained))
+    channel.publish(0, tensors)
+    updater.follow()
+    channel.publish(1, tensors | {"lora_scale": torch.tensor(8.0)})
+    updater.follow()
+    trained["up"].lora_scale = 8.0
+    assert has(served, dict(published_weights(trained)))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"up.lora_a": (2, 60)},
+            r'layer "up" has A \(2, 60\) and B \(96, 2\); for a weight \(96, 64\) .* \(2, 64\) and',
+        ),
+        ({"up.lora_b": (96, 3)}, r"A \(2, 64\) and B \(96, 3\); for a weight \(96, 64\) and rank 2 they are"),
+        ({"up.lora_b": None}, 'layer "up" has an adapter and no tensor "up.lora_b"'),
+        ({"down.lora_a": (2, 4), "down.lora_b": (4, 2)}, 'layer "down" has an adapter and no tensor "down.weight"'),
+        ({"lora_scale": None}, 'adapters without tensor "lora_scale"'),
+    ],
+)
+def test_adapters_that_do_not_fit_their_weights_are_refused(
+    change: dict[str, Any], words: str, queue: tq.Queue
+) -> None:
+    channel, served = queue.weights("policy"), plain()
+    before = {name: tensor.clone() for name, tensor in served.state_dict().items()}
+    tensors: dict[str, Any] = dict(AdapterWeights(adapted()))
+    for name, shape in change.items():
+        tensors.pop(name, None)
+        tensors |= {} if shape is None else {name: torch.zeros(shape)}
+    channel.publish(0, tensors)
+    updater = WeightUpdater(queue, "policy", lambda source, version: ModuleLoader(served).load(source))
+    with pytest.raises(tq.SchemaError, match=words):
+        updater.follow()
+    assert has(served, before)
 
 
 def test_layers_are_loaded_whole() -> None:

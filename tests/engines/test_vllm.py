@@ -19,6 +19,7 @@ pytest.importorskip("vllm", reason="make test-engines installs it")
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
 
 from transferqueue.adapters.protocols import Caches, Generator, Prompt, Sampling
+from transferqueue.adapters.scoring.lora import AdapterWeights, add_lora, published_weights
 from transferqueue.adapters.vllm.engine import VllmGenerator
 from transferqueue.adapters.weights import ChannelWeights, ModuleWeights, TensorWeights, WeightUpdater
 from transferqueue.testing.conformance.generators import GENERATOR_CHECKS, GeneratorSubject
@@ -146,6 +147,28 @@ def test_only_the_layers_that_changed_are_loaded_and_each_tensor_is_that_of_a_wh
     assert loaded[2:] == [["model.norm.weight"], ["model.embed_tokens.weight"]]
     assert len(differing(found[0], found[1])) == 1, "queries, keys and values are one tensor"
     assert "Failed to load weights" not in caplog.text
+
+
+@pytest.mark.slow
+def test_adapters_that_travel_alone_are_merged_to_the_bits_of_a_whole_load(subject: Subject) -> None:
+    engine, trained = subject.engine, model(0)
+    add_lora(trained, rank=4, targets=["q_proj", "v_proj", "down_proj"])
+    with tq.connect() as queue:
+        channel = queue.weights("policy")
+        updater = WeightUpdater(queue, "policy", engine.update_weights, reads_channel=engine.reads_channel)
+        written, found, merged = list[int](), list[dict[str, torch.Tensor]](), list[dict[str, torch.Tensor]]()
+        for version in range(3):
+            for name, parameter in trained.named_parameters():
+                if "lora" in name:
+                    parameter.data += 0.05 * torch.randn_like(parameter)
+            written.append(channel.publish(version, dict(AdapterWeights(trained))))
+            assert updater.follow()
+            found += engine._engine.collective_rpc(tensors)
+            merged.append({name: tensor.clone() for name, tensor in published_weights(trained)})
+    for version, weights in enumerate(merged):
+        engine.update_weights(TensorWeights(weights), version)
+        assert differing(found[version], engine._engine.collective_rpc(tensors)[0]) == []
+    assert max(written[1:]) < 0.2 * written[0]
 
 
 @pytest.mark.slow

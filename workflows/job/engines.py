@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from transferqueue.adapters.builtin import is_builtin
 from transferqueue.adapters.protocols import Caches, Generator
@@ -66,9 +66,9 @@ def open_engine(settings: EngineSettings, job: Job, *, place: int = 0) -> Genera
 def _with_caches(engine: Generator, job: Job, key: str) -> Generator:
     """Set what becomes of the engine's caches when weights change. `UsageError` for one that only computes them
     again."""
-    kv = Caches(job.weights.kv)
+    kv, attributes = Caches(job.weights.kv), cast("Any", engine)
     if hasattr(engine, "kv"):
-        engine.kv = kv
+        attributes.kv = kv
     elif kv is not Caches.RECOMPUTE:
         engine.close()
         raise UsageError(

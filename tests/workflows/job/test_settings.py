@@ -123,6 +123,12 @@ REFUSED = [
     (GRPO, "algorithm.top_k=8", "top_k=8 is read by distill alone"),
     (GRPO, "algorithm.token_staleness.mask=9", "token_staleness.mask=9 with .* so none would be left out; give less"),
     (GRPO, "algorithm.token_staleness.mask=-1", "token_staleness.mask=-1: give at least 0: 0 leaves no token out"),
+    (GRPO, "weights.lora=merged", 'weights.lora="merged" with lora_rank=0: there are no adapters; leave it out'),
+    (
+        GRPO,
+        "trainer.lora_rank=8 ; weights.lora=adapter ; engine.0.kind=vllm ; engine.0.tensor_parallel=2",
+        'weights.lora="adapter" with engine.0.tensor_parallel=2, which takes merged weights alone; leave it out',
+    ),
     (
         GRPO,
         "weights.kv=keep ; pacing.mode=sync",

@@ -197,7 +197,7 @@ class Weights(ProcessBound, Mapping[str, Any]):
                 continue
             if tensor.moved is None:
                 return None
-            found.append(tensor.moved + self._first(field) * math.prod(tensor.field.fixed[1:]))
+            found.append(np.asarray(tensor.moved + self._first(field) * math.prod(tensor.field.fixed[1:]), np.int64))
         return np.concatenate(found)
 
     def fields(self, adapter: str | None = None) -> dict[str, Field]:

@@ -363,7 +363,8 @@ def _moved_elements(field: Field, moves: Sequence[Moves]) -> NDArray[np.int64] |
     """The positions of the elements that the moves change. None: so many that they are not worth naming."""
     if sum(len(each.positions) for each in moves) > _MOVED_SHARE_MAX * math.prod(field.fixed):
         return None
-    return np.concatenate([each.positions * each.size // field.item_bytes for each in moves])
+    elements = [each.positions * each.size // field.item_bytes for each in moves]
+    return np.asarray(np.concatenate(elements), np.int64)
 
 
 def return_pins(client: ClientSession, blocks: Sequence[m.BlockLocation], kept: Sequence[m.BlockLocation]) -> None:

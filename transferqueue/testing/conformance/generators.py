@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
@@ -221,6 +221,7 @@ def caches_stay_over_an_update(subject: GeneratorSubject) -> None:
     """With `kv` at keep and salt, running completions go on without being read again, each log-prob as its token was
     drawn. With salt, later requests with the same prompts have the log-probs of the new weights alone."""
     for kv in (Caches.KEEP, Caches.SALT):
+        crossing: list[Completion] = []
         for prompts in _crowds(subject):
             with opened(subject) as engine, _treating_caches(engine, kv):
                 before = getattr(engine, "prefilled_again", 0)
@@ -249,7 +250,7 @@ def _error(subject: GeneratorSubject, prompts: Sequence[Prompt], completion: Com
 
 
 @contextmanager
-def _treating_caches(engine: Generator, kv: Caches) -> Iterator[None]:
+def _treating_caches(engine: Any, kv: Caches) -> Iterator[None]:
     if not hasattr(engine, "kv"):
         raise Unsupported(f"{type(engine).__name__} has no attribute kv: caches are computed again")
     engine.kv = kv

@@ -23,6 +23,7 @@ from transferqueue.workflows.job.settings.sizes import (
     gib,
     group_rows,
     has_step_versions,
+    merged_for,
     row_bytes,
     rows_ahead,
     rows_kept,
@@ -170,6 +171,15 @@ def _adapters(job: Job) -> None:
 
 
 # ---------------------------------------------------------------- rewards and sampling
+
+
+def _published_adapters(job: Job) -> None:
+    if not job.weights.lora:
+        return
+    if not job.trainer.lora_rank and not job.trainer.lora_adapter:
+        raise UsageError(f'weights.lora="{job.weights.lora}" with lora_rank=0: there are no adapters; leave it out')
+    if job.weights.lora == "adapter" and (what := merged_for(job)):
+        raise UsageError(f'weights.lora="adapter" with {what}, which takes merged weights alone; leave it out')
 
 
 def _rewards(job: Job) -> None:
@@ -783,6 +793,7 @@ _RULES: Final[tuple[Callable[[Job], None], ...]] = (
     _mixture,
     _models_of_the_kind,
     _adapters,
+    _published_adapters,
     _rewards,
     _groups,
     _sampling,

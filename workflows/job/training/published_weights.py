@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from transferqueue.adapters.builtin.model import BuiltinModel
-from transferqueue.adapters.scoring.lora import adapted_weights, with_product
+from transferqueue.adapters.lora_weights import with_product
+from transferqueue.adapters.scoring.lora import adapted_weights
 from transferqueue.adapters.weight_files import Spec, TensorFiles, dtype_name
 from transferqueue.adapters.weights import layer_of
 from transferqueue.errors import UsageError
