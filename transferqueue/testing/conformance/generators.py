@@ -221,7 +221,7 @@ def caches_stay_over_an_update(subject: GeneratorSubject) -> None:
     """With `kv` at keep and salt, running completions go on without being read again, each log-prob as its token was
     drawn. With salt, later requests with the same prompts have the log-probs of the new weights alone."""
     for kv in (Caches.KEEP, Caches.SALT):
-        crossing: list[Completion] = []
+        finished, crossing = list[Completion](), list[Completion]()
         for prompts in _crowds(subject):
             with opened(subject) as engine, _treating_caches(engine, kv):
                 before = getattr(engine, "prefilled_again", 0)
