@@ -13,10 +13,11 @@ endpoints, implemented over another engine.
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from transferqueue.adapters.engines.completion import completed, context, seed_of, tokens_left
 from transferqueue.adapters.engines.http_engine import CONNECTIONS_MAX, ResendingEngine, Running, ServerEngine
@@ -31,6 +32,8 @@ from transferqueue.adapters.protocols import (
     WeightSource,
 )
 from transferqueue.errors import PeerError, ProtocolError
+
+_log: Final = logging.getLogger("transferqueue.adapters.sglang")
 
 
 class SglangServer(ServerEngine, ResendingEngine):
@@ -59,6 +62,7 @@ class SglangServer(ServerEngine, ResendingEngine):
     ) -> None:
         self._folder = Path(weights)
         super().__init__(url, api_key=api_key, version=version, checkpoint=checkpoint, connections_max=connections_max)
+        _log.info("%s loads each version of the weights whole, from files", url)
 
     async def _learn(self, served: Mapping[str, Any]) -> str:
         info = await self._endpoint.ask("GET", "/get_model_info")

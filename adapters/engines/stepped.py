@@ -19,6 +19,7 @@ from transferqueue.adapters.engines.completion import check_request
 from transferqueue.adapters.protocols import (
     GENERATE_S,
     PAUSE_S,
+    Caches,
     Completion,
     Completions,
     Pause,
@@ -40,6 +41,9 @@ class SteppedBatch(Protocol):
 
     def take(self, request: SteppedRequest) -> Sequence[tuple[Any, Completion]]:
         """Remove the unfinished rows of a request. Returns them with their tokens so far, ended by `ABORT`."""
+
+    def cached_tokens(self) -> int:
+        """Number of tokens of unfinished rows that the model has read, and need not read again."""
 
 
 class SteppedRequest:
@@ -70,6 +74,11 @@ class SteppedGenerator(ABC):
         version: of the weights that the engine starts with.
     """
 
+    kv = Caches.RECOMPUTE
+    """What becomes of the caches of running completions when weights change. It may be set at any time."""
+    prefilled_again = 0
+    """Tokens of running completions that the model read again because weights changed."""
+
     def __init__(self, name: str, version: int) -> None:
         self._name = name
         self._version = version
@@ -78,6 +87,8 @@ class SteppedGenerator(ABC):
         self._turn = threading.Condition(threading.Lock())
         self._thread: threading.Thread | None = None
         self._stepping = False
+        self._stepped = False
+        """Whether tokens were drawn since the last change of weights."""
         self._controls = 0
         self._paused: Pause | None = None
         self._running: dict[SteppedRequest, SteppedBatch] = {}
@@ -185,8 +196,10 @@ class SteppedGenerator(ABC):
                 raise DeadlineExceeded(
                     f"weights of version {version} were not taken after {timeout_s:g} s: {self._busy()}"
                 )
+            cached = sum(batch.cached_tokens() for batch in self._batches()) if self._stepped else 0
             self._load(source, version, max(0.0, deadline - time.monotonic()))
-            self._version = version
+            self._version, self._stepped = version, False
+            self.prefilled_again += cached if self.kv is Caches.RECOMPUTE else 0
 
     def close(self) -> None:
         """Abort the running requests; they raise `Disconnected`. Waits for the token that is being drawn."""
@@ -288,7 +301,7 @@ class SteppedGenerator(ABC):
             if self._closed or not self._running:
                 self._thread = None
                 return False
-            self._stepping = True
+            self._stepping = self._stepped = True
             return True
 
     def _batches(self) -> list[SteppedBatch]:

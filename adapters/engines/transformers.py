@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from transferqueue.adapters.engines.running_batch import Row, RunningBatch
 from transferqueue.adapters.engines.stepped import SteppedGenerator, SteppedRequest
-from transferqueue.adapters.protocols import Prompt, Sampling, WeightSource
-from transferqueue.adapters.weights import ModuleWeights, check_fits, copy_fitting_weights
+from transferqueue.adapters.protocols import Caches, Prompt, Sampling, WeightSource
+from transferqueue.adapters.weights import ModuleLoader
 from transferqueue.errors import UsageError
 
 ROWS_MAX: Final = 256
@@ -37,19 +37,23 @@ class TransformersGenerator(SteppedGenerator):
     def __init__(self, model: Any, *, version: int = -1, rows_max: int = ROWS_MAX, shared_batch: bool = True) -> None:
         if rows_max < 1:
             raise UsageError(f"rows_max={rows_max}: at least one completion must be able to run")
-        super().__init__("transformers", version)
+        super().__init__("generator", version)
         self._model = model.eval()
+        self._loader = ModuleLoader(model)
         self._context_max = getattr(model.config, "max_position_embeddings", None)
-        self._shared = RunningBatch(model, rows_max) if shared_batch else None
+        self._shared = RunningBatch(model, rows_max, self._caches) if shared_batch else None
 
     def _row(self, request: SteppedRequest, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> Row:
         return Row(request, index, sample, prompt, sampling)
 
     def _batch(self, request: SteppedRequest) -> RunningBatch:
-        return RunningBatch(self._model, len(request.rows)) if self._shared is None else self._shared
+        return RunningBatch(self._model, len(request.rows), self._caches) if self._shared is None else self._shared
+
+    def _caches(self) -> Caches:
+        return self.kv
 
     def _check(self, source: WeightSource) -> None:
-        check_fits(source, ModuleWeights(self._model).metadata())
+        self._loader.check(source)
 
     def _load(self, source: WeightSource, version: int, timeout_s: float) -> None:
-        copy_fitting_weights(source, self._model)
+        self._loader.load(source)

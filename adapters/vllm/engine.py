@@ -2,7 +2,7 @@
 
 A thread steps the engine (`engines.stepped`), so a request, a pause or new weights come in between two steps. An update
 keeps the running requests: the workers load the weights (`adapters.vllm.weight_transfer`), and the requests go on with
-their context computed again. vLLM reports which version drew which token.
+their context computed again, or with the caches that they have (`kv`). vLLM reports which version drew which token.
 
 On a CPU the engine's core computes in this process too: messages between two processes took as long as the tokens of a
 small model. There vLLM (0.32) dies of a request with a seed whose prompt it computes in parts: torch's random numbers
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -30,7 +30,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from transferqueue.adapters.engines.completion import completed, context, seed_of, tokens_left
 from transferqueue.adapters.engines.stepped import SteppedGenerator, SteppedRequest
-from transferqueue.adapters.protocols import Completion, Pause, Prompt, Sampling, WeightSource
+from transferqueue.adapters.protocols import Caches, Completion, Pause, Prompt, Sampling, WeightSource
 from transferqueue.adapters.vllm import plugin as vllm_plugin
 from transferqueue.adapters.weights import WeightHandoff, check_fits, checkpoint_specs
 from transferqueue.errors import Disconnected
@@ -61,10 +61,11 @@ class _Batch:
     Args:
         engine: of vLLM.
         takes_seeds: whether it can carry out requests with a seed.
+        salt: returns that of the caches of new requests; "": none.
     """
 
-    def __init__(self, engine: LLMEngine, *, takes_seeds: bool) -> None:
-        self._engine, self._takes_seeds = engine, takes_seeds
+    def __init__(self, engine: LLMEngine, *, takes_seeds: bool, salt: Callable[[], str]) -> None:
+        self._engine, self._takes_seeds, self._salt = engine, takes_seeds, salt
         self._rows: dict[str, _Row] = {}
         self._names = itertools.count()
         self._failure: BaseException | None = None
@@ -73,10 +74,12 @@ class _Batch:
         """See `stepped.SteppedBatch`."""
         if self._failure is not None:
             raise Disconnected(f"the engine died: {self._failure}") from self._failure
+        salt = self._salt()
+        salted = {"cache_salt": salt} if salt else {}
         with _deaths():
             for row in rows:
                 name = f"tq-{next(self._names)}"
-                request = {"prompt_token_ids": context(row.prompt).tolist()}
+                request = {"prompt_token_ids": context(row.prompt).tolist(), **salted}
                 row.internal = self._engine.add_request(name, request, self._parameters(row))
                 row.name, self._rows[name] = name, row
 
@@ -92,6 +95,15 @@ class _Batch:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+
+    def cached_tokens(self) -> int:
+        """See `stepped.SteppedBatch`."""
+        found = 0
+        for row in self._rows.values():
+            state = self._engine.output_processor.request_states.get(row.internal)
+            drawn = 0 if state is None else state.detokenizer.num_output_tokens()
+            found += state.prompt_len + drawn - 1 if drawn else 0
+        return found
 
     def step(self, version: int) -> list[tuple[_Row, Completion]]:
         """See `stepped.SteppedBatch`. A step that fails is the engine's last."""
@@ -133,6 +145,9 @@ class VllmGenerator(SteppedGenerator):
         **engine: further arguments of ``EngineArgs``.
     """
 
+    reads_channel: Final = True
+    """Its workers read weights of a channel themselves (`adapters.weights.WeightUpdater`)."""
+
     def __init__(self, model: str, *, version: int = 0, **engine: Any) -> None:
         vllm_plugin.register()
         arguments: dict[str, Any] = {
@@ -156,7 +171,9 @@ class VllmGenerator(SteppedGenerator):
         config = self._engine.vllm_config
         in_parts = config.scheduler_config.enable_chunked_prefill
         self._context_max = config.model_config.max_model_len
-        self._rows = _Batch(self._engine, takes_seeds=not (current_platform.is_cpu() and in_parts))
+        self._rows = _Batch(
+            self._engine, takes_seeds=not (current_platform.is_cpu() and in_parts), salt=lambda: salt_of(self)
+        )
 
     def _row(self, request: SteppedRequest, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> _Row:
         return _Row(request, index, sample, prompt, sampling)
@@ -184,7 +201,7 @@ class VllmGenerator(SteppedGenerator):
             self.resume()
 
     def _still(self, mode: Pause) -> None:
-        self._core("pause_scheduler", "keep", True)
+        self._core("pause_scheduler", "keep", False)
 
     def _going(self) -> None:
         self._core("resume_scheduler")
@@ -209,8 +226,7 @@ class VllmGenerator(SteppedGenerator):
                 address, channel = place
                 self._workers("init_weight_transfer_engine", init_info={"address": address, "channel": channel})
                 self._channel = place
-            if self._paused is None:
-                self._still(Pause.KEEP)
+            self._core("pause_scheduler", "keep", self.kv is Caches.RECOMPUTE)
             try:
                 self._workers("start_weight_update")
                 self._workers("update_weights", update_info={"version": version_there, "timeout_s": timeout_s})
@@ -229,6 +245,11 @@ class VllmGenerator(SteppedGenerator):
             super().close()
             self._engine.engine_core.shutdown()
             self._relay.close()
+
+
+def salt_of(engine: Any) -> str:
+    """Return the salt of an engine's new requests: its version, if they are to share no cache of older ones."""
+    return f"version {engine.version}" if engine.kv is Caches.SALT else ""
 
 
 @contextmanager

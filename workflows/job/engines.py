@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from transferqueue.adapters.builtin import is_builtin
-from transferqueue.adapters.protocols import Generator
+from transferqueue.adapters.protocols import Caches, Generator
 from transferqueue.adapters.stages.reward_functions import load_callable
 from transferqueue.errors import Impossible, UsageError, listing
 from transferqueue.lazy import install_line
@@ -49,7 +49,7 @@ def open_engine(settings: EngineSettings, job: Job, *, place: int = 0) -> Genera
     """
     key = f"engine.{place}"
     try:
-        return _OPEN[settings.kind](settings, job, key)
+        return _with_caches(_OPEN[settings.kind](settings, job, key), job, key)
     except ImportError as error:
         remedy = install_line(_EXTRA[settings.kind]) if settings.kind in _EXTRA else "install it"
         raise UsageError(
@@ -61,6 +61,21 @@ def open_engine(settings: EngineSettings, job: Job, *, place: int = 0) -> Genera
             f"{key}.options={settings.options!r}: the engine takes other arguments: {error}; remove the options "
             "that it does not take"
         ) from error
+
+
+def _with_caches(engine: Generator, job: Job, key: str) -> Generator:
+    """Set what becomes of the engine's caches when weights change. `UsageError` for one that only computes them
+    again."""
+    kv, attributes = Caches(job.weights.kv), cast("Any", engine)
+    if hasattr(engine, "kv"):
+        attributes.kv = kv
+    elif kv is not Caches.RECOMPUTE:
+        engine.close()
+        raise UsageError(
+            f'weights.kv="{kv.value}" with {key}: {type(engine).__name__} has no attribute kv (protocols.Caches), so '
+            'it computes caches again; set weights.kv="recompute"'
+        )
+    return engine
 
 
 def model_directory(settings: EngineSettings, job: Job) -> str:

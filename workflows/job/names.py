@@ -54,5 +54,7 @@ TRAIN_CRITIC: Final = "train_critic"
 EVALUATE: Final = "evaluate"
 """Process that scores held-out prompts; no task."""
 
+PREFILLED: Final = "prefilled"
+"""Kind of the event of an update of weights: ``tokens`` of running rows that the engine reads again with them."""
 CRITIC_STEP: Final = "critic_step"
 """Kind of the event with the figures of a step of the critic's trainer."""

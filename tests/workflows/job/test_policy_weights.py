@@ -296,6 +296,24 @@ def test_weights_follow_in_flight(queue: tq.Queue, channel: tq.WeightChannel) ->
     assert engine.log == [0, 1]
 
 
+def test_tokens_that_an_update_has_read_again_are_reported(queue: tq.Queue, channel: tq.WeightChannel) -> None:
+    class Counting(Engine):
+        prefilled_again = 0
+
+        def update_weights(self, source: Any, version: int) -> None:
+            self.prefilled_again += 100 * version
+            super().update_weights(source, version)
+
+    engine, events = Counting(), list[Any]()
+    publish(channel, 0)
+    with policy_weights(context_of(queue, None, job(), events), engine, job()):  # type: ignore[arg-type]
+        for version in (1, 2):
+            publish(channel, version)
+            engine.wait_for(version)
+    told = [event.values for event in events if getattr(event, "kind", "") == names.PREFILLED]
+    assert told == [{"tokens": 100}, {"tokens": 200}]
+
+
 def test_weights_follow_between_requests(queue: tq.Queue, channel: tq.WeightChannel) -> None:
     engine = Engine()
     publish(channel, 0)

@@ -18,7 +18,7 @@ from transferqueue.workflows.dispatch.channels import newest
 from transferqueue.workflows.flow.events import RESTART, WORK, Figures, TimeSpan
 from transferqueue.workflows.flow.reports.audit import Audit
 from transferqueue.workflows.flow.reports.loggers import logged
-from transferqueue.workflows.job.names import REWARD_TERMS
+from transferqueue.workflows.job.names import PREFILLED, REWARD_TERMS
 from transferqueue.workflows.job.run.figures import FIGURES, curves, described
 from transferqueue.workflows.job.run.preflight import preflight
 from transferqueue.workflows.job.run.record import RunRecord
@@ -365,3 +365,22 @@ def test_figures_of_rows_are_those_of_their_columns():
     assert (found["reward/exact"], found["reward/dead"], found["reward_std/dead"]) == (2.0, 0.0, 0.0)
     assert found["reward"] == pytest.approx(0.3)
     assert all(described(name) for name in found)
+
+
+def test_tokens_that_updates_have_read_again_are_a_figure_with_its_rule(tmp_path):
+    with RunRecord(tmp_path, job("grpo")) as record:
+        for number, reports in enumerate(((30, 40), (), (5,)), 1):
+            for tokens in reports:
+                record.add("rollout-0", Figures(kind=PREFILLED, at=1.0, values={"tokens": tokens}))
+            record.add("train-0", step(number, tokens=80.0))
+        summary = summarize(record, job("grpo"), Audit(put=8, live=0, done=8, dropped={}), starts=1, seconds=9.0)
+    assert [line["prefilled_again"] for line in lines_of(tmp_path / STEPS)] == [70, 0, 5]
+    assert summary.prefilled_again == 75
+    assert "75 tokens of running rows" in summary.text()
+    many = {"prefilled_again": 100, "length_mean": 10.0}
+    told, _ = watched(many, many, many | {"prefilled_again": 60}, many, many, many)
+    words = (
+        "engines read 100 tokens again because weights changed, while 640 were trained since step 4: set "
+        'weights.kv = "salt", which keeps their caches, or raise weights.every'
+    )
+    assert told == [(6, words)]

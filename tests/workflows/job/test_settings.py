@@ -151,6 +151,22 @@ REFUSED = [
     (GRPO, "algorithm.top_k=8", "top_k=8 is read by distill alone"),
     (GRPO, "algorithm.token_staleness.mask=9", "token_staleness.mask=9 with .* so none would be left out; give less"),
     (GRPO, "algorithm.token_staleness.mask=-1", "token_staleness.mask=-1: give at least 0: 0 leaves no token out"),
+    (GRPO, "weights.lora=merged", 'weights.lora="merged" with lora_rank=0: there are no adapters; leave it out'),
+    (
+        GRPO,
+        "trainer.lora_rank=8 ; weights.lora=adapter ; engine.0.kind=vllm ; engine.0.tensor_parallel=2",
+        'weights.lora="adapter" with engine.0.tensor_parallel=2, which takes merged weights alone; leave it out',
+    ),
+    (
+        GRPO,
+        "weights.kv=keep ; pacing.mode=sync",
+        'weights.kv="keep": no request runs while weights change, unless pacing.mode="async"',
+    ),
+    (
+        GRPO,
+        'weights.kv=salt ; pacing.mode=async ; engine=[{kind="sglang_server",url="http://h:1"}]',
+        'kv="salt" with engine.0.kind="sglang_server", which cannot do that; kinds that can: builtin, transformers',
+    ),
     (SFT, "algorithm.token_staleness.mask=1", 'mask=1 with kind="sft": no version drew its tokens'),
     (GRPO, "algorithm={clip_low=0.3, clip_high=0.2}", "clip_high=0.2 is below clip_low=0.3"),
     (PPO, "trainer.stream=on", 'whiten with stream="on": whitening needs the batch; use stream="auto"'),

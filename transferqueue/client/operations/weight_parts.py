@@ -18,6 +18,7 @@ yet.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -25,6 +26,7 @@ from typing import Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from transferqueue.client.client import ClientSession
 from transferqueue.client.memory.client_transfer import ReceivedBlock
@@ -44,7 +46,7 @@ from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.checksum import verify
-from transferqueue.storage.memory.delta import apply_delta
+from transferqueue.storage.memory.delta import Moves, apply_delta
 from transferqueue.wire import messages as m
 
 Parts = Mapping[str, Slice]
@@ -56,22 +58,39 @@ Base = Callable[[str], "SharedTensor | None"]
 Wanted = Mapping[str, tuple[StoredRange, Slice]]
 """Ranges to fetch, by their fields, and the part of each."""
 
+_MOVED_SHARE_MAX: Final = 1 / 16
+"""With more changed elements than this, writing each of them takes longer than writing all."""
+
 
 class SharedTensor:
     """One range, or a part of it, in this process's memory, which several versions may share. The last of them frees
     it.
 
     `is_whole` says whether all of the range is here. `part` is the part of it that `column` has. `sum` is the checksum
-    of all of the range, and `block` the block with all of it, which may have an earlier content.
+    of all of the range, and `block` the block with all of it, which may have an earlier content. `moved` has the
+    positions of the elements that differ from the content that it was made of; None: any may.
     """
 
-    __slots__ = ("_users", "block", "blocks", "column", "field", "is_whole", "part", "sum")
+    __slots__ = ("_users", "block", "blocks", "column", "field", "is_whole", "moved", "part", "sum")
     _guard: Final = threading.Lock()
 
-    def __init__(self, found: FoundTensor, field: Field, block: m.BlockLocation, part: Slice, content: int) -> None:
+    def __init__(
+        self,
+        found: FoundTensor,
+        field: Field,
+        block: m.BlockLocation,
+        part: Slice,
+        content: int,
+        moved: NDArray[np.int64] | None = None,
+    ) -> None:
         self.column, self.blocks, self.is_whole = found
-        self.field, self.block, self.part, self.sum = field, block, part, content
+        self.field, self.block, self.part, self.sum, self.moved = field, block, part, content, moved
         self._users = 1
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it lies in memory of this process, so that no pin holds memory of a server for it."""
+        return isinstance(self.blocks.shapes[0], ReceivedBlock)
 
     def share(self) -> bool:
         """Count one more version; False if the tensor was freed already."""
@@ -285,6 +304,8 @@ def fetch_ranges(
             source = bases.get(name) or found[name]
             changes = [found[delta.field.name].bytes_from(starts[delta.field.name]) for delta in some]
             made[name] = _made(stored, part, source, changes, subject, arrived)
+            if name not in bases:
+                made[name].moved = None
 
     with OnFailure(release_all, found, f"{subject} was not made; pull it again"):
         try:
@@ -318,11 +339,11 @@ def _made(
     arrived: ArrivedTensors,
 ) -> SharedTensor:
     """The part of the version's content, made of another content and the differences after that."""
-    field, memory = stored.field, source.own_copy()
+    field, memory, moves = stored.field, source.own_copy(), list[Moves]()
     try:
         for change in changes:
             if part.whole:
-                apply_delta(memory, change)
+                moves += apply_delta(memory, change)
             else:
                 apply_delta_in_part(memory, change, stored, part)
         if part.whole:
@@ -334,7 +355,16 @@ def _made(
     block = ReceivedBlock(0, len(memory), 1, [field.name], [0], memory)
     blocks = MappedBlocks([block], [memory], {field.name: own})
     column = Column(own, RowPlacement.of_run(blocks, 0, 0, 1))
-    return SharedTensor(FoundTensor(column, blocks, part.whole), field, stored.block, part, stored.sum)
+    moved = _moved_elements(field, moves) if part.whole else None
+    return SharedTensor(FoundTensor(column, blocks, part.whole), field, stored.block, part, stored.sum, moved)
+
+
+def _moved_elements(field: Field, moves: Sequence[Moves]) -> NDArray[np.int64] | None:
+    """The positions of the elements that the moves change. None: so many that they are not worth naming."""
+    if sum(len(each.positions) for each in moves) > _MOVED_SHARE_MAX * math.prod(field.fixed):
+        return None
+    elements = [each.positions * each.size // field.item_bytes for each in moves]
+    return np.asarray(np.concatenate(elements), np.int64)
 
 
 def return_pins(client: ClientSession, blocks: Sequence[m.BlockLocation], kept: Sequence[m.BlockLocation]) -> None:

@@ -94,11 +94,15 @@ def encode_delta(content: U8, after: U8, itemsize: int) -> Delta | None:
     return Delta(np.frombuffer(b"".join(pieces), np.uint8), ends)
 
 
-def apply_delta(content: U8, delta: U8) -> None:
-    """Make the content before into that after, in place. `Corruption` if it is no difference of such a content."""
+def apply_delta(content: U8, delta: U8) -> list[Moves]:
+    """Make the content before into that after, in place, and return what changed. `Corruption` if it is no difference
+    of such a content."""
+    applied = list[Moves]()
     for moves in read_delta(delta, len(content)):
         elements: NDArray[Any] = content.view(_ELEMENTS[moves.size])
         elements[moves.positions] += moves.added
+        applied.append(moves)
+    return applied
 
 
 def undo_delta(content: U8, delta: U8) -> None:

@@ -39,6 +39,7 @@ MOVEMENT_MAX: Final = 0.5
 CLIPPED_MAX: Final = 0.3
 ENTROPY_SHARE_MIN: Final = 0.05
 DROPPED_MAX: Final = 0.1
+PREFILLED_MAX: Final = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +173,13 @@ def _dropped(at: Judged) -> str:
     if not at.value or at.value <= DROPPED_MAX * rows:
         return ""
     return f"{at.value:,.0f} rows were dropped ({at.part}) while {rows:,.0f} were trained"
+
+
+def _prefilled(at: Judged) -> str:
+    drawn = float(at.step.get("length_mean") or 0.0) * float(at.step.get("rows") or 0.0)
+    if not drawn or at.value <= PREFILLED_MAX * drawn:
+        return ""
+    return f"engines read {at.value:,.0f} tokens again because weights changed, while {drawn:,.0f} were trained"
 
 
 _TRAINER: Final = "trainer"
@@ -434,6 +442,18 @@ FIGURES: Final[tuple[StepFigure, ...]] = (
         meaning="Share of the tries of rows that failed for a cause: those that were dropped, tried again or replaced.",
         made="run: `dropped/` and `retried/`, over these and the rows of the step",
         curve=True,
+    ),
+    StepFigure(
+        name="prefilled_again",
+        unit="tokens",
+        meaning="Tokens of running rows that engines in these processes read again because weights changed.",
+        made="run: reports of the generating processes, since the step before",
+        curve=True,
+        rule=Rule(
+            about=f"above {PREFILLED_MAX:g} of the tokens of the step's responses",
+            breaks=_prefilled,
+            remedy='set weights.kv = "salt", which keeps their caches, or raise weights.every',
+        ),
     ),
     StepFigure(
         name="queue_age_s/",

@@ -79,6 +79,10 @@ class RunRecord:
         this start."""
         self.retried: Counter[str] = Counter()
         """Episodes that failed and were tried again, by cause, of this start."""
+        self.prefilled: Counter[str] = Counter()
+        """``tokens`` of running rows that engines read again because weights changed, of this start; empty: no engine
+        has reported any."""
+        self._counters = {ABORTED: self.aborted, RETRIED: self.retried, names.PREFILLED: self.prefilled}
         self.publish_s: list[float] = []
         self.publications: dict[str, list[dict[str, Any]]] = {}
         self.started_s = self.ended_s = 0.0
@@ -89,6 +93,8 @@ class RunRecord:
         """Figures of the critic's newest step."""
         self._retried_before: Counter[str] = Counter()
         """Those before the last step."""
+        self._prefilled_before = 0
+        """Tokens read again before the last step."""
         self._generated_s: dict[str, float] = {}
         """Seconds that each generating process worked since the last step."""
 
@@ -121,8 +127,8 @@ class RunRecord:
             return [event, *self._incidents(event.kind, event.at, [event.values])]
         elif event.kind == PUBLICATION:
             self.publications.setdefault(label, []).append(event.values)
-        elif event.kind in (ABORTED, RETRIED):
-            (self.aborted if event.kind == ABORTED else self.retried).update(event.values)
+        elif event.kind in self._counters:
+            self._counters[event.kind].update(event.values)
         elif event.kind == CHECKPOINT:
             self.checkpoints.append(int(event.values["step"]))
         elif event.kind == STEP:
@@ -140,7 +146,10 @@ class RunRecord:
         generating = self._generated_s.values()
         generated_s = sum(generating) / len(generating) if generating else 0.0
         self._generated_s = {}
-        added = {"critic": self._critic, "retried": dict(self.retried - self._retried_before)}
+        added: dict[str, Any] = {"critic": self._critic, "retried": dict(self.retried - self._retried_before)}
+        if self.prefilled:
+            added["prefilled_again"] = self.prefilled["tokens"] - self._prefilled_before
+            self._prefilled_before = self.prefilled["tokens"]
         rates = {"failure_rate": failure_rates({**event.values, **added})}
         values = completed({**event.values, **added, **rates}, generated_s) | {"at": event.at}
         self._retried_before = self.retried.copy()

@@ -42,9 +42,10 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     the rows that it had learned from and its recall over `judged_rows` rows that finished since the refit before.
     aborted: of a job that over-samples, how often a row was handed back because its batch was full (``rows``), and
     ``tokens`` that such rows had. retried: episodes of environments that failed and were tried again, by cause.
-    staleness_in_flight: the part of staleness up to the put, in versions since a row's
-    first token; staleness_in_queue: the part after it. publish_lag_s: median time from a publication until a generating
-    process has loaded it. swaps: how long generation stood still for new weights (`flow.reports.weight_swaps`).
+    prefilled_again: tokens of running rows that engines in their processes read again because weights changed.
+    staleness_in_flight: the part of staleness up to the put, in versions since a row's first token; staleness_in_queue:
+    the part after it. publish_lag_s: median time from a publication until a generating process has loaded it. swaps:
+    how long generation stood still for new weights (`flow.reports.weight_swaps`).
     elastic: how many generating processes there were; None if their number was fixed. step_s: median time from a step
     to the next. predicted: the prediction of the run's plan.
     """
@@ -78,6 +79,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     warnings: list[RunWarning] = []
     aborted: dict[str, int] = {}
     retried: dict[str, int] = {}
+    prefilled_again: int = 0
     elastic: ElasticSummary | None = None
     step_s: float | None = None
     predicted: Predicted | None = None
@@ -111,6 +113,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
             ("rows put / done / dropped", f"{self.rows_put:,} / {self.rows_done:,} / {dropped}"),
             *([("episodes tried again", _by_cause(self.retried))] if self.retried else []),
             *([("handed back at full batches", _aborted(self.aborted))] if self.aborted else []),
+            *([("read again after updates", self._prefilled())] if self.prefilled_again else []),
             *([("dispatch by length", _dispatched(self.dispatch))] if self.dispatch else []),
             *([("recall by refit", text)] if (text := _recalled(self.ranker)) else []),
             *([("step, predicted", _compared(self.step_s, self.predicted.step_s))] if self.predicted else []),
@@ -118,6 +121,10 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
             *((name, _ends(name, ends)) for name, ends in self.figures.items() if _is_drawn(name)),
             *(("warning", warning.text_of_all) for warning in self.warnings),
         ]
+
+    def _prefilled(self) -> str:
+        share = self.prefilled_again / max(1.0, self.tokens_per_s * self.trained_s)
+        return f"{self.prefilled_again:,} tokens of running rows, {share:.0%} of the trained ones"
 
     def _steps(self) -> str:
         taken = f"{self.steps:,} {self.stopped}".rstrip()
@@ -180,6 +187,7 @@ def summarize(
         publications=record.publication_costs(),
         aborted=dict(record.aborted),
         retried=dict(record.retried),
+        prefilled_again=record.prefilled["tokens"],
         elastic=elastic_summary(record.elastic),
         step_s=_rounded(record.step_s()),
         predicted=predicted,

@@ -715,6 +715,20 @@ class WeightsSettings(_Table):
         "In mode `async`, engines change weights between two tokens. `false`: running requests finish first.",
         For("comparisons with engines that finish first (StreamRL)"),
     ] = True
+    kv: Annotated[
+        Literal["recompute", "keep", "salt"],
+        "Key-value caches of running requests when weights change in flight. `recompute`: computed again with the new"
+        " weights. `keep`: they stay, for later requests with the same prefix too. `salt`: they stay, and later"
+        " requests share none of them.",
+        For("long responses, whose contexts would be read again at each version"),
+    ] = "recompute"
+    lora: Annotated[
+        Literal["adapter", "merged", ""],
+        "What a job with adapters (`trainer.lora_rank`) publishes. `adapter`: the weights of the model once, and of"
+        " each version the adapters, which engines merge. `merged`: merged weights in each version. Empty: `adapter`,"
+        " but `merged` with `fsdp2`, in mode `colocated`, and for vLLM on several devices or as a server.",
+        For("LoRA jobs with engines of one's own that read a channel without `ChannelWeights`"),
+    ] = ""
 
 
 class CheckpointSettings(_Table):

@@ -24,6 +24,7 @@ from transferqueue.workflows.job.settings.sizes import (
     gib,
     group_rows,
     has_step_versions,
+    merged_for,
     row_bytes,
     rows_ahead,
     rows_kept,
@@ -34,6 +35,8 @@ _FUNCTION: Final = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|.+\.py):[A-Za
 _SERVED: Final = ("vllm_server", "sglang_server", "openai")
 _APART: Final = ("builtin", "transformers")
 """Engines of one device, which can compute each request apart from all others."""
+_KEEPS_CACHES: Final = ("builtin", "transformers", "vllm", "vllm_server", "factory")
+"""Engines that can go on with the caches of running requests under new weights; one of a factory may."""
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 LOGGERS: Final = ("tensorboard", "wandb", "mlflow")
 _OF_THE_CALL: Final = ("tools", "tokenize", "add_generation_prompt", "continue_final_message", "conversation")
@@ -169,6 +172,15 @@ def _adapters(job: Job) -> None:
 
 
 # ---------------------------------------------------------------- rewards and sampling
+
+
+def _published_adapters(job: Job) -> None:
+    if not job.weights.lora:
+        return
+    if not job.trainer.lora_rank and not job.trainer.lora_adapter:
+        raise UsageError(f'weights.lora="{job.weights.lora}" with lora_rank=0: there are no adapters; leave it out')
+    if job.weights.lora == "adapter" and (what := merged_for(job)):
+        raise UsageError(f'weights.lora="adapter" with {what}, which takes merged weights alone; leave it out')
 
 
 def _rewards(job: Job) -> None:
@@ -444,6 +456,23 @@ def _engines(job: Job) -> None:
             raise UsageError(
                 f'engine.{place}.tensor_parallel={engine.tensor_parallel} with kind="{engine.kind}", which uses one '
                 'device; set kind="vllm"'
+            )
+
+
+def _caches(job: Job) -> None:
+    kv = job.weights.kv
+    if kv == "recompute":
+        return
+    if job.algorithm.kind == "sft" or job.pacing.mode != "async" or not job.weights.in_flight:
+        raise UsageError(
+            f'weights.kv="{kv}": no request runs while weights change, unless pacing.mode="async" and '
+            "weights.in_flight=true; leave it out"
+        )
+    for place, engine in enumerate(job.engine):
+        if engine.kind not in _KEEPS_CACHES:
+            raise UsageError(
+                f'weights.kv="{kv}" with engine.{place}.kind="{engine.kind}", which cannot do that; kinds that can: '
+                f"{', '.join(_KEEPS_CACHES)}"
             )
 
 
@@ -810,6 +839,7 @@ _RULES: Final[tuple[Callable[[Job], None], ...]] = (
     _mixture,
     _models_of_the_kind,
     _adapters,
+    _published_adapters,
     _rewards,
     _environments,
     _groups,
@@ -822,6 +852,7 @@ _RULES: Final[tuple[Callable[[Job], None], ...]] = (
     _updates,
     _ranks,
     _engines,
+    _caches,
     _order,
     _order_ahead,
     _dispatch,

@@ -35,6 +35,23 @@ def gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB" if size >= GIB // 10 else f"{size / MIB:.2f} MiB"
 
 
+def publishes_adapters(job: Job) -> bool:
+    """Whether a job publishes its adapters apart from the weights that they belong to, which its engines merge."""
+    if not job.trainer.lora_rank or job.weights.lora == "merged":
+        return False
+    return job.weights.lora == "adapter" or not (merged_for(job) or any(e.kind == "vllm_server" for e in job.engine))
+
+
+def merged_for(job: Job) -> str:
+    """What of a job takes merged weights alone; empty: nothing."""
+    if job.trainer.parallel == "fsdp2":
+        return 'trainer.parallel="fsdp2"'
+    if job.pacing.mode == "colocated":
+        return 'pacing.mode="colocated"'
+    parallel = next((place for place, engine in enumerate(job.engine) if engine.tensor_parallel > 1), None)
+    return "" if parallel is None else f"engine.{parallel}.tensor_parallel={job.engine[parallel].tensor_parallel}"
+
+
 def group_rows(job: Job) -> int:
     """Rows of a prompt: the samples of its group; for sft, the example."""
     return 1 if job.algorithm.kind == "sft" else job.sampling.group_size

@@ -21,7 +21,7 @@ import transferqueue as tq
 from transferqueue.adapters.protocols import WeightSource
 from transferqueue.adapters.scoring.load import load_causal_lm, load_value_model
 from transferqueue.adapters.scoring.stages import LogProbs, TeacherTopK, Turns, Values
-from transferqueue.adapters.weights import WeightUpdater, copy_weights
+from transferqueue.adapters.weights import ModuleLoader, WeightUpdater
 from transferqueue.errors import DeadlineExceeded
 from transferqueue.workflows.flow.events import SWAP
 from transferqueue.workflows.flow.stage import Context
@@ -150,9 +150,12 @@ def _synchronised(context: Context, model: Any, every: int) -> Callable[[tq.Batc
 
 
 def _updater(context: Context, channel: str, model: Any) -> WeightUpdater:
+    loader = ModuleLoader(model)
+
     def update(source: WeightSource, version: int) -> None:
         with context.span(SWAP, version):
-            copy_weights(source, model)
+            loader.check(source)
+            loader.load(source)
 
     return WeightUpdater(context.queue, channel, update)
 

@@ -18,8 +18,11 @@ import numpy as np
 import torch
 
 import transferqueue as tq
+from transferqueue.adapters.lora_weights import LORA_SCALE
+from transferqueue.adapters.protocols import WeightSource
 from transferqueue.adapters.scoring import load_adapter, load_value_model
 from transferqueue.adapters.scoring.load import checkpoint_gradients, torch_dtype
+from transferqueue.adapters.scoring.lora import AdapterWeights
 from transferqueue.adapters.weights import TensorWeights, copy_weights
 from transferqueue.errors import DeadlineExceeded, NotFound, UsageError
 from transferqueue.workflows.flow.loop.full_batches import tell_full
@@ -32,7 +35,14 @@ from transferqueue.workflows.job.run_files import CHECKPOINTS, MODEL, checkpoint
 from transferqueue.workflows.job.settings.defaults import defaults_of
 from transferqueue.workflows.job.settings.job import IN_TURN, Job
 from transferqueue.workflows.job.settings.resolve import resolve
-from transferqueue.workflows.job.settings.sizes import batch_rows, depth, group_rows, has_step_versions, versions_kept
+from transferqueue.workflows.job.settings.sizes import (
+    batch_rows,
+    depth,
+    group_rows,
+    has_step_versions,
+    publishes_adapters,
+    versions_kept,
+)
 from transferqueue.workflows.job.stages.device_turns import DeviceTurns
 from transferqueue.workflows.job.stages.evaluate import end_evaluations, request_evaluation
 from transferqueue.workflows.job.stages.step_versions import begin_versions
@@ -141,7 +151,7 @@ def _loop(context: Context, job: Job, learner: StepLearner, task: str) -> Callab
         stream=_stream(context, job, task, position),
         passes=_passes(job, learner, turns),
         publisher=publisher,
-        weights=learner.own_weights,
+        weights=_weights(job, learner, task),
         checkpoints=checkpoints,
         terms=_terms(job, task, checkpoints),
         figures=context.figures,
@@ -156,6 +166,13 @@ def _loop(context: Context, job: Job, learner: StepLearner, task: str) -> Callab
     if turns is not None:
         turns.hand(trainer.version, learner.own_weights())
     return trainer.run if task == names.TRAIN_CRITIC else lambda: _to_the_end(trainer, context, job)
+
+
+def _weights(job: Job, learner: StepLearner, task: str) -> Callable[[], WeightSource]:
+    """Return what gives the weights that this process publishes."""
+    if task == names.TRAIN and publishes_adapters(job):
+        return lambda: AdapterWeights(learner.model)
+    return learner.own_weights
 
 
 def _to_the_end(trainer: Trainer, context: Context, job: Job) -> None:
@@ -365,7 +382,8 @@ def _taken_up(
 ) -> tuple[int, StreamPosition]:
     """Go on from the newest weights that a trainer without checkpoints published; the optimizer begins anew."""
     with channel.pull(timeout_s=0) as weights:
-        copy_weights(TensorWeights(weights.torch()), learner.model)
+        tensors = {name: tensor for name, tensor in weights.torch().items() if name != LORA_SCALE}
+        copy_weights(TensorWeights(tensors), learner.model)
         learner.steps_taken = min(weights.version, job.steps)
         return weights.version, StreamPosition(
             context.table.cursor() // (group_rows(job) if _is_whole(job, task) else 1)
