@@ -11,8 +11,9 @@ direction each second time; figures are over the steps after the first.
 - *streamrl*: StreamRL's ablation. Engine and trainer in turn on all cores, then two engines and a trainer: dispatch by
   length, streamed steps, asynchronous ones, and these without dispatch.
 - *reward*: what asynchrony costs in reward at equal samples. Synchronous steps, then asynchronous ones one and four
-  batches ahead, each plain and with the correction of a job file (`algorithm.old = "trainer"`, `tis_max`); the built-in
-  engine, a seed a turn; the reward of held-out prompts after the run, and that of all trained rows.
+  batches ahead, each with the correction of a job file (`algorithm.old = "trainer"`, `tis_max = 2`) and without
+  (`old = "rollout"`); the built-in engine, a seed a turn; the reward of held-out prompts after the run, and that of all
+  trained rows.
 
 In asyncflow and streamrl a response has a length that its prompt and seed decide (`bench.given_lengths`), ``--skew
 published`` or ``mild``. ``--engine paced`` takes the published times of a 7B model and no core: then a run says what
@@ -58,6 +59,7 @@ AHEAD: Final = {"pacing.mode": "async"}
 BY_LENGTH: Final = {"dispatch.kind": "length"}
 FOUR_AHEAD: Final = AHEAD | {"pacing.depth": "4"}
 CORRECTED: Final = {"algorithm.old": "trainer", "algorithm.tis_max": "2.0"}
+UNCORRECTED: Final = {"algorithm.old": "rollout"}
 LADDERS: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = {
     "modes": {
         PLAIN: {},
@@ -79,10 +81,10 @@ LADDERS: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = {
     },
     "reward": {
         "synchronous": {"pacing.mode": "sync"},
-        "asynchronous": AHEAD,
-        "asynchronous, corrected": AHEAD | CORRECTED,
-        "four ahead": FOUR_AHEAD,
-        "four ahead, corrected": FOUR_AHEAD | CORRECTED,
+        "asynchronous": AHEAD | CORRECTED,
+        "asynchronous, uncorrected": AHEAD | UNCORRECTED,
+        "four ahead": FOUR_AHEAD | CORRECTED,
+        "four ahead, uncorrected": FOUR_AHEAD | UNCORRECTED,
     },
 }
 """Rungs of each ladder, and the settings that each changes. Ratios are to the first."""
@@ -95,7 +97,7 @@ PUBLISHED: Final = {
 USUAL: Final[Mapping[str, Any]] = {"engine": "transformers", "size": "rounds", "runs": 3, "steps": 12, "lr": 1e-4}
 USUAL_OF: Final[Mapping[str, Mapping[str, Any]]] = {
     "modes": {"size": "tiny"},
-    "reward": {"engine": "builtin", "size": "tiny", "runs": 5, "steps": 60, "lr": 3e-4},
+    "reward": {"engine": "builtin", "size": "tiny", "runs": 5, "steps": 30},
 }
 """What a ladder takes where the command does not say."""
 QUICK: Final = {"runs": 1, "steps": 2}
@@ -415,8 +417,8 @@ def main() -> None:
     parser.add_argument("--size", choices=tuple(SIZES), help="default: tiny for modes and reward, else rounds")
     parser.add_argument("--skew", choices=tuple(SKEWS), default="published", help="of lengths (default: published)")
     parser.add_argument("--runs", type=int, help="of each rung (default: 3, for reward 5; one takes some minutes)")
-    parser.add_argument("--steps", type=int, help="of each run (default: 12, for reward 60)")
-    parser.add_argument("--lr", type=float, help="learning rate (default: 1e-4, for reward 3e-4)")
+    parser.add_argument("--steps", type=int, help="of each run (default: 12, for reward 30)")
+    parser.add_argument("--lr", type=float, help="learning rate (default: 1e-4)")
     parser.add_argument("--until", type=float, help="mean reward of three steps whose time is to be told")
     parser.add_argument("--rungs", nargs="+", help="default: all")
     parser.add_argument("--quick", action="store_true", help="one run of two steps a rung: to try the command")
