@@ -16,7 +16,7 @@ import transferqueue as tq
 from transferqueue.adapters.stages.reward_functions import load_callable
 from transferqueue.errors import Impossible, NotFound, PeerError, Unreachable, listing
 from transferqueue.workflows.job.data.prompt_data import PromptData, open_all
-from transferqueue.workflows.job.data.tokenizer import TextTokenizer
+from transferqueue.workflows.job.data.tokenizer import TextTokenizer, revision_of
 from transferqueue.workflows.job.devices.device_bytes import NUMBER_BYTES
 from transferqueue.workflows.job.devices.model_sizes import layer_names, model_sizes, positions_of
 from transferqueue.workflows.job.devices.placement import FoundDevice, Placement, device_map
@@ -208,7 +208,7 @@ def check_memory(job: Job) -> None:
 
 
 def _revision(job: Job, path: str) -> str:
-    return job.model.revision if path == job.model.path else ""
+    return revision_of(job.model, path) or ""
 
 
 def _models(job: Job) -> Iterator[tuple[str, str]]:
