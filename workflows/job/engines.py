@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from transferqueue.adapters.builtin import is_builtin
 from transferqueue.adapters.protocols import Generator
 from transferqueue.adapters.stages.reward_functions import load_callable
 from transferqueue.errors import UsageError, listing
@@ -83,15 +82,9 @@ def model_directory(settings: EngineSettings, job: Job) -> str:
 def _builtin(settings: EngineSettings, job: Job, key: str) -> Generator:
     from transferqueue.adapters.builtin.model import BuiltinModel
 
-    directory = model_directory(settings, job)
-    if not is_builtin(directory):
-        raise UsageError(
-            f'{key}.kind="builtin" with model "{directory}", which is none that `transferqueue demo` made; set '
-            'kind="transformers" or "vllm"'
-        )
     if settings.options:
         raise TypeError(f"{listing(settings.options)} is none of them; it has none")
-    return _in_this_process(BuiltinModel.from_pretrained(directory), settings, job)
+    return _in_this_process(BuiltinModel.from_pretrained(model_directory(settings, job)), settings, job)
 
 
 def _transformers(settings: EngineSettings, job: Job, key: str) -> Generator:
