@@ -52,5 +52,9 @@ TRAIN_CRITIC: Final = "train_critic"
 EVALUATE: Final = "evaluate"
 """Process that scores held-out prompts; no task."""
 
+MEASURES: Final = ("reward", "kl", "loss")
+"""Figures that say how good a policy is; an evaluation has the one of its job's kind."""
+LOWER_IS_BETTER: Final = ("kl", "loss")
+
 CRITIC_STEP: Final = "critic_step"
 """Kind of the event with the figures of a step of the critic's trainer."""
