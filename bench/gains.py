@@ -54,10 +54,11 @@ def markdown(record: MeasurementRecord) -> str:
     runs = results[f"{rungs[0]}: samples a second"].n
     skew = "" if details["ladder"] in PLAIN_JOBS else f", lengths {details['skew']}"
     published = f" Published: {details['published']}." if details["published"] else ""
+    spread = f"{runs} seeds, medians (10th to 90th percentile)" if runs > 1 else "one seed"
     about = (
-        f"{ENGINES[details['engine']]}, model {details['size']}{skew}, learning rate {details['lr']:g}; {runs} runs of "
-        f"{details['steps']} steps, a seed each, medians (10th to 90th percentile); {record.machine['cores']} cores, "
-        f"commit {record.commit[:9]}, {record.start[:10]}, load {record.load['start']:.1f} at the start.{published}"
+        f"{ENGINES[details['engine']]}, model {details['size']}{skew}, learning rate {details['lr']:g}; runs of "
+        f"{details['steps']} steps, {spread}; {record.machine['cores']} cores, commit {record.commit[:9]}, "
+        f"{record.start[:10]}, load {record.load['start']:.1f} at the start.{published}"
     )
     return "\n".join([f"**{TITLES[details['ladder']]}.** {about}", "", *lines])
 
@@ -84,7 +85,10 @@ def _of(results: dict[str, MeasuredResult], rung: str, column: tuple[str, str]) 
 
 
 def _cell(result: MeasuredResult | None) -> str:
-    return "" if result is None else f"{result.median:.3g} ({result.p10:.3g} to {result.p90:.3g})"
+    if result is None:
+        return ""
+    spread = f" ({result.p10:.3g} to {result.p90:.3g})" if result.n > 1 else ""
+    return f"{result.median:.3g}{spread}"
 
 
 def main() -> None:
