@@ -71,7 +71,8 @@ def serve_model(directory: Path, *more: str) -> Iterator[str]:
     reading.start()
     try:
         assert ready.wait(START_S), "".join(said[-50:])
-        assert process.poll() is None, "".join(said[-50:])
+        while not listens(port):  # it says that it is ready just before
+            assert process.poll() is None, "".join(said[-50:])
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
@@ -83,6 +84,15 @@ def serve_model(directory: Path, *more: str) -> Iterator[str]:
         reading.join(30)
         assert process.stdout is not None
         process.stdout.close()
+
+
+def listens(port: int) -> bool:
+    """Whether something accepts connections on a port, after a moment to begin with it."""
+    try:
+        socket.create_connection(("127.0.0.1", port), 1.0).close()
+    except ConnectionRefusedError:
+        return threading.Event().wait(0.05)
+    return True
 
 
 def read(process: subprocess.Popen[str], said: list[str], ready: threading.Event) -> None:

@@ -20,11 +20,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
-from transferqueue.adapters.builtin import is_builtin
 from transferqueue.adapters.protocols import Caches, Generator
 from transferqueue.adapters.stages.reward_functions import load_callable
-from transferqueue.errors import Impossible, UsageError, listing
+from transferqueue.errors import UsageError, listing
 from transferqueue.lazy import install_line
+from transferqueue.workflows.job.data.tokenizer import revision_of
 from transferqueue.workflows.job.graph import is_colocated
 from transferqueue.workflows.job.settings.job import EngineKind, EngineSettings, Job
 
@@ -44,8 +44,7 @@ def open_engine(settings: EngineSettings, job: Job, *, place: int = 0) -> Genera
     "ordinal"`` the transformers engine keeps each request apart, so that its numbers repeat bit for bit.
 
     Raises `UsageError` for options that the engine does not take and for an engine that is not installed, and
-    `Impossible` for an endpoint without weights in a job that would outgrow them; `PeerError` if a server does not
-    answer.
+    `PeerError` if a server does not answer.
     """
     key = f"engine.{place}"
     try:
@@ -87,7 +86,7 @@ def model_directory(settings: EngineSettings, job: Job) -> str:
     from huggingface_hub import snapshot_download
 
     try:
-        return str(snapshot_download(path, revision=job.model.revision or None))
+        return str(snapshot_download(path, revision=revision_of(job.model, path)))
     except (OSError, ValueError) as error:
         raise UsageError(f"model {path}: neither a directory here nor a model that the hub gives: {error}") from error
 
@@ -98,25 +97,14 @@ def model_directory(settings: EngineSettings, job: Job) -> str:
 def _builtin(settings: EngineSettings, job: Job, key: str) -> Generator:
     from transferqueue.adapters.builtin.model import BuiltinModel
 
-    directory = model_directory(settings, job)
-    if not is_builtin(directory):
-        raise UsageError(
-            f'{key}.kind="builtin" with model "{directory}", which is none that `transferqueue demo` made; set '
-            'kind="transformers" or "vllm"'
-        )
     if settings.options:
         raise TypeError(f"{listing(settings.options)} is none of them; it has none")
-    return _in_this_process(BuiltinModel.from_pretrained(directory), settings, job)
+    return _in_this_process(BuiltinModel.from_pretrained(model_directory(settings, job)), settings, job)
 
 
 def _transformers(settings: EngineSettings, job: Job, key: str) -> Generator:
     from transformers import AutoModelForCausalLM
 
-    if settings.tensor_parallel != 1:
-        raise UsageError(
-            f'{key}.tensor_parallel={settings.tensor_parallel} with kind="transformers": it computes on one device; '
-            'set it to 1, or kind="vllm"'
-        )
     options = {"dtype": job.model.dtype, "trust_remote_code": job.model.trust_remote_code, **settings.options}
     model = AutoModelForCausalLM.from_pretrained(model_directory(settings, job), **options)
     return _in_this_process(model, settings, job)
@@ -158,35 +146,22 @@ def _vllm_server(settings: EngineSettings, job: Job, key: str) -> Generator:
     from transferqueue.adapters.vllm.server import VllmServer
 
     arguments = {"checkpoint": _local(job), "connections_max": settings.slots, **settings.options}
-    return VllmServer(_url(settings, key), **arguments)
+    return VllmServer(settings.url, **arguments)
 
 
 def _sglang_server(settings: EngineSettings, job: Job, key: str) -> Generator:
     from transferqueue.adapters.engines.sglang_server import SglangServer
 
-    if not settings.options.get("weights"):
-        raise UsageError(
-            f'{key}.options has no "weights": give an empty folder that the server sees under the same path; new '
-            "weights are written there"
-        )
     arguments = {"checkpoint": _local(job), "connections_max": settings.slots, **settings.options}
-    return SglangServer(_url(settings, key), **arguments)
+    return SglangServer(settings.url, **arguments)
 
 
 def _openai(settings: EngineSettings, job: Job, key: str) -> Generator:
     from transferqueue.adapters.engines.openai import OpenAIGenerator
 
-    behind = 1 if job.pacing.max_staleness is None else job.pacing.max_staleness
-    if behind < job.steps - 1:
-        raise Impossible(
-            f'{key}.kind="openai": an endpoint takes no weights, so all rows are of version 0, and step {job.steps} '
-            f"would train rows that are {job.steps - 1} versions old; pacing.max_staleness={behind} allows "
-            f'{behind + 1} steps: set kind="vllm_server", or pacing.max_staleness={job.steps - 1} to train on '
-            "the rows of a fixed policy"
-        )
     # An endpoint may be a vLLM on a CPU, which dies of seeds, and none says so.
     arguments = {"connections_max": settings.slots, "seeds": False, **settings.options}
-    return OpenAIGenerator(_url(settings, key), settings.model or job.model.path, **arguments)
+    return OpenAIGenerator(settings.url, settings.model or job.model.path, **arguments)
 
 
 def _factory(settings: EngineSettings, job: Job, key: str) -> Generator:
@@ -219,12 +194,6 @@ _EXTRA: Final[Mapping[EngineKind, str]] = {
     "sglang_server": "http",
     "openai": "http",
 }
-
-
-def _url(settings: EngineSettings, key: str) -> str:
-    if not settings.url:
-        raise UsageError(f'{key}.kind="{settings.kind}" needs {key}.url, such as "http://127.0.0.1:8000"')
-    return settings.url
 
 
 def _local(job: Job) -> str | None:

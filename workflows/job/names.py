@@ -56,5 +56,9 @@ EVALUATE: Final = "evaluate"
 
 PREFILLED: Final = "prefilled"
 """Kind of the event of an update of weights: ``tokens`` of running rows that the engine reads again with them."""
+MEASURES: Final = ("reward", "kl", "loss")
+"""Figures that say how good a policy is; an evaluation has the one of its job's kind."""
+LOWER_IS_BETTER: Final = ("kl", "loss")
+
 CRITIC_STEP: Final = "critic_step"
 """Kind of the event with the figures of a step of the critic's trainer."""

@@ -1,6 +1,7 @@
 """What is refused with the files of a job, before anything starts."""
 
 import json
+import socket
 import sys
 
 import pytest
@@ -14,6 +15,7 @@ from transferqueue.workflows.job.run.folder import RunFolder
 from transferqueue.workflows.job.run.run import run_job
 from transferqueue.workflows.job.settings.job import Job
 
+ADDRESS = "queue.address=tcp://127.0.0.1:1"
 REWARDS = """
 def exact(completions, answer):
     return [0.0] * len(completions)
@@ -65,6 +67,17 @@ def test_a_queue_that_does_not_answer_is_refused_before_the_folder_is_made(place
     preflight.check_queue("")
 
 
+def test_an_engine_whose_server_is_not_up_is_refused_before_the_folder_is_made(place):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        served = small(f"engine.0={{kind='vllm_server', url='http://127.0.0.1:{port}'}}")
+        preflight.check_servers(served)
+    with pytest.raises(Unreachable, match=rf"^engine\.0\.url='http://127\.0\.0\.1:{port}': .* start the server, or"):
+        run_job(served, folder=RunFolder(place / "run"), code=place)
+    assert not (place / "run").exists()
+    preflight.check_servers(small("engine.0={kind='vllm_server', url='http://x.invalid', site='far'}", ADDRESS))
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
@@ -88,6 +101,7 @@ def test_a_queue_that_does_not_answer_is_refused_before_the_folder_is_made(place
             NotFound,
             r"^environment\.0\.factory .* has no gone",
         ),
+        (["engine.0.kind=builtin"], UsageError, r'^engine\.0\.kind="builtin" with the model .*, which is no built-in'),
         (["checkpoint.resume=runs/gone"], NotFound, r"^checkpoint\.resume='runs/gone': there is no such directory"),
     ],
 )

@@ -151,10 +151,10 @@ def test_recall_over_time_is_in_the_summary_and_in_a_file(tmp_path):
 
 def test_what_nobody_reported_is_not_made_up(tmp_path):
     with record_in(tmp_path) as record:
-        record.add("train-0", Figures(kind="step", at=5.0, values={"step": 1, "rows": 8, "seconds": 2.0}))
+        record.add("train-0", Figures(kind="step", at=5.0, values={"step": 1, "rows": 8, "step_s": 2.0}))
     summary = summarize(record, job("distill"), AUDIT, starts=1, seconds=9.0)
     assert (summary.before, summary.after, summary.trainer_idle, summary.publish_s) == (None, None, None, None)
-    assert (summary.figures, summary.warnings, summary.busy) == ({"rows": (8.0, 8.0)}, [], {})
+    assert (summary.figures, summary.warnings, summary.busy) == ({"rows": (8.0, 8.0), "step_s": (2.0, 2.0)}, [], {})
     assert (summary.trained_s, summary.samples_per_s) == (2.0, 4.0)
     assert "not evaluated" in summary.text()
 

@@ -20,6 +20,7 @@ engine = [{ kind = "transformers" }]
 reward = [{ function = "my_rewards:exact" }]
 algorithm = { kind = "grpo", old = "trainer", tis_max = 2.0 }
 """
+SIMPLE = GRPO.replace(', old = "trainer", tis_max = 2.0', "")
 PPO = """
 steps = 500
 model = { path = "models/sft" }
@@ -203,6 +204,12 @@ REFUSED = [
     (SFT, "pacing.mode=colocated", 'mode="colocated" with kind="sft", which generates nothing'),
     (GRPO, "engine.0.url=http://x", "engine.0.url='http://x' with kind='transformers', which runs here"),
     (GRPO, "engine.0.kind=openai", "engine.0.kind='openai' needs engine.0.url"),
+    (
+        GRPO,
+        "steps=10 ; engine.0={kind='openai', url='http://x'}",
+        "step 10 would train rows that are 9 versions old; pacing.max_staleness=1 allows 2 steps",
+    ),
+    (GRPO, "engine.0={kind='sglang_server', url='http://x'}", 'engine.0.options has no "weights": give an empty'),
     (GRPO, "engine.0.kind=factory", 'an engine of your own has kind="factory" and names its function'),
     (GRPO, "engine.0.factory=mine:engine", "engine.0.kind='transformers' with engine.0.factory='mine:engine'"),
     (GRPO, "engine.0={kind='factory', factory='mine'}", "engine.0.factory='mine' is not named as"),
@@ -355,6 +362,26 @@ REFUSED = [
 def test_a_job_is_refused_with_key_value_rule_and_remedy(job_file, text, change, words):
     with pytest.raises(UsageError, match=".*".join(map(re.escape, words.split(" .* ")))):
         job_from_file(job_file(text), set=change.split(" ; "))
+
+
+@pytest.mark.parametrize(
+    ("text", "change", "old", "tis_max"),
+    [
+        (DISTILL, "steps=9", "rollout", 0.0),
+        (PPO, "steps=9", "rollout", 0.0),  # several updates a step
+        (PPO, "algorithm.tis_max=3.0", "trainer", 3.0),
+        (SIMPLE, "steps=9", "trainer", 2.0),
+        (SIMPLE, "pacing.mode=delayed", "trainer", 2.0),
+        (SIMPLE, "pacing.mode=sync", "rollout", 0.0),
+        (SIMPLE, "pacing.mode=sync ; algorithm.tis_max=2.0", "trainer", 2.0),
+        (SIMPLE, "algorithm.old=rollout", "rollout", 0.0),
+        (SIMPLE, "algorithm.old=trainer", "trainer", 0.0),
+        (SIMPLE, "algorithm.tis_max=0.0", "trainer", 0.0),
+    ],
+)
+def test_rows_that_are_generated_ahead_are_corrected(job_file, text, change, old, tis_max):
+    algorithm = job_from_file(job_file(text), set=change.split(" ; ")).algorithm
+    assert (algorithm.old, algorithm.tis_max) == (old, tis_max)
 
 
 def test_what_could_never_progress_is_another_error_than_a_contradiction(job_file):

@@ -1,5 +1,5 @@
 """The figures of a run's steps: name, unit, meaning, how each is made, and the rule of thumb that says when it shows
-trouble.
+trouble; and those of its evaluations, which have no rules.
 
 Everything that shows a step reads this description: ``steps.jsonl`` and the loggers (all figures), the curves of the
 page, ``learning.png`` and the summary (those with `StepFigure.curve`), the warnings, and the tables of the reference
@@ -302,7 +302,8 @@ FIGURES: Final[tuple[StepFigure, ...]] = (
         rule=Rule(
             about=f"above {CLIPPED_MAX:g}, together with `clipped_high`",
             breaks=_clipped,
-            remedy="they teach nothing more; lower trainer.lr, or take fewer updates a step",
+            remedy="they teach nothing more; lower trainer.lr, take fewer updates a step, or where rows are stale set "
+            'algorithm.old="trainer"',
         ),
     ),
     StepFigure(
@@ -463,6 +464,37 @@ FIGURES: Final[tuple[StepFigure, ...]] = (
     ),
 )
 """All figures of a step, in the order in which they are shown."""
+_SCORED: Final = "jobs with rewards"
+_DRAWN: Final = "jobs that generate"
+HELD_OUT_FIGURES: Final[tuple[StepFigure, ...]] = (
+    StepFigure(name="when", meaning="`before` the first step, `during` the run, or `after` the last step.", made="all"),
+    StepFigure(name="step", meaning="Steps that its weights have learned from.", made="all"),
+    StepFigure(name="version", meaning="Version of the weights.", made="all"),
+    StepFigure(
+        name="asked_version",
+        meaning="Version that the trainer asked for; only where a newer one was evaluated, since it was freed.",
+        made="all",
+    ),
+    StepFigure(name="rows", unit="rows", meaning="Responses, or episodes, of the means below.", made="all"),
+    StepFigure(name="reward", meaning="Mean reward.", made=_SCORED),
+    StepFigure(name="reward/", meaning="Mean score of a reward term, before its weight.", made=_SCORED),
+    StepFigure(
+        name="pass@",
+        meaning="Probability that one of k responses to a prompt passes, by `evaluation.pass_at` and `pass_reward`.",
+        made=_SCORED,
+    ),
+    StepFigure(name="failed", unit="rows", meaning="Rows that are left out, since their reward failed.", made=_SCORED),
+    StepFigure(
+        name="kl", unit="nats", meaning="Divergence from the teacher, a token; lower is better.", made="`distill`"
+    ),
+    StepFigure(
+        name="loss", unit="nats", meaning="−log-prob of a token of held-out responses; lower is better.", made="`sft`"
+    ),
+    StepFigure(name="tokens", unit="tokens", meaning="Mean length of a response, or of an episode.", made=_DRAWN),
+    StepFigure(name="ended", unit="share", meaning="Share of responses that drew an end token.", made=_DRAWN),
+    StepFigure(name="turns", meaning="Mean number of turns of an episode.", made="environments"),
+)
+"""All figures of an evaluation. A further set of prompts has the same, after its name: ``aime/reward``."""
 _BY_NAME: Final = {figure.name: figure for figure in FIGURES}
 
 

@@ -6,17 +6,20 @@ Rules that need no file: `transferqueue.workflows.job.settings.rules`.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 import transferqueue as tq
+from transferqueue.adapters.builtin import is_builtin
 from transferqueue.adapters.stages.reward_functions import load_callable
-from transferqueue.errors import Impossible, NotFound, PeerError, Unreachable, listing
+from transferqueue.errors import Impossible, NotFound, PeerError, Unreachable, UsageError, listing
 from transferqueue.workflows.job.data.prompt_data import PromptData, open_all
-from transferqueue.workflows.job.data.tokenizer import TextTokenizer
+from transferqueue.workflows.job.data.tokenizer import TextTokenizer, revision_of
 from transferqueue.workflows.job.devices.device_bytes import NUMBER_BYTES
 from transferqueue.workflows.job.devices.model_sizes import layer_names, model_sizes, positions_of
 from transferqueue.workflows.job.devices.placement import FoundDevice, Placement, device_map
@@ -29,7 +32,7 @@ from transferqueue.workflows.job.settings.sizes import GIB, gib, row_bytes, rows
 from transferqueue.workflows.job.stages.rollout import stop_id
 
 QUEUE_S: Final = 10.0
-"""Longest wait for the server of ``queue.address`` to answer."""
+"""Longest wait for the server of ``queue.address``, or of an engine, to answer."""
 _CONFIG: Final = "config.json"
 
 
@@ -62,6 +65,7 @@ def preflight(job: Job, *, code: Path | None = None) -> PromptData:
         check_model(key, path)
         if not key.startswith("reward"):  # their tokens are their own
             check_positions(job, key, path)
+    _check_builtin(job)
     _check_targets(job)
     for key, named in _names(job):
         if named:
@@ -114,6 +118,23 @@ def check_queue(address: str) -> None:
             f'queue.address="{address}": {error}; start a server there (transferqueue serve), or leave it out: the run '
             "then starts its own"
         ) from error
+
+
+def check_servers(job: Job) -> None:
+    """Raise `Unreachable` if nothing accepts connections at the `url` of an engine. Those of other sites, and of a
+    cluster, are asked there."""
+    for place, engine in enumerate(job.engine if job.algorithm.kind != "sft" and job.on != "ray" else ()):
+        if not engine.url or engine.site:
+            continue
+        address = urlsplit(engine.url)
+        try:
+            port = address.port or (443 if address.scheme == "https" else 80)
+            socket.create_connection((address.hostname or "", port), QUEUE_S).close()
+        except (OSError, ValueError) as error:
+            raise Unreachable(
+                f"engine.{place}.url={engine.url!r}: nothing accepts connections there: {error}; start the server, or "
+                "give the address of one that runs"
+            ) from error
 
 
 def _check_resume(path: str) -> None:
@@ -179,6 +200,16 @@ def check_positions(job: Job, key: str, path: str) -> None:
         )
 
 
+def _check_builtin(job: Job) -> None:
+    for place, engine in enumerate(job.engine if job.algorithm.kind != "sft" else ()):
+        path = engine.model or job.model.path
+        if engine.kind == "builtin" and not is_builtin(path):
+            raise UsageError(
+                f'engine.{place}.kind="builtin" with the model {path!r}, which is no built-in one; set '
+                'kind="transformers" or "vllm"'
+            )
+
+
 def _check_targets(job: Job) -> None:
     layers = layer_names(job.model.path)
     for target in job.trainer.lora_targets if layers else ():
@@ -210,7 +241,7 @@ def check_memory(job: Job) -> None:
 
 
 def _revision(job: Job, path: str) -> str:
-    return job.model.revision if path == job.model.path else ""
+    return revision_of(job.model, path) or ""
 
 
 def _models(job: Job) -> Iterator[tuple[str, str]]:

@@ -224,7 +224,7 @@ class RunRecord:
     def trained_s(self) -> float:
         """Seconds from the trainer's first wait for rows to its last step, of this start of the run."""
         first = self.steps[self.new_steps[0]] if self.new_steps else {}
-        begin = self.started_s or float(first.get("at", 0.0)) - float(first.get("seconds", 0.0))
+        begin = self.started_s or float(first.get("at", 0.0)) - float(first.get("step_s", 0.0))
         return max(0.0, self.ended_s - begin)
 
     def busy(self, task: str) -> float:

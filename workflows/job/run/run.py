@@ -37,7 +37,13 @@ from transferqueue.workflows.job.run.folder import PLAN, SUMMARY, RunFolder, new
 from transferqueue.workflows.job.run.machine import process_variables
 from transferqueue.workflows.job.run.on_ray import deployed, flow_on_ray, reserved
 from transferqueue.workflows.job.run.plot import can_draw, draw
-from transferqueue.workflows.job.run.preflight import check_queue, importable, placement_of, preflight
+from transferqueue.workflows.job.run.preflight import (
+    check_queue,
+    check_servers,
+    importable,
+    placement_of,
+    preflight,
+)
 from transferqueue.workflows.job.run.queue_snapshots import SNAPSHOTS, QueueSnapshots, restore_if_lost
 from transferqueue.workflows.job.run.record import RunRecord
 from transferqueue.workflows.job.run.recorded import recorded
@@ -106,6 +112,7 @@ def run_job(
     placement = placement_of(job, devices=devices)
     tokenizer = preflight(job, code=code).renderer.tokenizer
     check_queue(job.queue.address)
+    check_servers(job)
     environment = importable(code) | class_environment(job.model, tokenizer)
     folder = folder or new_folder(job)
     with folder.locked():

@@ -427,15 +427,18 @@ class AlgorithmSettings(_Table):
         For("recipes that mix the means of two kinds"),
     ] = ""
     old: Annotated[
-        Literal["rollout", "trainer"],
+        Literal["rollout", "trainer"] | None,
         "Denominator of the ratio: `rollout`: the policy that drew the tokens; `trainer`: the one before the step.",
-        For("asynchronous runs: decoupled PPO"),
-    ] = "rollout"
+        "Open: `trainer` with `tis_max`, and where rows are generated ahead (`async`, `delayed`) and a step is one"
+        " update; else `rollout`.",
+        For("comparisons: `rollout`; several updates a step: `trainer`"),
+    ] = None
     tis_max: Annotated[
-        float,
-        'Largest importance weight p_old / p_rollout of a token; needs `old = "trainer"`. 0: tokens have no weight.',
-        For("vLLM in bfloat16, asynchronous runs"),
-    ] = 0.0
+        float | None,
+        "Largest importance weight p_old / p_rollout of a token, with `old` at `trainer`. 0: tokens have no weight.",
+        "Open: 2 where `old` is open and rows are generated ahead; else 0.",
+        For("vLLM in bfloat16, several updates a step"),
+    ] = None
     entropy: Annotated[
         float,
         "Coefficient of the entropy of the policy's tokens, which is subtracted from the loss. 0: none.",

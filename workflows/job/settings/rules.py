@@ -316,8 +316,8 @@ def _corrections(job: Job) -> None:
         )
     if algorithm.kind in ("sft", "distill") and (algorithm.tis_max or algorithm.dual_clip):
         raise UsageError(
-            f"tis_max={algorithm.tis_max:g}, dual_clip={algorithm.dual_clip:g} with kind={algorithm.kind!r}: its loss "
-            "has no ratio; leave them out"
+            f"tis_max={algorithm.tis_max or 0:g}, dual_clip={algorithm.dual_clip:g} with kind={algorithm.kind!r}: its "
+            "loss has no ratio; leave them out"
         )
     if algorithm.clip_high and algorithm.clip_low and algorithm.clip_high < algorithm.clip_low:
         raise UsageError(
@@ -330,12 +330,18 @@ def _token_staleness(job: Job) -> None:
     mask, kind, pacing = job.algorithm.token_staleness.mask, job.algorithm.kind, job.pacing
     if mask and kind == "sft":
         raise UsageError(f'token_staleness.mask={mask} with kind="sft": no version drew its tokens; leave it out')
-    oldest = pacing.max_staleness if pacing.max_staleness is not None else math.ceil(depth(job))
+    oldest = _oldest(job)
     if mask and mask >= oldest:
         raise UsageError(
             f"token_staleness.mask={mask} with mode={pacing.mode!r} and max_staleness={oldest}: no token of a step is "
             f"older than {oldest}, so none would be left out; give less, or leave it out"
         )
+
+
+def _oldest(job: Job) -> int:
+    """The most versions between the weights of a row and the step that trains it."""
+    staleness = job.pacing.max_staleness
+    return math.ceil(depth(job)) if staleness is None else staleness
 
 
 def _entropy(job: Job) -> None:
@@ -473,6 +479,25 @@ def _caches(job: Job) -> None:
             raise UsageError(
                 f'weights.kv="{kv}" with engine.{place}.kind="{engine.kind}", which cannot do that; kinds that can: '
                 f"{', '.join(_KEEPS_CACHES)}"
+            )
+
+
+def _weights_of_servers(job: Job) -> None:
+    """How a server gets new weights, and which serves none."""
+    if job.algorithm.kind == "sft":
+        return
+    for place, engine in enumerate(job.engine):
+        if engine.kind == "sglang_server" and not engine.options.get("weights"):
+            raise UsageError(
+                f'engine.{place}.options has no "weights": give an empty folder that the server sees under the same '
+                "path; new weights are written there"
+            )
+        if engine.kind == "openai" and (oldest := _oldest(job)) < job.steps - 1:
+            raise Impossible(
+                f'engine.{place}.kind="openai": an endpoint takes no weights, so all rows are of version 0, and step '
+                f"{job.steps} would train rows that are {job.steps - 1} versions old; pacing.max_staleness={oldest} "
+                f'allows {oldest + 1} steps: set kind="vllm_server", or pacing.max_staleness={job.steps - 1} to train '
+                "on the rows of a fixed policy"
             )
 
 
@@ -861,6 +886,7 @@ _RULES: Final[tuple[Callable[[Job], None], ...]] = (
     _on_ray,
     _record,
     _pacing,
+    _weights_of_servers,
     _colocated,
     _loggers,
     _evaluation,

@@ -25,6 +25,7 @@ from transferqueue.adapters.weights import ModuleLoader, WeightUpdater
 from transferqueue.errors import DeadlineExceeded
 from transferqueue.workflows.flow.events import SWAP
 from transferqueue.workflows.flow.stage import Context
+from transferqueue.workflows.job.data.tokenizer import revision_of
 from transferqueue.workflows.job.names import CRITIC, POLICY, TRAIN, TRAIN_CRITIC
 from transferqueue.workflows.job.settings.job import IN_TURN, Job, ModelSettings, ScorerSettings
 from transferqueue.workflows.job.settings.sizes import has_step_versions, pass_tokens
@@ -104,7 +105,7 @@ def load_scorer(load: Callable[..., Any], scorer: ScorerSettings, policy: ModelS
     return load(
         path,
         dtype=policy.dtype,
-        revision=policy.revision if path == policy.path else "",
+        revision=revision_of(policy, path) or "",
         trust_remote_code=policy.trust_remote_code,
     )
 
