@@ -117,7 +117,7 @@ class ServerProcess:
                 self._keep_snapshots(made, fetches, cold, snapshots, wakeup)
             self._records = None
             if find_spec(_RECORDS) is not None:
-                self._records = self._record_rows(records, wakeup, spills=spill is not None)
+                self._records = self._record_rows(records, wakeup, cold)
                 self._records.resume(clock())
             self._clock = clock
             self._files = made.pop_all()
@@ -183,7 +183,7 @@ class ServerProcess:
         made.callback(jobs.stop)
         coordinator.attach(jobs)
 
-    def _record_rows(self, root: Path | None, wakeup: Wakeup, *, spills: bool) -> RowRecords:
+    def _record_rows(self, root: Path | None, wakeup: Wakeup, cold: ColdStore | None) -> RowRecords:
         from transferqueue.server.row_record.part import RowRecords
         from transferqueue.server.row_record.writer import ThreadWriter
 
@@ -192,11 +192,11 @@ class ServerProcess:
             root,
             coordinator.ledger,
             coordinator.lending,
-            ThreadWriter(coordinator.memory, wakeup.set),
+            ThreadWriter(coordinator.memory, wakeup.set, cold),
             short=coordinator.parts.short_tables,
             wake=coordinator.waiting.wake,
             refuse=coordinator.refuse_work,
-            spills=spills,
+            cold=cold,
         )
         coordinator.attach(records)
         return records

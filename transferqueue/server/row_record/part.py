@@ -2,7 +2,7 @@
 
 It does no I/O: a `Writer` writes, and the ledger is told of its files.
 
-1. One batch is written at a time. Its extents are held meanwhile, as for a snapshot.
+1. One batch is written at a time. Its extents and its blocks on the disk are held meanwhile, as for a snapshot.
 2. A batch is due `INTERVAL_S` after the first of its rows ended, or at once if a request lacks memory, or the table is
    crowded (`Ledger.is_crowded`).
 3. The ledger is told of a file after it exists under its name. Its memory is free after that, and not before.
@@ -10,6 +10,8 @@ It does no I/O: a `Writer` writes, and the ledger is told of its files.
 5. After a failure the batch stays, and is tried again every `RETRY_S`. When failures have lasted `PATIENCE_S`, the
    terms decide (`Recorded.required`): requests that add work to the table are refused until a batch succeeds, or each
    batch that fails is freed without a file, logged and counted.
+6. A block that the disk does not give, or gives changed, is lost, as after a failed load (`ledger.data_loss`). Its rows
+   are recorded without its values, and their events say why.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ from typing import Final
 
 from transferqueue.errors import DiskFailed, Full, Impossible, UsageError
 from transferqueue.ledger.ledger import Ledger
+from transferqueue.ledger.rows.cold_arena import ON_DISK
 from transferqueue.ledger.rules.recording import EndedBatch
 from transferqueue.policies import Recorded
 from transferqueue.server.memory.lending import Lending
 from transferqueue.server.memory.own_memory import SHARD
-from transferqueue.server.parts import Part
+from transferqueue.server.parts import ColdStore, Part
 from transferqueue.server.row_record.writer import Outcome, Writer
 from transferqueue.storage.row_files.files import directory_of
 from transferqueue.wire import messages as m
@@ -60,7 +63,7 @@ class RowRecords(Part):
         short: tables to which no work may be added, and why.
         wake: makes the requests due that wait on a key.
         refuse: refuses the waiting requests that add work to a table.
-        spills: the server has a disk for cold blocks.
+        cold: has the blocks that are not in the arena; None: all are.
     """
 
     def __init__(
@@ -73,12 +76,12 @@ class RowRecords(Part):
         short: dict[str, str],
         wake: Callable[[tuple[str, ...]], None],
         refuse: Callable[[str, Full], None],
-        spills: bool = False,
+        cold: ColdStore | None = None,
     ) -> None:
         self.root: Final = root
         self._ledger, self._lending, self._writer = ledger, lending, writer
         self._short, self._wake, self._refuse = short, wake, refuse
-        self._spills = spills
+        self._cold = cold
         self._batch: EndedBatch | None = None
         """The batch that is being written."""
         self._held: list[int] = []
@@ -93,11 +96,11 @@ class RowRecords(Part):
         """See `Part`."""
         if not isinstance(terms.retention, Recorded):
             return
-        if self._spills or self._lending.remote:
-            other = "a spill directory" if self._spills else "remote shards"
+        if self._lending.remote:
             raise Impossible(
-                f'table "{terms.name}" cannot record its rows: this server has {other}, and rows are recorded from its '
-                "own memory only; start the server without, or create the table with another retention"
+                f'table "{terms.name}" cannot record its rows: this server has remote shards, and rows are recorded '
+                "from its own memory and its spill directory only; start the server without, or create the table with "
+                "another retention"
             )
         directory = self._directory(terms.name, terms.retention)
         try:
@@ -177,8 +180,10 @@ class RowRecords(Part):
             self._failed(batch, f"block {elsewhere[0]} lies in a remote shard", now)
             return
         self._batch = batch
-        self._held = [at.extent for at in batch.blocks.values()]
+        self._held = [at.extent for at in batch.blocks.values() if at.shard == SHARD]
         self._lending.hold(self._held)
+        if self._cold is not None:
+            self._cold.hold()
         self._writer.submit(batch, self._directory(name, batch.terms), after_failure=name in self._failures)
 
     def _end(self, batch: EndedBatch, outcome: Outcome, now: float) -> None:
@@ -190,6 +195,11 @@ class RowRecords(Part):
                 self._failed(batch, outcome.error, now)
             else:
                 self._works(batch.table)
+        if outcome.damaged:
+            _log.error("block %d is lost: %s; rows are recorded without its values", *outcome.damaged)
+            self._ledger.blocks_lost(outcome.damaged[:1], now)
+        if self._cold is not None:
+            self._cold.release()
         self._lending.release(self._held, now)
         self._held = []
         self._wake(("memory",))
@@ -249,5 +259,5 @@ class RowRecords(Part):
 
 
 def _elsewhere(batch: EndedBatch) -> list[int]:
-    """The blocks that do not lie in the server's own memory."""
-    return [number for number, at in batch.blocks.items() if at.shard != SHARD]
+    """The blocks that lie neither in the server's own memory nor on its disk."""
+    return [number for number, at in batch.blocks.items() if at.shard not in (SHARD, ON_DISK)]

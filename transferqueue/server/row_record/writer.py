@@ -22,9 +22,11 @@ import numpy as np
 
 from transferqueue.errors import Corruption
 from transferqueue.ledger.arrays import IntArray
+from transferqueue.ledger.rows.cold_arena import ON_DISK
 from transferqueue.ledger.rules.recording import EndedBatch
 from transferqueue.limits import FAREWELL_S
 from transferqueue.server.memory.own_memory import OwnShardMemory
+from transferqueue.server.parts import ColdStore
 from transferqueue.server.row_record.batch_columns import BatchColumns
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.row_files import files
@@ -45,11 +47,25 @@ class WrittenFile(NamedTuple):
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a batch: the files that exist, and the error that kept the others from it; "": none."""
+    """What became of a batch: the files that exist, and what kept the others from it.
+
+    Args:
+        error: of the disk of the record; "": none.
+        damaged: a block whose bytes cannot be read, and why; None: none was met.
+    """
 
     table: str
     files: list[WrittenFile] = field(default_factory=list)
     error: str = ""
+    damaged: tuple[int, str] | None = None
+
+
+class DamagedBlock(Exception):
+    """The bytes of a block cannot be read."""
+
+    def __init__(self, block: int, why: str) -> None:
+        super().__init__(f"block {block}: {why}")
+        self.block, self.why = block, why
 
 
 class Writer(Protocol):
@@ -73,10 +89,10 @@ class Writer(Protocol):
 
 
 class ThreadWriter:
-    """A `Writer` with a thread. `stir` has the loop call `tick` soon."""
+    """A `Writer` with a thread. `stir` has the loop call `tick` soon. cold: has the blocks on the disk."""
 
-    def __init__(self, memory: OwnShardMemory, stir: Callable[[], None]) -> None:
-        self._memory, self._stir = memory, stir
+    def __init__(self, memory: OwnShardMemory, stir: Callable[[], None], cold: ColdStore | None = None) -> None:
+        self._memory, self._stir, self._cold = memory, stir, cold
         self._batches: queue.SimpleQueue[Callable[[], Outcome] | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -95,7 +111,7 @@ class ThreadWriter:
             self._thread = threading.Thread(target=self._run, name="transferqueue row record", daemon=True)
             self._thread.start()
         arena = self._memory.mapped(mmap.PROT_READ)
-        self._batches.put(lambda: write(batch, directory, _reader(arena), after_failure=after_failure))
+        self._batches.put(lambda: write(batch, directory, bytes_of(arena, self._cold), after_failure=after_failure))
 
     def take(self, wait_s: float = 0.0) -> Outcome | None:
         """See `Writer`."""
@@ -116,8 +132,19 @@ class ThreadWriter:
             self._stir()
 
 
-def _reader(arena: U8) -> Callable[[BlockLocation], U8]:
-    return lambda at: arena[at.offset : at.offset + at.nbytes]
+def bytes_of(arena: U8, cold: ColdStore | None = None) -> Callable[[BlockLocation], U8]:
+    """Return what reads a block that is held: from the arena, or from the disk of cold blocks. It raises
+    `DamagedBlock`."""
+
+    def read(at: BlockLocation) -> U8:
+        if cold is None or at.shard != ON_DISK:
+            return arena[at.offset : at.offset + at.nbytes]
+        try:
+            return cold.read(at.block)
+        except Corruption as error:
+            raise DamagedBlock(at.block, str(error)) from error
+
+    return read
 
 
 def write(
@@ -134,6 +161,8 @@ def write(
             _write_file(columns, batch, directory, number, step, chosen)
             outcome.files.append(WrittenFile(number, batch.rows[chosen].tolist()))
         files.remove_old(directory, batch.terms.bytes_max, batch.terms.age_s)
+    except DamagedBlock as damage:
+        outcome.damaged = damage.block, damage.why
     except OSError as error:
         outcome.error = f"{type(error).__name__}: {error}"
     except Exception as error:  # noqa: BLE001  (logged with its cause; the rows stay)
