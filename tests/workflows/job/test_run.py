@@ -6,9 +6,11 @@ import signal
 
 import pytest
 
+import transferqueue as tq
 from tests.workflows.job import kill_matrix, killed_run, short_run
 from tests.workflows.job.short_run import ROWS, STEPS, final_weights, finished, lines, train, wait_for
 from transferqueue.workflows.job.run.folder import RunFolder
+from transferqueue.workflows.job.run.samples import samples
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 pytest.importorskip("transformers", exc_type=ImportError)
@@ -36,7 +38,15 @@ def test_a_run_trains_every_row_and_leaves_files_and_no_memory(place, whole):
         ("during", 2),
         ("after", 4),
     ]
-    assert {"prompt", "response", "reward"} <= lines(folder / "samples.jsonl")[0].keys()
+    assert not (folder / "samples.jsonl").exists()
+    found = samples(folder, step=2, rows=9)
+    assert len(found) == 8
+    assert len({sample.ordinal // 2 for sample in found[:4]}) == 4, "each to another prompt"
+    assert all(
+        sample.step == 2 and sample.prompt and sample.terms == {"any_rewards:spread": sample.reward} for sample in found
+    )
+    assert [sample.reward for sample in samples(folder, step=2, order="worst")] == sorted(s.reward for s in found)[:4]
+    assert (whole["rows_unrecorded"], tq.open_run(folder).table().check()) == (0, [])
     assert [step["step"] for step in lines(folder / "steps.jsonl")] == [1, 2, 3, 4]
     assert all(step["gradient_norm"] > 0 for step in lines(folder / "steps.jsonl"))
     assert json.loads((folder / "summary.json").read_text()) == whole

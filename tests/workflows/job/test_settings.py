@@ -264,8 +264,8 @@ REFUSED = [
         "on=ray ; queue.durability=disk",
         'queue.durability="disk" with on="ray": .* a snapshot beside each checkpoint',
     ),
-    (GRPO, "on=ray ; queue.record=true", 'queue.record=true with on="ray": rows lie in the memory of several nodes'),
-    (GRPO, "queue.record=true ; queue.address=tcp://h:1", 'queue.record=true with queue.address="tcp://h:1": that'),
+    (GRPO, "on=ray ; queue.record=on", 'queue.record="on" with on="ray": rows lie in the memory of several nodes'),
+    (GRPO, "queue.record=on ; queue.address=tcp://h:1", 'queue.record="on" with queue.address="tcp://h:1": that'),
     (GRPO, "on=ray ; engine=[{site='far'}] ; queue.address=tcp://h:1", 'engine.site="far" with on="ray": Ray places'),
     (GRPO, "on=slurm", "on='slurm': give processes, ray"),
     # memory

@@ -7,8 +7,9 @@
       plan.toml          the plan that it was changed by, if any
       run.json           when it began, with which versions, how often it was started
       logs/              output of each process; server.log is that of the queue
-      steps.jsonl  warnings.jsonl  evaluations.jsonl  samples.jsonl                  written meanwhile, and
+      steps.jsonl  warnings.jsonl  evaluations.jsonl                                 written meanwhile, and
       failed_rows.jsonl  restarts.jsonl
+      samples.jsonl      responses as text, of a job that does not record its rows
       dispatch.jsonl  ranker.jsonl  elastic.jsonl                                    where a job has them
       checkpoints/       of the trainer, each a model directory too
       first-prompt       of a run that was lengthened: where its table begins in the data
@@ -24,7 +25,7 @@ import platform
 import shutil
 import tomllib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager, nullcontext
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -203,6 +204,13 @@ class RunFolder:
         for change in changes:
             apply(values, change)
         return job_from_values(values)
+
+    @contextmanager
+    def at_its_place(self) -> Iterator[None]:
+        """Work in the directory that the paths of the job are relative to, until the block ends."""
+        starts = self.starts()
+        with chdir(starts[-1].place) if starts and Path(starts[-1].place).is_dir() else nullcontext():
+            yield
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -29,6 +29,7 @@ from transferqueue.workflows.job.run.figures import described
 from transferqueue.workflows.job.run.run_warnings import RunWarning, RunWarnings
 from transferqueue.workflows.job.run_files import EVALUATIONS, STEPS, json_lines
 from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.settings.sizes import records_rows
 from transferqueue.workflows.job.stages.failed_rows import FAILED_ROWS, RETRIED
 
 SAMPLES: Final = "samples"
@@ -94,6 +95,8 @@ class RunRecord:
 
     def __enter__(self) -> Self:
         for kind, name in _FILES.items():
+            if kind == SAMPLES and records_rows(self._job):
+                continue  # the rows themselves are kept
             self._files[kind] = (self._folder / name).open("a", encoding="utf-8")
         self._rewrite(STEP, self.steps.values())  # without what a killed process left of a line
         self._rewrite(EVALUATION, self.evaluations)

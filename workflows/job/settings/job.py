@@ -754,8 +754,9 @@ class LogSettings(_Table):
     ] = ()
     samples: Annotated[
         int,
-        "Responses of each step that are kept as text, each to another prompt.",
-        For("reading what the policy writes"),
+        "Responses of each step that are kept as text in `samples.jsonl`, each to another prompt, where `queue.record`"
+        " does not keep all.",
+        For("reading what the policy writes, on Ray or with `queue.address`"),
     ] = 4
 
 
@@ -777,11 +778,23 @@ class QueueSettings(_Table):
         float, "Memory for rows and weights, in GiB.", For("every job with long rows or a large model")
     ] = 8.0
     record: Annotated[
-        bool,
+        Literal["auto", "on", "off"],
         "Write each row that ends, with all columns and its life, into files in the folder of the run (`rows/`).",
+        "`on`: while the disk is full, rows wait, and then the job; `auto`: they are freed without a file, and the"
+        " summary counts them; nothing is recorded with an `address` or on Ray.",
         "Columns stay in memory until their row ends.",
-        For("people who ask later what a run generated: `transferqueue query`"),
-    ] = False
+        For("people who ask later what a run generated: `transferqueue samples`"),
+    ] = "auto"
+    record_gib: Annotated[
+        float,
+        "Most GiB of these files; the oldest go first. 0: no bound.",
+        For("disks that are small, or runs that are kept whole"),
+    ] = 16.0
+    record_days: Annotated[
+        float,
+        "Days after which such a file is removed, while the run goes on. 0: never.",
+        For("texts that may not be kept"),
+    ] = 0.0
 
 
 class RaySettings(_Table):

@@ -534,16 +534,16 @@ def _on_ray(job: Job) -> None:
 
 
 def _record(job: Job) -> None:
-    if not job.queue.record:
+    if job.queue.record != "on":
         return
     if job.on == "ray":
         raise UsageError(
-            'queue.record=true with on="ray": rows lie in the memory of several nodes, and a server records those in '
+            'queue.record="on" with on="ray": rows lie in the memory of several nodes, and a server records those in '
             "its own; leave it out"
         )
     if job.queue.address:
         raise UsageError(
-            f'queue.record=true with queue.address="{job.queue.address}": that server has a directory of records of '
+            f'queue.record="on" with queue.address="{job.queue.address}": that server has a directory of records of '
             "its own; leave one of both out"
         )
 

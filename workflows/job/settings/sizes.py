@@ -81,6 +81,12 @@ def surplus_prompts(job: Job) -> int:
     return -int(-job.pacing.over_sample * prompts // 1) - prompts
 
 
+def records_rows(job: Job) -> bool:
+    """Whether all rows of the job are recorded."""
+    open_ = job.queue.record == "auto" and job.on == "processes" and not job.queue.address
+    return job.queue.record == "on" or open_
+
+
 def rows_ahead(job: Job) -> int:
     """Rows that may be live and not yet trained."""
     return round((depth(job) + 1) * batch_rows(job))

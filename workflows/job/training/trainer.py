@@ -1,7 +1,8 @@
 """The loop of a trainer: gather a step, update, publish, ack, save; and how it begins and ends.
 
 1. In order for each step k: update, publish the version that learned from the rows, ack the rows with step k; every so
-   often a checkpoint of k, and then ``checkpointed(k)``. Without checkpoints the ack is final at once.
+   often a checkpoint of k, and then ``checkpointed(k)``. Without checkpoints ``checkpointed(k)`` follows the ack at
+   once, and a trainer that begins says it again for the step of its weights.
 2. A trainer that begins loads the newest checkpoint c, says ``checkpointed(c)`` again (the death may have been between
    the two), and then ``rollback(c)``: rows of later steps come again, and leases of an earlier life end. Versions only
    rise: if a version after that of c was published, the weights of c are published again under the next number. Rows of
@@ -142,6 +143,8 @@ class Trainer:
                 self._confirm()
                 self._saved = self.step
             self.table.rollback(self.step, task=self.terms.task)
+        else:
+            self.table.checkpointed(self.step, task=self.terms.task)
         self._in_turn = self.terms.in_turn and self._begins_with_partner
         self._publish_first()
         self.passes.version = self.version
@@ -209,7 +212,9 @@ class Trainer:
         report = self._report(gathered, metrics, self._next_version() if publishes else self.version)
 
         def ack() -> None:
-            lost = self.stream.ack(gathered, step if self.terms.save_every else -1)
+            lost = self.stream.ack(gathered, step)
+            if not self.terms.save_every:
+                self.table.checkpointed(step, task=self.terms.task)
             self.figures(self.terms.kind, **report, lost_rows=lost)
             if self._evaluates(step):
                 self.evaluations.request(step, report["version"])
