@@ -139,7 +139,7 @@ def in_parts(job: Job) -> bool:
 def hands_back(job: Job) -> bool:
     """Whether a generator that is removed gives its rows back with their tokens. Episodes, and rows in the order of the
     data, are finished instead."""
-    return bool(job.elastic.max) and not has_episodes(job) and job.trainer.order != "ordinal"
+    return bool(job.elastic.max) and not has_episodes(job) and not job.reproducible
 
 
 def stops_oversampling(job: Job) -> bool:
@@ -233,7 +233,7 @@ def _generating(task: tq.Task, job: Job) -> Stage:
     """Return a stage that keeps the slots of its engine full. In the order of the data it leases whole groups: the
     source puts them so."""
     slots = max(engine.slots for engine in job.engine)
-    if job.trainer.order == "ordinal":
+    if job.reproducible:
         size = job.sampling.group_size
         return Stage(task=task, rows=size, slots=max(slots, size))
     leases = 1 if takes_whole_steps(job) else _DEALT if by_length(job) else _LEASES

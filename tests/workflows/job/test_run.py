@@ -161,6 +161,25 @@ def test_two_asynchronous_runs_with_several_processes_of_a_kind_end_with_the_sam
         assert [[*step["staleness"]] for step in lines(run / "steps.jsonl")] == [["0"], ["1"], ["2"], ["2"]]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["async", "async-ppo", "async-agent"])
+def test_a_reproducible_run_loses_one_process_of_each_kind_and_ends_with_the_same_bits(kind, tmp_path):
+    place = short_run.make_place(tmp_path / "place", kind)
+    words = ("job.toml", "--json", "--set", 'evaluation.path=""')
+    finished(train(place, *words, "--out", "whole"))
+    process, killed = train(place, *words, "--out", "killed"), []
+    for step, names in enumerate((("prompts", "rollout", "play", "reward"), ("train_critic", "advantage"), ("train",))):
+        wait_for(process, place / "killed" / "steps.jsonl", step)
+        for name in (*names, *(("server",) if step else ())):
+            if (pid := short_run.pid_of(process.pid, name)) is not None:  # the source may have ended
+                os.kill(pid, signal.SIGKILL)
+                killed.append(name)
+    outcome = finished(process)
+    assert {"train", "server", "play" if kind == "async-agent" else "reward"} <= set(killed)
+    assert (outcome["starts"], outcome["rows_done"], outcome["rows_dropped"]) == (1, ROWS, {})
+    assert final_weights(place / "killed") == final_weights(place / "whole")
+
+
 def test_a_matrix_comes_to_each_phase_of_each_process():
     plan = kill_matrix.Plan(["prompts", "train", "server"], kills=2, seed=1)
     late = ("train", killed_run.SAVES)

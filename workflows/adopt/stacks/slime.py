@@ -373,7 +373,7 @@ _RULES: Final = (
     no_effect("moe-*", _MODEL),
     refused("enable-mtp-training", "layers of several tokens are not trained", unless=(False, "false")),
     refused("mtp-*", "layers of several tokens are not trained"),
-    refused("deterministic-mode", 'see trainer.order = "ordinal"', unless=(False, "false")),
+    refused("deterministic-mode", "see reproducible = true", unless=(False, "false")),
     *(
         no_effect(name, _MODEL)
         for name in (

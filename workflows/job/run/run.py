@@ -33,6 +33,7 @@ from transferqueue.workflows.flow.reports.loggers import logged, logger_named
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.tokenizer import class_environment
 from transferqueue.workflows.job.devices.placement import FoundDevice, Placement
+from transferqueue.workflows.job.devices.repeat import REPEATING
 from transferqueue.workflows.job.graph import TRAINERS, create_table, generating_task, stage_jobs
 from transferqueue.workflows.job.run.elastic import scaler_of
 from transferqueue.workflows.job.run.folder import PLAN, SUMMARY, RunFolder, new_folder
@@ -111,7 +112,7 @@ def run_job(
     placement = placement_of(job, devices=devices)
     tokenizer = preflight(job, code=code).renderer.tokenizer
     check_queue(job.queue.address)
-    environment = importable(code) | class_environment(job.model, tokenizer)
+    environment = importable(code) | class_environment(job.model, tokenizer) | (REPEATING if job.reproducible else {})
     folder = folder or new_folder(job)
     with folder.locked():
         folder.begin(job, code)

@@ -140,7 +140,7 @@ def _rows_of(table: tq.Table, ids: Any) -> list[Row]:
         facts = {"_row": read.rows.tolist(), "_ordinal": read.ordinal.tolist()}
         facts["_version"] = read.policy_version.tolist()
         count = len(read)
-    every = {**facts, **columns}
+    every: dict[str, list[Any]] = {**facts, **columns}
     return [{"_step": None, "_fate": "live", **{n: every[n][at] for n in every}} for at in range(count)]
 
 

@@ -511,12 +511,6 @@ class TrainerSettings(_Table):
         "`auto`: on, unless advantages are whitened, a step takes several updates, or the mode is `colocated`.",
         For("comparisons with a step that waits: `off`"),
     ] = "auto"
-    order: Annotated[
-        Literal["ready", "ordinal"],
-        "`ready`: take groups as they become ready; `ordinal`: in the order of the data, so that a run with a fixed"
-        " `seed` repeats bit for bit, in every mode, with any number of processes, and after their deaths.",
-        For("tests and comparisons bit for bit: `ordinal`"),
-    ] = "ready"
     at_least: Annotated[
         int,
         "Fewest groups that a streaming step takes at once; rows for `reinforce_pp`, `ppo`, `distill` and `sft`.",
@@ -647,7 +641,7 @@ class WeightsSettings(_Table):
     every: Annotated[int, "Steps between two versions.", For("asynchronous runs of large models on slow networks")] = 1
     keep: Annotated[
         int,
-        "Versions that the queue keeps; more where `trainer.order` is `ordinal` and rows may need them.",
+        "Versions that the queue keeps; more in a `reproducible` job whose rows may need them.",
         For("several sites, or memory for a single version"),
     ] = 2
     in_flight: Annotated[
@@ -834,6 +828,13 @@ class Job(_Table):
         "Seed of the order of the data, of drawn tokens, minibatches and adapters.",
         For("runs that must repeat, and spreads over seeds"),
     ] = 0
+    reproducible: Annotated[
+        bool,
+        "The run repeats bit for bit with the same `seed`: in every mode, with any number of processes, whichever of"
+        " them die. A step takes prompts in the order of the data, and its number decides the weights of its rows."
+        " Engines and settings that cannot repeat are refused.",
+        For("comparisons bit for bit, and the search for a defect"),
+    ] = False
     steps: Annotated[int, "Steps of the trainer.", For("every job")] = 100
     on: Annotated[
         Literal["processes", "ray"],

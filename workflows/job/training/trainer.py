@@ -30,11 +30,15 @@ import transferqueue as tq
 from transferqueue.adapters.protocols import WeightSource
 from transferqueue.errors import NotFound, Sealed
 from transferqueue.workflows.job.training.checkpoint import Checkpoints
+from transferqueue.workflows.job.training.columns import RowColumns
 from transferqueue.workflows.job.training.passes import Passes
 from transferqueue.workflows.job.training.publication import Publisher, next_version
 from transferqueue.workflows.job.training.row_figures import row_figures
+from transferqueue.workflows.job.training.step_rows import TakenRows, computes_on
 from transferqueue.workflows.job.training.stream import GatheredStep, RowStream
 
+STEP_ROWS: Final = "step_rows"
+"""Kind of the event with the rows of a step."""
 SURPLUS: Final = "surplus"
 """Why rows end that were generated ahead of a trainer that needs no more."""
 
@@ -47,7 +51,7 @@ class TrainerTerms:
     endless: go on after the last step, until the table ends. kind: of the event that reports a step. reward: whether
     rows bring rewards. seals: the table ends with this trainer. evaluate_every: steps between two evaluations (0:
     before and after only). in_turn: rows of a step are taken only if the weights of the step before generated them
-    (rule 5). by_step: versions are the numbers of steps (rule 2).
+    (rule 5). by_step: versions are the numbers of steps (rule 2). tells_rows: report the rows of each step.
     """
 
     task: str
@@ -61,6 +65,7 @@ class TrainerTerms:
     evaluate_every: int = 0
     in_turn: bool = False
     by_step: bool = False
+    tells_rows: bool = False
 
 
 class Evaluations(Protocol):
@@ -135,6 +140,7 @@ class Trainer:
     _reported_at: float = 0.0
     _in_turn: bool = False
     _trained: list[Any] = field(default_factory=list)
+    _rows: TakenRows = field(default_factory=TakenRows)
 
     def begin(self, *, resumed: bool) -> None:
         """Bring table and channel to the step of the weights. resumed: from a checkpoint (rule 2)."""
@@ -158,7 +164,7 @@ class Trainer:
         trainer."""
         try:
             while not self._has_all_steps:
-                gathered = self.stream.step(self.passes.compute, version_from=self.version if self._in_turn else -1)
+                gathered = self.stream.step(self._compute, version_from=self.version if self._in_turn else -1)
                 if gathered is None:
                     break
                 if gathered.is_held:
@@ -166,6 +172,7 @@ class Trainer:
                     self._stalled = not self._has_all_steps and self.evaluations.stalled()
                 else:
                     self.passes.discard()
+                    self._rows = TakenRows()
                     self.stream.give_up(gathered)
             if self._stalled:
                 self._evaluate_last()
@@ -202,9 +209,15 @@ class Trainer:
 
     # ------------------------------------------------------------ a step
 
+    def _compute(self, columns: RowColumns, ids: list[int]) -> None:
+        if self.terms.tells_rows:
+            self._rows.add(columns, ids)
+        self.passes.compute(columns, ids)
+
     def _take(self, gathered: GatheredStep) -> None:
         self.full(next_version(self.latest, self.step + 1), gathered.rows)
         self.publisher.wait_copied()
+        taken, self._rows = {"version": self.passes.version, **self._rows.values()}, TakenRows()
         metrics = self.passes.update()
         self.stream.finish()
         self.step += 1
@@ -216,6 +229,8 @@ class Trainer:
             if not self.terms.save_every:
                 self.table.checkpointed(step, task=self.terms.task)
             self.figures(self.terms.kind, **report, lost_rows=lost)
+            if self.terms.tells_rows:
+                self.figures(STEP_ROWS, step=step, **computes_on(), **taken)
             if self._evaluates(step):
                 self.evaluations.request(step, report["version"])
 
