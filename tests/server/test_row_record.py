@@ -14,8 +14,7 @@ import pytest
 
 from tests.scale import sizes
 from tests.server.lives import Life, again, write
-from transferqueue.errors import DiskFailed, Full, Impossible, UsageError
-from transferqueue.limits import Limits
+from transferqueue.errors import DiskFailed, Full, UsageError
 from transferqueue.policies import Recorded, Task
 from transferqueue.server.durability_level import Level
 from transferqueue.server.row_record.part import INTERVAL_S, PATIENCE_S, RETRY_S, RowRecords
@@ -47,7 +46,11 @@ class HandWriter:
             raise OSError(errno.EIO, self.broken)
         return resume(directory, life, first)
 
-    def submit(self, batch: Any, directory: Path, *, after_failure: bool) -> None:
+    def expect(self) -> Any:
+        raise AssertionError("nothing is fetched")
+
+    def submit(self, batch: Any, directory: Path, *, after_failure: bool, remote: int) -> None:
+        assert not remote
         self.batches += 1
         read = bytes_of(self.life.coordinator.memory.mapped(mmap.PROT_READ))
 
@@ -390,13 +393,6 @@ def test_a_directory_that_cannot_be_written_is_refused_at_once(tmp_path: Path, r
     (tmp_path / "records" / "file").write_bytes(b"")
     refused = recording.client.ask(m.CreateTable("u", tasks=USE, retention=Recorded("file")))
     assert "cannot be written to (File exists); name another directory" in refused.text
-
-
-def test_rows_in_remote_shards_are_refused(recording: Recording) -> None:
-    recording.life.coordinator.lending.remote = {2: object()}  # type: ignore[dict-item]
-    with pytest.raises(Impossible, match="this server has remote shards, and rows are recorded from its own memory"):
-        recording.part.check_table(m.CreateTable("u", tasks=USE, retention=Recorded("u"), limits=Limits()))
-    recording.life.coordinator.lending.remote = {}
 
 
 def test_terms_say_what_is_wrong() -> None:

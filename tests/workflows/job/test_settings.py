@@ -270,7 +270,7 @@ REFUSED = [
         "on=ray ; queue.durability=disk",
         'queue.durability="disk" with on="ray": .* a snapshot beside each checkpoint',
     ),
-    (GRPO, "on=ray ; queue.record=on", 'queue.record="on" with on="ray": rows lie in the memory of several nodes'),
+    (GRPO, "on=ray ; queue.record=on", 'queue.record="on" with on="ray": the server of a run on Ray has no dir'),
     (GRPO, "queue.record=on ; queue.address=tcp://h:1", 'queue.record="on" with queue.address="tcp://h:1": that'),
     (GRPO, "on=ray ; engine=[{site='far'}] ; queue.address=tcp://h:1", 'engine.site="far" with on="ray": Ray places'),
     (GRPO, "on=slurm", "on='slurm': give processes, ray"),

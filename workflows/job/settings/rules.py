@@ -543,8 +543,7 @@ def _record(job: Job) -> None:
         return
     if job.on == "ray":
         raise UsageError(
-            'queue.record="on" with on="ray": rows lie in the memory of several nodes, and a server records those in '
-            "its own; leave it out"
+            'queue.record="on" with on="ray": the server of a run on Ray has no directory of records; leave it out'
         )
     if job.queue.address:
         raise UsageError(
