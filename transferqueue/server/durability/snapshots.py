@@ -28,7 +28,7 @@ from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from transferqueue.errors import (
     Corruption,
@@ -71,7 +71,7 @@ from transferqueue.wire.home_coordinator import CoordinatorIndex
 from transferqueue.wire.versions import VERSION
 
 if TYPE_CHECKING:
-    from transferqueue.server.shards.block_fetches import BlockFetches
+    from transferqueue.server.shards.block_fetches import ArrivedBlocks, BlockFetches
 
 _log: Final = logging.getLogger("transferqueue.server")
 SNAPSHOTS_VARIABLE: Final = "TRANSFERQUEUE_SNAPSHOTS"
@@ -82,7 +82,7 @@ LOOP_ANSWER_S: Final = 60.0
 """The loop answers a thread within milliseconds. After this time it has ended."""
 JOBS_KEPT: Final = 16
 T = TypeVar("T")
-Arrivals = queue.SimpleQueue["ArrivedBlocks | TransferQueueError"]
+Arrivals: TypeAlias = "queue.SimpleQueue[ArrivedBlocks | TransferQueueError]"
 
 
 class SnapshotJobs(Part):

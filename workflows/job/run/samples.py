@@ -136,11 +136,10 @@ def _live(folder: Path) -> list[Row]:
 
 def _rows_of(table: tq.Table, ids: Any) -> list[Row]:
     with table.read(ids) as read:
-        columns = {name: read[name].list() for name in _COLUMNS if name in read.fields}
-        facts = {"_row": read.rows.tolist(), "_ordinal": read.ordinal.tolist()}
-        facts["_version"] = read.policy_version.tolist()
+        every: dict[str, list[Any]] = {name: read[name].list() for name in _COLUMNS if name in read.fields}
+        every |= {"_row": read.rows.tolist(), "_ordinal": read.ordinal.tolist()}
+        every["_version"] = read.policy_version.tolist()
         count = len(read)
-    every: dict[str, list[Any]] = {**facts, **columns}
     return [{"_step": None, "_fate": "live", **{n: every[n][at] for n in every}} for at in range(count)]
 
 
