@@ -14,13 +14,13 @@ import pytest
 
 from tests.scale import sizes
 from tests.server.lives import Life, again, write
-from transferqueue.errors import DiskFailed, Full, Impossible, UsageError
-from transferqueue.limits import Limits
+from transferqueue.errors import DiskFailed, Full, UsageError
 from transferqueue.policies import Recorded, Task
 from transferqueue.server.durability_level import Level
 from transferqueue.server.row_record.part import INTERVAL_S, PATIENCE_S, RETRY_S, RowRecords
-from transferqueue.server.row_record.writer import Outcome, WrittenFile, resume
+from transferqueue.server.row_record.writer import DamagedBlock, Outcome, WrittenFile, bytes_of, resume
 from transferqueue.server.row_record.writer import write as write_files
+from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.row_files import files
 from transferqueue.storage.row_files.reader import RecordedRows, rows_in
 from transferqueue.wire import messages as m
@@ -33,6 +33,8 @@ class HandWriter:
 
     def __init__(self, life: Life, broken: str = "") -> None:
         self.life, self.holds, self.broken = life, False, broken
+        self.damaged = -1
+        """A block that cannot be read; -1: none."""
         self.outcome: Outcome | None = None
         self.batches = 0
 
@@ -44,15 +46,23 @@ class HandWriter:
             raise OSError(errno.EIO, self.broken)
         return resume(directory, life, first)
 
-    def submit(self, batch: Any, directory: Path, *, after_failure: bool) -> None:
+    def expect(self) -> Any:
+        raise AssertionError("nothing is fetched")
+
+    def submit(self, batch: Any, directory: Path, *, after_failure: bool, remote: int) -> None:
+        assert not remote
         self.batches += 1
-        arena = self.life.coordinator.memory.mapped(mmap.PROT_READ)
+        read = bytes_of(self.life.coordinator.memory.mapped(mmap.PROT_READ))
+
+        def memory(at: m.BlockLocation) -> U8:
+            if at.block == self.damaged:
+                raise DamagedBlock(at.block, "its bytes have another checksum")
+            return read(at)
+
         if self.broken:
             self.outcome = Outcome(batch.table, error=self.broken)
         else:
-            self.outcome = write_files(
-                batch, directory, lambda at: arena[at.offset : at.offset + at.nbytes], after_failure=after_failure
-            )
+            self.outcome = write_files(batch, directory, memory, after_failure=after_failure)
 
     def take(self, wait_s: float = 0.0) -> Outcome | None:
         outcome, self.outcome = (None, self.outcome) if self.holds else (self.outcome, None)
@@ -226,6 +236,31 @@ def test_a_life_goes_on_with_a_restart_and_a_new_table_begins_another(tmp_path: 
     second.life.crash()
 
 
+def test_memory_that_a_snapshot_holds_too_stays_until_both_have_ended(recording: Recording) -> None:
+    lending = recording.life.coordinator.lending
+    recording.end(1)
+    (at,) = (block.at for block in recording.life.coordinator.ledger.state.core.blocks.blocks.values())
+    lending.hold([at.extent])
+    recording.pass_time(2 * INTERVAL_S)
+    assert recording.recorded() == [0]
+    assert lending.freed_while_held(at.shard) == [at.extent]
+    lending.release([at.extent], recording.life.now)
+    assert lending.freed_while_held(at.shard) == []
+    recording.end(1)  # the memory is granted again
+    recording.pass_time(2 * INTERVAL_S)
+    assert recording.recorded() == [0, 1]
+
+
+def test_a_block_that_cannot_be_read_is_lost_and_its_rows_are_recorded_without_it(recording: Recording) -> None:
+    recording.end(2)
+    (number,) = recording.life.coordinator.ledger.state.core.blocks.blocks
+    recording.writer.damaged = number
+    recording.pass_time(2 * INTERVAL_S)
+    rows = RecordedRows("t", recording.root / "run" / "t").arrow(["_row", "x", "_events"]).to_pylist()
+    assert [(row["_row"], row["x"]) for row in rows] == [(0, None), (1, None)]
+    assert {"what": "damaged bytes", "detail": "x"}.items() <= rows[0]["_events"][-1].items()
+
+
 # ---------------------------------------------------------------- a disk that fails
 
 FULL = os.strerror(errno.ENOSPC)
@@ -358,14 +393,6 @@ def test_a_directory_that_cannot_be_written_is_refused_at_once(tmp_path: Path, r
     (tmp_path / "records" / "file").write_bytes(b"")
     refused = recording.client.ask(m.CreateTable("u", tasks=USE, retention=Recorded("file")))
     assert "cannot be written to (File exists); name another directory" in refused.text
-
-
-def test_rows_in_other_memory_are_refused(recording: Recording) -> None:
-    recording.part._spills = True
-    with pytest.raises(
-        Impossible, match="this server has a spill directory, and rows are recorded from its own memory"
-    ):
-        recording.part.check_table(m.CreateTable("u", tasks=USE, retention=Recorded("u"), limits=Limits()))
 
 
 def test_terms_say_what_is_wrong() -> None:

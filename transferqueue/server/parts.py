@@ -166,13 +166,13 @@ class Parts:
 
 
 class ColdStore(Protocol):
-    """Blocks outside the arena, for a snapshot. `read` may be called by any thread."""
+    """Blocks outside the arena, for a snapshot or a record. `read` may be called by any thread."""
 
     def hold(self) -> None:
-        """Keep the space of all cold blocks until `release`."""
+        """Keep the space of all cold blocks until `release`. Several may hold it at once."""
 
     def release(self) -> None:
-        """End `hold`."""
+        """End one `hold`."""
 
     def read(self, block: int) -> U8:
         """The bytes of a cold block that is held. `Corruption` if they cannot be read, or differ from those written."""

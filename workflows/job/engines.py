@@ -25,6 +25,7 @@ from transferqueue.adapters.stages.reward_functions import load_callable
 from transferqueue.errors import UsageError, listing
 from transferqueue.lazy import install_line
 from transferqueue.workflows.job.data.tokenizer import revision_of
+from transferqueue.workflows.job.devices.repeat import repeat_bits
 from transferqueue.workflows.job.graph import is_colocated
 from transferqueue.workflows.job.settings.job import EngineKind, EngineSettings, Job
 
@@ -40,8 +41,8 @@ def open_engine(settings: EngineSettings, job: Job, *, place: int = 0) -> Genera
     """Start the engine, or connect to it. Blocks while it starts (seconds to minutes). The caller closes it.
 
     place: of `settings` in ``job.engine``, for error texts. The engine has the weights of `model.path`, as version -1,
-    until they are updated. It generates at most ``settings.slots`` completions at once. With ``trainer.order =
-    "ordinal"`` the transformers engine keeps each request apart, so that its numbers repeat bit for bit.
+    until they are updated. It generates at most ``settings.slots`` completions at once. In a
+    ``reproducible`` job the transformers engine keeps each request apart, so that its numbers repeat bit for bit.
 
     Raises `UsageError` for options that the engine does not take and for an engine that is not installed, and
     `PeerError` if a server does not answer.
@@ -116,8 +117,9 @@ def _in_this_process(model: Any, settings: EngineSettings, job: Job) -> Generato
 
     from transferqueue.adapters.engines.transformers import TransformersGenerator
 
+    repeat_bits(job)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    apart = job.trainer.order == "ordinal"
+    apart = job.reproducible
     return TransformersGenerator(model.to(device), version=BEGINNING, rows_max=settings.slots, shared_batch=not apart)
 
 

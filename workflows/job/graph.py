@@ -37,6 +37,7 @@ from transferqueue.workflows.job import names
 from transferqueue.workflows.job.settings.defaults import advantage_columns, columns_of, defaults_of, tasks_of
 from transferqueue.workflows.job.settings.job import IN_TURN, EngineSettings, Job
 from transferqueue.workflows.job.settings.sizes import (
+    GIB,
     batch_rows,
     depth,
     has_loss_mask,
@@ -76,6 +77,7 @@ LOOPS: Final = frozenset({names.RANK, names.TRAIN, names.TRAIN_CRITIC, names.EVA
 HELD_S_MAX: Final = 6 * 3600.0
 """Longest time that the trainer or a generator holds rows: a streaming step holds its first rows until its last ones
 are generated."""
+DAY_S: Final = 86_400.0
 _LONG: Final = (names.ROLLOUT, names.PLAY, names.TRAIN, names.TRAIN_CRITIC)
 _DEALT: Final = 8
 """Parts in which rows that are dispatched are leased: small, so that the first engine to ask does not get all the
@@ -143,7 +145,7 @@ def in_parts(job: Job) -> bool:
 def hands_back(job: Job) -> bool:
     """Whether a generator that is removed gives its rows back with their tokens. Episodes, and rows in the order of the
     data, are finished instead."""
-    return bool(job.elastic.max) and not has_episodes(job) and job.trainer.order != "ordinal"
+    return bool(job.elastic.max) and not has_episodes(job) and not job.reproducible
 
 
 def stops_oversampling(job: Job) -> bool:
@@ -237,7 +239,7 @@ def _generating(task: tq.Task, job: Job) -> Stage:
     """Return a stage that keeps the slots of its engine full. In the order of the data it leases whole groups: the
     source puts them so."""
     slots = max(engine.slots for engine in job.engine)
-    if job.trainer.order == "ordinal":
+    if job.reproducible:
         size = job.sampling.group_size
         return Stage(task=task, rows=size, slots=max(slots, size))
     leases = 1 if takes_whole_steps(job) else _DEALT if by_length(job) else _LEASES
@@ -317,12 +319,19 @@ def pacing(job: Job) -> tq.Pacing:
     )
 
 
-def retention(job: Job) -> tq.Retention:
+def retention(job: Job, *, records: bool = False) -> tq.Retention:
     """Return when columns end: with their last task, so that what only rewards or generators read does not wait for the
     checkpoint of its row. Where stale rows are generated again, all that this needs stays until they are trained, and
-    nothing would end before its row. Rows that are recorded keep theirs, too."""
-    if job.queue.record:
-        return tq.Recorded(".")
+    nothing would end before its row. Rows that are recorded keep theirs, too. records: the server has a directory of
+    the run, and the job wants its rows there."""
+    if records:
+        queue = job.queue
+        return tq.Recorded(
+            ".",
+            bytes=int(queue.record_gib * GIB) or None,
+            age_s=queue.record_days * DAY_S or None,
+            required=queue.record == "on",
+        )
     requeues = isinstance(pacing(job).on_stale, tq.Requeue)
     return tq.Acked() if requeues else tq.AckedColumns()
 
@@ -333,15 +342,16 @@ def limits(job: Job) -> tq.Limits:
     return tq.Limits(rows=rows_kept(job))
 
 
-def create_table(queue: tq.Queue, job: Job) -> tq.Table:
-    """Create the table of the job, or return it if it exists with the same terms. `AlreadyExists` if it has others."""
+def create_table(queue: tq.Queue, job: Job, *, records: bool = False) -> tq.Table:
+    """Create the table of the job, or return it if it exists with the same terms. `AlreadyExists` if it has others.
+    records: see `retention`."""
     return queue.create_table(
         names.TABLE,
         fields=fields(job),
         tasks=tasks(job),
         limits=limits(job),
         pacing=pacing(job),
-        retention=retention(job),
+        retention=retention(job, records=records),
         replicas=job.ray.replicas,
         exist_ok=True,
     )

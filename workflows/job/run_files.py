@@ -21,6 +21,8 @@ STATE: Final = "state.json"
 """File of a checkpoint that describes it."""
 STEPS: Final = "steps.jsonl"
 EVALUATIONS: Final = "evaluations.jsonl"
+STEP_ROWS: Final = "step_rows.jsonl"
+"""For each step the rows in the order in which its trainer took them."""
 _FIRST_PROMPT: Final = "first-prompt"
 ADAPTER_CONFIG: Final = "adapter_config.json"
 _NAMED: Final = re.compile(r"step-(\d{8,})")

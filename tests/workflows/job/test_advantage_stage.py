@@ -178,7 +178,7 @@ def test_a_job_whose_groups_are_all_dropped_ends_and_says_why():
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_whitened_batch_has_the_rows_of_the_next_step_though_later_ones_are_ready_before(mode):
     """After a step was taken back, rows of the step after it are generated beside its own; and in mode async always."""
-    settings = jobs.job("ppo", "trainer.prompts_per_step=8", f"pacing.mode={mode}", "trainer.order=ordinal")
+    settings = jobs.job("ppo", "trainer.prompts_per_step=8", f"pacing.mode={mode}", "reproducible=true")
     (stage,) = [stage for stage in stages(settings) if stage.task.name == names.ADVANTAGE]
     plain = msgspec.json.decode(msgspec.json.encode(settings))
     needed = [*stage.task.needs, *stage.task.gives]

@@ -99,7 +99,7 @@ def test_a_job_is_profiled_planned_and_run_with_its_prediction(tmp_path: Path) -
     place = make_place(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
-        changes = ["trainer.order=ready", "evaluation.path=''"]
+        changes = ["reproducible=false", "evaluation.path=''"]
         profile = profile_job(job_from_file(place / "job.toml", set=changes), code=place, devices=2, trial_steps=3)
     (place / "profile.toml").write_text(as_toml(profile))
     assert load(place / "profile.toml") == profile

@@ -20,6 +20,7 @@ from transferqueue.workflows.job.run.figures import described
 from transferqueue.workflows.job.run.folder import RunFolder
 from transferqueue.workflows.job.run.run import run_job
 from transferqueue.workflows.job.run.run_page import CHANNEL, RunPage
+from transferqueue.workflows.job.run.samples import samples
 from transferqueue.workflows.job.settings.job import LogSettings, RewardSettings
 from transferqueue.workflows.job.settings.read import job_from_values
 from transferqueue.workflows.job.tiny_model.make import make, write_data
@@ -107,7 +108,7 @@ def job_in(folder):
             "pacing": {"mode": "async", "depth": 4, "max_staleness": 8},
             "weights": {"dtype": "float32"},
             "checkpoint": {"every": 0},
-            "log": {"to": ["own_log:log"], "samples": 3},
+            "log": {"to": ["own_log:log"]},
             "queue": {"memory_gib": 0.0625},
         }
     )
@@ -149,12 +150,13 @@ def test_a_run_that_goes_wrong_in_six_ways_says_so(tmp_path):
     own = (tmp_path / "own_log.txt").read_text().splitlines()
     assert len(own) >= STEPS
     assert "'truncated'" in own[0]
-    samples = lines(tmp_path / "run" / "samples.jsonl")
-    by_version = {}
-    for sample in samples:
-        by_version.setdefault(sample["version"], []).append(sample["ordinal"] // GROUP)
-    assert all(len(set(prompts)) == len(prompts) <= 3 for prompts in by_version.values())
-    assert {"step", "terms", "data", "finish_reason", "tokens", "reward"} <= samples[0].keys()
+    for number in range(1, STEPS + 1):  # it writes no checkpoint
+        found = samples(tmp_path / "run", step=number, rows=16)
+        assert len({sample.ordinal // GROUP for sample in found}) == 16
+        assert {sample.step for sample in found} == {number}
+        assert all({*sample.terms} == {"own_rewards:rarely", "own_rewards:dead"} for sample in found)
+    assert {sample.finish_reason for sample in found} <= {"stop", "length"}
+    assert all(sample.tokens and sample.data and sample.prompt for sample in found)
     assert msgspec.to_builtins(summary)["figures"]["truncated"][0] > 0.5
     assert os.path.getsize(tmp_path / "run" / "warnings.jsonl")
 

@@ -213,48 +213,48 @@ REFUSED = [
     (GRPO, "engine.0.kind=factory", 'an engine of your own has kind="factory" and names its function'),
     (GRPO, "engine.0.factory=mine:engine", "engine.0.kind='transformers' with engine.0.factory='mine:engine'"),
     (GRPO, "engine.0={kind='factory', factory='mine'}", "engine.0.factory='mine' is not named as"),
-    (GRPO, "trainer.order=ordinal ; engine.0.kind=vllm", "order=\"ordinal\" with engine.0.kind='vllm', which batches"),
+    (GRPO, "reproducible=true ; engine.0.kind=vllm", "reproducible=true with engine.0.kind='vllm', which batches"),
     (
         GRPO,
-        "trainer.order=ordinal ; engine.0={kind='openai', url='http://x'}",
-        "order=\"ordinal\" with engine.0.kind='openai'",
+        "reproducible=true ; engine.0={kind='openai', url='http://x'}",
+        "reproducible=true with engine.0.kind='openai'",
     ),
     (
         GRPO,
-        "trainer.order=ordinal ; sampling.budget=64",
-        'order="ordinal" with sampling.budget=64: responses .* in parts',
+        "reproducible=true ; sampling.budget=64",
+        "reproducible=true with sampling.budget=64: responses .* in parts",
     ),
     (
         GRPO,
-        "trainer.order=ordinal ; pacing={mode='sync', over_sample=1.5}",
-        'order="ordinal" with pacing.over_sample=1.5',
+        "reproducible=true ; pacing={mode='sync', over_sample=1.5}",
+        "reproducible=true with pacing.over_sample=1.5",
     ),
     (
         GRPO,
-        "trainer.order=ordinal ; evaluation={path='x', patience=2}",
-        'order="ordinal" with evaluation.patience=2: training goes on',
+        "reproducible=true ; evaluation={path='x', patience=2}",
+        "reproducible=true with evaluation.patience=2: training goes on",
     ),
     (
         GRPO,
-        "trainer.order=ordinal ; engine=[{kind='transformers'}, {kind='transformers', options={dtype='float16'}}]",
-        'order="ordinal" with engine.1, whose kind, model or options are not those of engine.0',
+        "reproducible=true ; engine=[{kind='transformers'}, {kind='transformers', options={dtype='float16'}}]",
+        "reproducible=true with engine.1, whose kind, model or options are not those of engine.0",
     ),
     (
         GRPO,
-        "trainer.order=ordinal ; algorithm.kl=0.1 ; reference.sync_every=5",
-        'order="ordinal" with reference.sync_every=5: the time would decide',
+        "reproducible=true ; algorithm.kl=0.1 ; reference.sync_every=5",
+        "reproducible=true with reference.sync_every=5: the time would decide",
     ),
     (
         GRPO,
-        "trainer.order=ordinal ; algorithm.filter_equal=true",
+        "reproducible=true ; algorithm.filter_equal=true",
         "mode='async' with algorithm.filter_equal=true: later prompts .* set pacing.mode=\"sync\"",
     ),
     (
         GRPO,
-        "trainer.order=ordinal ; reward.0.on_error=drop",
+        "reproducible=true ; reward.0.on_error=drop",
         "mode='async' with reward.0.on_error=\"drop\": later prompts",
     ),
-    (GRPO, "trainer.order=ordinal ; on=ray", 'with on="ray" and ray.replicas=1: later prompts'),
+    (GRPO, "reproducible=true ; on=ray", 'with on="ray" and ray.replicas=1: later prompts'),
     (
         GRPO,
         "algorithm={kind='reinforce_pp', filter_equal=true, tis_max=0} ; algorithm.old=rollout",
@@ -271,7 +271,13 @@ REFUSED = [
     (GRPO, 'trainer={parallel="ddp", ranks=33}', "ranks=33 share prompts_per_step=32"),
     (GRPO, "trainer.at_least=33", "at_least=33 is more than the prompts_per_step=32"),
     (GRPO, "engine=[]", "engine=[] with kind='grpo': nothing would generate"),
-    (GRPO, "dispatch.kind=length ; trainer.order=ordinal", 'dispatch.kind="length" with order="ordinal"'),
+    (
+        GRPO,
+        "reproducible=true ; checkpoint.every=0",
+        "checkpoint.every=0: a trainer that dies would go on with new mom",
+    ),
+    (GRPO, "trainer.order=ordinal", "trainer.order: there is no such key; see reproducible"),
+    (GRPO, "dispatch.kind=length ; reproducible=true", 'dispatch.kind="length" with reproducible=true'),
     (SFT, "dispatch.kind=length", 'dispatch.kind="length" with kind="sft": nothing is generated'),
     (GRPO, "trainer.micro_tokens=1535", "1024 + tokens_max=512 = 1536 tokens; give at least 1536"),
     (PPO, "critic.tokens=1000", "critic.tokens=1000 is under one row"),
@@ -315,8 +321,8 @@ REFUSED = [
         "on=ray ; queue.durability=disk",
         'queue.durability="disk" with on="ray": .* a snapshot beside each checkpoint',
     ),
-    (GRPO, "on=ray ; queue.record=true", 'queue.record=true with on="ray": rows lie in the memory of several nodes'),
-    (GRPO, "queue.record=true ; queue.address=tcp://h:1", 'queue.record=true with queue.address="tcp://h:1": that'),
+    (GRPO, "on=ray ; queue.record=on", 'queue.record="on" with on="ray": the server of a run on Ray has no dir'),
+    (GRPO, "queue.record=on ; queue.address=tcp://h:1", 'queue.record="on" with queue.address="tcp://h:1": that'),
     (GRPO, "on=ray ; engine=[{site='far'}] ; queue.address=tcp://h:1", 'engine.site="far" with on="ray": Ray places'),
     (GRPO, "on=slurm", "on='slurm': give processes, ray"),
     # memory
@@ -401,9 +407,9 @@ def test_the_files_of_the_manual_are_jobs_and_resolve_to_themselves(job_file, te
 
 
 def test_what_has_no_engine_may_be_trained_in_order_and_messages_need_no_response_column(job_file):
-    job = job_from_file(job_file(SFT), set=["trainer.order=ordinal", 'data.response=""'])
-    assert (job.trainer.order, job.data.response) == ("ordinal", "")
-    assert job_from_file(job_file(GRPO), set=["trainer.order=ordinal"]).engine[0].kind == "transformers"
+    job = job_from_file(job_file(SFT), set=["reproducible=true", 'data.response=""'])
+    assert (job.reproducible, job.data.response) == (True, "")
+    assert job_from_file(job_file(GRPO), set=["reproducible=true"]).engine[0].kind == "transformers"
 
 
 def test_what_a_job_leaves_open_is_filled_by_its_kind_and_mode(job_file):

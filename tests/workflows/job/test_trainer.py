@@ -69,8 +69,7 @@ def trained(queue: tq.Queue, given: dict[str, Any], directory: Path) -> list[dic
 def test_a_job_trains_its_steps_and_leaves_no_row(
     mode: str, stream: str, model: Path, queue: tq.Queue, tmp_path: Path
 ) -> None:
-    order = "ready" if mode == "async" else "ordinal"
-    given = stand_ins.values(model, pacing={"mode": mode}, trainer={"stream": stream, "order": order})
+    given = stand_ins.values(model, reproducible=mode != "async", pacing={"mode": mode}, trainer={"stream": stream})
     steps = trained(queue, given, tmp_path)
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     assert [step["version"] for step in steps] == [1, 2, 3, 4]
@@ -93,7 +92,7 @@ def test_a_job_trains_its_steps_and_leaves_no_row(
 def test_over_sampling_takes_the_first_rows_and_the_others_a_version_later(
     model: Path, queue: tq.Queue, tmp_path: Path
 ) -> None:
-    given = stand_ins.values(model, pacing={"mode": "sync", "over_sample": 1.5}, trainer={"order": "ready"})
+    given = stand_ins.values(model, pacing={"mode": "sync", "over_sample": 1.5}, reproducible=False)
     steps = trained(queue, given, tmp_path)
     assert {behind for step in steps for behind in step["staleness"]} <= {"0", "1"}
     with queue.weights(names.FULL).pull(timeout_s=0) as full:  # generators are told of each full batch, and of its rows

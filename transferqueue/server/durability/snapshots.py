@@ -28,9 +28,7 @@ from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
-
-from msgspec.structs import replace
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from transferqueue.errors import (
     Corruption,
@@ -48,7 +46,7 @@ from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot
 from transferqueue.ledger.rows.cold_arena import ON_DISK
 from transferqueue.limits import MIB, SNAPSHOT_FETCH_S
-from transferqueue.server.durability.snapshot_directory import SnapshotReader, SnapshotWriter, is_number
+from transferqueue.server.durability.snapshot_directory import SnapshotReader, SnapshotWriter, is_number, writing_to
 from transferqueue.server.durability.snapshot_files import (
     ValueChunk,
     check_contents,
@@ -59,14 +57,15 @@ from transferqueue.server.durability.snapshot_files import (
     write_contents,
 )
 from transferqueue.server.durability.snapshot_job import SnapshotJob
-from transferqueue.server.durability.spool import BlockSpool
+from transferqueue.server.memory.block_spool import BlockSpool
 from transferqueue.server.memory.lending import Lending
+from transferqueue.server.memory.own_copies import refer_to_own_copies
 from transferqueue.server.memory.own_memory import SHARD
 from transferqueue.server.parts import ColdStore, Handler, Part
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.inputs.block_writer import BlockWriter
 from transferqueue.storage.inputs.from_snapshot import columns_from_arrow
-from transferqueue.storage.memory.checksum import UNCHECKED, checksum
+from transferqueue.storage.memory.checksum import checksum
 from transferqueue.wire import messages as m
 from transferqueue.wire.home_coordinator import CoordinatorIndex
 from transferqueue.wire.versions import VERSION
@@ -83,7 +82,7 @@ LOOP_ANSWER_S: Final = 60.0
 """The loop answers a thread within milliseconds. After this time it has ended."""
 JOBS_KEPT: Final = 16
 T = TypeVar("T")
-Arrivals = queue.SimpleQueue["ArrivedBlocks | TransferQueueError"]
+Arrivals: TypeAlias = "queue.SimpleQueue[ArrivedBlocks | TransferQueueError]"
 
 
 class SnapshotJobs(Part):
@@ -298,7 +297,7 @@ class SnapshotJobs(Part):
         contents = self._ledger.take_snapshot(now)
         if self._cold is not None:
             self._cold.hold()
-        remote = _take_own_copies(contents)
+        remote = refer_to_own_copies(contents.blocks)
         arrivals: Arrivals = queue.SimpleQueue()
         try:
             if self._fetches is not None:
@@ -347,7 +346,7 @@ class SnapshotJobs(Part):
 
         writer = SnapshotWriter(job.path, lambda nbytes: self._add_progress(job, nbytes))
         try:
-            with closing(BlockSpool(writer.directory)) as spool:
+            with closing(BlockSpool(writer.directory, partial(writing_to, writer.directory))) as spool:
                 self._fetch(job, arena, spool, len(remote), arrivals)
                 manifest = write_contents(
                     writer,
@@ -380,20 +379,9 @@ class SnapshotJobs(Part):
                 continue
             if isinstance(arrived, TransferQueueError):
                 raise arrived
-            damaged = self._spool(job, arena, spool, arrived)
+            damaged = spool.add_checked(arena, arrived.blocks)
+            self._add_progress(job, sum(at.nbytes for at, _ in arrived.blocks if at.block not in damaged))
             self._call_loop(job, partial(fetches.read, arrived, damaged))
-
-    def _spool(self, job: SnapshotJob, arena: U8, spool: BlockSpool, arrived: ArrivedBlocks) -> list[int]:
-        """Add blocks to the spool. Returns those that do not match their checksum."""
-        damaged = []
-        for at, offset in arrived.blocks:
-            content = arena[offset : offset + at.nbytes]
-            if at.checksum in (UNCHECKED, checksum(content)):
-                spool.add(at.block, content)
-                self._add_progress(job, at.nbytes)
-            else:
-                damaged.append(at.block)
-        return damaged
 
     # ------------------------------------------------------------ a restore
 
@@ -465,21 +453,6 @@ class SnapshotJobs(Part):
             )
         extents.append(extent)
         return extent[0]
-
-
-def _take_own_copies(contents: LedgerSnapshot) -> list[m.BlockLocation]:
-    """Refer to the copy of each block in the server's own memory, if it has one. Returns the blocks to fetch from
-    shards."""
-    for number, at in contents.blocks.items():
-        if own := [copy for copy in at.copies if copy.shard == SHARD]:
-            others = [
-                m.CopyLocation(at.shard, at.extent, at.offset),
-                *(copy for copy in at.copies if copy is not own[0]),
-            ]
-            contents.blocks[number] = replace(
-                at, shard=SHARD, extent=own[0].extent, offset=own[0].offset, copies=others
-            )
-    return [at for at in contents.blocks.values() if at.shard not in (SHARD, ON_DISK)]
 
 
 @contextmanager

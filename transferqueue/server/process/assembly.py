@@ -117,7 +117,8 @@ class ServerProcess:
                 self._keep_snapshots(made, fetches, cold, snapshots, wakeup)
             self._records = None
             if find_spec(_RECORDS) is not None:
-                self._records = self._record_rows(records, wakeup, spills=spill is not None)
+                fetches = None if remote is None else remote.record_fetches
+                self._records = self._record_rows(records, wakeup, cold, fetches)
                 self._records.resume(clock())
             self._clock = clock
             self._files = made.pop_all()
@@ -183,7 +184,9 @@ class ServerProcess:
         made.callback(jobs.stop)
         coordinator.attach(jobs)
 
-    def _record_rows(self, root: Path | None, wakeup: Wakeup, *, spills: bool) -> RowRecords:
+    def _record_rows(
+        self, root: Path | None, wakeup: Wakeup, cold: ColdStore | None, fetches: BlockFetches | None
+    ) -> RowRecords:
         from transferqueue.server.row_record.part import RowRecords
         from transferqueue.server.row_record.writer import ThreadWriter
 
@@ -192,11 +195,12 @@ class ServerProcess:
             root,
             coordinator.ledger,
             coordinator.lending,
-            ThreadWriter(coordinator.memory, wakeup.set),
+            ThreadWriter(coordinator.memory, wakeup.set, cold),
             short=coordinator.parts.short_tables,
             wake=coordinator.waiting.wake,
             refuse=coordinator.refuse_work,
-            spills=spills,
+            cold=cold,
+            fetches=fetches,
         )
         coordinator.attach(records)
         return records

@@ -2,7 +2,8 @@
 
 It does no I/O: a `Writer` writes, and the ledger is told of its files.
 
-1. One batch is written at a time. Its extents are held meanwhile, as for a snapshot.
+1. One batch is written at a time. Its extents and its blocks on the disk are held meanwhile, as for a snapshot. Blocks
+   that lie in remote shards alone are fetched first, into a file without a name (`shards.block_fetches`).
 2. A batch is due `INTERVAL_S` after the first of its rows ended, or at once if a request lacks memory, or the table is
    crowded (`Ledger.is_crowded`).
 3. The ledger is told of a file after it exists under its name. Its memory is free after that, and not before.
@@ -10,6 +11,8 @@ It does no I/O: a `Writer` writes, and the ledger is told of its files.
 5. After a failure the batch stays, and is tried again every `RETRY_S`. When failures have lasted `PATIENCE_S`, the
    terms decide (`Recorded.required`): requests that add work to the table are refused until a batch succeeds, or each
    batch that fails is freed without a file, logged and counted.
+6. A block that the disk does not give, or gives changed, is lost, as after a failed load (`ledger.data_loss`). Its rows
+   are recorded without its values, and their events say why.
 """
 
 from __future__ import annotations
@@ -19,18 +22,22 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from transferqueue.errors import DiskFailed, Full, Impossible, UsageError
+from transferqueue.errors import Disconnected, DiskFailed, Full, Impossible, UsageError
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.rules.recording import EndedBatch
+from transferqueue.limits import SNAPSHOT_FETCH_S
 from transferqueue.policies import Recorded
 from transferqueue.server.memory.lending import Lending
-from transferqueue.server.memory.own_memory import SHARD
-from transferqueue.server.parts import Part
-from transferqueue.server.row_record.writer import Outcome, Writer
+from transferqueue.server.memory.own_copies import refer_to_own_copies
+from transferqueue.server.parts import ColdStore, Part
+from transferqueue.server.row_record.writer import Outcome, SpooledBlocks, Writer
 from transferqueue.storage.row_files.files import directory_of
 from transferqueue.wire import messages as m
+
+if TYPE_CHECKING:
+    from transferqueue.server.shards.block_fetches import BlockFetches
 
 _log: Final = logging.getLogger("transferqueue.server")
 INTERVAL_S: Final = 1.0
@@ -60,7 +67,8 @@ class RowRecords(Part):
         short: tables to which no work may be added, and why.
         wake: makes the requests due that wait on a key.
         refuse: refuses the waiting requests that add work to a table.
-        spills: the server has a disk for cold blocks.
+        cold: has the blocks that are on a disk; None: none is.
+        fetches: brings the blocks of remote shards; None: there are none.
     """
 
     def __init__(
@@ -73,12 +81,17 @@ class RowRecords(Part):
         short: dict[str, str],
         wake: Callable[[tuple[str, ...]], None],
         refuse: Callable[[str, Full], None],
-        spills: bool = False,
+        cold: ColdStore | None = None,
+        fetches: BlockFetches | None = None,
     ) -> None:
         self.root: Final = root
         self._ledger, self._lending, self._writer = ledger, lending, writer
         self._short, self._wake, self._refuse = short, wake, refuse
-        self._spills = spills
+        self._cold, self._fetches = cold, fetches
+        self._look_at: float | None = None
+        """When to look whether blocks that are fetched came; None: none is."""
+        self._ends = False
+        """Whether the server serves no more requests, so that no shard copies."""
         self._batch: EndedBatch | None = None
         """The batch that is being written."""
         self._held: list[int] = []
@@ -93,12 +106,6 @@ class RowRecords(Part):
         """See `Part`."""
         if not isinstance(terms.retention, Recorded):
             return
-        if self._spills or self._lending.remote:
-            other = "a spill directory" if self._spills else "remote shards"
-            raise Impossible(
-                f'table "{terms.name}" cannot record its rows: this server has {other}, and rows are recorded from its '
-                "own memory only; start the server without, or create the table with another retention"
-            )
         directory = self._directory(terms.name, terms.retention)
         try:
             self._writer.probe(directory)
@@ -137,15 +144,18 @@ class RowRecords(Part):
 
     def tick(self, now: float) -> None:
         """Take the outcome of the batch, and begin the next one that is due."""
-        if self._batch is not None and (outcome := self._writer.take()) is not None:
-            self._end(self._batch, outcome, now)
+        while self._batch is not None and (outcome := self._writer.take()) is not None:
+            self._hear(self._batch, outcome, now)
         if self._batch is None:
             self._begin(now)
+        elif self._fetches is not None and self._look_at is not None and now >= self._look_at:
+            self._fetches.expire(now)
+            self._look_at = now + SNAPSHOT_FETCH_S
 
     def next_deadline(self) -> float | None:
         """See `Part`."""
         if self._batch is not None:
-            return None
+            return self._look_at
         due = min(self._due().values(), default=math.inf)
         return None if due == math.inf else due
 
@@ -173,16 +183,45 @@ class RowRecords(Part):
         batch = self._ledger.next_ended(name, ROWS_AT_ONCE, now)
         if batch is None:
             return
-        if elsewhere := _elsewhere(batch):
-            self._failed(batch, f"block {elsewhere[0]} lies in a remote shard", now)
+        remote = refer_to_own_copies(batch.blocks)
+        if remote and (why := self._fetch(remote, now)):
+            self._failed(batch, why, now)
             return
         self._batch = batch
-        self._held = [at.extent for at in batch.blocks.values()]
+        self._held = [
+            place
+            for at in batch.blocks.values()
+            for place in (at.extent, *(copy.extent for copy in at.copies))
+            if place
+        ]
         self._lending.hold(self._held)
-        self._writer.submit(batch, self._directory(name, batch.terms), after_failure=name in self._failures)
+        if self._cold is not None:
+            self._cold.hold()
+        directory, after_failure = self._directory(name, batch.terms), name in self._failures
+        self._writer.submit(batch, directory, after_failure=after_failure, remote=len(remote))
+
+    def _fetch(self, remote: list[m.BlockLocation], now: float) -> str:
+        """Have shards bring these blocks. Returns why they cannot; "": they do."""
+        if self._fetches is None or self._ends:
+            return f"block {remote[0].block} lies in shard {remote[0].shard}, and the server stops"
+        try:
+            self._fetches.begin(remote, self._writer.expect(), now)
+        except Impossible as error:
+            return str(error)
+        self._look_at = now + SNAPSHOT_FETCH_S
+        return ""
+
+    def _hear(self, batch: EndedBatch, outcome: Outcome | SpooledBlocks, now: float) -> None:
+        if isinstance(outcome, Outcome):
+            self._end(batch, outcome, now)
+        elif self._fetches is not None:
+            self._fetches.read(outcome.arrived, outcome.damaged, now)
 
     def _end(self, batch: EndedBatch, outcome: Outcome, now: float) -> None:
         self._batch = None
+        if self._fetches is not None and self._look_at is not None:
+            self._fetches.end(now)
+            self._look_at = None
         if self._ledger.has_table(batch.table):
             for one in outcome.files:
                 self._ledger.rows_recorded(batch.table, one.number, one.rows, now)
@@ -190,6 +229,11 @@ class RowRecords(Part):
                 self._failed(batch, outcome.error, now)
             else:
                 self._works(batch.table)
+        if outcome.damaged:
+            _log.error("block %d is lost: %s; rows are recorded without its values", *outcome.damaged)
+            self._ledger.blocks_lost(outcome.damaged[:1], now)
+        if self._cold is not None:
+            self._cold.release()
         self._lending.release(self._held, now)
         self._held = []
         self._wake(("memory",))
@@ -232,13 +276,16 @@ class RowRecords(Part):
         """Write what is left, and end. Call it after the last frame. Rows that cannot be written wait for the next
         server, if the state outlives this one."""
         until = clock() + FINISH_S
+        self._ends = True
+        if self._fetches is not None:
+            self._fetches.fail(Disconnected("the server stops"))
         while (now := clock()) < until:
             self._urgent = True
             self.tick(now)
             if self._batch is None:
                 break
             if (outcome := self._writer.take(until - now)) is not None:
-                self._end(self._batch, outcome, clock())
+                self._hear(self._batch, outcome, clock())
         self._writer.stop()
         waiting = sum(record.waiting for record in self._ledger.rows_to_record().values())
         if waiting:
@@ -246,8 +293,3 @@ class RowRecords(Part):
 
     def _reasons(self) -> str:
         return "; ".join(sorted({failure.error for failure in self._failures.values()})) or "the disk is too slow"
-
-
-def _elsewhere(batch: EndedBatch) -> list[int]:
-    """The blocks that do not lie in the server's own memory."""
-    return [number for number, at in batch.blocks.items() if at.shard != SHARD]

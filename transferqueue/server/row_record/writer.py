@@ -13,18 +13,21 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
-from transferqueue.errors import Corruption
+from transferqueue.errors import Corruption, Disconnected, TransferQueueError
 from transferqueue.ledger.arrays import IntArray
+from transferqueue.ledger.rows.cold_arena import ON_DISK
 from transferqueue.ledger.rules.recording import EndedBatch
 from transferqueue.limits import FAREWELL_S
-from transferqueue.server.memory.own_memory import OwnShardMemory
+from transferqueue.server.memory.block_spool import BlockSpool
+from transferqueue.server.memory.own_memory import SHARD, OwnShardMemory
+from transferqueue.server.parts import ColdStore
 from transferqueue.server.row_record.batch_columns import BatchColumns
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.row_files import files
@@ -32,8 +35,15 @@ from transferqueue.storage.row_files.reader import rows_in
 from transferqueue.wire.messages import BlockLocation
 from transferqueue.wire.versions import VERSION
 
+if TYPE_CHECKING:
+    from transferqueue.server.shards.block_fetches import ArrivedBlocks
+
 _log: Final = logging.getLogger("transferqueue.server")
 COMPRESSION: Final = "zstd"
+
+
+Arrival = Callable[[], "ArrivedBlocks | TransferQueueError"]
+"""Waits for fetched blocks, or the error that ends the batch."""
 
 
 class WrittenFile(NamedTuple):
@@ -45,11 +55,32 @@ class WrittenFile(NamedTuple):
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a batch: the files that exist, and the error that kept the others from it; "": none."""
+    """What became of a batch: the files that exist, and what kept the others from it.
+
+    Args:
+        error: of the disk of the record; "": none.
+        damaged: a block whose bytes cannot be read, and why; None: none was met.
+    """
 
     table: str
     files: list[WrittenFile] = field(default_factory=list)
     error: str = ""
+    damaged: tuple[int, str] | None = None
+
+
+class SpooledBlocks(NamedTuple):
+    """Fetched blocks that the thread has read. damaged: numbers of those that do not match their checksum."""
+
+    arrived: ArrivedBlocks
+    damaged: list[int]
+
+
+class DamagedBlock(Exception):
+    """The bytes of a block cannot be read."""
+
+    def __init__(self, block: int, why: str) -> None:
+        super().__init__(f"block {block}: {why}")
+        self.block, self.why = block, why
 
 
 class Writer(Protocol):
@@ -62,23 +93,29 @@ class Writer(Protocol):
     def resume(self, directory: Path, life: str, first: int) -> list[WrittenFile]:
         """Remove what a killed server of this life was writing. Returns its files from number `first` on."""
 
-    def submit(self, batch: EndedBatch, directory: Path, *, after_failure: bool) -> None:
-        """Begin to write a batch. after_failure: the latest attempt on this table failed."""
+    def submit(self, batch: EndedBatch, directory: Path, *, after_failure: bool, remote: int) -> None:
+        """Begin to write a batch. after_failure: the latest attempt on this table failed. remote: number of its blocks
+        that are fetched (`expect`)."""
 
-    def take(self, wait_s: float = 0.0) -> Outcome | None:
-        """The outcome of the batch, once; None: there is none yet."""
+    def expect(self) -> Callable[[ArrivedBlocks | TransferQueueError], object]:
+        """Blocks of the next batch are fetched. Returns what takes them, or the error that ends the batch."""
+
+    def take(self, wait_s: float = 0.0) -> Outcome | SpooledBlocks | None:
+        """The outcome of the batch, once, and before it, what it has read of fetched blocks; None: there is nothing
+        yet."""
 
     def stop(self) -> None:
         """End. A batch that is being written may still appear."""
 
 
 class ThreadWriter:
-    """A `Writer` with a thread. `stir` has the loop call `tick` soon."""
+    """A `Writer` with a thread. `stir` has the loop call `tick` soon. cold: has the blocks on the disk."""
 
-    def __init__(self, memory: OwnShardMemory, stir: Callable[[], None]) -> None:
-        self._memory, self._stir = memory, stir
+    def __init__(self, memory: OwnShardMemory, stir: Callable[[], None], cold: ColdStore | None = None) -> None:
+        self._memory, self._stir, self._cold = memory, stir, cold
         self._batches: queue.SimpleQueue[Callable[[], Outcome] | None] = queue.SimpleQueue()
-        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[Outcome | SpooledBlocks] = queue.SimpleQueue()
+        self._arrivals: queue.SimpleQueue[ArrivedBlocks | TransferQueueError] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def probe(self, directory: Path) -> None:
@@ -89,15 +126,21 @@ class ThreadWriter:
         """See `Writer`."""
         return resume(directory, life, first)
 
-    def submit(self, batch: EndedBatch, directory: Path, *, after_failure: bool) -> None:
+    def submit(self, batch: EndedBatch, directory: Path, *, after_failure: bool, remote: int) -> None:
         """See `Writer`."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="transferqueue row record", daemon=True)
             self._thread.start()
         arena = self._memory.mapped(mmap.PROT_READ)
-        self._batches.put(lambda: write(batch, directory, _reader(arena), after_failure=after_failure))
+        fetched = (remote, self._arrivals.get) if remote else None
+        self._batches.put(lambda: self._write(batch, directory, arena, fetched, after_failure=after_failure))
 
-    def take(self, wait_s: float = 0.0) -> Outcome | None:
+    def expect(self) -> Callable[[ArrivedBlocks | TransferQueueError], object]:
+        """See `Writer`. A queue of its own for each batch: what an earlier one left is not taken for its blocks."""
+        self._arrivals = queue.SimpleQueue()
+        return self._arrivals.put
+
+    def take(self, wait_s: float = 0.0) -> Outcome | SpooledBlocks | None:
         """See `Writer`."""
         with suppress(queue.Empty):
             return self._outcomes.get(timeout=wait_s) if wait_s else self._outcomes.get_nowait()
@@ -105,6 +148,7 @@ class ThreadWriter:
 
     def stop(self) -> None:
         """See `Writer`."""
+        self._arrivals.put(Disconnected("the server stops"))
         self._batches.put(None)
         if self._thread is not None:
             self._thread.join(FAREWELL_S)
@@ -115,9 +159,63 @@ class ThreadWriter:
             del batch  # it keeps the map of the arena
             self._stir()
 
+    def _write(
+        self,
+        batch: EndedBatch,
+        directory: Path,
+        arena: U8,
+        fetched: tuple[int, Arrival] | None,
+        *,
+        after_failure: bool,
+    ) -> Outcome:
+        if fetched is None:
+            return write(batch, directory, bytes_of(arena, self._cold), after_failure=after_failure)
+        try:
+            with closing(BlockSpool(files.aside(directory, batch.life, 0).parent)) as spool:
+                spool_remote(spool, *fetched, arena, self._tell)
+                memory = bytes_of(arena, self._cold, spool)
+                return write(batch, directory, memory, after_failure=after_failure)
+        except (OSError, TransferQueueError) as error:
+            return Outcome(batch.table, error=str(error))
 
-def _reader(arena: U8) -> Callable[[BlockLocation], U8]:
-    return lambda at: arena[at.offset : at.offset + at.nbytes]
+    def _tell(self, spooled: SpooledBlocks) -> None:
+        self._outcomes.put(spooled)
+        self._stir()
+
+
+def spool_remote(
+    spool: BlockSpool,
+    count: int,
+    arrival: Arrival,
+    arena: U8,
+    tell: Callable[[SpooledBlocks], None],
+) -> None:
+    """Keep `count` fetched blocks as they arrive. arrival: blocks for the next ones. tell: gets those that were read.
+    Raises the error that arrives instead."""
+    while len(spool) < count:
+        arrived = arrival()
+        if isinstance(arrived, TransferQueueError):
+            raise arrived
+        tell(SpooledBlocks(arrived, spool.add_checked(arena, arrived.blocks)))
+
+
+def bytes_of(
+    arena: U8, cold: ColdStore | None = None, spool: BlockSpool | None = None
+) -> Callable[[BlockLocation], U8]:
+    """Return what reads a block that is held: from the arena, from the disk of cold blocks, or one that was fetched. It
+    raises `DamagedBlock`."""
+
+    def read(at: BlockLocation) -> U8:
+        if spool is not None and at.shard not in (SHARD, ON_DISK):
+            return spool.read(at.block)
+        if cold is None or at.shard != ON_DISK:
+            return arena[at.offset : at.offset + at.nbytes]
+        try:
+            return cold.read(at.block)
+        except Corruption as error:
+            raise DamagedBlock(at.block, str(error)) from error
+
+    return read
 
 
 def write(
@@ -134,6 +232,8 @@ def write(
             _write_file(columns, batch, directory, number, step, chosen)
             outcome.files.append(WrittenFile(number, batch.rows[chosen].tolist()))
         files.remove_old(directory, batch.terms.bytes_max, batch.terms.age_s)
+    except DamagedBlock as damage:
+        outcome.damaged = damage.block, damage.why
     except OSError as error:
         outcome.error = f"{type(error).__name__}: {error}"
     except Exception as error:  # noqa: BLE001  (logged with its cause; the rows stay)

@@ -344,7 +344,7 @@ _RULES: Final = (
     ),
     refused("train.enable_ema", "no mean of weights is kept", unless=(False, "false")),
     no_effect("train.ema_beta", "read with train.enable_ema"),
-    refused("train.full_determinism_enable", 'see trainer.order = "ordinal"', unless=(False, "false")),
+    refused("train.full_determinism_enable", "see reproducible = true", unless=(False, "false")),
     mapped("ckpt.save_steps", "checkpoint.every", interval, default=-1),
     kept("ckpt.max_num", "checkpoint.keep", default=3),
     no_effect("ckpt.load_enable", RESUMES),

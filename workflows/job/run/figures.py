@@ -205,7 +205,7 @@ FIGURES: Final[tuple[StepFigure, ...]] = (
         rule=Rule(
             about="0, where rows have no groups",
             breaks=_equal_rewards,
-            remedy="they teach nothing; see the rewards in samples.jsonl",
+            remedy="they teach nothing; see the rewards by `transferqueue samples`",
         ),
     ),
     StepFigure(
@@ -234,7 +234,7 @@ FIGURES: Final[tuple[StepFigure, ...]] = (
         rule=Rule(
             about="0: every row has the same score",
             breaks=_dead_term,
-            remedy="it teaches nothing; see its scores in samples.jsonl, and what it looks for",
+            remedy="it teaches nothing; see its scores by `transferqueue samples`, and what it looks for",
         ),
     ),
     StepFigure(
@@ -256,7 +256,7 @@ FIGURES: Final[tuple[StepFigure, ...]] = (
         rule=Rule(
             about=f"above {TRUNCATED_MAX:g}",
             breaks=_truncated,
-            remedy="raise it, or see in samples.jsonl whether responses end at all",
+            remedy="raise it, or see by `transferqueue samples` whether responses end at all",
             patience=1,
         ),
     ),

@@ -27,10 +27,13 @@ from transferqueue.workflows.flow.reports.loggers import DISPATCH, EVALUATION, R
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.run.figures import described
 from transferqueue.workflows.job.run.run_warnings import RunWarning, RunWarnings
-from transferqueue.workflows.job.run_files import EVALUATIONS, STEPS, json_lines
+from transferqueue.workflows.job.run_files import EVALUATIONS, STEP_ROWS, STEPS, json_lines
 from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.settings.sizes import records_rows
 from transferqueue.workflows.job.stages.failed_rows import FAILED_ROWS, FAILURES, RETRIED
 
+ROWS_OF_STEP: Final = "step_rows"
+"""Kind of the event with the rows of a step."""
 SAMPLES: Final = "samples"
 """Kind of the event with sample responses."""
 CHECKPOINT: Final = "checkpoint"
@@ -44,6 +47,7 @@ _FILES: Final = {
     STEP: STEPS,
     EVALUATION: EVALUATIONS,
     SAMPLES: "samples.jsonl",
+    ROWS_OF_STEP: STEP_ROWS,
     DISPATCH: "dispatch.jsonl",
     RANKER: "ranker.jsonl",
     ELASTIC: "elastic.jsonl",
@@ -100,6 +104,8 @@ class RunRecord:
 
     def __enter__(self) -> Self:
         for kind, name in _FILES.items():
+            if kind == (SAMPLES if records_rows(self._job) else ROWS_OF_STEP):
+                continue  # a job has either
             self._files[kind] = (self._folder / name).open("a", encoding="utf-8")
         self._rewrite(STEP, self.steps.values())  # without what a killed process left of a line
         self._rewrite(EVALUATION, self.evaluations)
@@ -118,9 +124,9 @@ class RunRecord:
             self._span(label, event)
         elif isinstance(event, Failure):
             self.failures[label] += 1
-        elif event.kind == SAMPLES:
-            for sample in event.values["samples"]:
-                self._write(SAMPLES, sample)
+        elif event.kind in (SAMPLES, ROWS_OF_STEP):
+            for values in event.values.get("samples", [event.values]):
+                self._write(event.kind, values)
         elif event.kind == FAILED_ROWS:
             return [event, *self._incidents(event.kind, event.at, event.values["rows"])]
         elif event.kind == RESTART:

@@ -95,6 +95,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     staleness_in_queue: dict[str, int] = {}
     publish_lag_s: float = 0.0
     swaps: Swaps = NO_SWAPS
+    rows_unrecorded: int = 0
 
     def rows(self) -> list[tuple[str, str]]:
         """Return names and values of a table for people."""
@@ -116,6 +117,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
             ("weights published in", _milliseconds(self.publish_s, "median")),
             *([("weights by rank", _by_rank(self.publications))] if len(self.publications) > 1 else []),
             ("rows put / done / dropped", f"{self.rows_put:,} / {self.rows_done:,} / {dropped}"),
+            *([("rows in no file", f"{self.rows_unrecorded:,}; server.log says why")] if self.rows_unrecorded else []),
             *([("episodes tried again", _by_cause(self.retried))] if self.retried else []),
             *([("handed back at full batches", _aborted(self.aborted))] if self.aborted else []),
             *([("read again after updates", self._prefilled())] if self.prefilled_again else []),
@@ -177,6 +179,7 @@ def summarize(
         staleness=record.staleness(),
         staleness_in_flight=table.staleness_in_flight if table else {},
         staleness_in_queue=table.staleness_in_queue if table else {},
+        rows_unrecorded=table.rows_unrecorded + table.rows_to_record if table else 0,
         publish_lag_s=publish_lag_s(generators, trainers),
         swaps=swaps_of(generators),
         rows_put=audit.put,

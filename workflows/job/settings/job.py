@@ -574,12 +574,6 @@ class TrainerSettings(_Table):
         "`auto`: on, unless advantages are whitened, a step takes several updates, or the mode is `colocated`.",
         For("comparisons with a step that waits: `off`"),
     ] = "auto"
-    order: Annotated[
-        Literal["ready", "ordinal"],
-        "`ready`: take groups as they become ready; `ordinal`: in the order of the data, so that a run with a fixed"
-        " `seed` repeats bit for bit, in every mode, with any number of processes, and after their deaths.",
-        For("tests and comparisons bit for bit: `ordinal`"),
-    ] = "ready"
     at_least: Annotated[
         int,
         "Fewest groups that a streaming step takes at once; rows for `reinforce_pp`, `ppo`, `distill` and `sft`.",
@@ -710,7 +704,7 @@ class WeightsSettings(_Table):
     every: Annotated[int, "Steps between two versions.", For("asynchronous runs of large models on slow networks")] = 1
     keep: Annotated[
         int,
-        "Versions that the queue keeps; more where `trainer.order` is `ordinal` and rows may need them.",
+        "Versions that the queue keeps; more in a `reproducible` job whose rows may need them.",
         For("several sites, or memory for a single version"),
     ] = 2
     in_flight: Annotated[
@@ -831,8 +825,9 @@ class LogSettings(_Table):
     ] = ()
     samples: Annotated[
         int,
-        "Responses of each step that are kept as text, each to another prompt.",
-        For("reading what the policy writes"),
+        "Responses of each step that are kept as text in `samples.jsonl`, each to another prompt, where `queue.record`"
+        " does not keep all.",
+        For("reading what the policy writes, on Ray or with `queue.address`"),
     ] = 4
 
 
@@ -854,11 +849,23 @@ class QueueSettings(_Table):
         float, "Memory for rows and weights, in GiB.", For("every job with long rows or a large model")
     ] = 8.0
     record: Annotated[
-        bool,
+        Literal["auto", "on", "off"],
         "Write each row that ends, with all columns and its life, into files in the folder of the run (`rows/`).",
+        "`on`: while the disk is full, rows wait, and then the job; `auto`: they are freed without a file, and the"
+        " summary counts them; nothing is recorded with an `address` or on Ray.",
         "Columns stay in memory until their row ends.",
-        For("people who ask later what a run generated: `transferqueue query`"),
-    ] = False
+        For("people who ask later what a run generated: `transferqueue samples`"),
+    ] = "auto"
+    record_gib: Annotated[
+        float,
+        "Most GiB of these files; the oldest go first. 0: no bound.",
+        For("disks that are small, or runs that are kept whole"),
+    ] = 16.0
+    record_days: Annotated[
+        float,
+        "Days after which such a file is removed, while the run goes on. 0: never.",
+        For("texts that may not be kept"),
+    ] = 0.0
 
 
 class RaySettings(_Table):
@@ -898,6 +905,13 @@ class Job(_Table):
         "Seed of the order of the data, of drawn tokens, minibatches and adapters.",
         For("runs that must repeat, and spreads over seeds"),
     ] = 0
+    reproducible: Annotated[
+        bool,
+        "The run repeats bit for bit with the same `seed`: in every mode, with any number of processes, whichever of"
+        " them die. A step takes prompts in the order of the data, and its number decides the weights of its rows."
+        " Engines and settings that cannot repeat are refused.",
+        For("comparisons bit for bit, and the search for a defect"),
+    ] = False
     steps: Annotated[int, "Steps of the trainer.", For("every job")] = 100
     on: Annotated[
         Literal["processes", "ray"],

@@ -50,6 +50,8 @@ OTHER_NAMES: Final = {
     "early_stopping_patience": "evaluation.patience",
     "metric_for_best_model": "evaluation.figure",
     "assistant_only_loss": "data.turns",
+    "full_determinism": "reproducible",
+    "order": "reproducible",
 }
 """What other trainers call a key of a job file."""
 

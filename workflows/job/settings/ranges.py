@@ -125,6 +125,8 @@ RANGES: Final[dict[str, NumberRange]] = {
     "evaluation.patience": NumberRange(0, why="0 takes all steps"),
     "log.samples": _ANY,
     "queue.memory_gib": NumberRange(0, 1 << 20, above=True),
+    "queue.record_gib": NumberRange(0, 1 << 20, why="0 is no bound"),
+    "queue.record_days": NumberRange(0, 36_500, why="0 keeps them"),
     "ray.replicas": NumberRange(1, 8),
     "ray.shard_gib": NumberRange(0, 1 << 20, why="0 is as much as queue.memory_gib"),
 }

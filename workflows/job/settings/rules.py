@@ -502,41 +502,46 @@ def _weights_of_servers(job: Job) -> None:
 
 
 def _order(job: Job) -> None:
-    """In the order of the data a run repeats bit for bit: what depends on the time is refused."""
-    if job.trainer.order != "ordinal":
+    """A reproducible run repeats bit for bit, whatever dies: what depends on the time is refused."""
+    if not job.reproducible:
         return
+    if not job.checkpoint.every:
+        raise UsageError(
+            "reproducible=true with checkpoint.every=0: a trainer that dies would go on with new moments of the "
+            "optimizer; give checkpoint.every, or set reproducible=false"
+        )
     if job.evaluation.patience:
         raise UsageError(
-            f'order="ordinal" with evaluation.patience={job.evaluation.patience}: training goes on while evaluations '
-            'are made, so the time would decide the last step; leave it out, or set trainer.order="ready"'
+            f"reproducible=true with evaluation.patience={job.evaluation.patience}: training goes on while evaluations "
+            "are made, so the time would decide the last step; leave it out, or set reproducible=false"
         )
     if job.algorithm.kind == "sft":
         return
     for place, engine in enumerate(job.engine):
         if engine.kind not in _APART:
             raise UsageError(
-                f'order="ordinal" with engine.{place}.kind={engine.kind!r}, which batches requests as they come, so '
+                f"reproducible=true with engine.{place}.kind={engine.kind!r}, which batches requests as they come, so "
                 "that a run does not repeat bit for bit. It would with one sequence at a time, or with kernels whose "
-                'sums do not depend on the batch, and a job cannot ask for either; set trainer.order="ready", or '
+                "sums do not depend on the batch, and a job cannot ask for either; set reproducible=false, or "
                 'kind="transformers"'
             )
         first = job.engine[0]
         if (engine.kind, engine.model, engine.options) != (first.kind, first.model, first.options):
             raise UsageError(
-                f'order="ordinal" with engine.{place}, whose kind, model or options are not those of engine.0: the '
-                'time decides which engine generates a row; make them equal, or set trainer.order="ready"'
+                f"reproducible=true with engine.{place}, whose kind, model or options are not those of engine.0: the "
+                "time decides which engine generates a row; make them equal, or set reproducible=false"
             )
     if job.reference.sync_every:
         raise UsageError(
-            f'order="ordinal" with reference.sync_every={job.reference.sync_every}: the time would decide which '
-            'version the reference takes; leave it out, or set trainer.order="ready"'
+            f"reproducible=true with reference.sync_every={job.reference.sync_every}: the time would decide which "
+            "version the reference takes; leave it out, or set reproducible=false"
         )
     parts = {"sampling.budget": job.sampling.budget, "pacing.over_sample": job.pacing.over_sample}
     for key, value in parts.items():
         if value > (1 if key == "pacing.over_sample" else 0):
             raise UsageError(
-                f'order="ordinal" with {key}={value:g}: responses would be generated in parts, whose ends depend on '
-                'the time; set trainer.order="ready", or leave it out'
+                f"reproducible=true with {key}={value:g}: responses would be generated in parts, whose ends depend on "
+                "the time; set reproducible=false, or leave it out"
             )
 
 
@@ -553,9 +558,9 @@ def _order_ahead(job: Job) -> None:
     for key, may_drop in drops.items():
         if may_drop:
             raise UsageError(
-                f'order="ordinal" and mode={job.pacing.mode!r} with {key}: later prompts would take the places of rows '
-                'that are dropped, with weights that the time decides; set pacing.mode="sync", or '
-                'trainer.order="ready"'
+                f"reproducible=true and mode={job.pacing.mode!r} with {key}: later prompts would take the places of "
+                'rows that are dropped, with weights that the time decides; set pacing.mode="sync", or leave '
+                "reproducible out"
             )
 
 
@@ -566,10 +571,10 @@ def _dispatch(job: Job) -> None:
     by_length = job.dispatch.kind == "length"
     if by_length and job.algorithm.kind == "sft":
         raise UsageError('dispatch.kind="length" with kind="sft": nothing is generated; leave it out')
-    if by_length and job.trainer.order == "ordinal":
+    if by_length and job.reproducible:
         raise UsageError(
-            'dispatch.kind="length" with order="ordinal": rows would be generated in an order that depends on the '
-            'time; set trainer.order="ready"'
+            'dispatch.kind="length" with reproducible=true: rows would be generated in an order that depends on the '
+            "time; set reproducible=false"
         )
 
 
@@ -634,16 +639,15 @@ def _on_ray(job: Job) -> None:
 
 
 def _record(job: Job) -> None:
-    if not job.queue.record:
+    if job.queue.record != "on":
         return
     if job.on == "ray":
         raise UsageError(
-            'queue.record=true with on="ray": rows lie in the memory of several nodes, and a server records those in '
-            "its own; leave it out"
+            'queue.record="on" with on="ray": the server of a run on Ray has no directory of records; leave it out'
         )
     if job.queue.address:
         raise UsageError(
-            f'queue.record=true with queue.address="{job.queue.address}": that server has a directory of records of '
+            f'queue.record="on" with queue.address="{job.queue.address}": that server has a directory of records of '
             "its own; leave one of both out"
         )
 

@@ -73,7 +73,7 @@ def depth(job: Job) -> float:
 
 def has_step_versions(job: Job) -> bool:
     """Whether the step of a row decides its version: of a job that generates ahead and repeats bit for bit."""
-    return job.trainer.order == "ordinal" and job.pacing.mode not in IN_TURN and job.algorithm.kind != "sft"
+    return job.reproducible and job.pacing.mode not in IN_TURN and job.algorithm.kind != "sft"
 
 
 def version_lag(job: Job) -> int:
@@ -96,6 +96,12 @@ def surplus_prompts(job: Job) -> int:
     """Prompts that over-sampling begins beyond those of a batch."""
     prompts = job.trainer.prompts_per_step
     return -int(-job.pacing.over_sample * prompts // 1) - prompts
+
+
+def records_rows(job: Job) -> bool:
+    """Whether all rows of the job are recorded."""
+    open_ = job.queue.record == "auto" and job.on == "processes" and not job.queue.address
+    return job.queue.record == "on" or open_
 
 
 def rows_ahead(job: Job) -> int:
@@ -146,4 +152,4 @@ def pass_tokens(job: Job, tokens: int) -> int:
     In the order of the data each row has a pass of its own (1: no two rows fit). Which rows are ready together depends
     on the time, and the last bits of a row's numbers on the rows beside it: a run would not repeat bit for bit.
     """
-    return 1 if job.trainer.order == "ordinal" else tokens
+    return 1 if job.reproducible else tokens

@@ -73,7 +73,7 @@ def episodes(context: Context) -> Iterator[Work]:
             job,
             slots=engine_of(job, context.instance).slots,
             tokenizer=tokenizer,
-            samples=SampleReporter(context, tokenizer),
+            samples=SampleReporter(context, tokenizer, recorded=isinstance(context.table.retention, tq.Recorded)),
             failed=lambda row, why: report_failed(context, {row: f"row {row}, {why.text}"}, why.cause),
             retried=lambda cause: report_retried(context, cause),
         ) as play:

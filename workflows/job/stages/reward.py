@@ -37,7 +37,7 @@ def reward_with(context: Context, tokenizer: TextTokenizer) -> Iterator[Work]:
     guard = AllDroppedGuard(
         job, "their rewards failed", "see failed_rows.jsonl in the folder of the run", most=("reward.failed_max", most)
     )
-    samples = SampleReporter(context, tokenizer)
+    samples = SampleReporter(context, tokenizer, recorded=isinstance(context.table.retention, tq.Recorded))
 
     def score(batch: tq.Batch) -> Iterator[PartialResult]:
         try:

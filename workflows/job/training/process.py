@@ -30,6 +30,7 @@ from transferqueue.workflows.flow.loop.serving import StageFailedInProcess
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job import graph, names
 from transferqueue.workflows.job.data.tokenizer import load_tokenizer
+from transferqueue.workflows.job.devices.repeat import repeat_bits
 from transferqueue.workflows.job.reward_terms.term_names import term_names
 from transferqueue.workflows.job.run_files import CHECKPOINTS, MODEL, checkpoint_path, first_prompt
 from transferqueue.workflows.job.settings.defaults import defaults_of
@@ -83,6 +84,7 @@ def train_critic(context: Context) -> Iterator[Callable[[], None]]:
 
 def policy_learner(job: Job, ranks: Ranks = ALONE) -> PolicyLearner:
     """Load the policy of a resolved job, or this rank's part of it, and return its learner."""
+    repeat_bits(job)
     settings = job.trainer
     if settings.lora_rank:
         torch.manual_seed(job.seed)  # the same adapters on every rank, and in every life without a checkpoint
@@ -105,6 +107,7 @@ def policy_learner(job: Job, ranks: Ranks = ALONE) -> PolicyLearner:
 
 def value_learner(job: Job) -> ValueLearner:
     """Load the critic of a resolved job and return its learner."""
+    repeat_bits(job)
     critic = job.critic
     model = load_value_model(
         critic.path,
@@ -131,7 +134,7 @@ def _prepare(model: Any, job: Job) -> None:
 def _loop(context: Context, job: Job, learner: StepLearner, task: str) -> Callable[[], None]:
     """Return the loop of this process."""
     checkpoints = _checkpoints(context, job, learner, task)
-    state = _resumed(job, learner, checkpoints)
+    state = resumed(job, learner, checkpoints)
     channel = context.queue.weights(names.POLICY if task == names.TRAIN else names.CRITIC, keep=versions_kept(job))
     turns = context.shared if isinstance(context.shared, DeviceTurns) else None
     publisher = _publisher(context, job, channel, learner, turns)
@@ -153,7 +156,7 @@ def _loop(context: Context, job: Job, learner: StepLearner, task: str) -> Callab
         publisher=publisher,
         weights=_weights(job, learner, task),
         checkpoints=checkpoints,
-        terms=_terms(job, task, checkpoints),
+        terms=_terms(job, task, checkpoints, tells_rows=isinstance(context.table.retention, tq.Recorded)),
         figures=context.figures,
         evaluations=_evaluations(context, job, task),
         partner=_partner(context, job, task),
@@ -199,7 +202,7 @@ def _announcing(context: Context, job: Job, task: str) -> Callable[[int, Sequenc
     return announce
 
 
-def _terms(job: Job, task: str, checkpoints: Checkpoints | None) -> TrainerTerms:
+def _terms(job: Job, task: str, checkpoints: Checkpoints | None, *, tells_rows: bool) -> TrainerTerms:
     is_policy = task == names.TRAIN
     return TrainerTerms(
         task=task,
@@ -213,6 +216,7 @@ def _terms(job: Job, task: str, checkpoints: Checkpoints | None) -> TrainerTerms
         evaluate_every=job.evaluation.every,
         in_turn=not is_policy and job.pacing.mode in IN_TURN and depth(job) == 0,
         by_step=has_step_versions(job),
+        tells_rows=is_policy and tells_rows,
     )
 
 
@@ -327,7 +331,7 @@ def stream_terms(job: Job, task: str, fields: tuple[str, ...]) -> StreamTerms:
             units=units,
             at_least=min(settings.at_least, units),
             stream=settings.stream == "on",
-            order=settings.order,
+            order="ordinal" if job.reproducible else "ready",
             window=window,
         ),
         whole=whole,
@@ -367,7 +371,7 @@ def _checkpoints(context: Context, job: Job, learner: StepLearner, task: str) ->
     )
 
 
-def _resumed(job: Job, learner: StepLearner, checkpoints: Checkpoints | None) -> CheckpointState | None:
+def resumed(job: Job, learner: StepLearner, checkpoints: Checkpoints | None) -> CheckpointState | None:
     """Load the checkpoint that the trainer goes on from: the newest of this run, else the one that the job names. None:
     there is none."""
     resume = job.checkpoint.resume

@@ -218,7 +218,7 @@ class RowStream:
         if self.terms.shape.order == "ordinal" and int(batch.ordinal.min()) < 0:
             raise UsageError(
                 f'row {int(batch.rows[batch.ordinal.argmin()])} of table "{self.table.name}" has no ordinal, which '
-                'order="ordinal" needs; put rows with ordinal=, or set trainer.order="ready"'
+                "reproducible=true needs; put rows with ordinal=, or set reproducible=false"
             )
         order = np.lexsort((batch.rows, batch.ordinal))
         if not self.terms.whole:

@@ -1,29 +1,31 @@
-"""Blocks of remote shards on their way into a snapshot: a file without a name, so that nothing outlives the process."""
+"""Blocks of remote shards on their way into other files: a file without a name, which ends with the process."""
 
 from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from transferqueue.server.durability.snapshot_directory import writing_to
 from transferqueue.storage.elements.dtypes import U8
+from transferqueue.storage.memory.checksum import UNCHECKED, checksum
+from transferqueue.wire.messages import BlockLocation
 
 
 class BlockSpool:
     """Keeps the bytes of blocks in a file in `directory`. First `add` all, then `read` any. For one thread.
 
-    Raises:
-        OutOfMemory: the disk is full.
-        UsageError: the disk cannot be written to.
+    Args:
+        writing: around what may raise `OSError`, which it may turn into another error.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        with writing_to(directory):
+    def __init__(self, directory: Path, writing: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._writing = writing
+        with writing():
             path = directory / "spool"
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             path.unlink()
@@ -41,10 +43,22 @@ class BlockSpool:
 
     def add(self, block: int, content: U8) -> None:
         """Append the bytes of a block."""
-        with writing_to(self._directory):
+        with self._writing():
             self._file.write(content.data)
         self._places[block] = self._end, self._end + len(content)
         self._end += len(content)
+
+    def add_checked(self, memory: U8, blocks: Iterable[tuple[BlockLocation, int]]) -> list[int]:
+        """Append blocks that lie in `memory` at these offsets. Returns the numbers of those that do not match their
+        checksum, and are not added."""
+        damaged = []
+        for at, offset in blocks:
+            content = memory[offset : offset + at.nbytes]
+            if at.checksum in (UNCHECKED, checksum(content)):
+                self.add(at.block, content)
+            else:
+                damaged.append(at.block)
+        return damaged
 
     def read(self, block: int) -> U8:
         """The bytes of a block that was added: a view of the file, which stays valid after `close`."""
@@ -52,7 +66,7 @@ class BlockSpool:
         if start == end:
             return np.empty(0, np.uint8)
         if self._mapped is None:
-            with writing_to(self._directory):
+            with self._writing():
                 self._file.flush()
             self._mapped = np.frombuffer(
                 mmap.mmap(self._file.fileno(), self._end, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8

@@ -1,0 +1,72 @@
+"""`transferqueue samples`: responses of a run as text, beside their rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from transferqueue.cli.options import json_option
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from transferqueue.workflows.job.run.samples import SampleRow
+
+EXAMPLES = (
+    ("transferqueue samples runs/grpo-20260101-120000", "the newest responses, while it runs too"),
+    ("transferqueue samples runs/grpo-20260101-120000 --step 40 --worst", "those of a step with the lowest rewards"),
+    ("transferqueue samples runs/grpo-20260101-120000 --rows 1000 --json", "for a machine"),
+)
+
+
+def samples(
+    run: Annotated[Path, typer.Argument(show_default=False, help="The folder of a job's run.")],
+    step: Annotated[
+        int | None,
+        typer.Option(min=1, show_default=False, help="The step that trained them. Default: the newest rows."),
+    ] = None,
+    rows: Annotated[int, typer.Option("--rows", "-n", min=1, help="The most responses.")] = 4,
+    worst: Annotated[bool, typer.Option("--worst", help="Those with the lowest rewards first.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Those with the highest rewards first.")] = False,
+    json: Annotated[bool, json_option("Print them as JSON.")] = False,
+) -> None:
+    """Show responses of a run as text: prompt, response, reward and its terms.
+
+    They are read from what the run has recorded (`queue.record`), and of a run that goes on, from its queue. Without
+    --worst or --best, each is to another prompt.
+    """
+    from transferqueue.cli.screens.terminal import console, show, show_json
+    from transferqueue.errors import UsageError
+    from transferqueue.workflows.job.run.samples import samples as samples_of
+
+    if worst and best:
+        raise UsageError("--worst with --best: give one of them")
+    found = samples_of(run, step=step, rows=rows, order="worst" if worst else "best" if best else "spread")
+    if json:
+        show_json(found)
+    else:
+        show((line for sample in found for line in _lines(sample)), console())
+
+
+def _lines(sample: SampleRow) -> Iterator[Text]:
+    from rich.text import Text
+
+    reward = "no reward" if sample.reward is None else f"reward {sample.reward:g}"
+    terms = "".join(f", {name} {score:g}" for name, score in sample.terms.items() if len(sample.terms) > 1)
+    place = f"step {sample.step}" if sample.step is not None else "not final yet"
+    fate = f", dropped: {sample.reason}" if sample.fate == "dropped" else ""
+    ended = f", {sample.finish_reason}" if sample.finish_reason else ""
+    head = f"{reward}{terms}  {place}, row {sample.row}, version {sample.version}, {sample.tokens} tokens{ended}{fate}"
+    yield Text(head, style="bold")
+    yield Text(_shown(sample.prompt), style="dim")
+    yield Text(sample.response)
+    yield Text()
+
+
+def _shown(prompt: Any) -> str:
+    if not isinstance(prompt, list):
+        return str(prompt)
+    return "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in prompt)
