@@ -7,7 +7,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,10 +26,14 @@ ENVIRONMENT = {
 }
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port of loopback that no other process is given, though it takes a server half a minute to listen there: it is
+    bound, and does not listen, so another socket that may reuse the address can."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])
 
 
 @contextmanager
@@ -45,7 +50,11 @@ def serve(directory: Path, *more: str) -> Iterator[str]:
 @contextmanager
 def serve_model(directory: Path, *more: str) -> Iterator[str]:
     """As `serve`, of the model that is in a directory already. more: further arguments."""
-    port = free_port()
+    with held_port() as port:
+        yield from _serve(directory, port, more)
+
+
+def _serve(directory: Path, port: int, more: Sequence[str]) -> Iterator[str]:
     arguments = (
         f"--model {directory} --served-model-name tiny --host 127.0.0.1 --port {port} --dtype float32 --enforce-eager "
         f"--kv-cache-memory-bytes {64 << 20}"
@@ -71,8 +80,9 @@ def serve_model(directory: Path, *more: str) -> Iterator[str]:
     reading.start()
     try:
         assert ready.wait(START_S), "".join(said[-50:])
+        end = time.monotonic() + START_S
         while not listens(port):  # it says that it is ready just before
-            assert process.poll() is None, "".join(said[-50:])
+            assert process.poll() is None and time.monotonic() < end, "".join(said[-50:])
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()

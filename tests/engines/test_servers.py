@@ -21,7 +21,7 @@ import aiohttp
 from aiohttp import web
 
 import transferqueue as tq
-from tests.engines.served import free_port, serve
+from tests.engines.served import serve
 from transferqueue.adapters.engines.openai import OpenAIGenerator
 from transferqueue.adapters.protocols import ABORT, LENGTH, STOP, Completion, Generator, Pause, Prompt, Sampling
 from transferqueue.adapters.stages.callables import Agents
@@ -144,8 +144,8 @@ class Late:
         app.router.add_route("*", "/{path:.*}", self._pass)
         runner = web.AppRunner(app)
         await runner.setup()
-        await (site := web.TCPSite(runner, "127.0.0.1", port := free_port())).start()
-        yield f"http://127.0.0.1:{port}"
+        await (site := web.TCPSite(runner, "127.0.0.1", 0)).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
         await site.stop()
         await runner.cleanup()
 
