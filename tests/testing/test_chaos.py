@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self, cast
 
 import pytest
 
@@ -24,14 +24,13 @@ from transferqueue.testing.chaos import run as run_module
 from transferqueue.testing.chaos.fault_plan import FLOODERS, PROXY, SERVER, SERVER_GAP_S, Fault, plan, settings
 from transferqueue.testing.chaos.log import ProcessLog, ReadLog, read_logs
 from transferqueue.testing.chaos.payload import LARGE_WORDS, SMALL_WORDS, Payload
+from transferqueue.testing.chaos.process_context import ProcessContext, ServerEndpoint
+from transferqueue.testing.chaos.processes import ManagedProcess
 from transferqueue.testing.chaos.proxy import LoopbackHosts, Proxy
 from transferqueue.testing.chaos.recovery import of_leases, of_server
 from transferqueue.testing.chaos.run import Chaos
 from transferqueue.testing.chaos.server_process import ServerUnderTest
 from transferqueue.testing.chaos.verify import Account
-
-if TYPE_CHECKING:
-    from transferqueue.testing.chaos.processes import ManagedProcess
 
 
 def command(*options: str) -> list[str]:
@@ -71,7 +70,7 @@ def test_what_ucx_ends_over_tcp_is_a_fault_and_any_other_abort_is_a_violation(
     with Chaos(settings(10, 1, "process", tcp=False), tmp_path, print) as run:
         run._draining = True  # the role is not started again
         (tmp_path / f"{FLOODERS[0]}.log").write_text(said)
-        run._ended(cast("ManagedProcess", SimpleNamespace(role=FLOODERS[0])), -signal.SIGABRT)
+        run._ended(cast(ManagedProcess, SimpleNamespace(role=FLOODERS[0])), -signal.SIGABRT)
     assert (bool(run.violations), [fault.kind for fault in run.faults]) == (judged, [] if judged else ["abort of UCX"])
 
 
@@ -87,6 +86,27 @@ def test_two_runs_at_once_take_no_port_of_each_other() -> None:
 
     with socket.create_server((LoopbackHosts.of_one_run().server, 0)) as listening:
         asyncio.run(forward(listening.getsockname()[1]))
+
+
+def test_a_process_that_is_told_to_stop_before_it_first_runs_stops(tmp_path: Path) -> None:
+    """On one core the parent sends the signal before the child is scheduled."""
+    (tmp_path / "events").mkdir()
+    cores, before = os.sched_getaffinity(0), signal.signal(signal.SIGTERM, signal.default_int_handler)  # as a run does
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        for life in range(20):
+            process = ManagedProcess(FLOODERS[0], lambda: _wait_until_stopped(tmp_path, life), tmp_path / "log")  # noqa: B023
+            process.signal(signal.SIGTERM)
+            assert process.wait() == 0, (tmp_path / "log").read_text()
+    finally:
+        os.sched_setaffinity(0, cores)
+        signal.signal(signal.SIGTERM, before)
+
+
+def _wait_until_stopped(directory: Path, life: int) -> None:
+    context = ProcessContext(directory, ServerEndpoint("ipc://none"), FLOODERS[0], life, seed=1)
+    context.pace(20)
+    assert context.stopping
 
 
 # ---------------------------------------------------------------- the plan

@@ -24,6 +24,7 @@ CONNECT_S: Final = 60.0
 NUMBERS_PER_PROCESS: Final = 1 << 24
 """Rows that one process puts at most."""
 _PR_SET_PDEATHSIG: Final = 1
+_STOPS: Final = frozenset({signal.SIGTERM})
 
 
 class ServerEndpoint:
@@ -50,6 +51,7 @@ class ProcessContext:
         os.set_blocking(signalled, False)
         signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._stop)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
 
     def numbers(self, count: int) -> range:
         """Numbers for `count` rows, which no other row of the run has."""
@@ -68,15 +70,20 @@ class ProcessContext:
 
 def fork(work: Callable[[], object], log: Path) -> int:
     """Run `work` in a child process; its process number. An exception there goes to the file `log`, and the exit code
-    is 1."""
+    is 1.
+
+    The child has SIGTERM blocked until it makes its `ProcessContext`: Python forgets what arrives before the child of a
+    fork first runs.
+    """
     parent = os.getpid()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
     child = os.fork()
     if child:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return child
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _end_with(parent)
         _write_to(log)
         gc.freeze()

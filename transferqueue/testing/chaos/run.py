@@ -92,6 +92,8 @@ class Chaos:
         self._life = itertools.count(1)
         self._pipes: Final = {name: Pipe(to_child=name != "news") for name in ("commands", "news", "network")}
         self._ready = self._probed = False
+        self._died_starting = False
+        """Whether a server died since the last one that was ready."""
         self._rows: dict[str, int] = {}
         self._draining = self._server_restarts = False
         (directory / "events").mkdir()
@@ -206,7 +208,7 @@ class Chaos:
         if not output:
             self._server_ended()
         elif b"ready" in output:
-            self._ready = True
+            self._ready, self._died_starting = True, False
             if self._run.tcp:
                 for port in self._server.ports():
                     self._network("port", port)
@@ -270,19 +272,26 @@ class Chaos:
         return bool(processes)
 
     def _hurt_server(self, fault: Fault) -> bool:
+        """A server that is starting dies at most once, since a slow machine needs longer to start one than the pause
+        between two faults."""
         if fault.kind == "restart":
             if not self._ready:  # the server has not installed its signal handlers yet
                 return False
             self._server_restarts, self._ready = True, False
             self._server.ask_to_stop()
             return True
-        if fault.kind == "disk_full":
-            if fault.for_s:
-                self._loop.at(time.monotonic() + fault.for_s, self._server.empty_disk)
-            return self._server.fill_disk()
         if fault.kind == "freeze":
             self._loop.at(time.monotonic() + fault.for_s, partial(self._server.signal, signal.SIGCONT))
-        return self._server.signal(signal.SIGSTOP if fault.kind == "freeze" else signal.SIGKILL)
+            return self._server.signal(signal.SIGSTOP)
+        if fault.for_s:  # a disk that is full for some time, which the server survives
+            self._loop.at(time.monotonic() + fault.for_s, self._server.empty_disk)
+            return self._server.fill_disk()
+        if self._died_starting:
+            return False
+        done = self._server.fill_disk() if fault.kind == "disk_full" else self._server.signal(signal.SIGKILL)
+        if done:
+            self._ready, self._died_starting = False, not self._ready
+        return done
 
     # ------------------------------------------------------------ the end
 
