@@ -82,7 +82,8 @@ def _serve(directory: Path, port: int, more: Sequence[str]) -> Iterator[str]:
         assert ready.wait(START_S), "".join(said[-50:])
         end = time.monotonic() + START_S
         while not listens(port):  # it says that it is ready just before
-            assert process.poll() is None and time.monotonic() < end, "".join(said[-50:])
+            assert process.poll() is None, "".join(said[-50:])
+            assert time.monotonic() < end, "".join(said[-50:])
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
