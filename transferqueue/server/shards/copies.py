@@ -64,7 +64,7 @@ class CopyOrders:
         blocked = None
         for fetches in self._fetches:
             order = fetches.order(session, shard, now)
-            if isinstance(order, m.CopyOrder):
+            if order is not None and not isinstance(order, Blocked):
                 return order
             blocked = blocked or order
         return blocked

@@ -137,16 +137,15 @@ def _as_the_run(run: RunFolder) -> Iterator[None]:
     """Work where the run's paths and modules are, and leave this process as it was."""
     code = next((start.code for start in reversed(run.starts()) if start.code), "")
     found = importable(Path(code) if code else None)
-    before = {name: os.environ.get(name) for name in found}
+    before = dict(os.environ)
     threads, repeats = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     os.environ.update(found)
     try:
         with run.at_its_place():
             yield
     finally:
-        os.environ.update({name: value for name, value in before.items() if value is not None})
-        for name in [name for name, value in before.items() if value is None]:
-            del os.environ[name]
+        os.environ.clear()
+        os.environ.update(before)
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(mode=repeats)
 

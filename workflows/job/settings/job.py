@@ -724,7 +724,7 @@ class WeightsSettings(_Table):
         "What a job with adapters (`trainer.lora_rank`) publishes. `adapter`: the weights of the model once, and of"
         " each version the adapters, which engines merge. `merged`: merged weights in each version. Empty: `adapter`,"
         " but `merged` with `fsdp2`, in mode `colocated`, and for vLLM on several devices or as a server.",
-        For("LoRA jobs with engines of one's own that read a channel without `ChannelWeights`"),
+        For("LoRA jobs whose engines read channels without `ChannelWeights`"),
     ] = ""
 
 
