@@ -28,7 +28,7 @@ pacing = {{ mode = "sync" }}
 checkpoint = {{ every = 2 }}
 weights = {{ dtype = "float32" }}
 evaluation = {{ path = "data", every = 2, rows = 8 }}
-queue = {{ memory_gib = 0.125 }}
+queue = {{ memory_gib = 0.125, record = "on" }}
 """
 GRPO = (
     BOTH

@@ -31,7 +31,7 @@ def evaluation(when, reward, number=0):
 
 
 def record_in(folder, kind="grpo"):
-    return RunRecord(folder, job(kind, "queue.record=off"))
+    return RunRecord(folder, job(kind))
 
 
 def filled(folder, steps):

@@ -323,6 +323,7 @@ REFUSED = [
     ),
     (GRPO, "on=ray ; queue.record=on", 'queue.record="on" with on="ray": the server of a run on Ray has no dir'),
     (GRPO, "queue.record=on ; queue.address=tcp://h:1", 'queue.record="on" with queue.address="tcp://h:1": that'),
+    (GRPO, "queue.record=best_effort ; queue.address=tcp://h:1", 'queue.record="best_effort" with queue.address='),
     (GRPO, "on=ray ; engine=[{site='far'}] ; queue.address=tcp://h:1", 'engine.site="far" with on="ray": Ray places'),
     (GRPO, "on=slurm", "on='slurm': give processes, ray"),
     # memory

@@ -37,7 +37,7 @@ _LEAN: Final = {
     "checkpoint": {"every": 0, "best": "", "resume": ""},
     "log": {"samples": 0, "to": []},
     "elastic": {"max": 0},
-    "queue": {"address": "", "record": "off"},
+    "queue": {"address": ""},
 }
 """A trial writes nothing that outlives it, and runs on a server of its own."""
 

@@ -24,7 +24,7 @@ from transferqueue.workflows.flow.events import PUBLISH, RESTART, WAIT, WORK, Ev
 from transferqueue.workflows.flow.loop.full_batches import ABORTED
 from transferqueue.workflows.flow.reports.chrome_trace import write_chrome_trace
 from transferqueue.workflows.flow.reports.loggers import DISPATCH, EVALUATION, RANKER, STEP
-from transferqueue.workflows.job import names
+from transferqueue.workflows.job import names, run_files
 from transferqueue.workflows.job.run.figures import described
 from transferqueue.workflows.job.run.run_warnings import RunWarning, RunWarnings
 from transferqueue.workflows.job.run_files import EVALUATIONS, STEP_ROWS, STEPS, json_lines
@@ -46,7 +46,7 @@ SPANS_MAX: Final = 200_000
 _FILES: Final = {
     STEP: STEPS,
     EVALUATION: EVALUATIONS,
-    SAMPLES: "samples.jsonl",
+    SAMPLES: run_files.SAMPLES,
     ROWS_OF_STEP: STEP_ROWS,
     DISPATCH: "dispatch.jsonl",
     RANKER: "ranker.jsonl",

@@ -1,7 +1,7 @@
-"""Responses of a run as text: from its record, and while the run goes on, from its queue too.
+"""Responses of a run as text: from its record or its file of samples, and while the run goes on, from its queue too.
 
 A row is in the record when it has ended, which is after the checkpoint of its step. The rows before that are read from
-the queue, without a lease.
+the queue, without a lease. A run that records no rows has some responses of each step in `samples.jsonl`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_token
 from transferqueue.workflows.job.reward_terms.term_names import term_names
 from transferqueue.workflows.job.run.folder import RunFolder
 from transferqueue.workflows.job.run.server import running_address
+from transferqueue.workflows.job.run_files import SAMPLES, json_lines
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import group_rows
 
@@ -36,13 +37,13 @@ _COLUMNS: Final = ("response_ids", "rewards", names.REWARD_TERMS, "finish_reason
 
 
 class SampleRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A response as text. step: that trained it; None: of a row that is not final yet, or was dropped. fate: ``live``,
-    ``done`` or ``dropped``, and why. terms: the score of each reward term that applies. data: the columns of the data
-    file, such as the right answer."""
+    """A response as text. row: None in `samples.jsonl`. step: that trained it; None: of a row that is not final yet, or
+    was dropped. fate: ``live``, ``done`` or ``dropped``, and why; "" in `samples.jsonl`. terms: the score of each
+    reward term that applies. data: the columns of the data file, such as the right answer."""
 
-    row: int
+    row: int | None = None
     step: int | None
-    fate: str
+    fate: str = ""
     reason: str = ""
     version: int
     ordinal: int
@@ -65,7 +66,7 @@ def samples(folder: Path, *, step: int | None = None, rows: int = 4, order: Orde
         order: ``spread``, the default: each to another prompt; ``worst`` or ``best``: by reward.
 
     Raises:
-        NotFound: no folder of a run, no recorded rows, or none of that step.
+        NotFound: no folder of a run, or it has no responses of that step.
         UsageError: `rows` is out of its range, or the model has no tokenizer here.
     """
     if not 1 <= rows <= ROWS_MAX:
@@ -73,11 +74,9 @@ def samples(folder: Path, *, step: int | None = None, rows: int = 4, order: Orde
     run = RunFolder(folder.absolute())
     job = run.job()
     found = [] if step is not None else _live(folder)
-    if not found:
-        found = _recorded(folder, step)
-    chosen = _chosen(found, rows, order, group_rows(job))
-    if not chosen:
-        return []
+    if not found and not (folder / JOB_ROWS / names.TABLE).is_dir():
+        return msgspec.convert(_chosen(_kept(folder, step), rows, order, group_rows(job)), list[SampleRow])
+    chosen = _chosen(found or _recorded(folder, step), rows, order, group_rows(job))
     with run.at_its_place():
         read = _reader(job, load_tokenizer(job.model))
     return [*map(read, chosen)]
@@ -87,21 +86,28 @@ Row = Mapping[str, Any]
 """Columns of a row by name, with its facts as in a record."""
 
 
+def _kept(folder: Path, step: int | None) -> list[Row]:
+    """The responses of a step in `samples.jsonl`; default: of the newest step that has some."""
+    lines = [*json_lines(folder / SAMPLES)]
+    steps = sorted({int(line["step"]) for line in lines})
+    wanted = _wanted(steps, step, f"{folder} has no samples")
+    return [line | {"_ordinal": line["ordinal"], "rewards": line["reward"]} for line in lines if line["step"] == wanted]
+
+
+def _wanted(steps: Sequence[int], step: int | None, lacks: str) -> int:
+    """The step that is asked for, or the newest."""
+    if not steps or (step is not None and step not in steps):
+        which = f"it has steps {steps[0]} to {steps[-1]}" if steps else "no step of it is final yet"
+        raise NotFound(f"{lacks} of {'a' if step is None else 'that'} step; {which}")
+    return steps[-1] if step is None else step
+
+
 def _recorded(folder: Path, step: int | None) -> list[Row]:
     """The recorded rows of a step that have a response; default: of the newest step that has some."""
     import pyarrow.compute as pc
 
-    if not (folder / JOB_ROWS / names.TABLE).is_dir():
-        raise NotFound(
-            f'{folder} has no recorded rows: none has ended yet, or the job has queue.record="off", runs on Ray, or '
-            "names a queue.address; see samples.jsonl there"
-        )
     table = tq.open_run(folder).table(names.TABLE)
-    steps = sorted(_steps(table))
-    wanted = step if step is not None else (steps[-1] if steps else None)
-    if wanted is None or wanted not in steps:
-        which = f"it has steps {steps[0]} to {steps[-1]}" if steps else "no step of it is final yet"
-        raise NotFound(f"the record of {folder} has no rows of {'a' if step is None else 'that'} step; {which}")
+    wanted = _wanted(sorted(_steps(table)), step, f"the record of {folder} has no rows")
     known = table.dataset().schema.names
     columns = [name for name in (*_FACTS, *_COLUMNS) if name in known]
     return list(table.arrow(columns, filter=pc.field("_step") == wanted).to_pylist())

@@ -25,6 +25,7 @@ from transferqueue.workflows.job.settings.sizes import (
     group_rows,
     has_step_versions,
     merged_for,
+    records_rows,
     row_bytes,
     rows_ahead,
     rows_kept,
@@ -639,15 +640,14 @@ def _on_ray(job: Job) -> None:
 
 
 def _record(job: Job) -> None:
-    if job.queue.record != "on":
+    if not records_rows(job):
         return
+    given = f'queue.record="{job.queue.record}"'
     if job.on == "ray":
-        raise UsageError(
-            'queue.record="on" with on="ray": the server of a run on Ray has no directory of records; leave it out'
-        )
+        raise UsageError(f'{given} with on="ray": the server of a run on Ray has no directory of records; leave it out')
     if job.queue.address:
         raise UsageError(
-            f'queue.record="on" with queue.address="{job.queue.address}": that server has a directory of records of '
+            f'{given} with queue.address="{job.queue.address}": that server has a directory of records of '
             "its own; leave one of both out"
         )
 

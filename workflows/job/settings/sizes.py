@@ -100,8 +100,7 @@ def surplus_prompts(job: Job) -> int:
 
 def records_rows(job: Job) -> bool:
     """Whether all rows of the job are recorded."""
-    open_ = job.queue.record == "auto" and job.on == "processes" and not job.queue.address
-    return job.queue.record == "on" or open_
+    return job.queue.record != "off"
 
 
 def rows_ahead(job: Job) -> int:

@@ -35,8 +35,8 @@ def samples(
 ) -> None:
     """Show responses of a run as text: prompt, response, reward and its terms.
 
-    They are read from what the run has recorded (`queue.record`), and of a run that goes on, from its queue. Without
-    --worst or --best, each is to another prompt.
+    They are read from the run's samples (`log.samples`), or from all of its rows if it records them (`queue.record`),
+    and of a run that goes on, from its queue. Without --worst or --best, each is to another prompt.
     """
     from transferqueue.cli.screens.terminal import console, show, show_json
     from transferqueue.errors import UsageError
@@ -57,9 +57,10 @@ def _lines(sample: SampleRow) -> Iterator[Text]:
     reward = "no reward" if sample.reward is None else f"reward {sample.reward:g}"
     terms = "".join(f", {name} {score:g}" for name, score in sample.terms.items() if len(sample.terms) > 1)
     place = f"step {sample.step}" if sample.step is not None else "not final yet"
+    place += "" if sample.row is None else f", row {sample.row}"
     fate = f", dropped: {sample.reason}" if sample.fate == "dropped" else ""
     ended = f", {sample.finish_reason}" if sample.finish_reason else ""
-    head = f"{reward}{terms}  {place}, row {sample.row}, version {sample.version}, {sample.tokens} tokens{ended}{fate}"
+    head = f"{reward}{terms}  {place}, version {sample.version}, {sample.tokens} tokens{ended}{fate}"
     yield Text(head, style="bold")
     yield Text(_shown(sample.prompt), style="dim")
     yield Text(sample.response)
