@@ -86,8 +86,8 @@ elif '"name":"train"' in Path("/proc/self/cmdline").read_text():
 
     PolicyLearner.step = step_slowly
 """
-"""What Python runs when a process starts: the engine's weights are not those that it was given, and the trainer is slower
-than generation."""
+"""What Python runs when a process starts: the engine's weights are not those that it was given, and the trainer is
+slower than generation."""
 LOG = """
 def log(step, figures):
     with open({file!r}, "a") as file:
