@@ -254,6 +254,16 @@ REFUSED = [
         "reproducible=true ; reward.0.on_error=drop",
         "mode='async' with reward.0.on_error=\"drop\": later prompts",
     ),
+    (
+        GRPO,
+        f"reproducible=true ; {TWO} ; {SOURCES.format('a', 'b')} ; environment.1.on_error=drop",
+        "mode='async' with environment.1.on_error=\"drop\": later prompts",
+    ),
+    (
+        GRPO,
+        'reproducible=true ; pacing.mode=sync ; sampling.refills=1 ; reward=[] ; environment=[{factory="c:d"}]',
+        "reproducible=true with sampling.refills=1: an environment that is late once would give the row other tokens",
+    ),
     (GRPO, "reproducible=true ; on=ray", 'with on="ray" and ray.replicas=1: later prompts'),
     (
         GRPO,

@@ -536,6 +536,11 @@ def _order(job: Job) -> None:
             f"reproducible=true with reference.sync_every={job.reference.sync_every}: the time would decide which "
             "version the reference takes; leave it out, or set reproducible=false"
         )
+    if job.sampling.refills:
+        raise UsageError(
+            f"reproducible=true with sampling.refills={job.sampling.refills}: an environment that is late once would "
+            "give the row other tokens; leave it out, or set reproducible=false"
+        )
     parts = {"sampling.budget": job.sampling.budget, "pacing.over_sample": job.pacing.over_sample}
     for key, value in parts.items():
         if value > (1 if key == "pacing.over_sample" else 0):
@@ -552,7 +557,11 @@ def _order_ahead(job: Job) -> None:
         return
     drops = {
         "algorithm.filter_equal=true": bool(filled(job.algorithm).filter_equal),
-        **{f'reward.{place}.on_error="drop"': term.on_error == "drop" for place, term in enumerate(job.reward)},
+        **{
+            f'{table}.{place}.on_error="drop"': term.on_error == "drop"
+            for table in ("reward", "environment")
+            for place, term in enumerate(getattr(job, table))
+        },
         'on="ray" and ray.replicas=1': job.on == "ray" and job.ray.replicas == 1,
     }
     for key, may_drop in drops.items():
