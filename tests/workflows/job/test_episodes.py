@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import resource
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -332,6 +335,9 @@ def test_a_step_that_keeps_the_interpreter_is_ended_with_its_process(tokenizer: 
     ("environment", "cause", "words"),
     [
         ("TooLong", "output", "step('2') gave a text of 1,048,577 characters; give at most 1,048,576"),
+        ("HalfACharacter", "error", r"step('2') gave a text with half a character, '\ud800' at 1; decode bytes with"),
+        ("RaisesHalfACharacter", "error", r"step('2') raised RuntimeError: a\ud800, in fails, line"),
+        ("RaisesWithoutText", "error", "step('2') raised ErrorWithoutText: an error whose text raised KeyError"),
         ("NoTuple", "error", "step('2') returned 'done'; give the tuple (observation, reward, terminated"),
         ("NotANumber", "error", "step('2') gave the reward nan; give a finite number"),
         ("Exits", "error", "reset(seed="),
@@ -399,6 +405,20 @@ def test_a_process_in_which_many_calls_hang_is_replaced(monkeypatch: pytest.Monk
                 other.reset(options={"question": "2+2="})
                 assert other.process_id != works.process_id == hangs.process_id
                 assert other.step("2")[1] == works.step("2")[1] == 1.0
+
+
+def test_a_process_with_many_open_files_has_environments_too() -> None:
+    """The pipes keep their numbers in the environments' process; `select` takes none over 1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 2048)), hard))
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            stack.callback(os.close, os.dup(0))
+        host = stack.enter_context(EnvironmentHost(ENVIRONMENTS + "Answers", {}, timeout_s=60.0, episode_s=60.0))
+        with host.open(time.monotonic() + 60) as hosted:
+            hosted.reset(options={"question": "2+2="})
+            assert hosted.step("4")[1] == 1.0
 
 
 def test_an_observation_that_is_no_text_is_refused(tokenizer: Any) -> None:
