@@ -151,6 +151,11 @@ REFUSED = [
     ),
     (GRPO, "algorithm.top_k=8", "top_k=8 is read by distill alone"),
     (GRPO, "algorithm.token_staleness.mask=9", "token_staleness.mask=9 with .* so none would be left out; give less"),
+    (
+        GRPO,
+        "reproducible=true ; pacing={mode='async', depth=2} ; algorithm.token_staleness.mask=1",
+        "token_staleness.mask=1 with reproducible=true: all tokens of a step have the same version",
+    ),
     (GRPO, "algorithm.token_staleness.mask=-1", "token_staleness.mask=-1: give at least 0: 0 leaves no token out"),
     (GRPO, "weights.lora=merged", 'weights.lora="merged" with lora_rank=0: there are no adapters; leave it out'),
     (

@@ -387,6 +387,7 @@ class TokenStalenessSettings(_Table):
     mask: Annotated[
         int,
         "Largest staleness of the tokens in the policy's loss; older ones are left out. 0: none is.",
+        "A step whose tokens are all older leaves the weights as they are.",
         For("asynchronous runs whose long responses begin with old tokens"),
     ] = 0
 

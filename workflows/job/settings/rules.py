@@ -330,6 +330,11 @@ def _token_staleness(job: Job) -> None:
     mask, kind, pacing = job.algorithm.token_staleness.mask, job.algorithm.kind, job.pacing
     if mask and kind == "sft":
         raise UsageError(f'token_staleness.mask={mask} with kind="sft": no version drew its tokens; leave it out')
+    if mask and has_step_versions(job):
+        raise UsageError(
+            f"token_staleness.mask={mask} with reproducible=true: all tokens of a step have the same version, so it "
+            "would leave out none or all of them; leave it out, or set reproducible=false"
+        )
     oldest = _oldest(job)
     if mask and mask >= oldest:
         raise UsageError(
