@@ -24,12 +24,15 @@ from transferqueue.adapters.protocols import Completion, PartialResult, Prompt, 
 from transferqueue.adapters.stages.environments import Episodes
 from transferqueue.workflows.flow.loop.runner import StageFailedInProcess
 from transferqueue.workflows.job import names
+from transferqueue.workflows.job.data.sequence import NumberedPrompt
 from transferqueue.workflows.job.reward_terms import environment_host, tries
 from transferqueue.workflows.job.reward_terms.environment_call import CallFailed
 from transferqueue.workflows.job.reward_terms.environment_host import EnvironmentHost
 from transferqueue.workflows.job.reward_terms.tries import TRIES_MAX
 from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.stages.all_dropped_guard import BATCHES_MAX
 from transferqueue.workflows.job.stages.episodes import EnvironmentFailed, FailedEpisode, JobEpisodes
+from transferqueue.workflows.job.stages.measures import EpisodeReward
 from transferqueue.workflows.job.stages.policy_weights import FixedWeights
 from transferqueue.workflows.job.stages.samples import SampleReporter
 from transferqueue.workflows.job.tiny_model.tokenizer import build_tokenizer
@@ -290,6 +293,21 @@ def test_responses_that_are_replaced_count_as_failed_ones(tokenizer: Any) -> Non
     episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer, slots=1)
     with pytest.raises(StageFailedInProcess, match="20 batches, were all dropped: environment Broken failed"):
         played(episodes, settings, tokenizer, ["1+1="] * 3)
+
+
+def test_an_evaluation_goes_on_however_many_responses_were_replaced(tokenizer: Any) -> None:
+    settings = job(ENVIRONMENTS + "Broken", refills=1, environment={"on_error": "drop"})
+    settings = msgspec.structs.replace(settings, trainer=msgspec.structs.replace(settings.trainer, prompts_per_step=1))
+    questions = ["2+2=", *["1+1="] * BATCHES_MAX]
+    ids = [tokenizer.apply_chat_template([{"role": "user", "content": text}])["input_ids"] for text in questions]
+    prompts = [
+        NumberedPrompt(number=at, ids=np.array(prompt, np.int32), data={"question": text}, text=text)
+        for at, (prompt, text) in enumerate(zip(ids, questions, strict=True))
+    ]
+    sampling = Sampling(tokens_max=settings.sampling.tokens_max, stop_ids=(tokenizer.eos_token_id,))
+    with EpisodeReward(settings, Scripted(tokenizer, {"+": ["2"]}), sampling, tokenizer) as measure:
+        figures = measure.figures(prompts, samples=1)
+    assert (figures["rows"], figures["failed"], figures["reward"]) == (1, BATCHES_MAX, 2.0)
 
 
 @dataclass
