@@ -9,6 +9,7 @@ import pytest
 
 from transferqueue.errors import Impossible, NotFound, TransferQueueError, UsageError
 from transferqueue.workflows.job.settings.changes import apply
+from transferqueue.workflows.job.settings.environment_factories import environments_of
 from transferqueue.workflows.job.settings.job import DataSettings, EngineSettings, Job, ModelSettings
 from transferqueue.workflows.job.settings.read import checked, job_from_file, job_from_values
 from transferqueue.workflows.job.settings.write import job_as_toml
@@ -111,7 +112,12 @@ REFUSED = [
     (GRPO, 'reward=[] ; environment=[{factory="c"}]', "environment.0.factory='c' is not named as"),
     (GRPO, 'reward=[] ; environment=[{factory="c:d", url="http://h"}]', "environment.0 has factory and url of factory"),
     (GRPO, 'reward=[] ; environment=[{url="h:1"}]', "environment.0.url='h:1': give an address such as"),
-    (GRPO, 'reward=[] ; environment=[{url="http://1.2.3.4"}]', "environment.0.name='1-2-3-4': give a letter, then"),
+    (GRPO, 'reward=[] ; environment=[{url="http://[::1"}]', "environment.0.url='http://[::1': give an address such"),
+    (GRPO, 'reward=[] ; environment=[{url="http://h:x"}]', "environment.0.url='http://h:x': give an address such"),
+    (GRPO, 'reward=[] ; environment=[{url="http://"}]', "environment.0.url='http://': give an address such"),
+    (GRPO, 'reward=[] ; environment=[{factory="c:d", name="-d"}]', "environment.0.name='-d': give up to 64 ASCII letters"),
+    (GRPO, 'reward=[] ; environment=[{factory="c:größe"}]', "environment.0.name='größe': give up to 64 ASCII letters"),
+    (GRPO, 'reward=[] ; environment=[{factory="c:d", name="a/b"}]', "environment.0.name='a/b': give up to 64 ASCII letters"),
     (
         GRPO,
         'reward=[] ; environment=[{url="http://h", args={x=1}}]',
@@ -403,6 +409,22 @@ def test_a_job_is_refused_with_key_value_rule_and_remedy(job_file, text, change,
 def test_rows_that_are_generated_ahead_are_corrected(job_file, text, change, old, tis_max):
     algorithm = job_from_file(job_file(text), set=change.split(" ; ")).algorithm
     assert (algorithm.old, algorithm.tis_max) == (old, tis_max)
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ('url="http://127.0.0.1:8000"', "127-0-0-1"),
+        ('url="ws://[::1]:8000"', "1"),
+        ('url="https://games.example.org/chess"', "games-example-org"),
+        ('url="http://spiele-münchen.de"', "spiele-m-nchen-de"),
+        ('factory="c:_make"', "_make"),
+        ('function="file.py:f", name="2nd-game"', "2nd-game"),
+    ],
+)
+def test_every_environment_has_a_name_without_naming_it(job_file, environment, name):
+    job = job_from_file(job_file(GRPO), set=["reward=[]", f"environment=[{{{environment}}}]"])
+    assert [*environments_of(job)] == [name]
 
 
 def test_what_could_never_progress_is_another_error_than_a_contradiction(job_file):

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from transferqueue.errors import Impossible, UsageError, listing
 from transferqueue.workflows.job.settings.defaults import KINDS, defaults_of, filled, updates
@@ -43,6 +44,8 @@ _OF_THE_CALL: Final = ("tools", "tokenize", "add_generation_prompt", "continue_f
 """Arguments of a tokenizer's ``apply_chat_template`` that ``model.template_args`` may not have."""
 _SET: Final = re.compile(r"[A-Za-z][\w-]{0,63}")
 """Name of a set of held-out prompts."""
+_ENVIRONMENT: Final = re.compile(r"\w[\w-]{0,63}", re.ASCII)
+"""Name of an environment: it may be that of a function, or of a host. Drop reasons end with it."""
 
 
 def check(job: Job) -> None:
@@ -224,20 +227,28 @@ def _environments(job: Job) -> None:
     for place, environment in enumerate(job.environment):
         key = f"environment.{place}"
         _one_of(key, environment, ("factory", "function", "url"))
-        if environment.url and not environment.url.startswith(("http://", "https://", "ws://", "wss://")):
+        if environment.url and not _is_address(environment.url):
             raise UsageError(f'{key}.url={environment.url!r}: give an address such as "http://127.0.0.1:8000"')
         if environment.url and (unknown := environment.args.keys() - {"action", "observation"}):
             raise UsageError(f"{key}.args.{min(unknown)}: with a url, args has action and observation alone")
         if not math.isfinite(environment.weight) or not environment.weight:
             raise UsageError(f"{key}.weight={environment.weight}: give a finite number that is not 0")
-        if not _SET.fullmatch(environment_name(environment)):
+        if not _ENVIRONMENT.fullmatch(environment_name(environment)):
             raise UsageError(
-                f"{key}.name={environment_name(environment)!r}: give a letter, then letters, digits, _ or -, up to 64"
+                f"{key}.name={environment_name(environment)!r}: give up to 64 ASCII letters, digits, _ and -, the first no -"
             )
     known = [environment_name(environment) for environment in job.environment]
     if len(set(known)) < len(known):
         raise UsageError(f"environment has the names {listing(known)}; give each another one (environment.name)")
     _environments_of_data(job, known)
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https", "ws", "wss") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def _environments_of_data(job: Job, known: list[str]) -> None:
