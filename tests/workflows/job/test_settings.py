@@ -115,9 +115,17 @@ REFUSED = [
     (GRPO, 'reward=[] ; environment=[{url="http://[::1"}]', "environment.0.url='http://[::1': give an address such"),
     (GRPO, 'reward=[] ; environment=[{url="http://h:x"}]', "environment.0.url='http://h:x': give an address such"),
     (GRPO, 'reward=[] ; environment=[{url="http://"}]', "environment.0.url='http://': give an address such"),
-    (GRPO, 'reward=[] ; environment=[{factory="c:d", name="-d"}]', "environment.0.name='-d': give up to 64 ASCII letters"),
+    (
+        GRPO,
+        'reward=[] ; environment=[{factory="c:d", name="-d"}]',
+        "environment.0.name='-d': give up to 64 ASCII letters",
+    ),
     (GRPO, 'reward=[] ; environment=[{factory="c:größe"}]', "environment.0.name='größe': give up to 64 ASCII letters"),
-    (GRPO, 'reward=[] ; environment=[{factory="c:d", name="a/b"}]', "environment.0.name='a/b': give up to 64 ASCII letters"),
+    (
+        GRPO,
+        'reward=[] ; environment=[{factory="c:d", name="a/b"}]',
+        "environment.0.name='a/b': give up to 64 ASCII letters",
+    ),
     (
         GRPO,
         'reward=[] ; environment=[{url="http://h", args={x=1}}]',
