@@ -233,10 +233,8 @@ def _environments(job: Job) -> None:
             raise UsageError(f"{key}.args.{min(unknown)}: with a url, args has action and observation alone")
         if not math.isfinite(environment.weight) or not environment.weight:
             raise UsageError(f"{key}.weight={environment.weight}: give a finite number that is not 0")
-        if not _ENVIRONMENT.fullmatch(environment_name(environment)):
-            raise UsageError(
-                f"{key}.name={environment_name(environment)!r}: give up to 64 ASCII letters, digits, _ and -, the first no -"
-            )
+        if not _ENVIRONMENT.fullmatch(name := environment_name(environment)):
+            raise UsageError(f"{key}.name={name!r}: give up to 64 ASCII letters, digits, _ and -, but no - at first")
     known = [environment_name(environment) for environment in job.environment]
     if len(set(known)) < len(known):
         raise UsageError(f"environment has the names {listing(known)}; give each another one (environment.name)")
