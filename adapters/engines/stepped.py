@@ -92,6 +92,8 @@ class SteppedGenerator(ABC):
         self._controls = 0
         self._paused: Pause | None = None
         self._running: dict[SteppedRequest, SteppedBatch] = {}
+        self._left: list[SteppedRequest] = []
+        """Requests whose callers have gone while the drawing thread had its turn."""
         self._closed = False
 
     # ------------------------------------------------------------ of the engine
@@ -240,12 +242,19 @@ class SteppedGenerator(ABC):
         return result
 
     def _leave(self, request: SteppedRequest) -> None:
-        """Forget the request; its unfinished rows leave the batch between two tokens."""
+        """Forget the request; its unfinished rows leave the batch between two tokens: now, or after the turn that the
+        drawing thread has."""
         with self._turn:
-            if request in self._running:
-                self._control(lambda: not self._stepping, PAUSE_S)
-                self._running.pop(request).take(request)
+            self._left.append(request)
+            if not self._stepping:
+                self._take_left()
                 self._turn.notify_all()
+
+    def _take_left(self) -> None:
+        for request in self._left:
+            if (batch := self._running.pop(request, None)) is not None:
+                batch.take(request)
+        self._left.clear()
 
     def _late(self, timeout_s: float) -> DeadlineExceeded:
         paused = f"it is paused ({self._paused.value})" if self._paused else self._busy()
@@ -312,6 +321,7 @@ class SteppedGenerator(ABC):
         with self._turn:
             self._stepping = False
             yield
+            self._take_left()
             self._turn.notify_all()
 
     def _fail(self, failure: BaseException) -> None:

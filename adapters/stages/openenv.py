@@ -67,7 +67,10 @@ class OpenEnv:
     async def _exchange(self, message: str) -> Mapping[str, Any]:
         if self._socket is None:
             self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(connect=CONNECT_S))
-            self._socket = await self._session.ws_connect(self._url, max_msg_size=MESSAGE_BYTES_MAX)
+            try:
+                self._socket = await self._session.ws_connect(self._url, max_msg_size=MESSAGE_BYTES_MAX)
+            except aiohttp.ClientError as error:  # such as an HTTP status, which is no OSError
+                raise ConnectionError(f"{self._url} refused the session: {error}") from error
         await self._socket.send_str(message)
         said = await self._socket.receive()
         if said.type is not aiohttp.WSMsgType.TEXT:

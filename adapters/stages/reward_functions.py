@@ -330,4 +330,4 @@ def _file_module(path: Path, named: str) -> ModuleType:
 
 
 def _failed(named: str, error: BaseException) -> UsageError:
-    return UsageError(f"{named}: its module raised {type(error).__name__}: {error}")
+    return UsageError(f"{named}: its module raised {type(error).__name__}: {_cut(error)}")

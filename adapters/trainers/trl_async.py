@@ -28,7 +28,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 import transferqueue as tq
 from transferqueue.adapters.trainers.trl import encoded
-from transferqueue.errors import DeadlineExceeded, EndOfTable, LeaseExpired, Sealed, UsageError
+from transferqueue.errors import BatchEnded, DeadlineExceeded, EndOfTable, LeaseExpired, Sealed, UsageError
 
 AHEAD_STEPS: Final = 2
 AHEAD_MIN: Final = AHEAD_STEPS + 2
@@ -170,16 +170,25 @@ class _Samples(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         self._taken.append([])
-        if len(self._taken) > AHEAD_STEPS + 1 and (batches := self._taken.popleft()):
-            self._table.ack(batches, step=-1 if args.save_strategy == "no" else state.global_step)
+        if len(self._taken) > AHEAD_STEPS + 1:
+            self._ack(self._taken.popleft(), -1 if args.save_strategy == "no" else state.global_step)
 
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         self._table.checkpointed(state.global_step)
 
     def release(self) -> None:
         for batch in [*itertools.chain.from_iterable(self._taken), *([self._group] if self._group else [])]:
-            with suppress(LeaseExpired):
+            with suppress(LeaseExpired, BatchEnded):
                 batch.release()
+
+    def _ack(self, batches: list[tq.Batch], step: int) -> None:
+        """Ack groups. Those whose lease is over come again."""
+        while batches:
+            try:
+                self._table.ack(batches, step=step)
+                return
+            except (LeaseExpired, BatchEnded):
+                batches = [batch for batch in batches if not batch.ended]
 
     def _of(self, batch: tq.Batch) -> Iterator[RolloutSample]:
         rewards = batch["rewards"].numpy().astype(float)

@@ -21,8 +21,12 @@ class Calculator:
         self.steps: list[str] = []
         self.ended = 0
         self.is_full = False
+        self.status = 0
+        """HTTP status that refuses each session; 0: none does."""
 
-    async def session(self, request: web.Request) -> web.WebSocketResponse:
+    async def session(self, request: web.Request) -> web.StreamResponse:
+        if self.status:
+            return web.Response(status=self.status)
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         async for said in socket:

@@ -57,3 +57,15 @@ def test_a_session_that_is_refused_or_ends_may_be_tried_again(served: tuple[str,
     calculator.is_full = False
     with closing(OpenEnv("http://127.0.0.1:1")) as environment, pytest.raises(OSError, match=r"127\.0\.0\.1:1"):
         environment.reset()
+
+
+@pytest.mark.parametrize("status", [403, 429, 503])
+def test_a_session_that_http_refuses_may_be_tried_again(served: tuple[str, Calculator], status: int) -> None:
+    url, calculator = served
+    calculator.status = status
+    with closing(OpenEnv(url)) as environment, pytest.raises(OSError, match=rf"refused the session: {status}") as error:
+        environment.reset()
+    assert may_pass(error.value)
+    calculator.status = 0
+    with closing(OpenEnv(url)) as environment:
+        environment.reset()

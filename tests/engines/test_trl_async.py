@@ -31,7 +31,7 @@ with warnings.catch_warnings():  # of the stack under test
     from trl.experimental import async_grpo
     from trl.experimental.async_grpo import async_grpo_trainer, packing
 
-    from transferqueue.adapters.trainers.trl_async import AHEAD_MIN, QueueRolloutWorker
+    from transferqueue.adapters.trainers.trl_async import AHEAD_MIN, AHEAD_STEPS, QueueRolloutWorker
 
 import transferqueue as tq
 from tests.engines.test_trl import generate, reward
@@ -148,6 +148,47 @@ def test_a_worker_says_why_nothing_comes() -> None:
             worker.rollout_buffer.get(timeout=0)
         with pytest.raises(RuntimeError, match=r"no group came for .* s: "):
             worker.check_health(-1.0)
+
+
+def put_groups(table: tq.Table, groups: int) -> None:
+    """Groups that are generated and scored."""
+    rows, ids = groups * GENERATIONS, np.arange(5, dtype=np.int32)
+    table.put(
+        prompt_ids=[ids] * rows,
+        response_ids=[ids] * rows,
+        rollout_logprobs=[np.zeros(5, np.float32)] * rows,
+        finish_reason=["stop"] * rows,
+        rewards=np.arange(rows, dtype=np.float32),
+        group_id=np.repeat(np.arange(groups), GENERATIONS),
+        group_size=GENERATIONS,
+        ordinal=np.arange(rows),
+        policy_version=0,
+    )
+
+
+def test_training_goes_on_after_a_lease_that_is_over_and_its_rows_come_again() -> None:
+    with tq.connect("embedded") as queue:
+        table = table_of(queue)
+        put_groups(table, 2 * (AHEAD_MIN + 1))
+        samples, terms = worker_of(queue).rollout_buffer, SimpleNamespace(save_strategy="no")
+
+        def step(number: int) -> None:
+            for _ in range(ROWS):
+                samples.get(timeout=60)
+            samples.on_step_end(terms, SimpleNamespace(global_step=number), None)
+
+        step(1)
+        table.rollback(-1, task="train")  # ends the leases, as a step longer than the time limit would
+        for number in range(2, AHEAD_MIN + 1):
+            step(number)
+        assert table.stats().tasks["train"].done == ROWS * (AHEAD_MIN - AHEAD_STEPS - 1)
+        samples.release()
+        task = table.stats().tasks["train"]
+        assert task.ready + task.done == table.audit().rows_put
+
+
+def test_a_trainer_may_hold_rows_for_longer_than_other_workers() -> None:
+    assert {task.name: task.held_s_max for task in rollout_tasks()} == {"rollout": 1800.0, "train": 21600.0}
 
 
 def test_the_trainer_takes_its_steps_from_the_queue(weights: Path, tmp_path: Path) -> None:

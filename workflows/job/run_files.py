@@ -53,7 +53,7 @@ def no_checkpoint(run: Path | str) -> NotFound:
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a file of figures. One that a killed process left unfinished is passed over."""
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
             yield json.loads(line)
         except ValueError:

@@ -94,6 +94,26 @@ class TooLong(Answers):
         return "x" * ((1 << 20) + 1), 0.0, False, False, {}
 
 
+class HalfACharacter(Answers):
+    def fails(self, action: str) -> Any:
+        return "a\ud800", 0.0, False, False, {}
+
+
+class RaisesHalfACharacter(Answers):
+    def fails(self, action: str) -> Any:
+        raise RuntimeError("a\ud800")
+
+
+class ErrorWithoutText(Exception):
+    def __str__(self) -> str:
+        raise KeyError("text")
+
+
+class RaisesWithoutText(Answers):
+    def fails(self, action: str) -> Any:
+        raise ErrorWithoutText
+
+
 class NoTuple(Answers):
     def fails(self, action: str) -> Any:
         return "done"

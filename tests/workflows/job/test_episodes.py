@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import resource
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +24,15 @@ from transferqueue.adapters.protocols import Completion, PartialResult, Prompt, 
 from transferqueue.adapters.stages.environments import Episodes
 from transferqueue.workflows.flow.loop.runner import StageFailedInProcess
 from transferqueue.workflows.job import names
+from transferqueue.workflows.job.data.sequence import NumberedPrompt
 from transferqueue.workflows.job.reward_terms import environment_host, tries
 from transferqueue.workflows.job.reward_terms.environment_call import CallFailed
 from transferqueue.workflows.job.reward_terms.environment_host import EnvironmentHost
 from transferqueue.workflows.job.reward_terms.tries import TRIES_MAX
 from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.stages.all_dropped_guard import BATCHES_MAX
 from transferqueue.workflows.job.stages.episodes import EnvironmentFailed, FailedEpisode, JobEpisodes
+from transferqueue.workflows.job.stages.measures import EpisodeReward
 from transferqueue.workflows.job.stages.policy_weights import FixedWeights
 from transferqueue.workflows.job.stages.samples import SampleReporter
 from transferqueue.workflows.job.tiny_model.tokenizer import build_tokenizer
@@ -289,6 +295,21 @@ def test_responses_that_are_replaced_count_as_failed_ones(tokenizer: Any) -> Non
         played(episodes, settings, tokenizer, ["1+1="] * 3)
 
 
+def test_an_evaluation_goes_on_however_many_responses_were_replaced(tokenizer: Any) -> None:
+    settings = job(ENVIRONMENTS + "Broken", refills=1, environment={"on_error": "drop"})
+    settings = msgspec.structs.replace(settings, trainer=msgspec.structs.replace(settings.trainer, prompts_per_step=1))
+    questions = ["2+2=", *["1+1="] * BATCHES_MAX]
+    ids = [tokenizer.apply_chat_template([{"role": "user", "content": text}])["input_ids"] for text in questions]
+    prompts = [
+        NumberedPrompt(number=at, ids=np.array(prompt, np.int32), data={"question": text}, text=text)
+        for at, (prompt, text) in enumerate(zip(ids, questions, strict=True))
+    ]
+    sampling = Sampling(tokens_max=settings.sampling.tokens_max, stop_ids=(tokenizer.eos_token_id,))
+    with EpisodeReward(settings, Scripted(tokenizer, {"+": ["2"]}), sampling, tokenizer) as measure:
+        figures = measure.figures(prompts, samples=1)
+    assert (figures["rows"], figures["failed"], figures["reward"]) == (1, BATCHES_MAX, 2.0)
+
+
 @dataclass
 class Failing:
     """Two rows of an environment, of which that of ``1+1=`` fails."""
@@ -332,6 +353,9 @@ def test_a_step_that_keeps_the_interpreter_is_ended_with_its_process(tokenizer: 
     ("environment", "cause", "words"),
     [
         ("TooLong", "output", "step('2') gave a text of 1,048,577 characters; give at most 1,048,576"),
+        ("HalfACharacter", "error", r"step('2') gave a text with half a character, '\ud800' at 1; decode bytes with"),
+        ("RaisesHalfACharacter", "error", r"step('2') raised RuntimeError: a\ud800, in fails, line"),
+        ("RaisesWithoutText", "error", "step('2') raised ErrorWithoutText: an error whose text raised KeyError"),
         ("NoTuple", "error", "step('2') returned 'done'; give the tuple (observation, reward, terminated"),
         ("NotANumber", "error", "step('2') gave the reward nan; give a finite number"),
         ("Exits", "error", "reset(seed="),
@@ -399,6 +423,20 @@ def test_a_process_in_which_many_calls_hang_is_replaced(monkeypatch: pytest.Monk
                 other.reset(options={"question": "2+2="})
                 assert other.process_id != works.process_id == hangs.process_id
                 assert other.step("2")[1] == works.step("2")[1] == 1.0
+
+
+def test_a_process_with_many_open_files_has_environments_too() -> None:
+    """The pipes keep their numbers in the environments' process; `select` takes none over 1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 2048)), hard))
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            stack.callback(os.close, os.dup(0))
+        host = stack.enter_context(EnvironmentHost(ENVIRONMENTS + "Answers", {}, timeout_s=60.0, episode_s=60.0))
+        with host.open(time.monotonic() + 60) as hosted:
+            hosted.reset(options={"question": "2+2="})
+            assert hosted.step("4")[1] == 1.0
 
 
 def test_an_observation_that_is_no_text_is_refused(tokenizer: Any) -> None:

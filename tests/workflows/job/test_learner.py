@@ -365,11 +365,23 @@ def plain_loss(model: Any, given: dict[str, list[Any]], algorithm: Any, oldest: 
     return total / weight, kept, stale
 
 
-def test_a_step_whose_tokens_are_all_too_old_names_the_key() -> None:
+def test_a_step_whose_tokens_are_all_too_old_leaves_the_weights() -> None:
     algorithm = replace(ALGORITHMS["grpo"], token_staleness=TokenStalenessSettings(mask=1))
     one, given = PolicyLearner(model(), algorithm, TrainerSettings(lr=1e-3), steps=10), columns("grpo")
-    given["token_versions"] = [np.zeros(len(response), np.int32) for response in given["response_ids"]]
-    one.version = 2
-    one.accumulate(given)
-    with pytest.raises(UsageError, match=r"all masked.*raise algorithm\.token_staleness\.mask"):
+    tokens = sum(len(response) for response in given["response_ids"])
+
+    def step(version: int) -> tuple[dict[str, float], bool]:
+        """Its figures, and whether the weights changed."""
+        given["token_versions"] = [np.full(len(response), version, np.int32) for response in given["response_ids"]]
+        before, one.version = [parameter.detach().clone() for parameter in one.trained], 2
+        one.accumulate(given)
+        figures = one.step()
+        return figures, any(not torch.equal(*pair) for pair in zip(before, one.trained, strict=True))
+
+    figures, changed = step(0)
+    assert (figures["stale_tokens"], figures["tokens"], changed, one.steps_taken) == (tokens, 0, False, 1)
+    assert not {"loss", "gradient_norm"} & figures.keys()
+    figures, changed = step(1)
+    assert (figures["stale_tokens"], figures["tokens"], changed, one.steps_taken) == (0, tokens, True, 2)
+    with pytest.raises(UsageError, match="no rows"):
         one.step()

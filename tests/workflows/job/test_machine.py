@@ -19,10 +19,11 @@ from transferqueue.workflows.job.run.machine import check_packages
         ("engine.0.kind=transformers", "torch", r"needs torch, which is not installed here"),
         ('log.to=["tensorboard"]', "tensorboard", r'log\.to has "tensorboard".* pip install tensorboard'),
         ('log.to=["wandb"]', "wandb", r'log\.to has "wandb".* leave it out'),
+        ("reward=[] ; environment=[{url='http://h'}]", "aiohttp", r"environment\.0\.url='http://h' needs .*\[http\]"),
     ],
 )
 def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch, change, missing, text):
-    job = jobs.job("grpo", change)
+    job = jobs.job("grpo", *change.split(" ; "))
     monkeypatch.setattr(machine, "find_spec", lambda module: None if module == missing else object())
     with pytest.raises(UsageError, match=text):
         check_packages(job)

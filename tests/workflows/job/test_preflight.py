@@ -78,6 +78,18 @@ def test_an_engine_whose_server_is_not_up_is_refused_before_the_folder_is_made(p
     preflight.check_servers(small("engine.0={kind='vllm_server', url='http://x.invalid', site='far'}", ADDRESS))
 
 
+def test_an_environment_whose_server_is_not_up_is_refused_before_the_folder_is_made(place):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        served = small("reward=[]", f"environment=[{{url='ws://127.0.0.1:{port}'}}]")
+        preflight.check_servers(served)
+    with pytest.raises(Unreachable, match=rf"^environment\.0\.url='ws://127\.0\.0\.1:{port}': .* start the server, or"):
+        run_job(served, folder=RunFolder(place / "run"), code=place)
+    assert not (place / "run").exists()
+    far = small("reward=[]", "environment=[{url='http://x.invalid'}]", "engine.0.site=far", ADDRESS)
+    preflight.check_servers(far)
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [

@@ -116,7 +116,8 @@ def test_what_is_missing_is_said_before_anything_is_computed(run):
     with pytest.raises(NotFound, match=r"has no step 9; it has 1 to 4"):
         again(run, 9)
     shutil.rmtree(run / "rows" / "rollouts" / "step-3")
-    assert again(run).differs.text == "it is not in the record: its file was removed, or is damaged"
+    with pytest.raises(NotFound, match=r"rows of step 3 are not in the record, .* with the next checkpoint"):
+        again(run)
     (run / STEP_ROWS).write_text((run / STEP_ROWS).read_text().splitlines()[3] + "\n")
     with pytest.raises(NotFound, match=r"newest checkpoint before it is of step 2, and .* lacks step 3 between"):
         again(run)

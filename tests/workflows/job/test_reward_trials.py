@@ -7,7 +7,9 @@ import pytest
 from tests.workflows.job import jobs
 from tests.workflows.job.tokens import ByteTokenizer
 from transferqueue.adapters.stages.reward_functions import RewardFailed
+from transferqueue.errors import UsageError
 from transferqueue.workflows.job.data.sequence import NumberedPrompt
+from transferqueue.workflows.job.reward_terms.function_process import FunctionProcess
 from transferqueue.workflows.job.reward_terms.trials import try_rewards
 from transferqueue.workflows.job.settings.job import EnvironmentSettings
 
@@ -76,6 +78,14 @@ def test_a_function_that_hangs_or_dies_is_refused(tmp_path):
         tried(tmp_path, "hangs", timeout_s=0.1)
     with pytest.raises(RewardFailed, match="dies ended its process with code 7; it was tried with row 0"):
         tried(tmp_path, "dies")
+
+
+def test_a_module_whose_error_is_no_whole_text_is_named(tmp_path):
+    path = tmp_path / "half.py"
+    path.write_text("raise ValueError('a' + chr(0xD800))")
+    refused = pytest.raises(UsageError, match=r"its module raised ValueError: a\\ud800")
+    with FunctionProcess(f"{path}:exact", {}, timeout_s=60.0) as process, refused:
+        process.parameters()
 
 
 def tried_environment(tmp_path, environment, args):

@@ -174,6 +174,23 @@ def test_a_resumed_run_goes_on_with_what_was_written(tmp_path):
     assert [line["reward"] for line in json_lines(tmp_path / "steps.jsonl")] == [0.1, 0.2, 0.9, 0.4]
 
 
+@pytest.mark.parametrize("torn", ['{"prompt": "1+', '{"prompt": "gr\u00fc\u2028'])
+def test_a_line_that_a_killed_process_left_unfinished_costs_no_other(tmp_path, torn):
+    """Of the files that are not written again at a resume; the line may end in the middle of a character."""
+    for number in range(2):
+        filled(tmp_path, [number + 1])
+        if not number:
+            with (tmp_path / "samples.jsonl").open("ab") as file:
+                file.write(torn.encode()[:-1])
+    assert [line["prompt"] for line in json_lines(tmp_path / "samples.jsonl")] == ["1+1", "1+1"]
+
+
+def test_a_line_may_have_any_character(tmp_path):
+    with record_in(tmp_path) as record:
+        record.add("reward-0", Figures(kind="samples", at=0.0, values={"samples": [{"prompt": "a\u2028b\x85c"}]}))
+    assert [line["prompt"] for line in json_lines(tmp_path / "samples.jsonl")] == ["a\u2028b\x85c"]
+
+
 def test_each_step_and_evaluation_is_once_in_its_file_whatever_the_trainer_took_back(tmp_path):
     filled(tmp_path, [1, 2, 3, 4])
     with RunRecord(tmp_path, job("grpo")) as record:

@@ -9,6 +9,7 @@ import pytest
 
 from transferqueue.errors import Impossible, NotFound, TransferQueueError, UsageError
 from transferqueue.workflows.job.settings.changes import apply
+from transferqueue.workflows.job.settings.environment_factories import environments_of
 from transferqueue.workflows.job.settings.job import DataSettings, EngineSettings, Job, ModelSettings
 from transferqueue.workflows.job.settings.read import checked, job_from_file, job_from_values
 from transferqueue.workflows.job.settings.write import job_as_toml
@@ -111,7 +112,20 @@ REFUSED = [
     (GRPO, 'reward=[] ; environment=[{factory="c"}]', "environment.0.factory='c' is not named as"),
     (GRPO, 'reward=[] ; environment=[{factory="c:d", url="http://h"}]', "environment.0 has factory and url of factory"),
     (GRPO, 'reward=[] ; environment=[{url="h:1"}]', "environment.0.url='h:1': give an address such as"),
-    (GRPO, 'reward=[] ; environment=[{url="http://1.2.3.4"}]', "environment.0.name='1-2-3-4': give a letter, then"),
+    (GRPO, 'reward=[] ; environment=[{url="http://[::1"}]', "environment.0.url='http://[::1': give an address such"),
+    (GRPO, 'reward=[] ; environment=[{url="http://h:x"}]', "environment.0.url='http://h:x': give an address such"),
+    (GRPO, 'reward=[] ; environment=[{url="http://"}]', "environment.0.url='http://': give an address such"),
+    (
+        GRPO,
+        'reward=[] ; environment=[{factory="c:d", name="-d"}]',
+        "environment.0.name='-d': give up to 64 ASCII letters",
+    ),
+    (GRPO, 'reward=[] ; environment=[{factory="c:größe"}]', "environment.0.name='größe': give up to 64 ASCII letters"),
+    (
+        GRPO,
+        'reward=[] ; environment=[{factory="c:d", name="a/b"}]',
+        "environment.0.name='a/b': give up to 64 ASCII letters",
+    ),
     (
         GRPO,
         'reward=[] ; environment=[{url="http://h", args={x=1}}]',
@@ -151,6 +165,11 @@ REFUSED = [
     ),
     (GRPO, "algorithm.top_k=8", "top_k=8 is read by distill alone"),
     (GRPO, "algorithm.token_staleness.mask=9", "token_staleness.mask=9 with .* so none would be left out; give less"),
+    (
+        GRPO,
+        "reproducible=true ; pacing={mode='async', depth=2} ; algorithm.token_staleness.mask=1",
+        "token_staleness.mask=1 with reproducible=true: all tokens of a step have the same version",
+    ),
     (GRPO, "algorithm.token_staleness.mask=-1", "token_staleness.mask=-1: give at least 0: 0 leaves no token out"),
     (GRPO, "weights.lora=merged", 'weights.lora="merged" with lora_rank=0: there are no adapters; leave it out'),
     (
@@ -253,6 +272,16 @@ REFUSED = [
         GRPO,
         "reproducible=true ; reward.0.on_error=drop",
         "mode='async' with reward.0.on_error=\"drop\": later prompts",
+    ),
+    (
+        GRPO,
+        f"reproducible=true ; {TWO} ; {SOURCES.format('a', 'b')} ; environment.1.on_error=drop",
+        "mode='async' with environment.1.on_error=\"drop\": later prompts",
+    ),
+    (
+        GRPO,
+        'reproducible=true ; pacing.mode=sync ; sampling.refills=1 ; reward=[] ; environment=[{factory="c:d"}]',
+        "reproducible=true with sampling.refills=1: an environment that is late once would give the row other tokens",
     ),
     (GRPO, "reproducible=true ; on=ray", 'with on="ray" and ray.replicas=1: later prompts'),
     (
@@ -389,6 +418,22 @@ def test_a_job_is_refused_with_key_value_rule_and_remedy(job_file, text, change,
 def test_rows_that_are_generated_ahead_are_corrected(job_file, text, change, old, tis_max):
     algorithm = job_from_file(job_file(text), set=change.split(" ; ")).algorithm
     assert (algorithm.old, algorithm.tis_max) == (old, tis_max)
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ('url="http://127.0.0.1:8000"', "127-0-0-1"),
+        ('url="ws://[::1]:8000"', "1"),
+        ('url="https://games.example.org/chess"', "games-example-org"),
+        ('url="http://spiele-münchen.de"', "spiele-m-nchen-de"),
+        ('factory="c:_make"', "_make"),
+        ('function="file.py:f", name="2nd-game"', "2nd-game"),
+    ],
+)
+def test_every_environment_has_a_name_without_naming_it(job_file, environment, name):
+    job = job_from_file(job_file(GRPO), set=["reward=[]", f"environment=[{{{environment}}}]"])
+    assert [*environments_of(job)] == [name]
 
 
 def test_what_could_never_progress_is_another_error_than_a_contradiction(job_file):

@@ -25,6 +25,7 @@ import numpy as np
 
 from transferqueue.adapters.stages.reward_functions import load_callable, may_pass
 from transferqueue.errors import NotFound, UsageError
+from transferqueue.errors.text import visible
 from transferqueue.workflows.job.reward_terms.environment_call import (
     CLOSE,
     ERROR,
@@ -42,6 +43,7 @@ from transferqueue.workflows.job.reward_terms.environment_call import (
 from transferqueue.workflows.job.reward_terms.piped_process import (
     Refused,
     end_with_stdin,
+    is_ready,
     read_message,
     write_message,
 )
@@ -79,7 +81,7 @@ class EnvironmentCalls:
     def serve(self, requests: int) -> None:
         """Make the calls that are read from a file descriptor, until it ends and none runs."""
         while True:
-            if select.select([requests], [], [], self._next_s())[0]:
+            if is_ready(requests, select.POLLIN, self._next_s()):
                 try:
                     self._begin(read_message(partial(os.read, requests), EnvironmentCall))
                 except EOFError:
@@ -90,11 +92,11 @@ class EnvironmentCalls:
                 self._changed.wait(self._next_s())
                 self._report_late()
 
-    def _next_s(self) -> float | None:
-        """Seconds until a call is late; None if none runs."""
+    def _next_s(self) -> float:
+        """Seconds until a call is late; infinite if none runs."""
         with self._changed:
             first = min((deadline for deadline, _ in self._running.values()), default=math.inf)
-        return None if math.isinf(first) else max(0.0, first - time.monotonic())
+        return max(0.0, first - time.monotonic())
 
     def _begin(self, call: EnvironmentCall) -> None:
         with self._changed:
@@ -144,7 +146,7 @@ class EpisodeThread:
         if frame is None:
             return ""
         last = traceback.extract_stack(frame)[-1]
-        return f"in {last.name}, line {last.lineno} of {last.filename}"
+        return visible(f"in {last.name}, line {last.lineno} of {last.filename}")
 
     def _play(self) -> None:
         while True:
@@ -158,7 +160,7 @@ class EpisodeThread:
         try:
             return ResultReply(call.episode, self._called(call))
         except BadAnswer as bad:
-            return FailureReply(call.episode, str(bad), bad.cause)
+            return FailureReply(call.episode, visible(str(bad)), bad.cause)
         except (Exception, SystemExit) as error:  # noqa: BLE001  (sys.exit() would end the thread without a word)
             return _raised(call, error)
 
@@ -196,7 +198,7 @@ def _role(environment: Any) -> str:
     role = getattr(environment, "role", "user")
     if not isinstance(role, str):
         raise BadAnswer(f"gave an environment whose role is {type(role).__name__}; give a text")
-    return role
+    return _whole(role)
 
 
 def _parts(returned: Any, wanted: str) -> tuple[Any, ...]:
@@ -212,7 +214,19 @@ def _text(observation: Any) -> str | None:
         )
     if observation is not None and len(observation) > TEXT_MAX:
         raise BadAnswer(f"gave a text of {len(observation):,} characters; give at most {TEXT_MAX:,}", OUTPUT)
-    return observation
+    return None if observation is None else _whole(observation)
+
+
+def _whole(text: str) -> str:
+    """The text, if it can be sent. A subclass of `str` such as NumPy's comes as the plain one."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadAnswer(
+            f"gave a text with half a character, {text[error.start]!a} at {error.start}; decode bytes with "
+            'errors="replace"'
+        ) from error
+    return str(text)
 
 
 def _reward(reward: Any) -> float:
@@ -225,10 +239,17 @@ def _reward(reward: Any) -> float:
 def _raised(call: EnvironmentCall, error: BaseException) -> FailureReply:
     frames = traceback.extract_tb(error.__traceback__)
     place = f", in {frames[-1].name}, line {frames[-1].lineno} of {frames[-1].filename}" if len(frames) > 1 else ""
-    text = f"raised {type(error).__name__}: {_cut(str(error))}{place}"
+    text = visible(f"raised {type(error).__name__}: {_said(error)}{place}")
     if isinstance(error, TimeoutError):
         return FailureReply(call.episode, text, TIMEOUT, may_pass=True)
     return FailureReply(call.episode, text, UNREACHABLE if may_pass(error) else ERROR, may_pass=may_pass(error))
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return _cut(str(error))
+    except Exception as failure:  # noqa: BLE001  (of the environment's own kind of error)
+        return f"an error whose text raised {type(failure).__name__}"
 
 
 def _cut(text: str) -> str:

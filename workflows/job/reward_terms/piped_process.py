@@ -73,7 +73,7 @@ class PipedProcess:
         `TimeoutError` if it does not read."""
 
         def write(data: memoryview) -> int:
-            if not _is_ready(self._requests, select.POLLOUT, deadline - time.monotonic()):
+            if not is_ready(self._requests, select.POLLOUT, deadline - time.monotonic()):
                 raise TimeoutError
             return os.write(self._requests, data)
 
@@ -85,7 +85,7 @@ class PipedProcess:
         """Wait for a message of a type. Raises `EOFError` if the process has ended, and `TimeoutError`."""
 
         def read(size: int) -> bytes:
-            if not _is_ready(self._replies, select.POLLIN, deadline - time.monotonic()):
+            if not is_ready(self._replies, select.POLLIN, deadline - time.monotonic()):
                 raise TimeoutError
             return os.read(self._replies, size)
 
@@ -127,7 +127,7 @@ class PipedProcess:
         """End the process; returns its exit code, negative for a signal. One that wrote its last words has ended."""
         if not self._is_closed:
             death = os.pidfd_open(self._process.pid)
-            _is_ready(death, select.POLLIN, LATER_S)  # not waited for: until `close`, its number is that of its group
+            is_ready(death, select.POLLIN, LATER_S)  # not waited for: until `close`, its number is that of its group
             os.close(death)
             self.close()
         return int(self._process.returncode)
@@ -145,7 +145,7 @@ class PipedProcess:
         os.close(self._replies)
 
 
-def _is_ready(descriptor: int, event: int, seconds: float) -> bool:
+def is_ready(descriptor: int, event: int, seconds: float) -> bool:
     """Wait for a file descriptor, whatever its number; an engine's process may have thousands."""
     poll = select.poll()
     poll.register(descriptor, event)

@@ -1,4 +1,5 @@
-"""What this machine has for a job: packages of its engines and loggers, and GPUs. Looked at before the start."""
+"""What this machine has for a job: packages of its engines, environments and loggers, and GPUs. Looked at before the
+start."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ _QUERY: Final = ("--query-gpu=index,uuid,memory.total,memory.free", "--format=cs
 
 
 def check_packages(job: Job) -> None:
-    """Raise `UsageError` if a package of an engine or a logger of the job, or Ray, is not installed. Imports
-    nothing."""
+    """Raise `UsageError` if a package of an engine, an environment or a logger of the job, or Ray, is not installed.
+    Imports nothing."""
     if job.on == "ray" and find_spec("ray") is None:
         raise UsageError(f'on="ray" needs ray, which is not installed here: {install_line("ray")}')
     for place, engine in enumerate(job.engine if job.algorithm.kind != "sft" else ()):
@@ -38,6 +39,12 @@ def check_packages(job: Job) -> None:
             raise UsageError(
                 f'engine.{place}.kind="{engine.kind}" needs {module}, which is not installed here: '
                 f"{install_line(extra)}, or set another kind"
+            )
+    for place, environment in enumerate(job.environment):
+        if environment.url and find_spec("aiohttp") is None:
+            raise UsageError(
+                f"environment.{place}.url={environment.url!r} needs aiohttp, which is not installed here: "
+                f"{install_line('http')}"
             )
     for logger in job.log.to:
         package = _LOGGER_PACKAGES.get(logger, "")

@@ -121,20 +121,30 @@ def check_queue(address: str) -> None:
 
 
 def check_servers(job: Job) -> None:
-    """Raise `Unreachable` if nothing accepts connections at the `url` of an engine. Those of other sites, and of a
-    cluster, are asked there."""
-    for place, engine in enumerate(job.engine if job.algorithm.kind != "sft" and job.on != "ray" else ()):
-        if not engine.url or engine.site:
-            continue
-        address = urlsplit(engine.url)
+    """Raise `Unreachable` if nothing accepts connections at the `url` of an engine or an environment. Those of other
+    sites, and of a cluster, are asked there."""
+    for key, url in _servers(job):
+        address = urlsplit(url)
         try:
-            port = address.port or (443 if address.scheme == "https" else 80)
+            port = address.port or (443 if address.scheme in ("https", "wss") else 80)
             socket.create_connection((address.hostname or "", port), QUEUE_S).close()
         except (OSError, ValueError) as error:
             raise Unreachable(
-                f"engine.{place}.url={engine.url!r}: nothing accepts connections there: {error}; start the server, or "
-                "give the address of one that runs"
+                f"{key}.url={url!r}: nothing accepts connections there: {error}; start the server, or give the address "
+                "of one that runs"
             ) from error
+
+
+def _servers(job: Job) -> Iterator[tuple[str, str]]:
+    """Yield the servers that processes on this machine use, by their tables."""
+    is_asked = job.algorithm.kind != "sft" and job.on != "ray"
+    here = {f"engine.{at}": engine for at, engine in enumerate(job.engine) if is_asked and not engine.site}
+    for key, engine in here.items():
+        if engine.url:
+            yield key, engine.url
+    for place, environment in enumerate(job.environment if here else ()):
+        if environment.url:
+            yield f"environment.{place}", environment.url
 
 
 def _check_resume(path: str) -> None:

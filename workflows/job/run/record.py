@@ -106,7 +106,7 @@ class RunRecord:
         for kind, name in _FILES.items():
             if kind == (SAMPLES if records_rows(self._job) else ROWS_OF_STEP):
                 continue  # a job has either
-            self._files[kind] = (self._folder / name).open("a", encoding="utf-8")
+            self._files[kind] = _appended(self._folder / name)
         self._rewrite(STEP, self.steps.values())  # without what a killed process left of a line
         self._rewrite(EVALUATION, self.evaluations)
         return self
@@ -297,12 +297,21 @@ class RunRecord:
             partial.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
             partial.replace(path)
             self._files.pop(kind).close()
-            self._files[kind] = path.open("a", encoding="utf-8")
+            self._files[kind] = _appended(path)
 
     def _write(self, kind: str, values: Mapping[str, Any]) -> None:
         if kind in self._files:
             self._files[kind].write(msgspec.json.encode(values).decode() + "\n")  # not finite: null
             self._files[kind].flush()
+
+
+def _appended(path: Path) -> TextIO:
+    """Open a file for further lines, and end one that a killed process left unfinished."""
+    with path.open("ab+") as file:
+        file.seek(max(0, file.tell() - 1))
+        if file.read(1) not in (b"", b"\n"):
+            file.write(b"\n")
+    return path.open("a", encoding="utf-8")
 
 
 def _noted(warnings: RunWarnings, kind: str, incident: Mapping[str, Any]) -> list[RunWarning]:

@@ -117,11 +117,13 @@ def replay(folder: Path, step: int, *, tell: Callable[[str], None] = lambda text
         )
     taken = _taken(run.path, step)
     begun = _begun(run.path, taken, step)
+    table = tq.open_run(run.path).table(names.TABLE)
+    _check_recorded(table, [taken[number] for number in range(begun + 1, step + 1)])
     outcome = Replay(step=step, begun=begun, left_out=_left_out(job))
     for text in (*_other_packages(run.starts()), *_other_device(taken[step]), *outcome.left_out):
         tell(text)
     with _as_the_run(run), _scorer(job) as scorer:
-        steps = _Steps(run.path, job, scorer, begun)
+        steps = _Steps(run.path, table, job, scorer, begun)
         for number in range(begun + 1, step + 1):
             outcome.compared = []
             try:
@@ -188,6 +190,21 @@ def _begun(folder: Path, taken: Mapping[int, _TakenStep], step: int) -> int:
     return begun
 
 
+def _check_recorded(table: Any, steps: Sequence[_TakenStep]) -> None:
+    """Raise `NotFound` unless the record has all rows of these steps."""
+    import pyarrow.compute as pc
+
+    found = table.arrow(["_row"], filter=pc.field("_step").isin([taken.step for taken in steps]))
+    recorded = set(found["_row"].to_pylist())
+    for taken in steps:
+        if missing := [row for row in taken.rows if row not in recorded]:
+            raise NotFound(
+                f"{len(missing)} of the {len(taken.rows)} rows of step {taken.step} are not in the record, such as row "
+                f"{missing[0]}: rows come there with the next checkpoint, the oldest files go beyond "
+                "queue.record_gib, and a damaged file counts as none; wait for the checkpoint, or give another step"
+            )
+
+
 def _left_out(job: Job) -> list[str]:
     found = ["generation is not computed again: the recorded tokens are taken as they are"]
     if graph.has_episodes(job):
@@ -237,9 +254,8 @@ def _scores_again(job: Job) -> bool:
 class _Steps:
     """The run's trainer, step after step."""
 
-    def __init__(self, folder: Path, job: Job, scorer: RewardScorer | None, begun: int) -> None:
-        self._folder, self._job, self._scorer = folder, job, scorer
-        self._table = tq.open_run(folder).table(names.TABLE)
+    def __init__(self, folder: Path, table: Any, job: Job, scorer: RewardScorer | None, begun: int) -> None:
+        self._folder, self._table, self._job, self._scorer = folder, table, job, scorer
         self._figures = {int(line["step"]): line for line in json_lines(folder / STEPS)}
         self._learner: PolicyLearner = policy_learner(job)
         if begun:
@@ -313,9 +329,6 @@ class _RecordedStep:
 
         found = table.arrow(filter=pc.field("_step") == step)
         place = {row: at for at, row in enumerate(found["_row"].to_pylist())}
-        for row in taken.rows:
-            if row not in place:
-                raise _Differs("rows", "it is not in the record: its file was removed, or is damaged", row)
         self.ids = taken.rows
         self._found = found.take([place[row] for row in self.ids])
         self._fields = {field.name: field for field in fields if field.name in self._found.column_names}

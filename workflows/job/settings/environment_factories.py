@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -10,13 +11,16 @@ from transferqueue.workflows.job.settings.job import EnvironmentSettings, Job
 
 
 def environment_name(settings: EnvironmentSettings) -> str:
-    """Return the name of an environment.
+    """Return the name of an environment. Raises `ValueError` for a `url` that is no address.
 
     >>> environment_name(EnvironmentSettings(factory="games.py:guess"))
     'guess'
+    >>> environment_name(EnvironmentSettings(url="http://127.0.0.1:8000"))
+    '127-0-0-1'
     """
     named = settings.factory or settings.function
-    return settings.name or named.rpartition(":")[2] or (urlsplit(settings.url).hostname or "").replace(".", "-")
+    host = re.sub(r"\W+", "-", urlsplit(settings.url).hostname or "", flags=re.ASCII).strip("-")
+    return settings.name or named.rpartition(":")[2] or host
 
 
 def environments_of(job: Job) -> dict[str, EnvironmentSettings]:

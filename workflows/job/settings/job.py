@@ -387,6 +387,7 @@ class TokenStalenessSettings(_Table):
     mask: Annotated[
         int,
         "Largest staleness of the tokens in the policy's loss; older ones are left out. 0: none is.",
+        "A step whose tokens are all older leaves the weights as they are.",
         For("asynchronous runs whose long responses begin with old tokens"),
     ] = 0
 
@@ -429,14 +430,14 @@ class AlgorithmSettings(_Table):
     old: Annotated[
         Literal["rollout", "trainer"] | None,
         "Denominator of the ratio: `rollout`: the policy that drew the tokens; `trainer`: the one before the step.",
-        "Open: `trainer` with `tis_max`, and where rows are generated ahead (`async`, `delayed`) and a step is one"
-        " update; else `rollout`.",
+        "Open: `trainer` with `tis_max`, and where a job with rewards generates ahead (`async`, `delayed`) and takes"
+        " one update a step; else `rollout`.",
         For("comparisons: `rollout`; several updates a step: `trainer`"),
     ] = None
     tis_max: Annotated[
         float | None,
         "Largest importance weight p_old / p_rollout of a token, with `old` at `trainer`. 0: tokens have no weight.",
-        "Open: 2 where `old` is open and rows are generated ahead; else 0.",
+        "Open: 2 where a job with rewards leaves `old` open, generates ahead and takes one update a step; else 0.",
         For("vLLM in bfloat16, several updates a step"),
     ] = None
     entropy: Annotated[

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from transferqueue.errors import Impossible, UsageError, listing
 from transferqueue.workflows.job.settings.defaults import KINDS, defaults_of, filled, updates
@@ -44,6 +45,8 @@ _OF_THE_CALL: Final = ("tools", "tokenize", "add_generation_prompt", "continue_f
 """Arguments of a tokenizer's ``apply_chat_template`` that ``model.template_args`` may not have."""
 _SET: Final = re.compile(r"[A-Za-z][\w-]{0,63}")
 """Name of a set of held-out prompts."""
+_ENVIRONMENT: Final = re.compile(r"\w[\w-]{0,63}", re.ASCII)
+"""Name of an environment: it may be that of a function, or of a host. Drop reasons end with it."""
 
 
 def check(job: Job) -> None:
@@ -225,20 +228,26 @@ def _environments(job: Job) -> None:
     for place, environment in enumerate(job.environment):
         key = f"environment.{place}"
         _one_of(key, environment, ("factory", "function", "url"))
-        if environment.url and not environment.url.startswith(("http://", "https://", "ws://", "wss://")):
+        if environment.url and not _is_address(environment.url):
             raise UsageError(f'{key}.url={environment.url!r}: give an address such as "http://127.0.0.1:8000"')
         if environment.url and (unknown := environment.args.keys() - {"action", "observation"}):
             raise UsageError(f"{key}.args.{min(unknown)}: with a url, args has action and observation alone")
         if not math.isfinite(environment.weight) or not environment.weight:
             raise UsageError(f"{key}.weight={environment.weight}: give a finite number that is not 0")
-        if not _SET.fullmatch(environment_name(environment)):
-            raise UsageError(
-                f"{key}.name={environment_name(environment)!r}: give a letter, then letters, digits, _ or -, up to 64"
-            )
+        if not _ENVIRONMENT.fullmatch(name := environment_name(environment)):
+            raise UsageError(f"{key}.name={name!r}: give up to 64 ASCII letters, digits, _ and -, but no - at first")
     known = [environment_name(environment) for environment in job.environment]
     if len(set(known)) < len(known):
         raise UsageError(f"environment has the names {listing(known)}; give each another one (environment.name)")
     _environments_of_data(job, known)
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https", "ws", "wss") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def _environments_of_data(job: Job, known: list[str]) -> None:
@@ -331,6 +340,11 @@ def _token_staleness(job: Job) -> None:
     mask, kind, pacing = job.algorithm.token_staleness.mask, job.algorithm.kind, job.pacing
     if mask and kind == "sft":
         raise UsageError(f'token_staleness.mask={mask} with kind="sft": no version drew its tokens; leave it out')
+    if mask and has_step_versions(job):
+        raise UsageError(
+            f"token_staleness.mask={mask} with reproducible=true: all tokens of a step have the same version, so it "
+            "would leave out none or all of them; leave it out, or set reproducible=false"
+        )
     oldest = _oldest(job)
     if mask and mask >= oldest:
         raise UsageError(
@@ -537,6 +551,11 @@ def _order(job: Job) -> None:
             f"reproducible=true with reference.sync_every={job.reference.sync_every}: the time would decide which "
             "version the reference takes; leave it out, or set reproducible=false"
         )
+    if job.sampling.refills:
+        raise UsageError(
+            f"reproducible=true with sampling.refills={job.sampling.refills}: an environment that is late once would "
+            "give the row other tokens; leave it out, or set reproducible=false"
+        )
     parts = {"sampling.budget": job.sampling.budget, "pacing.over_sample": job.pacing.over_sample}
     for key, value in parts.items():
         if value > (1 if key == "pacing.over_sample" else 0):
@@ -553,7 +572,11 @@ def _order_ahead(job: Job) -> None:
         return
     drops = {
         "algorithm.filter_equal=true": bool(filled(job.algorithm).filter_equal),
-        **{f'reward.{place}.on_error="drop"': term.on_error == "drop" for place, term in enumerate(job.reward)},
+        **{
+            f'{table}.{place}.on_error="drop"': term.on_error == "drop"
+            for table in ("reward", "environment")
+            for place, term in enumerate(getattr(job, table))
+        },
         'on="ray" and ray.replicas=1': job.on == "ray" and job.ray.replicas == 1,
     }
     for key, may_drop in drops.items():

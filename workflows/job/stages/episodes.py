@@ -190,7 +190,8 @@ class JobEpisodes:
             with self._weights.at(version):
 
                 def played(at: int, given_up: Callable[[], bool], rows: list[int] = rows) -> Episode | FailedEpisode:
-                    return self.play(episodes[rows[at]], given_up)
+                    wanted = episodes[rows[at]]
+                    return self.play(wanted, given_up, self.environment(wanted.environment).count)
 
                 for at, episode in as_they_end(played, len(rows), self._slots):
                     row, wanted = rows[at], episodes[rows[at]]
@@ -214,9 +215,14 @@ class JobEpisodes:
             )
         ]
 
-    def play(self, episode: PlayedEpisode, given_up: Callable[[], bool]) -> Episode | FailedEpisode:
+    def play(
+        self,
+        episode: PlayedEpisode,
+        given_up: Callable[[], bool],
+        refilled: Callable[[FailedEpisode], None] = lambda failed: None,
+    ) -> Episode | FailedEpisode:
         """Play one row, when its environment has a place. If the environment fails for good, up to `sampling.refills`
-        other responses to the prompt take the place of this one.
+        other responses to the prompt take the place of this one. refilled: gets each one that is replaced.
 
         Raises `EnvironmentFailed` if the last of them fails for good and the environment's settings say "stop".
         """
@@ -227,7 +233,7 @@ class JobEpisodes:
                 if isinstance(played, Episode):
                     break
                 self._retried(played.cause)
-                environment.count(played)
+                refilled(played)
                 played = self._member(environment, episode, row_seed(draws, refill), given_up)
         if isinstance(played, FailedEpisode) and environment.settings.on_error == "stop":
             raise EnvironmentFailed(f'{played.text}; set on_error = "drop" to go on without such rows')

@@ -149,14 +149,21 @@ class StepLearner(ABC):
 
         ``loss`` and the loss's figures are means over its weight or over tokens; ``tokens``, ``rows``, ``passes`` are
         sums; ``gradient_norm`` is from before clipping; ``lr``. counts False: further updates of the same step follow.
+        If all tokens were too old (`stale_tokens`), the weights stay, and there is no loss and no gradient.
         `UsageError` if no rank has accumulated a row.
         """
         sums = self.ranks.summed(self._sums)
-        if not sums.get("weight", 0.0) > 0:
+        has_weight = sums.get("weight", 0.0) > 0
+        if not has_weight and not sums.get("stale_tokens"):
             raise UsageError(
-                "a step was taken with no rows, or with rows whose tokens are all masked; accumulate rows first, or "
-                "raise algorithm.token_staleness.mask, if that left them out"
+                "a step was taken with no rows, or with rows whose tokens are all masked; accumulate rows first"
             )
+        figures = self._update(sums) if has_weight else _counts(sums)
+        self.steps_taken += counts
+        self.discard()
+        return figures
+
+    def _update(self, sums: Mapping[str, float]) -> dict[str, float]:
         share = rate_share(
             self.steps_taken, steps=self._steps, warmup=self._trainer.warmup, schedule=self._trainer.schedule
         )
@@ -167,8 +174,6 @@ class StepLearner(ABC):
         norm = _whole(nn.utils.clip_grad_norm_(self.trained, self._trainer.gradient_norm_max))
         self.optimizer.step()
         self.version = -1
-        self.steps_taken += counts
-        self.discard()
         return {**_means(sums), "gradient_norm": float(norm), "lr": self._lr * share}
 
     def weights(self) -> WeightSource:
@@ -308,12 +313,16 @@ class ValueLearner(StepLearner):
 
 
 def _means(sums: Mapping[str, float]) -> dict[str, float]:
-    counts = {name: sums[name] for name in ("tokens", "rows", "passes", *_COUNTS) if name in sums}
+    counts = _counts(sums)
     tokens = max(1.0, sums.get("tokens", sums["weight"]))
     left_out = {"loss", "weight", "other_tokens", *_OF, *counts}
     means = {name: value / tokens for name, value in sums.items() if name not in left_out}
     parts = {name: sums[name] / sums[count] for name, count in _OF.items() if sums.get(count)}
     return {"loss": sums["loss"] / sums["weight"], **counts, **means, **parts}
+
+
+def _counts(sums: Mapping[str, float]) -> dict[str, float]:
+    return {name: sums[name] for name in ("tokens", "rows", "passes", *_COUNTS) if name in sums}
 
 
 def _whole(value: Tensor) -> Tensor:
