@@ -10,6 +10,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from tests.scale import sizes
@@ -23,6 +24,7 @@ from transferqueue.server.row_record.writer import write as write_files
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.row_files import files
 from transferqueue.storage.row_files.reader import RecordedRows, rows_in
+from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 
 USE = [Task("use", ["x"])]
@@ -92,6 +94,7 @@ class Recording:
             short=coordinator.parts.short_tables,
             wake=coordinator.waiting.wake,
             refuse=coordinator.refuse_work,
+            commit=coordinator.commit,
         )
         coordinator.attach(self.part)
         self.part.resume(self.life.now)
@@ -118,8 +121,29 @@ class Recording:
         """Put rows and drop them."""
         first = self.table.rows.pages.next_row
         assert write(self.life, self.client, rows, fill=first).rows == rows
-        dropped = m.Drop("t", b"".join(row.to_bytes(8, "little") for row in range(first, first + rows)), "over")
-        assert self.client.ask(dropped).rows == rows
+        assert self.client.ask(self.drop(first, rows)).rows == rows
+
+    def drop(self, first: int, rows: int) -> m.Drop:
+        return m.Drop("t", b"".join(row.to_bytes(8, "little") for row in range(first, first + rows)), "over")
+
+    def settle(self) -> None:
+        """Until no tick commits for the sake of memory."""
+        memory = self.life.coordinator.memory
+        while memory.due_at is not None and memory.due_at <= self.life.now:
+            self.life.coordinator.tick(self.life.now)
+
+    def end_and_be_killed(self, rows: int) -> int:
+        """Put rows, drop them, and write their file in one turn, which is killed before it sends. Returns the first."""
+        first = self.table.rows.pages.next_row
+        assert write(self.life, self.client, rows, fill=first).rows == rows
+        self.client.ids += 1
+        call = m.CallFrame(self.client.session, self.client.ids, 0, self.drop(first, rows))
+        self.settle()
+        self.part.memory_lacking(1, "rows")  # due at once
+        self.life.coordinator.receive(self.client.peer, codec.encode_call(call), self.life.now)
+        self.life.coordinator.tick(self.life.now)
+        self.life.crash()
+        return first
 
     def recorded(self) -> list[int]:
         """The rows of all files, in the order of the files."""
@@ -190,6 +214,55 @@ def test_a_file_that_the_ledger_was_not_told_of_is_not_written_again(tmp_path: P
     second.end(1)
     second.pass_time(2 * INTERVAL_S)
     assert second.recorded() == [0, 1, 2]
+    second.life.crash()
+
+
+def test_a_row_whose_end_was_lost_with_a_kill_is_in_no_file(tmp_path: Path, shared: Path) -> None:
+    """The server is killed in the turn in which the rows ended and their file was written."""
+    first = Recording(tmp_path, shared)
+    first.end(1)
+    assert first.end_and_be_killed(2) == 1
+    second = Recording(tmp_path, shared, first.client)
+    second.client.ask(second.drop(1, 2))  # from a client that got no answer; refused if they are gone
+    second.pass_time(2 * INTERVAL_S)
+    assert second.recorded() == [0, 1, 2]
+    assert second.table.rows_recorded == 3
+    second.life.crash()
+
+
+def test_rows_that_a_tick_ended_are_in_no_file_before_that_is_durable(tmp_path: Path, shared: Path) -> None:
+    """No answer follows such an end, and so no commit."""
+    first = Recording(tmp_path, shared)
+    assert write(first.life, first.client, 1, fill=0).rows == 1
+    first.settle()
+    first.part.memory_lacking(1, "rows")
+    (block,) = first.life.coordinator.ledger.state.core.blocks.blocks
+    first.life.coordinator.ledger.blocks_lost([block], first.life.now)
+    assert first.table.rows_dropped
+    first.life.coordinator.tick(first.life.now)
+    first.life.crash()
+    second = Recording(tmp_path, shared, first.client)
+    assert (second.recorded(), second.table.rows_live, second.table.rows_recorded) == ([0], 0, 1)
+    second.life.crash()
+
+
+def test_a_file_with_rows_that_have_not_ended_is_named_at_the_start(
+    tmp_path: Path, shared: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Recording(tmp_path, shared)
+    first.writer.holds = True
+    first.end(1)
+    first.pass_time(2 * INTERVAL_S)
+    assert write(first.life, first.client, 1, fill=1).rows == 1
+    (one,) = files.files_in(first.root / "run" / "t")
+    copy = files.aside(first.root / "run" / "t", one.life, 2)
+    table = pq.read_table(one.path)
+    pq.write_table(table.set_column(table.schema.names.index("_row"), "_row", [[1]]), copy)
+    files.publish(copy, first.root / "run" / "t", files.NO_STEP)
+    first.life.crash()
+    second = Recording(tmp_path, shared, first.client)
+    assert second.table.rows_recorded == 1
+    assert 'file 2 of table "t" has 1 rows that have not ended here' in caplog.text
     second.life.crash()
 
 
@@ -332,6 +405,7 @@ class Killed:
 
     def run(self, steps: int) -> Recording:
         acts = [self._end, self._end, self._pass, self._pass, self._hold, self._break, self._kill, self._half_written]
+        acts.append(self._kill_in_a_turn)
         for _ in range(steps):
             self.random.choice(acts)()
         self._kill()
@@ -362,6 +436,13 @@ class Killed:
             self.now.life.coordinator.tick(self.now.life.now + INTERVAL_S)
         self.now.life.crash()
         self.now = Recording(self.path, self.shared, self.now.client)
+
+    def _kill_in_a_turn(self) -> None:
+        rows = self.random.randrange(1, 5)
+        first = self.now.end_and_be_killed(rows)
+        self.now = Recording(self.path, self.shared, self.now.client)
+        self.now.client.ask(self.now.drop(first, rows))
+        self.rows += rows
 
 
 @pytest.mark.slow

@@ -199,6 +199,7 @@ class ServerProcess:
             short=coordinator.parts.short_tables,
             wake=coordinator.waiting.wake,
             refuse=coordinator.refuse_work,
+            commit=coordinator.commit,
             cold=cold,
             fetches=fetches,
         )

@@ -6,7 +6,8 @@ It does no I/O: a `Writer` writes, and the ledger is told of its files.
    that lie in remote shards alone are fetched first, into a file without a name (`shards.block_fetches`).
 2. A batch is due `INTERVAL_S` after the first of its rows ended, or at once if a request lacks memory, or the table is
    crowded (`Ledger.is_crowded`).
-3. The ledger is told of a file after it exists under its name. Its memory is free after that, and not before.
+3. The end of a row is durable before a file has the row, and the ledger is told of a file after it exists under its
+   name. Its memory is free after that, and not before.
 4. After a start, each file of a life that the ledger was not told of is told first (`resume`): none is written twice.
 5. After a failure the batch stays, and is tried again every `RETRY_S`. When failures have lasted `PATIENCE_S`, the
    terms decide (`Recorded.required`): requests that add work to the table are refused until a batch succeeds, or each
@@ -67,6 +68,7 @@ class RowRecords(Part):
         short: tables to which no work may be added, and why.
         wake: makes the requests due that wait on a key.
         refuse: refuses the waiting requests that add work to a table.
+        commit: returns when all changes so far are durable.
         cold: has the blocks that are on a disk; None: none is.
         fetches: brings the blocks of remote shards; None: there are none.
     """
@@ -81,12 +83,13 @@ class RowRecords(Part):
         short: dict[str, str],
         wake: Callable[[tuple[str, ...]], None],
         refuse: Callable[[str, Full], None],
+        commit: Callable[[], None],
         cold: ColdStore | None = None,
         fetches: BlockFetches | None = None,
     ) -> None:
         self.root: Final = root
         self._ledger, self._lending, self._writer = ledger, lending, writer
-        self._short, self._wake, self._refuse = short, wake, refuse
+        self._short, self._wake, self._refuse, self._commit = short, wake, refuse, commit
         self._cold, self._fetches = cold, fetches
         self._look_at: float | None = None
         """When to look whether blocks that are fetched came; None: none is."""
@@ -138,7 +141,12 @@ class RowRecords(Part):
                     is_full=False,
                 ) from error
             for one in found:
-                self._ledger.rows_recorded(name, one.number, one.rows, now)
+                freed = self._ledger.rows_recorded(name, one.number, one.rows, now)
+                if freed < len(one.rows):
+                    _log.error(
+                        'file %d of table "%s" has %d rows that have not ended here: they may come into a second file',
+                        *(one.number, name, len(one.rows) - freed),
+                    )
 
     # ------------------------------------------------------------ time
 
@@ -180,6 +188,7 @@ class RowRecords(Part):
             self._urgent = False
             return
         name = min(due, key=due.__getitem__)
+        self._commit()
         batch = self._ledger.next_ended(name, ROWS_AT_ONCE, now)
         if batch is None:
             return
