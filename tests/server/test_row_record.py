@@ -334,6 +334,19 @@ def test_a_block_that_cannot_be_read_is_lost_and_its_rows_are_recorded_without_i
     assert {"what": "damaged bytes", "detail": "x"}.items() <= rows[0]["_events"][-1].items()
 
 
+def test_a_clean_end_ends_no_lease(recording: Recording) -> None:
+    """No client can renew while the last files are written, and the loop's time lags behind the system's."""
+    assert write(recording.life, recording.client, 1, fill=0).rows == 1
+    assert isinstance(recording.client.ask(m.LeaseRequest("t", "use", rows=1)), m.Leased)
+    recording.client.ask(m.CreateTable("u", tasks=USE, retention=Recorded("run")))
+    assert write(recording.life, recording.client, 1, fill=0, table="u").rows == 1
+    assert recording.client.ask(m.Drop("u", bytes(8), "over")).rows == 1
+    far = recording.life.now + 100_000.0
+    recording.part.finish(recording.life.now, lambda: far)
+    assert recording.life.coordinator.ledger.state.tables["u"].rows_recorded == 1
+    assert len(recording.life.coordinator.ledger.state.core.leases.by_id) == 1
+
+
 # ---------------------------------------------------------------- a disk that fails
 
 FULL = os.strerror(errno.ENOSPC)

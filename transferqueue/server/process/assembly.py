@@ -119,7 +119,7 @@ class ServerProcess:
             if find_spec(_RECORDS) is not None:
                 fetches = None if remote is None else remote.record_fetches
                 self._records = self._record_rows(records, wakeup, cold, fetches)
-                self._records.resume(clock())
+                self._records.resume(self.loop.now)
             self._clock = clock
             self._files = made.pop_all()
 
@@ -232,7 +232,7 @@ class ServerProcess:
         with self._files:
             self.loop.run(woken_by)
             if self._records is not None:
-                self._records.finish(self._clock)
+                self._records.finish(self.loop.now, self._clock)
             if not isinstance(self._storage, ArenaDirectory):
                 self._storage.checkpoint()
 

@@ -281,20 +281,25 @@ class RowRecords(Part):
 
     # ------------------------------------------------------------ the end
 
-    def finish(self, clock: Callable[[], float]) -> None:
+    def finish(self, now: float, clock: Callable[[], float]) -> None:
         """Write what is left, and end. Call it after the last frame. Rows that cannot be written wait for the next
-        server, if the state outlives this one."""
+        server, if the state outlives this one.
+
+        Args:
+            now: of the loop's last turn. The ledger's time stands still: no client can renew its lease any more.
+            clock: seconds, for the deadline.
+        """
         until = clock() + FINISH_S
         self._ends = True
         if self._fetches is not None:
             self._fetches.fail(Disconnected("the server stops"))
-        while (now := clock()) < until:
+        while (left := until - clock()) > 0:
             self._urgent = True
             self.tick(now)
             if self._batch is None:
                 break
-            if (outcome := self._writer.take(until - now)) is not None:
-                self._hear(self._batch, outcome, clock())
+            if (outcome := self._writer.take(left)) is not None:
+                self._hear(self._batch, outcome, now)
         self._writer.stop()
         waiting = sum(record.waiting for record in self._ledger.rows_to_record().values())
         if waiting:
