@@ -7,19 +7,21 @@ import errno
 import mmap
 import os
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
+import transferqueue as tq
 from tests.scale import sizes
 from tests.server.lives import Life, again, write
 from transferqueue.errors import DiskFailed, Full, UsageError
 from transferqueue.policies import Recorded, Task
 from transferqueue.server.durability_level import Level
 from transferqueue.server.row_record.part import INTERVAL_S, PATIENCE_S, RETRY_S, RowRecords
-from transferqueue.server.row_record.writer import DamagedBlock, Outcome, WrittenFile, bytes_of, resume
+from transferqueue.server.row_record.writer import DamagedBlock, Outcome, ThreadWriter, WrittenFile, bytes_of, resume
 from transferqueue.server.row_record.writer import write as write_files
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.row_files import files
@@ -473,6 +475,57 @@ def test_each_row_is_in_one_file_on_every_course(seeds: int, tmp_path: Path) -> 
         ended.life.crash()
 
 
+def test_a_writer_that_the_system_gives_no_thread_is_tried_again(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(*_: Any, **__: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(recording.writer, "submit", no_thread)
+        recording.end(1)
+        recording.pass_time(2 * INTERVAL_S)
+    recording.pass_time(2 * RETRY_S)
+    assert recording.recorded() == [0]
+
+
+def test_a_defect_of_the_thread_keeps_no_other_table_from_its_files(recording: Recording, tmp_path: Path) -> None:
+    """The real thread, whose arena cannot be opened for a while."""
+    stirred = threading.Event()
+    memory = recording.life.coordinator.memory
+    writer = ThreadWriter(memory, stirred.set)
+    recording.end(1)
+    batch = recording.life.coordinator.ledger.next_ended("t", 10, recording.life.now)
+    assert batch is not None
+    outcomes = []
+    for path in (str(tmp_path / "none"), memory.arena.path):
+        memory.arena.path = path
+        writer.submit(batch, tmp_path / "files" / "t", after_failure=False, remote=0)
+        outcomes.append(writer.take(60.0))
+    writer.stop()
+    assert isinstance(outcomes[0], Outcome)
+    assert isinstance(outcomes[1], Outcome)
+    assert "FileNotFoundError" in outcomes[0].error
+    assert [one.rows for one in outcomes[1].files] == [[0]]
+
+
+def test_files_stay_together_when_the_process_changes_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An embedded server, and a directory that is not absolute."""
+    monkeypatch.chdir(tmp_path)
+    with tq.connect("embedded") as queue:
+        table = queue.create_table("t", tasks=USE, retention=tq.Recorded("run"))
+        table.put(x=[1])
+        table.drop([0], reason="over")
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        table.put(x=[2])
+        table.drop([1], reason="over")
+    assert tq.open_run(tmp_path / "run").table("t").arrow(["_row"]).num_rows == 2
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 # ---------------------------------------------------------------- terms that are refused
 
 
@@ -481,6 +534,20 @@ def test_a_record_stays_under_the_directory_of_the_server(recording: Recording, 
     refused = recording.client.ask(m.CreateTable("u", tasks=USE, retention=Recorded(directory)))
     assert refused.error == "UsageError"
     assert f"record directory {directory!r} is outside" in refused.text
+
+
+def test_a_link_does_not_lead_out_of_the_directory_of_the_server(recording: Recording, tmp_path: Path) -> None:
+    (tmp_path / "records" / "link").symlink_to(tmp_path)
+    refused = recording.client.ask(m.CreateTable("u", tasks=USE, retention=Recorded("link")))
+    assert "record directory 'link' is outside" in refused.text
+
+
+def test_a_table_whose_directory_is_outside_stops_the_start(tmp_path: Path, shared: Path) -> None:
+    first = Recording(tmp_path, shared)
+    first.client.ask(m.CreateTable("u", tasks=USE, retention=Recorded(str(tmp_path / "records" / "u"))))
+    first.life.crash()
+    with pytest.raises(UsageError, match=r"is outside .*, where this server keeps records"):
+        Recording(tmp_path, shared, first.client, root=tmp_path / "other")
 
 
 def test_a_directory_that_cannot_be_written_is_refused_at_once(tmp_path: Path, recording: Recording) -> None:

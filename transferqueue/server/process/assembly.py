@@ -180,6 +180,7 @@ class ServerProcess:
             wake=coordinator.waiting.wake,
             stir=wakeup.set,
             index=coordinator.index,
+            check_table=coordinator.parts.check_table,
         )
         made.callback(jobs.stop)
         coordinator.attach(jobs)

@@ -22,6 +22,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from os.path import normpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -88,6 +89,8 @@ class RowRecords(Part):
         fetches: BlockFetches | None = None,
     ) -> None:
         self.root: Final = root
+        self._root: Final = (root or Path.cwd()).resolve()
+        """So that files stay together when the process changes its directory."""
         self._ledger, self._lending, self._writer = ledger, lending, writer
         self._short, self._wake, self._refuse, self._commit = short, wake, refuse, commit
         self._cold, self._fetches = cold, fetches
@@ -105,11 +108,12 @@ class RowRecords(Part):
 
     # ------------------------------------------------------------ tables
 
-    def check_table(self, terms: m.CreateTable) -> None:
+    def check_table(self, terms: m.CreateTable | m.TableTerms) -> None:
         """See `Part`."""
         if not isinstance(terms.retention, Recorded):
             return
         directory = self._directory(terms.name, terms.retention)
+        self._check_inside(directory, terms.retention)
         try:
             self._writer.probe(directory)
         except OSError as error:
@@ -118,21 +122,24 @@ class RowRecords(Part):
                 "name another directory, or start the server with another --records"
             ) from error
 
-    def _directory(self, table: str, terms: Recorded) -> Path:
-        root = (self.root or Path.cwd()).resolve()
-        directory = (root / terms.directory).resolve()
-        if self.root is not None and not directory.is_relative_to(root):
+    def _check_inside(self, directory: Path, terms: Recorded) -> None:
+        if self.root is not None and not directory.resolve().is_relative_to(self._root):
             raise UsageError(
                 f"record directory {terms.directory!r} is outside {self.root}, where this server keeps records; name "
                 "one under it, or start the server with another --records"
             )
-        return directory_of(directory, table)
+
+    def _directory(self, table: str, terms: Recorded) -> Path:
+        """Of the table's files. Asks no disk."""
+        return directory_of(Path(normpath(self._root / terms.directory)), table)
 
     def resume(self, now: float) -> None:
         """Tell the ledger of files that an earlier run had written, and not told. Call it before the first frame.
         `DiskFailed` if a directory cannot be read."""
         for name, record in self._ledger.rows_to_record().items():
-            directory = self._directory(name, self._ledger.recorded_terms(name))
+            terms = self._ledger.recorded_terms(name)
+            directory = self._directory(name, terms)
+            self._check_inside(directory, terms)
             try:
                 found = self._writer.resume(directory, record.life, record.files + 1)
             except OSError as error:
@@ -207,7 +214,10 @@ class RowRecords(Part):
         if self._cold is not None:
             self._cold.hold()
         directory, after_failure = self._directory(name, batch.terms), name in self._failures
-        self._writer.submit(batch, directory, after_failure=after_failure, remote=len(remote))
+        try:
+            self._writer.submit(batch, directory, after_failure=after_failure, remote=len(remote))
+        except (OSError, RuntimeError, MemoryError) as error:
+            self._end(batch, Outcome(name, error=str(error)), now)
 
     def _fetch(self, remote: list[m.BlockLocation], now: float) -> str:
         """Have shards bring these blocks. Returns why they cannot; "": they do."""

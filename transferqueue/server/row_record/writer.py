@@ -95,7 +95,7 @@ class Writer(Protocol):
 
     def submit(self, batch: EndedBatch, directory: Path, *, after_failure: bool, remote: int) -> None:
         """Begin to write a batch. after_failure: the latest attempt on this table failed. remote: number of its blocks
-        that are fetched (`expect`)."""
+        that are fetched (`expect`). `RuntimeError` or `MemoryError` if the system gives no thread."""
 
     def expect(self) -> Callable[[ArrivedBlocks | TransferQueueError], object]:
         """Blocks of the next batch are fetched. Returns what takes them, or the error that ends the batch."""
@@ -129,11 +129,11 @@ class ThreadWriter:
     def submit(self, batch: EndedBatch, directory: Path, *, after_failure: bool, remote: int) -> None:
         """See `Writer`."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="transferqueue row record", daemon=True)
-            self._thread.start()
-        arena = self._memory.mapped(mmap.PROT_READ)
+            thread = threading.Thread(target=self._run, name="transferqueue row record", daemon=True)
+            thread.start()
+            self._thread = thread
         fetched = (remote, self._arrivals.get) if remote else None
-        self._batches.put(lambda: self._write(batch, directory, arena, fetched, after_failure=after_failure))
+        self._batches.put(lambda: self._write(batch, directory, fetched, after_failure=after_failure))
 
     def expect(self) -> Callable[[ArrivedBlocks | TransferQueueError], object]:
         """See `Writer`. A queue of its own for each batch: what an earlier one left is not taken for its blocks."""
@@ -160,23 +160,18 @@ class ThreadWriter:
             self._stir()
 
     def _write(
-        self,
-        batch: EndedBatch,
-        directory: Path,
-        arena: U8,
-        fetched: tuple[int, Arrival] | None,
-        *,
-        after_failure: bool,
+        self, batch: EndedBatch, directory: Path, fetched: tuple[int, Arrival] | None, *, after_failure: bool
     ) -> Outcome:
-        if fetched is None:
-            return write(batch, directory, bytes_of(arena, self._cold), after_failure=after_failure)
         try:
+            arena = self._memory.mapped(mmap.PROT_READ)
+            if fetched is None:
+                return write(batch, directory, bytes_of(arena, self._cold), after_failure=after_failure)
             with closing(BlockSpool(files.aside(directory, batch.life, 0).parent)) as spool:
                 spool_remote(spool, *fetched, arena, self._tell)
                 memory = bytes_of(arena, self._cold, spool)
                 return write(batch, directory, memory, after_failure=after_failure)
-        except (OSError, TransferQueueError) as error:
-            return Outcome(batch.table, error=str(error))
+        except Exception as error:  # noqa: BLE001  (named in the outcome)
+            return Outcome(batch.table, error=_cause(batch, error))
 
     def _tell(self, spooled: SpooledBlocks) -> None:
         self._outcomes.put(spooled)
@@ -234,12 +229,17 @@ def write(
         files.remove_old(directory, batch.terms.bytes_max, batch.terms.age_s)
     except DamagedBlock as damage:
         outcome.damaged = damage.block, damage.why
-    except OSError as error:
-        outcome.error = f"{type(error).__name__}: {error}"
-    except Exception as error:  # noqa: BLE001  (logged with its cause; the rows stay)
-        _log.exception("rows of table %s could not be written", batch.table)
-        outcome.error = f"{error!r}; please report it"
+    except Exception as error:  # noqa: BLE001  (named in the outcome)
+        outcome.error = _cause(batch, error)
     return outcome
+
+
+def _cause(batch: EndedBatch, error: Exception) -> str:
+    """Why the rows of a batch stay. A defect is logged with its trace."""
+    if isinstance(error, OSError | TransferQueueError):
+        return f"{type(error).__name__}: {error}"
+    _log.error("rows of table %s could not be written", batch.table, exc_info=error)
+    return f"{error!r}; please report it"
 
 
 def _found(outcome: Outcome, batch: EndedBatch, directory: Path) -> bool:
