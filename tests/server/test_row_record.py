@@ -264,7 +264,7 @@ def test_a_file_with_rows_that_have_not_ended_is_named_at_the_start(
     first.life.crash()
     second = Recording(tmp_path, shared, first.client)
     assert second.table.rows_recorded == 1
-    assert 'file 2 of table "t" has 1 rows that have not ended here' in caplog.text
+    assert 'files 1 to 2 of table "t" have 1 rows that have not ended here' in caplog.text
     second.life.crash()
 
 

@@ -36,10 +36,11 @@ class BatchColumns:
         self._batch, self._memory, self._wall = batch, memory, wall
         self.steps: IntArray = np.concatenate([ended.steps for ended in batch.ended])
         self._lineage = self._of_all()
+        self._sizes = self._sizes_of_rows()
 
     def chunks(self, chosen: IntArray) -> Iterator[Any]:
         """Tables of the rows at these positions, of bounded size."""
-        for piece in np.split(chosen, _cuts(self._sizes()[chosen])):
+        for piece in np.split(chosen, _cuts(self._sizes[chosen])):
             yield self._table(piece)
 
     def schema(self) -> Any:
@@ -61,13 +62,14 @@ class BatchColumns:
 
     # ------------------------------------------------------------ columns of the table
 
-    def _sizes(self) -> AnyArray:
+    def _sizes_of_rows(self) -> AnyArray:
         """About the bytes of each row."""
         batch, sizes = self._batch, np.full(self._batch.rows.size, 256.0)
         for blocks, _ in batch.places.values():
-            for number in np.unique(blocks[blocks > 0]).tolist():
-                at = batch.blocks[number]
-                sizes[blocks == number] += at.nbytes / (at.rows * len(at.fields))
+            numbers, index = np.unique(blocks, return_inverse=True)
+            places = [batch.blocks.get(number) for number in numbers.tolist()]
+            each = np.array([0.0 if at is None else at.nbytes / (at.rows * len(at.fields)) for at in places])
+            sizes += each[index.reshape(-1)]
         return sizes
 
     def _column(self, field: Field, at: IntArray) -> Any:

@@ -34,7 +34,7 @@ from transferqueue.policies import Recorded
 from transferqueue.server.memory.lending import Lending
 from transferqueue.server.memory.own_copies import refer_to_own_copies
 from transferqueue.server.parts import ColdStore, Part
-from transferqueue.server.row_record.writer import Outcome, SpooledBlocks, Writer
+from transferqueue.server.row_record.writer import Outcome, SpooledBlocks, Writer, WrittenFile
 from transferqueue.storage.row_files.files import directory_of
 from transferqueue.wire import messages as m
 
@@ -147,13 +147,17 @@ class RowRecords(Part):
                     f'the record of table "{name}" cannot be read: {error}; start the server when {directory} is there',
                     is_full=False,
                 ) from error
-            for one in found:
-                freed = self._ledger.rows_recorded(name, one.number, one.rows, now)
-                if freed < len(one.rows):
-                    _log.error(
-                        'file %d of table "%s" has %d rows that have not ended here: they may come into a second file',
-                        *(one.number, name, len(one.rows) - freed),
-                    )
+            if found and (unended := self._told(name, found, now)):
+                _log.error(
+                    'files %d to %d of table "%s" have %d rows that have not ended here, or have twice: they may come '
+                    "into further files",
+                    *(found[0].number, found[-1].number, name, unended),
+                )
+
+    def _told(self, table: str, found: list[WrittenFile], now: float) -> int:
+        """Tell the ledger of files. Returns how many rows of them it did not free."""
+        rows = [row for one in found for row in one.rows]
+        return len(rows) - self._ledger.rows_recorded(table, found[-1].number, rows, now)
 
     # ------------------------------------------------------------ time
 
@@ -242,8 +246,8 @@ class RowRecords(Part):
             self._fetches.end(now)
             self._look_at = None
         if self._ledger.has_table(batch.table):
-            for one in outcome.files:
-                self._ledger.rows_recorded(batch.table, one.number, one.rows, now)
+            if outcome.files:
+                self._told(batch.table, outcome.files, now)
             if outcome.error:
                 self._failed(batch, outcome.error, now)
             else:

@@ -12,16 +12,14 @@ import mmap
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-import numpy as np
-
 from transferqueue.errors import Corruption, Disconnected, TransferQueueError
-from transferqueue.ledger.arrays import IntArray
+from transferqueue.ledger.arrays import IntArray, by_value
 from transferqueue.ledger.rows.cold_arena import ON_DISK
 from transferqueue.ledger.rules.recording import EndedBatch
 from transferqueue.limits import FAREWELL_S
@@ -222,7 +220,7 @@ def write(
         if after_failure and (outcome.files or _found(outcome, batch, directory)):
             return outcome
         columns = BatchColumns(batch, memory, time.time())
-        for step, chosen in _by_step(columns.steps):
+        for step, chosen in by_value(columns.steps):
             number = batch.number + len(outcome.files)
             _write_file(columns, batch, directory, number, step, chosen)
             outcome.files.append(WrittenFile(number, batch.rows[chosen].tolist()))
@@ -266,11 +264,6 @@ def published(directory: Path, life: str, first: int) -> list[WrittenFile]:
                 _log.error("%s", error)
                 found.append(WrittenFile(one.number, []))
     return found
-
-
-def _by_step(steps: IntArray) -> Iterator[tuple[int, IntArray]]:
-    for step in np.unique(steps).tolist():
-        yield step, np.flatnonzero(steps == step)
 
 
 def _write_file(
