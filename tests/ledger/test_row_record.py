@@ -7,7 +7,10 @@ import random
 import numpy as np
 import pytest
 
+from tests.ledger.driver import World
+from transferqueue.errors import Impossible
 from transferqueue.ledger.rows import DONE, EndedRows, RowRecord
+from transferqueue.policies import Recorded, Task
 
 
 def ended(*rows: int) -> EndedRows:
@@ -47,3 +50,16 @@ def test_many_requests_of_one_row_are_recorded_in_little_time() -> None:
     for first in range(4):
         record.recorded(first, np.arange(first, rows, 4))
     assert (record.ended, record.waiting) == ([], 0)
+
+
+def test_a_block_that_the_server_could_not_read_for_a_file_is_refused() -> None:
+    """It lies in a shard with more memory than the server has."""
+    world = World()
+    client = world.client()
+    client.create("recorded", tasks=[Task("train")], retention=Recorded("run"))
+    client.create("other", tasks=[Task("train")])
+    world.ledger.refuse_to_record_beyond(4)
+    with pytest.raises(Impossible, match=r'can never be recorded: table "recorded" .* put fewer rows at a time'):
+        client.put(4, ["x"], table="recorded")
+    assert world.table("recorded").rows_put == 0
+    assert client.put(4, ["x"], table="other") == [0, 1, 2, 3]

@@ -17,11 +17,12 @@ import pytest
 import transferqueue as tq
 from tests.scale import sizes
 from tests.server.lives import Life, again, write
-from transferqueue.errors import DiskFailed, Full, UsageError
+from transferqueue.errors import Corruption, DiskFailed, Full, UsageError
 from transferqueue.policies import Recorded, Task
+from transferqueue.schema import Field, layout
 from transferqueue.server.durability_level import Level
 from transferqueue.server.row_record.part import INTERVAL_S, PATIENCE_S, RETRY_S, RowRecords
-from transferqueue.server.row_record.writer import DamagedBlock, Outcome, ThreadWriter, WrittenFile, bytes_of, resume
+from transferqueue.server.row_record.writer import Outcome, ThreadWriter, WrittenFile, bytes_of, resume
 from transferqueue.server.row_record.writer import write as write_files
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.row_files import files
@@ -60,7 +61,7 @@ class HandWriter:
 
         def memory(at: m.BlockLocation) -> U8:
             if at.block == self.damaged:
-                raise DamagedBlock(at.block, "its bytes have another checksum")
+                raise Corruption("its bytes have another checksum", block=at.block)
             return read(at)
 
         if self.broken:
@@ -347,6 +348,38 @@ def test_a_clean_end_ends_no_lease(recording: Recording) -> None:
     recording.part.finish(recording.life.now, lambda: far)
     assert recording.life.coordinator.ledger.state.tables["u"].rows_recorded == 1
     assert len(recording.life.coordinator.ledger.state.core.leases.by_id) == 1
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_a_value_that_cannot_be_read_is_lost_alone(recording: Recording, blocks: int) -> None:
+    """Its client wrote offsets that point outside the block; the others stay."""
+    for _ in range(blocks):
+        recording.end(2)
+    known = recording.life.coordinator.ledger.state.core.blocks.blocks
+    at = known[max(known)].at
+    with recording.life.file.open("r+b") as file:
+        file.seek(at.offset)
+        file.write((1 << 40).to_bytes(8, "little") * 3)
+    recording.pass_time(3 * INTERVAL_S)
+    rows = RecordedRows("t", recording.root / "run" / "t").arrow(["_row", "x"]).to_pylist()
+    whole = 2 * blocks - 2
+    assert [(row["_row"], row["x"] is None) for row in rows] == [(row, row >= whole) for row in range(2 * blocks)]
+    assert (recording.table.rows_resident, recording.table.usage.bytes) == (0, 0)
+
+
+def test_text_that_no_reader_could_decode_is_lost(recording: Recording) -> None:
+    field = Field("x", "str")
+    nbytes = layout([field], 1, [2])[1]
+    granted = recording.client.ask(m.Grant(4096))
+    with recording.life.file.open("r+b") as file:
+        file.seek(granted.offset)
+        file.write(((0).to_bytes(8, "little") + (2).to_bytes(8, "little")).ljust(64, b"\0") + b"\xff\xfe")
+    placed = m.WrittenBlock(granted.extent, granted.offset, nbytes, 1, ["x"], [2])
+    assert recording.client.ask(m.PutRequest("t", 1, m.Columns(fields=[field], blocks=[placed]))).rows == 1
+    assert recording.client.ask(recording.drop(0, 1)).rows == 1
+    recording.pass_time(3 * INTERVAL_S)
+    rows = RecordedRows("t", recording.root / "run" / "t").arrow(["x", "_events"]).to_pylist()
+    assert [(row["x"], row["_events"][-1]["what"]) for row in rows] == [(None, "damaged bytes")]
 
 
 # ---------------------------------------------------------------- a disk that fails

@@ -94,6 +94,8 @@ class RowRecords(Part):
         self._ledger, self._lending, self._writer = ledger, lending, writer
         self._short, self._wake, self._refuse, self._commit = short, wake, refuse, commit
         self._cold, self._fetches = cold, fetches
+        if fetches is not None:
+            ledger.refuse_to_record_beyond(lending.own.allocator.capacity)
         self._look_at: float | None = None
         """When to look whether blocks that are fetched came; None: none is."""
         self._ends = False

@@ -73,14 +73,6 @@ class SpooledBlocks(NamedTuple):
     damaged: list[int]
 
 
-class DamagedBlock(Exception):
-    """The bytes of a block cannot be read."""
-
-    def __init__(self, block: int, why: str) -> None:
-        super().__init__(f"block {block}: {why}")
-        self.block, self.why = block, why
-
-
 class Writer(Protocol):
     """Writes one batch at a time, and knows the files that exist. Each method but `submit`, `take` and `stop` is called
     before a table has rows, or before the first frame, and raises `OSError` if the directory cannot be used."""
@@ -169,7 +161,7 @@ class ThreadWriter:
                 memory = bytes_of(arena, self._cold, spool)
                 return write(batch, directory, memory, after_failure=after_failure)
         except Exception as error:  # noqa: BLE001  (named in the outcome)
-            return Outcome(batch.table, error=_cause(batch, error))
+            return _failed(Outcome(batch.table), error)
 
     def _tell(self, spooled: SpooledBlocks) -> None:
         self._outcomes.put(spooled)
@@ -196,7 +188,7 @@ def bytes_of(
     arena: U8, cold: ColdStore | None = None, spool: BlockSpool | None = None
 ) -> Callable[[BlockLocation], U8]:
     """Return what reads a block that is held: from the arena, from the disk of cold blocks, or one that was fetched. It
-    raises `DamagedBlock`."""
+    raises `Corruption` with the number of the block."""
 
     def read(at: BlockLocation) -> U8:
         if spool is not None and at.shard not in (SHARD, ON_DISK):
@@ -206,7 +198,7 @@ def bytes_of(
         try:
             return cold.read(at.block)
         except Corruption as error:
-            raise DamagedBlock(at.block, str(error)) from error
+            raise Corruption(str(error), block=at.block) from error
 
     return read
 
@@ -225,19 +217,21 @@ def write(
             _write_file(columns, batch, directory, number, step, chosen)
             outcome.files.append(WrittenFile(number, batch.rows[chosen].tolist()))
         files.remove_old(directory, batch.terms.bytes_max, batch.terms.age_s)
-    except DamagedBlock as damage:
-        outcome.damaged = damage.block, damage.why
     except Exception as error:  # noqa: BLE001  (named in the outcome)
-        outcome.error = _cause(batch, error)
+        return _failed(outcome, error)
     return outcome
 
 
-def _cause(batch: EndedBatch, error: Exception) -> str:
-    """Why the rows of a batch stay. A defect is logged with its trace."""
-    if isinstance(error, OSError | TransferQueueError):
-        return f"{type(error).__name__}: {error}"
-    _log.error("rows of table %s could not be written", batch.table, exc_info=error)
-    return f"{error!r}; please report it"
+def _failed(outcome: Outcome, error: Exception) -> Outcome:
+    """The outcome of a batch that an error ended. A defect is logged with its trace."""
+    if isinstance(error, Corruption) and error.block:
+        outcome.damaged = error.block, str(error)
+    elif isinstance(error, OSError | TransferQueueError):
+        outcome.error = f"{type(error).__name__}: {error}"
+    else:
+        _log.error("rows of table %s could not be written", outcome.table, exc_info=error)
+        outcome.error = f"{error!r}; please report it"
+    return outcome
 
 
 def _found(outcome: Outcome, batch: EndedBatch, directory: Path) -> bool:
