@@ -27,7 +27,7 @@ class EndedRows(msgspec.Struct, eq=False):
     """Rows that ended together.
 
     Args:
-        steps: the step with which each was acked last; -1: none.
+        steps: the latest step with which each was acked; -1: none.
         keys: of the rows that had one. Ended rows have no key in the table, so that another row may get it.
     """
 
