@@ -382,7 +382,7 @@ class Recorded(_Policy):
 
     Args:
         directory: under the server's directory of records (``transferqueue serve --records``); with an embedded
-            server, any directory.
+            server, any directory, or one under the working directory as of `connect`.
         bytes: the most bytes of all files of the table, as a number or text such as ``"200GiB"``; the oldest files
             are removed first. Default None: no bound.
         age_s: files are removed when they are older than so many seconds; default None: never.

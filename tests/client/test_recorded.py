@@ -152,6 +152,26 @@ def test_a_restored_snapshot_has_a_life_of_its_own(tmp_path: Path, monkeypatch: 
     assert sorted(sorted(row["_row"] for row in rows if row["_life"] == life) for life in lives) == [[0, 1, 2], [1, 2]]
 
 
+def test_a_snapshot_whose_directory_is_outside_is_not_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSFERQUEUE_SNAPSHOTS", str(tmp_path / "snapshots"))
+    with tq.connect("embedded") as queue:
+        table = queue.create_table("t", tasks=TASKS, retention=tq.Recorded(str(tmp_path / "run")))
+        table.put(ids=[[1]])
+        queue.snapshot("s")
+    (tmp_path / "run" / "t" / ".aside").rmdir()
+    (tmp_path / "run" / "t").rename(tmp_path / "kept")
+    (tmp_path / "run").rmdir()
+    (tmp_path / "run").write_bytes(b"")
+    with tq.connect("embedded") as queue:
+        with pytest.raises(tq.UsageError, match=r'table "t" cannot record its rows: .* cannot be written to'):
+            queue.restore("s")
+        assert queue.tables() == []
+        other = queue.create_table("u", tasks=TASKS, retention=tq.Recorded(str(tmp_path / "other")))
+        other.put(ids=[[1]])
+        other.drop([0], reason="over")
+    assert tq.open_run(tmp_path / "other").table("u").arrow(["_row"]).num_rows == 1
+
+
 def put_for_ever(table: tq.Table) -> None:
     """Until the table takes no more."""
     while not threading.Event().wait(0.05):

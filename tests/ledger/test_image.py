@@ -174,7 +174,7 @@ FOLLOWS: Final = {
         "_deadlines",
         "groups",
     },
-    "SharedState": {"plugins", "absence", "deadlines"},
+    "SharedState": {"plugins", "absence", "deadlines", "recorded_block_max"},
     "BlockRegistry": {"parts", "_effects", "_latest"},
     "LeaseState": {"_sorter"},
 }

@@ -7,22 +7,27 @@ import errno
 import mmap
 import os
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
+import transferqueue as tq
 from tests.scale import sizes
 from tests.server.lives import Life, again, write
-from transferqueue.errors import DiskFailed, Full, UsageError
+from transferqueue.errors import Corruption, DiskFailed, Full, UsageError
 from transferqueue.policies import Recorded, Task
+from transferqueue.schema import Field, layout
 from transferqueue.server.durability_level import Level
 from transferqueue.server.row_record.part import INTERVAL_S, PATIENCE_S, RETRY_S, RowRecords
-from transferqueue.server.row_record.writer import DamagedBlock, Outcome, WrittenFile, bytes_of, resume
+from transferqueue.server.row_record.writer import Outcome, ThreadWriter, WrittenFile, bytes_of, resume
 from transferqueue.server.row_record.writer import write as write_files
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.row_files import files
 from transferqueue.storage.row_files.reader import RecordedRows, rows_in
+from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 
 USE = [Task("use", ["x"])]
@@ -56,7 +61,7 @@ class HandWriter:
 
         def memory(at: m.BlockLocation) -> U8:
             if at.block == self.damaged:
-                raise DamagedBlock(at.block, "its bytes have another checksum")
+                raise Corruption("its bytes have another checksum", block=at.block)
             return read(at)
 
         if self.broken:
@@ -92,6 +97,7 @@ class Recording:
             short=coordinator.parts.short_tables,
             wake=coordinator.waiting.wake,
             refuse=coordinator.refuse_work,
+            commit=coordinator.commit,
         )
         coordinator.attach(self.part)
         self.part.resume(self.life.now)
@@ -118,8 +124,29 @@ class Recording:
         """Put rows and drop them."""
         first = self.table.rows.pages.next_row
         assert write(self.life, self.client, rows, fill=first).rows == rows
-        dropped = m.Drop("t", b"".join(row.to_bytes(8, "little") for row in range(first, first + rows)), "over")
-        assert self.client.ask(dropped).rows == rows
+        assert self.client.ask(self.drop(first, rows)).rows == rows
+
+    def drop(self, first: int, rows: int) -> m.Drop:
+        return m.Drop("t", b"".join(row.to_bytes(8, "little") for row in range(first, first + rows)), "over")
+
+    def settle(self) -> None:
+        """Until no tick commits for the sake of memory."""
+        memory = self.life.coordinator.memory
+        while memory.due_at is not None and memory.due_at <= self.life.now:
+            self.life.coordinator.tick(self.life.now)
+
+    def end_and_be_killed(self, rows: int) -> int:
+        """Put rows, drop them, and write their file in one turn, which is killed before it sends. Returns the first."""
+        first = self.table.rows.pages.next_row
+        assert write(self.life, self.client, rows, fill=first).rows == rows
+        self.client.ids += 1
+        call = m.CallFrame(self.client.session, self.client.ids, 0, self.drop(first, rows))
+        self.settle()
+        self.part.memory_lacking(1, "rows")  # due at once
+        self.life.coordinator.receive(self.client.peer, codec.encode_call(call), self.life.now)
+        self.life.coordinator.tick(self.life.now)
+        self.life.crash()
+        return first
 
     def recorded(self) -> list[int]:
         """The rows of all files, in the order of the files."""
@@ -193,6 +220,55 @@ def test_a_file_that_the_ledger_was_not_told_of_is_not_written_again(tmp_path: P
     second.life.crash()
 
 
+def test_a_row_whose_end_was_lost_with_a_kill_is_in_no_file(tmp_path: Path, shared: Path) -> None:
+    """The server is killed in the turn in which the rows ended and their file was written."""
+    first = Recording(tmp_path, shared)
+    first.end(1)
+    assert first.end_and_be_killed(2) == 1
+    second = Recording(tmp_path, shared, first.client)
+    second.client.ask(second.drop(1, 2))  # from a client that got no answer; refused if they are gone
+    second.pass_time(2 * INTERVAL_S)
+    assert second.recorded() == [0, 1, 2]
+    assert second.table.rows_recorded == 3
+    second.life.crash()
+
+
+def test_rows_that_a_tick_ended_are_in_no_file_before_that_is_durable(tmp_path: Path, shared: Path) -> None:
+    """No answer follows such an end, and so no commit."""
+    first = Recording(tmp_path, shared)
+    assert write(first.life, first.client, 1, fill=0).rows == 1
+    first.settle()
+    first.part.memory_lacking(1, "rows")
+    (block,) = first.life.coordinator.ledger.state.core.blocks.blocks
+    first.life.coordinator.ledger.blocks_lost([block], first.life.now)
+    assert first.table.rows_dropped
+    first.life.coordinator.tick(first.life.now)
+    first.life.crash()
+    second = Recording(tmp_path, shared, first.client)
+    assert (second.recorded(), second.table.rows_live, second.table.rows_recorded) == ([0], 0, 1)
+    second.life.crash()
+
+
+def test_a_file_with_rows_that_have_not_ended_is_named_at_the_start(
+    tmp_path: Path, shared: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Recording(tmp_path, shared)
+    first.writer.holds = True
+    first.end(1)
+    first.pass_time(2 * INTERVAL_S)
+    assert write(first.life, first.client, 1, fill=1).rows == 1
+    (one,) = files.files_in(first.root / "run" / "t")
+    copy = files.aside(first.root / "run" / "t", one.life, 2)
+    table = pq.read_table(one.path)
+    pq.write_table(table.set_column(table.schema.names.index("_row"), "_row", [[1]]), copy)
+    files.publish(copy, first.root / "run" / "t", files.NO_STEP)
+    first.life.crash()
+    second = Recording(tmp_path, shared, first.client)
+    assert second.table.rows_recorded == 1
+    assert 'files 1 to 2 of table "t" have 1 rows that have not ended here' in caplog.text
+    second.life.crash()
+
+
 def test_rows_without_a_file_survive_a_kill(tmp_path: Path, shared: Path) -> None:
     first = Recording(tmp_path, shared)
     first.end(2)
@@ -259,6 +335,51 @@ def test_a_block_that_cannot_be_read_is_lost_and_its_rows_are_recorded_without_i
     rows = RecordedRows("t", recording.root / "run" / "t").arrow(["_row", "x", "_events"]).to_pylist()
     assert [(row["_row"], row["x"]) for row in rows] == [(0, None), (1, None)]
     assert {"what": "damaged bytes", "detail": "x"}.items() <= rows[0]["_events"][-1].items()
+
+
+def test_a_clean_end_ends_no_lease(recording: Recording) -> None:
+    """No client can renew while the last files are written, and the loop's time lags behind the system's."""
+    assert write(recording.life, recording.client, 1, fill=0).rows == 1
+    assert isinstance(recording.client.ask(m.LeaseRequest("t", "use", rows=1)), m.Leased)
+    recording.client.ask(m.CreateTable("u", tasks=USE, retention=Recorded("run")))
+    assert write(recording.life, recording.client, 1, fill=0, table="u").rows == 1
+    assert recording.client.ask(m.Drop("u", bytes(8), "over")).rows == 1
+    far = recording.life.now + 100_000.0
+    recording.part.finish(recording.life.now, lambda: far)
+    assert recording.life.coordinator.ledger.state.tables["u"].rows_recorded == 1
+    assert len(recording.life.coordinator.ledger.state.core.leases.by_id) == 1
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_a_value_that_cannot_be_read_is_lost_alone(recording: Recording, blocks: int) -> None:
+    """Its client wrote offsets that point outside the block; the others stay."""
+    for _ in range(blocks):
+        recording.end(2)
+    known = recording.life.coordinator.ledger.state.core.blocks.blocks
+    at = known[max(known)].at
+    with recording.life.file.open("r+b") as file:
+        file.seek(at.offset)
+        file.write((1 << 40).to_bytes(8, "little") * 3)
+    recording.pass_time(3 * INTERVAL_S)
+    rows = RecordedRows("t", recording.root / "run" / "t").arrow(["_row", "x"]).to_pylist()
+    whole = 2 * blocks - 2
+    assert [(row["_row"], row["x"] is None) for row in rows] == [(row, row >= whole) for row in range(2 * blocks)]
+    assert (recording.table.rows_resident, recording.table.usage.bytes) == (0, 0)
+
+
+def test_text_that_no_reader_could_decode_is_lost(recording: Recording) -> None:
+    field = Field("x", "str")
+    nbytes = layout([field], 1, [2])[1]
+    granted = recording.client.ask(m.Grant(4096))
+    with recording.life.file.open("r+b") as file:
+        file.seek(granted.offset)
+        file.write(((0).to_bytes(8, "little") + (2).to_bytes(8, "little")).ljust(64, b"\0") + b"\xff\xfe")
+    placed = m.WrittenBlock(granted.extent, granted.offset, nbytes, 1, ["x"], [2])
+    assert recording.client.ask(m.PutRequest("t", 1, m.Columns(fields=[field], blocks=[placed]))).rows == 1
+    assert recording.client.ask(recording.drop(0, 1)).rows == 1
+    recording.pass_time(3 * INTERVAL_S)
+    rows = RecordedRows("t", recording.root / "run" / "t").arrow(["x", "_events"]).to_pylist()
+    assert [(row["x"], row["_events"][-1]["what"]) for row in rows] == [(None, "damaged bytes")]
 
 
 # ---------------------------------------------------------------- a disk that fails
@@ -332,6 +453,7 @@ class Killed:
 
     def run(self, steps: int) -> Recording:
         acts = [self._end, self._end, self._pass, self._pass, self._hold, self._break, self._kill, self._half_written]
+        acts.append(self._kill_in_a_turn)
         for _ in range(steps):
             self.random.choice(acts)()
         self._kill()
@@ -363,6 +485,13 @@ class Killed:
         self.now.life.crash()
         self.now = Recording(self.path, self.shared, self.now.client)
 
+    def _kill_in_a_turn(self) -> None:
+        rows = self.random.randrange(1, 5)
+        first = self.now.end_and_be_killed(rows)
+        self.now = Recording(self.path, self.shared, self.now.client)
+        self.now.client.ask(self.now.drop(first, rows))
+        self.rows += rows
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", sizes(12, 300))
@@ -379,6 +508,57 @@ def test_each_row_is_in_one_file_on_every_course(seeds: int, tmp_path: Path) -> 
         ended.life.crash()
 
 
+def test_a_writer_that_the_system_gives_no_thread_is_tried_again(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(*_: Any, **__: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(recording.writer, "submit", no_thread)
+        recording.end(1)
+        recording.pass_time(2 * INTERVAL_S)
+    recording.pass_time(2 * RETRY_S)
+    assert recording.recorded() == [0]
+
+
+def test_a_defect_of_the_thread_keeps_no_other_table_from_its_files(recording: Recording, tmp_path: Path) -> None:
+    """The real thread, whose arena cannot be opened for a while."""
+    stirred = threading.Event()
+    memory = recording.life.coordinator.memory
+    writer = ThreadWriter(memory, stirred.set)
+    recording.end(1)
+    batch = recording.life.coordinator.ledger.next_ended("t", 10, recording.life.now)
+    assert batch is not None
+    outcomes = []
+    for path in (str(tmp_path / "none"), memory.arena.path):
+        memory.arena.path = path
+        writer.submit(batch, tmp_path / "files" / "t", after_failure=False, remote=0)
+        outcomes.append(writer.take(60.0))
+    writer.stop()
+    assert isinstance(outcomes[0], Outcome)
+    assert isinstance(outcomes[1], Outcome)
+    assert "FileNotFoundError" in outcomes[0].error
+    assert [one.rows for one in outcomes[1].files] == [[0]]
+
+
+def test_files_stay_together_when_the_process_changes_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An embedded server, and a directory that is not absolute."""
+    monkeypatch.chdir(tmp_path)
+    with tq.connect("embedded") as queue:
+        table = queue.create_table("t", tasks=USE, retention=tq.Recorded("run"))
+        table.put(x=[1])
+        table.drop([0], reason="over")
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        table.put(x=[2])
+        table.drop([1], reason="over")
+    assert tq.open_run(tmp_path / "run").table("t").arrow(["_row"]).num_rows == 2
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 # ---------------------------------------------------------------- terms that are refused
 
 
@@ -387,6 +567,20 @@ def test_a_record_stays_under_the_directory_of_the_server(recording: Recording, 
     refused = recording.client.ask(m.CreateTable("u", tasks=USE, retention=Recorded(directory)))
     assert refused.error == "UsageError"
     assert f"record directory {directory!r} is outside" in refused.text
+
+
+def test_a_link_does_not_lead_out_of_the_directory_of_the_server(recording: Recording, tmp_path: Path) -> None:
+    (tmp_path / "records" / "link").symlink_to(tmp_path)
+    refused = recording.client.ask(m.CreateTable("u", tasks=USE, retention=Recorded("link")))
+    assert "record directory 'link' is outside" in refused.text
+
+
+def test_a_table_whose_directory_is_outside_stops_the_start(tmp_path: Path, shared: Path) -> None:
+    first = Recording(tmp_path, shared)
+    first.client.ask(m.CreateTable("u", tasks=USE, retention=Recorded(str(tmp_path / "records" / "u"))))
+    first.life.crash()
+    with pytest.raises(UsageError, match=r"is outside .*, where this server keeps records"):
+        Recording(tmp_path, shared, first.client, root=tmp_path / "other")
 
 
 def test_a_directory_that_cannot_be_written_is_refused_at_once(tmp_path: Path, recording: Recording) -> None:

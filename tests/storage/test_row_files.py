@@ -6,6 +6,7 @@ import os
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -147,6 +148,55 @@ def test_sql_leaves_out_what_is_damaged(run: tq.Run) -> None:
     change_a_value(run.table().files[2])
     assert run.sql('select count(reward) as n, max(reward) as most from "a/b"').to_pylist() == [{"n": 300, "most": 3.0}]
     assert [damage.row_group for damage in run.damaged] == [0]
+
+
+def test_a_wrong_query_reads_no_file(run: tq.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("duckdb")
+    monkeypatch.setattr(tq.RecordedRows, "check_named", lambda *_: pytest.fail("the record is checked"))
+    for wrong in ('select nope from "a/b"', """select cast(_fate as int) from "a/b" """):
+        with pytest.raises(tq.UsageError, match=r"the query failed: (Binder|Conversion) Error"):
+            run.sql(wrong)
+
+
+def test_a_file_that_is_removed_during_a_read_has_nothing_checked(run: tq.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, whole = run.table(), tq.RecordedRows.dataset
+    monkeypatch.setattr(tq.RecordedRows, "check_named", lambda *_: pytest.fail("the record is checked"))
+    for read, left in (
+        (lambda: rows.arrow(["reward"]).num_rows, 300),
+        (lambda: run.sql('select count(reward) as n from "a/b"').to_pylist()[0]["n"], 200),
+    ):
+        if left == 200:
+            pytest.importorskip("duckdb")
+        oldest = rows.files[0]
+
+        def removed(self: tq.RecordedRows, oldest: Path = oldest) -> Any:
+            found = whole(self)
+            oldest.unlink(missing_ok=True)
+            return found
+
+        monkeypatch.setattr(tq.RecordedRows, "dataset", removed)
+        assert read() == left
+
+
+def test_sql_refuses_names_that_differ_in_case_alone(tmp_path: Path) -> None:
+    pytest.importorskip("duckdb")
+    with tq.connect("embedded") as queue:
+        for name, fields in {"A": ["x"], "a": ["x"], "b": ["y", "Y"]}.items():
+            table = queue.create_table(name, tasks=[tq.Task("t")], retention=tq.Recorded(str(tmp_path / name[0])))
+            table.put(**{field: [1] for field in fields})
+            table.drop([0], reason="over")
+    (tmp_path / "a" / "a").rename(tmp_path / "A" / "a")
+    for directory, names in {"A": '"A" and "a"', "b": '"y" and "Y"'}.items():
+        with pytest.raises(tq.UsageError, match=f"SQL cannot tell {names} of .* apart, since it ignores case"):
+            tq.open_run(tmp_path / directory).sql("select 1")
+
+
+def test_sql_writes_nothing_and_loads_nothing(run: tq.Run) -> None:
+    """A query that exceeds its memory fails; it does not go on in the working directory."""
+    pytest.importorskip("duckdb")
+    names = ["temp_directory", "autoinstall_known_extensions", "autoload_known_extensions"]
+    answer = run.sql("select " + ", ".join(f"current_setting('{name}')::varchar as {name}" for name in names))
+    assert list(answer.to_pylist()[0].values()) == ["", "false", "false"]
 
 
 @pytest.mark.slow

@@ -160,6 +160,7 @@ class Ledger:
         check_empty(self.state)
         state, _ = image.read(image.write(self.state, 0), self.state.core.plugins)
         state.core.absence = self.state.core.absence
+        state.core.recorded_block_max = self.state.core.recorded_block_max
         restore(state, snapshot, self.state.now)
         with self._changes("a restore"):
             self.state = state
@@ -326,6 +327,10 @@ class Ledger:
         return taken
 
     # ------------------------------------------------------------ rows that files contain
+
+    def refuse_to_record_beyond(self, nbytes: int) -> None:
+        """Tables that record their rows get no block of more bytes. Not part of the state."""
+        self.state.core.recorded_block_max = nbytes
 
     def rows_to_record(self) -> dict[str, RowRecord]:
         """What each table that records its rows knows of its record. Callers change nothing."""

@@ -93,6 +93,9 @@ class SharedState:
     """Says whether a session works on a task, for texts. The caller sets it; no image contains it, and no decision
     depends on it.
     """
+    recorded_block_max: int | None = None
+    """The most bytes of a block of a table that records its rows; None: any. The caller sets it; no image contains it.
+    """
     writing: bool = False
     """Whether an operation has begun to write and has not ended: see `begin`. No image contains it."""
 

@@ -71,8 +71,9 @@ class Part:
     def waits_ended(self, keys: Collection[WakeKey], now: float) -> None:
         """No request waits on these keys any more: the sessions of those that did have ended."""
 
-    def check_table(self, terms: m.CreateTable) -> None:
-        """Raise `UsageError` if a table of these terms could not be served. A client is about to create it."""
+    def check_table(self, terms: m.CreateTable | m.TableTerms) -> None:
+        """Raise `UsageError` if a table of these terms could not be served. A client is about to create it, or a
+        snapshot with it is being restored, by another thread."""
 
     # ------------------------------------------------------------ what outlives the server
 
@@ -155,6 +156,11 @@ class Parts:
             self.refusing.append(part)
         if kind.commit is not Part.commit:
             self.durable.append(part)
+
+    def check_table(self, terms: m.CreateTable | m.TableTerms) -> None:
+        """See `Part.check_table`."""
+        for part in self._all:
+            part.check_table(terms)
 
     @property
     def shortage(self) -> str:

@@ -155,7 +155,8 @@ def _table(table: TableState, now: float) -> TableSnapshot:
     at = table.rows.pages.index(rows)
     snapshot = columns_of_table(table, rows, now)
     if table.record is not None:
-        snapshot.tags = {row: tags for row, tags in snapshot.tags.items() if row in set(rows.tolist())}
+        live = set(rows.tolist())
+        snapshot.tags = {row: tags for row, tags in snapshot.tags.items() if row in live}
     elif not table.keeps_ended:
         for texts in (snapshot.keys, snapshot.tags):
             for row in texts.keys() & table.dropped.by_row.keys():

@@ -155,7 +155,7 @@ def _finish_acked(table: TableState, task: TaskState, rows: IntArray, request: A
     if request.step > task.counters.checkpoint:
         task.step(rows, table.rows.pages.index(rows), request.step)
     else:
-        finish_rows(table, task, rows, now)
+        finish_rows(table, task, rows, now, step=request.step)
     if table.pacing is not None and task is table.pacing_task:
         table.wake_room()
     if table.sealed and (task is table.pacing_task or not task.at_work):

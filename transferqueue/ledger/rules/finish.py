@@ -20,7 +20,8 @@ from transferqueue.ledger.rules.column_ends import end_columns
 from transferqueue.ledger.rules.retry import ATTEMPTS, trial_ended
 from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.leases import LeaseState
-from transferqueue.ledger.tasks.task_state import ACKED_WITH_STEP, LEASED, TaskState
+from transferqueue.ledger.tasks.task_state import DONE as FINISHED
+from transferqueue.ledger.tasks.task_state import LEASED, TaskState
 
 
 def drop_rows(table: TableState, rows: IntArray, reason: str, now: float) -> None:
@@ -46,11 +47,15 @@ def drop_rows(table: TableState, rows: IntArray, reason: str, now: float) -> Non
         table.wake_tasks()
 
 
-def finish_rows(table: TableState, task: TaskState, rows: IntArray, now: float, before: int = LEASED) -> None:
-    """Record that `task` is done with leased (or acked) rows. Rows that no task needs are done."""
+def finish_rows(
+    table: TableState, task: TaskState, rows: IntArray, now: float, before: int = LEASED, step: int = -1
+) -> None:
+    """Record that `task` is done with rows: leased ones, acked with `step` (-1: none), or those acked before. Rows that
+    no task needs are done."""
     at = table.rows.pages.where(rows)
-    steps = task.hold.a[at].copy() if table.record is not None and before == ACKED_WITH_STEP else None
     task.finish(rows, at, before)
+    if table.record is not None and before == LEASED:
+        task.hold.a[at] = step
     left = table.rows.tasks_left.a[at].tobytes()
     ended = left.count(1)
     table.rows.tasks_left.a[at] = 0 if ended == rows.size else np.frombuffer(left, np.uint8) - np.uint8(1)
@@ -61,10 +66,10 @@ def finish_rows(table: TableState, task: TaskState, rows: IntArray, now: float, 
         last = np.frombuffer(left, np.uint8) == 1
         end_columns(table, task, rows[~last], now)
         rows = rows[last]
-        steps = None if steps is None else steps[last]
         at = table.rows.pages.where(rows)
     if table.record is not None:
-        _record(table, table.record, rows, DONE, "", np.full(rows.size, -1) if steps is None else steps, now)
+        steps = [np.where(each.state.a[at] == FINISHED, each.hold.a[at], -1) for each in table.tasks.values()]
+        _record(table, table.record, rows, DONE, "", np.max(steps, axis=0), now)
     table.rows_done += rows.size
     table.history.add(now, "done", rows)
     _set_fate(table, rows, at, DONE)

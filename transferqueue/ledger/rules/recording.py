@@ -3,7 +3,7 @@
 1. Rows that have their fate stay resident until `rows_recorded`, and count towards the limits of the table. So a disk
    that is slow, full or broken slows production, and loses nothing.
 2. `next_batch` copies all that a file needs but the values, whose blocks the rows keep.
-3. `rows_recorded` frees rows: a file contains them, or none ever will (`number` 0).
+3. `rows_recorded` frees rows: files contain them, or none ever will (`number` 0).
 """
 
 from __future__ import annotations
@@ -108,8 +108,9 @@ def _places(table: TableState, name: str, at: IntArray, has: BoolArray) -> tuple
 
 
 def rows_recorded(table: TableState, number: int, rows: IntArray) -> int:
-    """File `number` contains these rows (0: none ever will). Frees those that are still here; returns their number."""
-    record = _record_of(table)
+    """Files up to `number` contain these rows (0: none ever will). Frees those that are still here; returns their
+    number."""
+    record, rows = _record_of(table), np.unique(rows)
     at, here = table.rows.pages.find(rows)
     here &= table.rows.pages.fate.a[at] != LIVE
     rows, at = rows[here], at[here]

@@ -97,6 +97,7 @@ class SnapshotJobs(Part):
         wake: makes the requests due that wait on a key.
         stir: has the loop call `tick` soon.
         index: of this coordinator. A snapshot with tables of another one is not restored.
+        check_table: raises `UsageError` for a table that could not be served (`Part.check_table`).
     """
 
     def __init__(
@@ -110,13 +111,14 @@ class SnapshotJobs(Part):
         wake: Callable[[tuple[str, ...]], None],
         stir: Callable[[], None],
         index: CoordinatorIndex = CoordinatorIndex(),  # noqa: B008  (frozen)
+        check_table: Callable[[m.TableTerms], None] = lambda _: None,
     ) -> None:
         self.root: Final = root
         self._ledger, self._fetches = ledger, fetches
         self._cold: Final = cold
         self._lending, self._memory = lending, lending.own
         self._wake, self._wake_loop = wake, stir
-        self._index = index
+        self._index, self._check_table = index, check_table
         self._jobs: dict[int, SnapshotJob] = {}
         self._begun: dict[tuple[int, int], int] = {}
         """(session, call) -> the job that the call began, for a call that is sent again."""
@@ -396,6 +398,8 @@ class SnapshotJobs(Part):
         tables, channels = ([entry.name for entry in entries] for entries in (manifest.tables, manifest.channels))
         self._index.check_kept(tables, channels, f"snapshot {job.path}")
         table_snapshots = read_tables(snapshot, manifest)
+        for table in table_snapshots:
+            self._check_table(table.terms)
         with _named(job.path):
             check_contents(manifest, table_snapshots)
         arena = self._memory.mapped(mmap.PROT_READ | mmap.PROT_WRITE)

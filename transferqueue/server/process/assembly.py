@@ -119,7 +119,7 @@ class ServerProcess:
             if find_spec(_RECORDS) is not None:
                 fetches = None if remote is None else remote.record_fetches
                 self._records = self._record_rows(records, wakeup, cold, fetches)
-                self._records.resume(clock())
+                self._records.resume(self.loop.now)
             self._clock = clock
             self._files = made.pop_all()
 
@@ -180,6 +180,7 @@ class ServerProcess:
             wake=coordinator.waiting.wake,
             stir=wakeup.set,
             index=coordinator.index,
+            check_table=coordinator.parts.check_table,
         )
         made.callback(jobs.stop)
         coordinator.attach(jobs)
@@ -199,6 +200,7 @@ class ServerProcess:
             short=coordinator.parts.short_tables,
             wake=coordinator.waiting.wake,
             refuse=coordinator.refuse_work,
+            commit=coordinator.commit,
             cold=cold,
             fetches=fetches,
         )
@@ -231,7 +233,7 @@ class ServerProcess:
         with self._files:
             self.loop.run(woken_by)
             if self._records is not None:
-                self._records.finish(self._clock)
+                self._records.finish(self.loop.now, self._clock)
             if not isinstance(self._storage, ArenaDirectory):
                 self._storage.checkpoint()
 

@@ -12,7 +12,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from transferqueue.ledger.arrays import AnyArray, BoolArray, IntArray
+from transferqueue.errors import Corruption
+from transferqueue.ledger.arrays import AnyArray, BoolArray, IntArray, by_value
 from transferqueue.ledger.rows import DONE, TableEvent
 from transferqueue.ledger.rules.recording import EndedBatch
 from transferqueue.schema import Field
@@ -36,10 +37,11 @@ class BatchColumns:
         self._batch, self._memory, self._wall = batch, memory, wall
         self.steps: IntArray = np.concatenate([ended.steps for ended in batch.ended])
         self._lineage = self._of_all()
+        self._sizes = self._sizes_of_rows()
 
     def chunks(self, chosen: IntArray) -> Iterator[Any]:
         """Tables of the rows at these positions, of bounded size."""
-        for piece in np.split(chosen, _cuts(self._sizes()[chosen])):
+        for piece in np.split(chosen, _cuts(self._sizes[chosen])):
             yield self._table(piece)
 
     def schema(self) -> Any:
@@ -61,13 +63,14 @@ class BatchColumns:
 
     # ------------------------------------------------------------ columns of the table
 
-    def _sizes(self) -> AnyArray:
+    def _sizes_of_rows(self) -> AnyArray:
         """About the bytes of each row."""
         batch, sizes = self._batch, np.full(self._batch.rows.size, 256.0)
         for blocks, _ in batch.places.values():
-            for number in np.unique(blocks[blocks > 0]).tolist():
-                at = batch.blocks[number]
-                sizes[blocks == number] += at.nbytes / (at.rows * len(at.fields))
+            numbers, index = np.unique(blocks, return_inverse=True)
+            places = [batch.blocks.get(number) for number in numbers.tolist()]
+            each = np.array([0.0 if at is None else at.nbytes / (at.rows * len(at.fields)) for at in places])
+            sizes += each[index.reshape(-1)]
         return sizes
 
     def _column(self, field: Field, at: IntArray) -> Any:
@@ -75,10 +78,22 @@ class BatchColumns:
         if field.name in self._batch.inline:
             values = Column.of_inline(field, np.ascontiguousarray(self._batch.inline[field.name][at[has]])).arrow()
         elif has.any():
-            values = Column(field, self._placement(field.name, at[has])).arrow()
+            values = self._values(field, at[has])
         else:
             return _nulls(arrow_type(field), at.size)
         return values if has.all() else _spread(values, has)
+
+    def _values(self, field: Field, at: IntArray) -> Any:
+        """Values in blocks. `Corruption` with the number of the first block that another process wrote wrong."""
+        try:
+            return _checked(field, Column(field, self._placement(field.name, at)).arrow())
+        except Corruption:
+            for block, rows in by_value(self._batch.places[field.name][0][at]):
+                try:
+                    _checked(field, Column(field, self._placement(field.name, at[rows])).arrow())
+                except Corruption as error:
+                    raise Corruption(str(error), block=block) from error
+            raise
 
     def _placement(self, name: str, at: IntArray) -> RowPlacement:
         batch = self._batch
@@ -183,6 +198,18 @@ def _spread(values: Any, has: BoolArray) -> Any:
     import pyarrow as pa
 
     return values.take(pa.array(np.cumsum(has) - 1, mask=~has))
+
+
+def _checked(field: Field, values: Any) -> Any:
+    """The values, if text among them is text: each reader of the file takes it for that."""
+    import pyarrow as pa
+
+    if field.dtype == "str":
+        try:
+            values.validate(full=True)
+        except pa.ArrowInvalid as error:
+            raise Corruption(f'field "{field.name}": stored text is not UTF-8 ({error})') from error
+    return values
 
 
 def _nulls(kind: Any, count: int) -> Any:

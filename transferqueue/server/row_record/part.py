@@ -6,7 +6,8 @@ It does no I/O: a `Writer` writes, and the ledger is told of its files.
    that lie in remote shards alone are fetched first, into a file without a name (`shards.block_fetches`).
 2. A batch is due `INTERVAL_S` after the first of its rows ended, or at once if a request lacks memory, or the table is
    crowded (`Ledger.is_crowded`).
-3. The ledger is told of a file after it exists under its name. Its memory is free after that, and not before.
+3. The end of a row is durable before a file has the row, and the ledger is told of a file after it exists under its
+   name. Its memory is free after that, and not before.
 4. After a start, each file of a life that the ledger was not told of is told first (`resume`): none is written twice.
 5. After a failure the batch stays, and is tried again every `RETRY_S`. When failures have lasted `PATIENCE_S`, the
    terms decide (`Recorded.required`): requests that add work to the table are refused until a batch succeeds, or each
@@ -21,6 +22,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from os.path import normpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -32,7 +34,7 @@ from transferqueue.policies import Recorded
 from transferqueue.server.memory.lending import Lending
 from transferqueue.server.memory.own_copies import refer_to_own_copies
 from transferqueue.server.parts import ColdStore, Part
-from transferqueue.server.row_record.writer import Outcome, SpooledBlocks, Writer
+from transferqueue.server.row_record.writer import Outcome, SpooledBlocks, Writer, WrittenFile
 from transferqueue.storage.row_files.files import directory_of
 from transferqueue.wire import messages as m
 
@@ -67,6 +69,7 @@ class RowRecords(Part):
         short: tables to which no work may be added, and why.
         wake: makes the requests due that wait on a key.
         refuse: refuses the waiting requests that add work to a table.
+        commit: returns when all changes so far are durable.
         cold: has the blocks that are on a disk; None: none is.
         fetches: brings the blocks of remote shards; None: there are none.
     """
@@ -81,13 +84,18 @@ class RowRecords(Part):
         short: dict[str, str],
         wake: Callable[[tuple[str, ...]], None],
         refuse: Callable[[str, Full], None],
+        commit: Callable[[], None],
         cold: ColdStore | None = None,
         fetches: BlockFetches | None = None,
     ) -> None:
         self.root: Final = root
+        self._root: Final = (root or Path.cwd()).resolve()
+        """So that files stay together when the process changes its directory."""
         self._ledger, self._lending, self._writer = ledger, lending, writer
-        self._short, self._wake, self._refuse = short, wake, refuse
+        self._short, self._wake, self._refuse, self._commit = short, wake, refuse, commit
         self._cold, self._fetches = cold, fetches
+        if fetches is not None:
+            ledger.refuse_to_record_beyond(lending.own.allocator.capacity)
         self._look_at: float | None = None
         """When to look whether blocks that are fetched came; None: none is."""
         self._ends = False
@@ -102,11 +110,12 @@ class RowRecords(Part):
 
     # ------------------------------------------------------------ tables
 
-    def check_table(self, terms: m.CreateTable) -> None:
+    def check_table(self, terms: m.CreateTable | m.TableTerms) -> None:
         """See `Part`."""
         if not isinstance(terms.retention, Recorded):
             return
         directory = self._directory(terms.name, terms.retention)
+        self._check_inside(directory, terms.retention)
         try:
             self._writer.probe(directory)
         except OSError as error:
@@ -115,21 +124,24 @@ class RowRecords(Part):
                 "name another directory, or start the server with another --records"
             ) from error
 
-    def _directory(self, table: str, terms: Recorded) -> Path:
-        root = (self.root or Path.cwd()).resolve()
-        directory = (root / terms.directory).resolve()
-        if self.root is not None and not directory.is_relative_to(root):
+    def _check_inside(self, directory: Path, terms: Recorded) -> None:
+        if self.root is not None and not directory.resolve().is_relative_to(self._root):
             raise UsageError(
                 f"record directory {terms.directory!r} is outside {self.root}, where this server keeps records; name "
                 "one under it, or start the server with another --records"
             )
-        return directory_of(directory, table)
+
+    def _directory(self, table: str, terms: Recorded) -> Path:
+        """Of the table's files. Asks no disk."""
+        return directory_of(Path(normpath(self._root / terms.directory)), table)
 
     def resume(self, now: float) -> None:
         """Tell the ledger of files that an earlier run had written, and not told. Call it before the first frame.
         `DiskFailed` if a directory cannot be read."""
         for name, record in self._ledger.rows_to_record().items():
-            directory = self._directory(name, self._ledger.recorded_terms(name))
+            terms = self._ledger.recorded_terms(name)
+            directory = self._directory(name, terms)
+            self._check_inside(directory, terms)
             try:
                 found = self._writer.resume(directory, record.life, record.files + 1)
             except OSError as error:
@@ -137,8 +149,17 @@ class RowRecords(Part):
                     f'the record of table "{name}" cannot be read: {error}; start the server when {directory} is there',
                     is_full=False,
                 ) from error
-            for one in found:
-                self._ledger.rows_recorded(name, one.number, one.rows, now)
+            if found and (unended := self._told(name, found, now)):
+                _log.error(
+                    'files %d to %d of table "%s" have %d rows that have not ended here, or have twice: they may come '
+                    "into further files",
+                    *(found[0].number, found[-1].number, name, unended),
+                )
+
+    def _told(self, table: str, found: list[WrittenFile], now: float) -> int:
+        """Tell the ledger of files. Returns how many rows of them it did not free."""
+        rows = [row for one in found for row in one.rows]
+        return len(rows) - self._ledger.rows_recorded(table, found[-1].number, rows, now)
 
     # ------------------------------------------------------------ time
 
@@ -180,6 +201,7 @@ class RowRecords(Part):
             self._urgent = False
             return
         name = min(due, key=due.__getitem__)
+        self._commit()
         batch = self._ledger.next_ended(name, ROWS_AT_ONCE, now)
         if batch is None:
             return
@@ -198,7 +220,10 @@ class RowRecords(Part):
         if self._cold is not None:
             self._cold.hold()
         directory, after_failure = self._directory(name, batch.terms), name in self._failures
-        self._writer.submit(batch, directory, after_failure=after_failure, remote=len(remote))
+        try:
+            self._writer.submit(batch, directory, after_failure=after_failure, remote=len(remote))
+        except (OSError, RuntimeError, MemoryError) as error:
+            self._end(batch, Outcome(name, error=str(error)), now)
 
     def _fetch(self, remote: list[m.BlockLocation], now: float) -> str:
         """Have shards bring these blocks. Returns why they cannot; "": they do."""
@@ -223,8 +248,8 @@ class RowRecords(Part):
             self._fetches.end(now)
             self._look_at = None
         if self._ledger.has_table(batch.table):
-            for one in outcome.files:
-                self._ledger.rows_recorded(batch.table, one.number, one.rows, now)
+            if outcome.files:
+                self._told(batch.table, outcome.files, now)
             if outcome.error:
                 self._failed(batch, outcome.error, now)
             else:
@@ -272,20 +297,25 @@ class RowRecords(Part):
 
     # ------------------------------------------------------------ the end
 
-    def finish(self, clock: Callable[[], float]) -> None:
+    def finish(self, now: float, clock: Callable[[], float]) -> None:
         """Write what is left, and end. Call it after the last frame. Rows that cannot be written wait for the next
-        server, if the state outlives this one."""
+        server, if the state outlives this one.
+
+        Args:
+            now: of the loop's last turn. The ledger's time stands still: no client can renew its lease any more.
+            clock: seconds, for the deadline.
+        """
         until = clock() + FINISH_S
         self._ends = True
         if self._fetches is not None:
             self._fetches.fail(Disconnected("the server stops"))
-        while (now := clock()) < until:
+        while (left := until - clock()) > 0:
             self._urgent = True
             self.tick(now)
             if self._batch is None:
                 break
-            if (outcome := self._writer.take(until - now)) is not None:
-                self._hear(self._batch, outcome, clock())
+            if (outcome := self._writer.take(left)) is not None:
+                self._hear(self._batch, outcome, now)
         self._writer.stop()
         waiting = sum(record.waiting for record in self._ledger.rows_to_record().values())
         if waiting:

@@ -12,16 +12,14 @@ import mmap
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-import numpy as np
-
 from transferqueue.errors import Corruption, Disconnected, TransferQueueError
-from transferqueue.ledger.arrays import IntArray
+from transferqueue.ledger.arrays import IntArray, by_value
 from transferqueue.ledger.rows.cold_arena import ON_DISK
 from transferqueue.ledger.rules.recording import EndedBatch
 from transferqueue.limits import FAREWELL_S
@@ -75,14 +73,6 @@ class SpooledBlocks(NamedTuple):
     damaged: list[int]
 
 
-class DamagedBlock(Exception):
-    """The bytes of a block cannot be read."""
-
-    def __init__(self, block: int, why: str) -> None:
-        super().__init__(f"block {block}: {why}")
-        self.block, self.why = block, why
-
-
 class Writer(Protocol):
     """Writes one batch at a time, and knows the files that exist. Each method but `submit`, `take` and `stop` is called
     before a table has rows, or before the first frame, and raises `OSError` if the directory cannot be used."""
@@ -95,7 +85,7 @@ class Writer(Protocol):
 
     def submit(self, batch: EndedBatch, directory: Path, *, after_failure: bool, remote: int) -> None:
         """Begin to write a batch. after_failure: the latest attempt on this table failed. remote: number of its blocks
-        that are fetched (`expect`)."""
+        that are fetched (`expect`). `RuntimeError` or `MemoryError` if the system gives no thread."""
 
     def expect(self) -> Callable[[ArrivedBlocks | TransferQueueError], object]:
         """Blocks of the next batch are fetched. Returns what takes them, or the error that ends the batch."""
@@ -129,11 +119,11 @@ class ThreadWriter:
     def submit(self, batch: EndedBatch, directory: Path, *, after_failure: bool, remote: int) -> None:
         """See `Writer`."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="transferqueue row record", daemon=True)
-            self._thread.start()
-        arena = self._memory.mapped(mmap.PROT_READ)
+            thread = threading.Thread(target=self._run, name="transferqueue row record", daemon=True)
+            thread.start()
+            self._thread = thread
         fetched = (remote, self._arrivals.get) if remote else None
-        self._batches.put(lambda: self._write(batch, directory, arena, fetched, after_failure=after_failure))
+        self._batches.put(lambda: self._write(batch, directory, fetched, after_failure=after_failure))
 
     def expect(self) -> Callable[[ArrivedBlocks | TransferQueueError], object]:
         """See `Writer`. A queue of its own for each batch: what an earlier one left is not taken for its blocks."""
@@ -160,23 +150,18 @@ class ThreadWriter:
             self._stir()
 
     def _write(
-        self,
-        batch: EndedBatch,
-        directory: Path,
-        arena: U8,
-        fetched: tuple[int, Arrival] | None,
-        *,
-        after_failure: bool,
+        self, batch: EndedBatch, directory: Path, fetched: tuple[int, Arrival] | None, *, after_failure: bool
     ) -> Outcome:
-        if fetched is None:
-            return write(batch, directory, bytes_of(arena, self._cold), after_failure=after_failure)
         try:
+            arena = self._memory.mapped(mmap.PROT_READ)
+            if fetched is None:
+                return write(batch, directory, bytes_of(arena, self._cold), after_failure=after_failure)
             with closing(BlockSpool(files.aside(directory, batch.life, 0).parent)) as spool:
                 spool_remote(spool, *fetched, arena, self._tell)
                 memory = bytes_of(arena, self._cold, spool)
                 return write(batch, directory, memory, after_failure=after_failure)
-        except (OSError, TransferQueueError) as error:
-            return Outcome(batch.table, error=str(error))
+        except Exception as error:  # noqa: BLE001  (named in the outcome)
+            return _failed(Outcome(batch.table), error)
 
     def _tell(self, spooled: SpooledBlocks) -> None:
         self._outcomes.put(spooled)
@@ -203,7 +188,7 @@ def bytes_of(
     arena: U8, cold: ColdStore | None = None, spool: BlockSpool | None = None
 ) -> Callable[[BlockLocation], U8]:
     """Return what reads a block that is held: from the arena, from the disk of cold blocks, or one that was fetched. It
-    raises `DamagedBlock`."""
+    raises `Corruption` with the number of the block."""
 
     def read(at: BlockLocation) -> U8:
         if spool is not None and at.shard not in (SHARD, ON_DISK):
@@ -213,7 +198,7 @@ def bytes_of(
         try:
             return cold.read(at.block)
         except Corruption as error:
-            raise DamagedBlock(at.block, str(error)) from error
+            raise Corruption(str(error), block=at.block) from error
 
     return read
 
@@ -227,17 +212,24 @@ def write(
         if after_failure and (outcome.files or _found(outcome, batch, directory)):
             return outcome
         columns = BatchColumns(batch, memory, time.time())
-        for step, chosen in _by_step(columns.steps):
+        for step, chosen in by_value(columns.steps):
             number = batch.number + len(outcome.files)
             _write_file(columns, batch, directory, number, step, chosen)
             outcome.files.append(WrittenFile(number, batch.rows[chosen].tolist()))
         files.remove_old(directory, batch.terms.bytes_max, batch.terms.age_s)
-    except DamagedBlock as damage:
-        outcome.damaged = damage.block, damage.why
-    except OSError as error:
+    except Exception as error:  # noqa: BLE001  (named in the outcome)
+        return _failed(outcome, error)
+    return outcome
+
+
+def _failed(outcome: Outcome, error: Exception) -> Outcome:
+    """The outcome of a batch that an error ended. A defect is logged with its trace."""
+    if isinstance(error, Corruption) and error.block:
+        outcome.damaged = error.block, str(error)
+    elif isinstance(error, OSError | TransferQueueError):
         outcome.error = f"{type(error).__name__}: {error}"
-    except Exception as error:  # noqa: BLE001  (logged with its cause; the rows stay)
-        _log.exception("rows of table %s could not be written", batch.table)
+    else:
+        _log.error("rows of table %s could not be written", outcome.table, exc_info=error)
         outcome.error = f"{error!r}; please report it"
     return outcome
 
@@ -266,11 +258,6 @@ def published(directory: Path, life: str, first: int) -> list[WrittenFile]:
                 _log.error("%s", error)
                 found.append(WrittenFile(one.number, []))
     return found
-
-
-def _by_step(steps: IntArray) -> Iterator[tuple[int, IntArray]]:
-    for step in np.unique(steps).tolist():
-        yield step, np.flatnonzero(steps == step)
 
 
 def _write_file(

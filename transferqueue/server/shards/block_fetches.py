@@ -349,5 +349,6 @@ def _not_copied(reader: str, at: m.BlockLocation) -> TransferQueueError:
 def _damaged(reader: str, at: m.BlockLocation) -> TransferQueueError:
     return Corruption(
         f"{reader} given up: block {at.block}, copied from shard {at.shard}, does not match its checksum in "
-        f"{FETCH_TRIES} orders"
+        f"{FETCH_TRIES} orders",
+        block=at.block,
     )

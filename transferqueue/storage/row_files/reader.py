@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
@@ -84,9 +83,14 @@ class RecordedRows:
     def check(self) -> list[Damage]:
         """Read every byte of every file, and compare it with its checksums. Returns all that is damaged; later reads
         leave that out."""
-        for one in files_in(self._directory):
-            self._check_file(one)
+        self.check_named("")
         return self.damaged
+
+    def check_named(self, text: str) -> None:
+        """Check the files that an error names; all of them if it names none."""
+        found = files_in(self._directory)
+        for one in [one for one in found if str(one.path) in text] or found:
+            self._check_file(one)
 
     def dataset(self) -> ds.Dataset:
         """The rows as an Arrow dataset, which reads only the columns and row groups that a query needs.
@@ -128,7 +132,7 @@ class RecordedRows:
                 raise NotFound(
                     f'column "{column}" is not in the record of "{self.name}"; it has {listing(sorted(names))}'
                 )
-        return _around(self, lambda: self.dataset().to_table(columns=columns, filter=filter), OSError)()
+        return _around([self], lambda: self.dataset().to_table(columns=columns, filter=filter))
 
     def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
         """All rows as an Arrow stream."""
@@ -243,19 +247,25 @@ class Run:
         """
         duckdb = _duckdb()
         rows = [self.table(name) for name in self.tables]
+        _check_names(f"the tables of {self.path}", [one.name for one in rows])
 
         def answer() -> Any:
             with duckdb.connect(":memory:", config=_SANDBOX) as connection:
                 _check_select(duckdb, connection, query)
                 for one in rows:
-                    connection.register(one.name, one.dataset())
-                return connection.sql(query).to_arrow_table()
+                    columns = one.dataset()
+                    _check_names(f'the columns of "{one.name}"', columns.schema.names)
+                    connection.register(one.name, columns)
+                try:
+                    return connection.sql(query).to_arrow_table()
+                except duckdb.Error as error:
+                    if _OF_ARROW in str(error):
+                        raise OSError(str(error)) from error
+                    raise
 
-        for one in rows:
-            answer = _around(one, answer, duckdb.Error)
         try:
-            return answer()
-        except duckdb.Error as error:
+            return _around(rows, answer)
+        except (duckdb.Error, OSError) as error:
             raise UsageError(f"the query failed: {error}") from error
 
     @property
@@ -264,30 +274,46 @@ class Run:
         return [damage for one in self._tables.values() for damage in one.damaged]
 
 
-def _around(rows: RecordedRows, read: Callable[[], T], *errors: type[Exception]) -> Callable[[], T]:
-    """`read`, again without what is damaged. It raises one of `errors` if it meets damage."""
+def _around(tables: list[RecordedRows], read: Callable[[], T]) -> T:
+    """What `read` returns: again after a file was removed, and without what is damaged. `OSError` if neither is the
+    cause of one."""
+    for _ in range(TRIES):
+        files, damaged = [one.files for one in tables], [len(one.damaged) for one in tables]
+        try:
+            return read()
+        except OSError as error:
+            if files != [one.files for one in tables]:
+                continue
+            for one in [one for one in tables if f"'{one.name}'" in str(error)] or tables:
+                one.check_named(str(error))
+            if damaged == [len(one.damaged) for one in tables]:
+                raise
+    return read()
 
-    def read_around() -> T:
-        for _ in range(TRIES):
-            before = {*rows.files}, len(rows.damaged)
-            try:
-                return read()
-            except errors:
-                rows.check()
-                if before == ({*rows.files}, len(rows.damaged)):
-                    raise
-        return read()
 
-    return read_around
-
-
+_OF_ARROW: Final = "IOError: "
+"""In the text of each error of a query that could not read a file."""
 _SANDBOX: Final = {
     "enable_external_access": "false",
     "python_enable_replacements": "false",
     "memory_limit": SQL_MEMORY,
     "threads": str(SQL_THREADS),
+    "temp_directory": "",
+    "autoinstall_known_extensions": "false",
+    "autoload_known_extensions": "false",
     "lock_configuration": "true",
 }
+
+
+def _check_names(of: str, names: list[str]) -> None:
+    """`UsageError` if SQL, which ignores case, takes one of these names for another."""
+    by_name: dict[str, str] = {}
+    for name in names:
+        if (other := by_name.setdefault(name.lower(), name)) != name:
+            raise UsageError(
+                f'SQL cannot tell "{other}" and "{name}" of {of} apart, since it ignores case; read them by '
+                "open_run(PATH).table(NAME).arrow()"
+            )
 
 
 def _check_select(duckdb: Any, connection: Any, query: str) -> None:
@@ -341,11 +367,3 @@ def rows_in(file: RecordedFile) -> list[int]:
             return rows
     except (OSError, pa.ArrowException) as error:
         raise Corruption(f"{file.path} is damaged: {error}; restore it from a copy") from error
-
-
-def about(path: Path) -> dict[str, Any]:
-    """What a file says about itself: table, life, number, the version that wrote it."""
-    import pyarrow.parquet as pq
-
-    said: dict[str, Any] = json.loads(pq.read_schema(path).metadata[b"transferqueue"])
-    return said
