@@ -21,7 +21,13 @@ from transferqueue.errors import Impossible, NotFound, PeerError, Unreachable, U
 from transferqueue.workflows.job.data.prompt_data import PromptData, open_all
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, revision_of
 from transferqueue.workflows.job.devices.device_bytes import NUMBER_BYTES
-from transferqueue.workflows.job.devices.model_sizes import layer_names, model_sizes, positions_of
+from transferqueue.workflows.job.devices.model_sizes import (
+    is_model_id,
+    layer_names,
+    model_sizes,
+    positions_of,
+    why_not_in_hub,
+)
 from transferqueue.workflows.job.devices.placement import FoundDevice, Placement, device_map
 from transferqueue.workflows.job.graph import stage_jobs
 from transferqueue.workflows.job.run.machine import check_packages, found_devices
@@ -62,7 +68,7 @@ def preflight(job: Job, *, code: Path | None = None) -> PromptData:
     check_packages(job)
     import_from(code)
     for key, path in _models(job):
-        check_model(key, path)
+        check_model(key, path, _revision(job, path))
         if not key.startswith("reward"):  # their tokens are their own
             check_positions(job, key, path)
     _check_builtin(job)
@@ -178,14 +184,19 @@ def importable(code: Path | None) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, (str(code.absolute()), before)))}
 
 
-def check_model(key: str, path: str) -> None:
-    """Raise `NotFound` for a path that is no directory of a model. An id of the hub is not looked at."""
+def check_model(key: str, path: str, revision: str = "") -> None:
+    """Raise `NotFound` for a path that is no directory of a model, and for an id, in its revision, that neither the
+    hub nor its cache has."""
     folder = Path(path).expanduser()
     if folder.is_dir() and not (folder / _CONFIG).is_file():
         raise NotFound(f"{key}={path!r}: the directory has no {_CONFIG}; give one that save_pretrained wrote")
-    looks_like_path = path.startswith((".", "/", "~")) or (len(folder.parts) > 1 and folder.parent.is_dir())
-    if looks_like_path and not folder.is_dir():
+    if not folder.is_dir() and not is_model_id(path):
         raise NotFound(f"{key}={path!r}: there is no such directory")
+    if why := why_not_in_hub(path, revision):
+        raise NotFound(
+            f"{key}={path!r}: there is no such directory, and the hub and its cache have no such model ({why}); give "
+            "the directory of a model, the folder of a run, or an id of the hub"
+        )
 
 
 def check_positions(job: Job, key: str, path: str) -> None:
