@@ -27,7 +27,13 @@ from transferqueue.workflows.job.graph import stage_jobs
 from transferqueue.workflows.job.run import machine
 from transferqueue.workflows.job.run.machine import devices_of
 from transferqueue.workflows.job.run.on_ray import reserved
-from transferqueue.workflows.job.run.preflight import check_model, check_positions, counted_models, placement_of
+from transferqueue.workflows.job.run.preflight import (
+    check_id,
+    check_model,
+    check_positions,
+    counted_models,
+    placement_of,
+)
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import GIB
 
@@ -359,9 +365,9 @@ def test_a_job_with_an_id_of_the_hub_is_placed_and_its_rows_compared_with_its_po
 def test_a_model_that_neither_a_directory_nor_the_hub_has_is_refused_before_anything_starts(tmp_path, monkeypatch):
     in_hub_cache("lab/small", config_of_a_small_model(), tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
-    check_model("teacher.path", "lab/small")
+    check_id("teacher.path", "lab/small")
     with pytest.raises(NotFound, match=r"teacher\.path='runs/grpo': there is no such directory, and the hub .* is set"):
-        check_model("teacher.path", "runs/grpo")
+        check_id("teacher.path", "runs/grpo")
     with pytest.raises(NotFound, match=r"reference\.path='runs/sft/model': there is no such directory$"):
         check_model("reference.path", "runs/sft/model")
 
