@@ -120,7 +120,8 @@ REFUSED = [
     (GRPO, 'reward=[] ; environment=[{factory="c:d", weight=0.0}]', "environment.0.weight=0.0: give a finite number"),
     (GRPO, f"{TWO} ; environment.1.name=a", "environment has the names a, a; give each another one"),
     (GRPO, TWO, "2 environments, and data.path for all: give each its data and its share of the prompts"),
-    (GRPO, f"{TWO} ; {SOURCES.format('a', 'c')}", "no data source names environment b: it would play no row"),
+    (GRPO, f"{TWO} ; {SOURCES.format('a', 'a')}", "no data source names environment b: it would play no row"),
+    (GRPO, f"{TWO} ; {SOURCES.format('a', 'bb')}", "data.sources.1.environment='bb': the job has a, b; did you mean b"),
     (GRPO, f'{TWO} ; {SOURCES.format("a", "b")} ; data.sources.1.environment=""', "no data source names environment b"),
     (
         GRPO,
