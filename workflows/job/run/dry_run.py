@@ -126,7 +126,7 @@ def dry_run(job: Job, *, code: Path | None = None, devices: Sequence[FoundDevice
         devices=[
             *placement.lines(),
             *counted_models(job),
-            *(node_lines(job) if job.on == "ray" else [thread_line(job, placement)]),
+            *(node_lines(job) if job.on == "ray" else [thread_line(job, placement, processes.total())]),
         ],
     )
 

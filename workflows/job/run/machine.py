@@ -10,6 +10,7 @@ from typing import Final
 
 from transferqueue.errors import UsageError
 from transferqueue.lazy import install_line
+from transferqueue.workflows.flow.flow import threads_of_any
 from transferqueue.workflows.job.devices.cores import THREADS, threads
 from transferqueue.workflows.job.devices.placement import VISIBLE, FoundDevice, Placement
 from transferqueue.workflows.job.settings.job import EngineKind, Job
@@ -89,13 +90,13 @@ def process_variables(job: Job, placement: Placement) -> dict[str, dict[str, str
     return variables
 
 
-def thread_line(job: Job, placement: Placement) -> str:
-    """Return how many threads each process has, for people."""
+def thread_line(job: Job, placement: Placement, processes: int) -> str:
+    """Return how many threads each of so many processes has, for people."""
     if fixed := str(job.threads or os.environ.get(THREADS, "")):
         return f"threads: {fixed} in each process{'' if job.threads else f' ({THREADS})'}"
     found = process_variables(job, placement)
-    shares = ", ".join(f"{label} {of[THREADS]}" for label, of in found.items() if THREADS in of)
-    return f"threads: {shares or 'cores / processes'}"
+    shares = [f"{label} {of[THREADS]}" for label, of in found.items() if THREADS in of]
+    return f"threads: {', '.join([*shares, f'of any other process {threads_of_any(processes)}'])}"
 
 
 def devices_of(text: str, visible: str | None) -> list[FoundDevice]:
