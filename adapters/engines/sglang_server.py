@@ -31,6 +31,7 @@ from transferqueue.adapters.protocols import (
     Unsupported,
     WeightSource,
 )
+from transferqueue.adapters.weight_files import WEIGHTS, write_tensors
 from transferqueue.errors import PeerError, ProtocolError
 
 _log: Final = logging.getLogger("transferqueue.adapters.sglang")
@@ -135,12 +136,10 @@ class SglangServer(ServerEngine, ResendingEngine):
             await self._pauses.end()
 
     def _send_weights(self, source: WeightSource, version: int, timeout_s: float) -> None:
-        from safetensors.torch import save_file
-
         place = self._folder / f"version-{version}"
         place.mkdir(parents=True, exist_ok=True)
         try:
-            save_file({name: tensor.contiguous().cpu() for name, tensor in source}, place / "model.safetensors")
+            write_tensors(place / WEIGHTS, {name: tensor.detach().to("cpu", copy=True) for name, tensor in source})
             self._beside.wait(self._update(place, version), timeout_s, f"weights of version {version} were not loaded")
         finally:
             shutil.rmtree(place)

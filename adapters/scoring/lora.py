@@ -22,6 +22,7 @@ from torch.nn.functional import linear
 
 from transferqueue.adapters.lora_weights import LORA_A, LORA_B, LORA_SCALE, is_adapter, with_product
 from transferqueue.adapters.protocols import TensorSpec, Unsupported
+from transferqueue.adapters.weight_files import write_tensors
 from transferqueue.adapters.weight_shards import is_sharded, like, shard_of
 from transferqueue.adapters.weights import ModuleWeights
 from transferqueue.errors import UsageError, listing
@@ -267,8 +268,6 @@ def save_adapter(model: nn.Module, directory: str | Path, *, base: str) -> None:
     Raises:
         UsageError: a model without adapters.
     """
-    from safetensors.torch import save_file
-
     config = peft_config(model, base)
     tensors = {
         peft_name(name): whole(part.detach()).contiguous()
@@ -277,7 +276,7 @@ def save_adapter(model: nn.Module, directory: str | Path, *, base: str) -> None:
     }
     place = Path(directory)
     place.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, place / "adapter_model.safetensors")
+    write_tensors(place / "adapter_model.safetensors", tensors)
     (place / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -81,15 +81,31 @@ def model_directory(path: str) -> str:
     Raises `NotFound` for a run without a checkpoint, `UsageError` for a directory of adapters alone.
     """
     place = Path(path).expanduser()
-    if path and (place / JOB).is_file() and not (place / CONFIG).is_file():
+    if path and _is_run(place, CONFIG):
         if (place / MODEL).is_dir():
             return str(place / MODEL)
-        directory = place / CHECKPOINTS / names.TRAIN
-        if not (steps := checkpoint_steps(directory)):
-            raise no_checkpoint(path)
-        path = str(place := checkpoint_path(directory, steps[-1]))
+        path = str(place := _newest_checkpoint(place))
     if (place / ADAPTER_CONFIG).is_file() and not (place / CONFIG).is_file():
         raise UsageError(
             f"{path} has adapters alone: write the whole model by `transferqueue export RUN --merge OUT`, and give OUT"
         )
     return path
+
+
+def adapter_directory(path: str) -> str:
+    """Return the directory of the adapters that `path` names. A run stands for those of its newest checkpoint. Any
+    other path stands for itself. Raises `NotFound` for a run without a checkpoint."""
+    place = Path(path).expanduser()
+    return str(_newest_checkpoint(place)) if _is_run(place, ADAPTER_CONFIG) else path
+
+
+def _is_run(place: Path, config: str) -> bool:
+    """Whether `place` is the folder of a run, and no directory with that configuration."""
+    return (place / JOB).is_file() and not (place / config).is_file()
+
+
+def _newest_checkpoint(run: Path) -> Path:
+    directory = run / CHECKPOINTS / names.TRAIN
+    if not (steps := checkpoint_steps(directory)):
+        raise no_checkpoint(run)
+    return checkpoint_path(directory, steps[-1])

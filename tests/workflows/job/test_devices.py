@@ -27,7 +27,13 @@ from transferqueue.workflows.job.graph import stage_jobs
 from transferqueue.workflows.job.run import machine
 from transferqueue.workflows.job.run.machine import devices_of
 from transferqueue.workflows.job.run.on_ray import reserved
-from transferqueue.workflows.job.run.preflight import check_positions, counted_models, placement_of
+from transferqueue.workflows.job.run.preflight import (
+    check_id,
+    check_model,
+    check_positions,
+    counted_models,
+    placement_of,
+)
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import GIB
 
@@ -356,12 +362,22 @@ def test_a_job_with_an_id_of_the_hub_is_placed_and_its_rows_compared_with_its_po
     assert "train-0 not known: no config.json of its model is here, or came from the hub" in unknown.lines()[1]
 
 
+def test_a_model_that_neither_a_directory_nor_the_hub_has_is_refused_before_anything_starts(tmp_path, monkeypatch):
+    in_hub_cache("lab/small", config_of_a_small_model(), tmp_path, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    check_id("teacher.path", "lab/small")
+    with pytest.raises(NotFound, match=r"teacher\.path='runs/grpo': there is no such directory, and the hub .* is set"):
+        check_id("teacher.path", "runs/grpo")
+    with pytest.raises(NotFound, match=r"reference\.path='runs/sft/model': there is no such directory$"):
+        check_model("reference.path", "runs/sft/model")
+
+
 HUB = """
-from transferqueue.workflows.job.devices.model_sizes import model_sizes
+from transferqueue.workflows.job.devices.model_sizes import model_sizes, why_not_in_hub
 
 for name, revision in (("lab/small", ""), ("lab/small", "v2/a"), ("lab/none", "")):
     found = model_sizes(name, revision)
-    print(found and (found.parameters, found.hidden, found.is_counted))
+    print(found and (found.parameters, found.hidden, found.is_counted), why_not_in_hub(name, revision))
 """
 
 
@@ -392,8 +408,9 @@ def test_the_hub_is_asked_for_what_a_model_that_is_not_here_has(tmp_path):
         asked = [sys.executable, "-c", HUB]
         said = subprocess.run(asked, env=hidden | places, capture_output=True, text=True, check=True, timeout=60)
         hub.shutdown()
-    counted, told, none = said.stdout.splitlines()
-    assert (counted.endswith(", 64, True)"), told, none) == (True, "(1234, 64, False)", "None"), said.stderr
+    counted, told, none = (line.strip() for line in said.stdout.splitlines())
+    assert (counted.endswith(", 64, True)"), told) == (True, "(1234, 64, False)"), said.stderr
+    assert none == f"None {places['HF_ENDPOINT']} answers 404 Not Found"
 
 
 def test_in_turn_a_card_holds_what_stays_of_both_and_the_larger_of_what_each_adds():

@@ -72,7 +72,7 @@ class Scripted:
             sample=0,
             ids=ids,
             logprobs=logprobs,
-            finish_reason="stop",
+            finish_reason="stop" if len(ids) and ids[-1] == self.tokenizer.eos_token_id else "length",
             spans=((3, len(ids)),) if len(ids) else (),
         )
 
@@ -165,6 +165,14 @@ def test_an_episode_is_one_sequence_with_the_tokens_of_the_tool_masked(tokenizer
     assert part.facts == {"policy_version": 3, "policy_version_max": 3, "tokens": len(response)}
     assert engine.requests[1][0] == engine.requests[0][0] + tokenizer.decode(response[:-3].tolist())
     assert len({seed for _, seed, _ in engine.requests}) == 2
+
+
+def test_an_episode_whose_last_turn_was_cut_was_cut_though_the_environment_ended_it(tokenizer: Any) -> None:
+    settings = job(ENVIRONMENTS + "SaysItsSeed")
+    for end, reason in ((True, "stop"), (False, "length")):
+        engine = Scripted(tokenizer, {"game": ["0"]}, end=end)
+        part = played(episodes_of(settings, engine, tokenizer), settings, tokenizer, ["game"])[0]
+        assert part.columns["finish_reason"] == [reason]
 
 
 def test_the_responses_to_a_prompt_begin_alike_and_draw_differently(tokenizer: Any) -> None:

@@ -211,6 +211,8 @@ def test_adapters_come_out_as_peft_reads_them_or_merged(adapted, tmp_path):
     stored = tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"]
     assert torch.equal(stored, query.lora_b.to(torch.bfloat16))
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "adapter").chat_template
+    files = [file.stat().st_mode for file in (tmp_path / "adapter").iterdir()]
+    assert len(set(files)) == 1, "those who may read the description may read the weights"
 
     export_run(folder, tmp_path / "merged", merge=True)
     assert not (tmp_path / "merged" / "adapter_config.json").exists(), "peft would look for adapters beside it"
@@ -302,6 +304,8 @@ def test_a_run_stands_for_its_model(whole, adapted, tmp_path):
     assert load_tokenizer(job.model).chat_template
     with pytest.raises(UsageError, match="has adapters alone: write the whole model by `transferqueue export RUN --m"):
         model_directory(str(adapted[0]))
+    begun = job_of("sft", f"model.path={adapted[0].parent / 'base'}", f"trainer.lora_adapter={adapted[0]}")
+    assert (begun.trainer.lora_adapter, begun.trainer.lora_rank) == (str(checkpoint_path(adapted[0] / RUN, 1)), 2)
     RunFolder(tmp_path).begin(job, None)
     with pytest.raises(NotFound, match="has no checkpoint"):
         model_directory(str(tmp_path))

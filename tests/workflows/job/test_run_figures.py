@@ -118,6 +118,14 @@ def test_each_rule_that_breaks_is_told_in_words(change, patience, words):
     assert (" since step 1: " in warning.text, warnings.recent) == (True, [warning.text])
 
 
+def test_a_term_without_weight_may_be_the_same_in_every_row():
+    dead = {"reward/my:exact": 0.0, "reward_std/my:exact": 0.0}
+    terms = 'reward=[{function="my:length"}, {function="my:exact", weight=%d}]'
+    for weight, told in ((0, 0), (1, 1)):
+        warnings = RunWarnings(job("grpo", terms % weight))
+        assert sum(len(warnings.see({"step": number} | GOOD | dead)) for number in range(1, 6)) == told
+
+
 def test_an_engine_error_of_few_tokens_is_not_judged():
     told, _ = watched({"engine_error": 0.3, "own_tokens": 29}, {"engine_error": 0.3, "own_tokens": 1234})
     assert [(step, "log-probs of 1,234 tokens" in text) for step, text in told] == [(2, True)]
@@ -181,6 +189,14 @@ def recorded(folder, *changes):
         for number, change in enumerate(changes, 1):
             heard += record.add("train-0", step(number, **change))
     return record, heard
+
+
+def test_an_evaluation_that_comes_late_says_whose_weights_it_has():
+    output = io.StringIO()
+    lines = Lines(Console(file=output, width=200), steps=8)
+    values = {"when": "during", "step": 4, "version": 8, "asked_version": 4, "rows": 8, "loss": 2.0}
+    lines("evaluate-0", Figures(kind="evaluation", at=1.0, values=values))
+    assert output.getvalue() == "held-out, after step 4 (late: of version 8, not 4): loss 2.000, 8 rows\n"
 
 
 def test_warnings_are_in_the_output_the_page_and_the_summary(tmp_path):

@@ -290,9 +290,7 @@ def test_a_run_says_where_it_goes_on_and_why(tmp_path):
     assert folder.goes_on(job("grpo", "checkpoint.resume=old")).startswith("with old: it ended before its first")
     assert "writes no checkpoint" in folder.goes_on(job("grpo", "checkpoint.every=0"))
     checkpoint(tmp_path, 2)
-    assert folder.goes_on(settings) == (
-        "after step 2 of 9, that of its newest checkpoint; steps 3 to 3 are trained again"
-    )
+    assert folder.goes_on(settings) == ("after step 2 of 9, that of its newest checkpoint; step 3 is trained again")
     checkpoint(tmp_path, 3)
     assert folder.goes_on(settings) == "after step 3 of 9, that of its newest checkpoint"
 

@@ -86,6 +86,8 @@ def _evaluation(values: dict[str, Any]) -> str:
 
     measured = ", ".join(f"{name} {values[name]:.3f}" for name in MEASURES if isinstance(values.get(name), int | float))
     at = f"after step {values['step']}" if values.get("when") == "during" else values.get("when", "")
+    if (asked := values.get("asked_version")) is not None:
+        at = f"{at} (late: of version {values['version']}, not {asked})"
     return f"held-out, {at}: {measured or 'nothing measured'}, {plural(values.get('rows', 0), 'row')}"
 
 

@@ -77,9 +77,13 @@ def _load(model: ModelSettings) -> TextTokenizer:
             path, revision=revision_of(model, path), trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError, TypeError, KeyError) as error:
-        kind = UsageError if Path(path).expanduser().is_dir() else NotFound
         first = str(error).strip().split("\n")[0]
-        raise kind(
+        if not Path(path).expanduser().is_dir():
+            raise NotFound(
+                f"model {path}: there is no such directory, and the library gives no tokenizer of that id: {first}; "
+                "set model.tokenizer to a directory with tokenizer.json, or to an id of the hub"
+            ) from error
+        raise UsageError(
             f"model {path} has no tokenizer that can be read: {first}; set model.tokenizer to a directory with "
             "tokenizer.json"
         ) from error

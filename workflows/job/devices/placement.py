@@ -102,7 +102,7 @@ class PlacedProcess:
         """Return its bytes for people."""
         if not self.held.parts:
             return f"{self.label} not known: no config.json of its model is here, or came from the hub"
-        parts = ", ".join(f"{name} {gib(size)}" for name, size in self.held.parts.items() if size)
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in self.held.parts.items() if size > 0)
         return f"{self.label} {gib(self.held.total)} ({parts})"
 
 
@@ -484,7 +484,11 @@ class _Map:
             held = self._on(number)
             short = [process.label for process in held if not self._has_cache(process)]
             if device.total and (short or sum(process.held.total for process in held) > device.free):
-                cache = f"; the share of {short[0]} leaves no KV cache for the longest row" if short else ""
+                cache = (
+                    f"; the share of {short[0]} leaves no KV cache for the longest row beside its weights"
+                    if short
+                    else ""
+                )
                 raise Impossible(
                     f"GPU {number} cannot hold what is placed on it: {self._arithmetic(number)}{cache}. Name other "
                     f"devices, or set a smaller micro_tokens, slots or {SHARE}, gradient_checkpointing=true, or "

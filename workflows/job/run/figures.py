@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
+from transferqueue.workflows.job.reward_terms.term_names import term_names
 from transferqueue.workflows.job.settings.job import Job
 
 Step = Mapping[str, Any]
@@ -108,7 +109,8 @@ def _equal_rewards(at: Judged) -> str:
 
 
 def _dead_term(at: Judged) -> str:
-    if at.value or at.step.get("rows", 0) < 2:
+    weights = dict(zip(term_names(at.job), (term.weight for term in at.job.environment or at.job.reward), strict=False))
+    if at.value or at.step.get("rows", 0) < 2 or weights.get(at.part) == 0:
         return ""
     return f"reward term {at.part} is {at.step[f'reward/{at.part}']:g} in every row"
 
@@ -232,7 +234,7 @@ FIGURES: Final[tuple[StepFigure, ...]] = (
         meaning="Standard deviation of its scores.",
         made=_PER_ROW,
         rule=Rule(
-            about="0: every row has the same score",
+            about="0, of a term with a weight: every row has the same score",
             breaks=_dead_term,
             remedy="it teaches nothing; see its scores by `transferqueue samples`, and what it looks for",
         ),
@@ -468,7 +470,11 @@ _SCORED: Final = "jobs with rewards"
 _DRAWN: Final = "jobs that generate"
 HELD_OUT_FIGURES: Final[tuple[StepFigure, ...]] = (
     StepFigure(name="when", meaning="`before` the first step, `during` the run, or `after` the last step.", made="all"),
-    StepFigure(name="step", meaning="Steps that its weights have learned from.", made="all"),
+    StepFigure(
+        name="step",
+        meaning="Step after which the trainer asked for it; its weights are those of `version`.",
+        made="all",
+    ),
     StepFigure(name="version", meaning="Version of the weights.", made="all"),
     StepFigure(
         name="asked_version",

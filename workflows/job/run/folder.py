@@ -183,7 +183,8 @@ class RunFolder:
         newest, again = self.checkpoint(job), ""
         if newest is not None:
             if trained > newest:
-                again = f"; steps {newest + 1} to {trained} are trained again"
+                many = f"steps {newest + 1} to {trained} are" if trained > newest + 1 else f"step {trained} is"
+                again = f"; {many} trained again"
             return f"after step {newest} of {job.steps}, that of its newest checkpoint{again}"
         if not job.checkpoint.every:
             return "with the newest weights of its queue, since checkpoint.every=0 writes no checkpoint"

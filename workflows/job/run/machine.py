@@ -11,6 +11,7 @@ from typing import Final
 
 from transferqueue.errors import UsageError
 from transferqueue.lazy import install_line
+from transferqueue.workflows.flow.flow import threads_of_any
 from transferqueue.workflows.job.devices.cores import THREADS, threads
 from transferqueue.workflows.job.devices.placement import VISIBLE, FoundDevice, Placement
 from transferqueue.workflows.job.settings.job import EngineKind, Job
@@ -87,13 +88,22 @@ def _unlisted(why: str) -> UsageError:
 
 
 def process_variables(job: Job, placement: Placement) -> dict[str, dict[str, str]]:
-    """Return the variables of each process of the map, by label: its GPUs, and its threads unless ``OMP_NUM_THREADS``
-    is set."""
+    """Return the variables of each process of the map, by label: its GPUs, and its threads unless the job or
+    ``OMP_NUM_THREADS`` says those of all processes."""
     variables = placement.environments()
-    if THREADS not in os.environ:
+    if not job.threads and THREADS not in os.environ:
         for label, of_process in threads(placement.processes, job, len(os.sched_getaffinity(0))).items():
             variables[label] = variables.get(label, {}) | of_process
     return variables
+
+
+def thread_line(job: Job, placement: Placement, processes: int) -> str:
+    """Return how many threads each of so many processes has, for people."""
+    if fixed := str(job.threads or os.environ.get(THREADS, "")):
+        return f"threads: {fixed} in each process{'' if job.threads else f' ({THREADS})'}"
+    found = process_variables(job, placement)
+    shares = [f"{label} {of[THREADS]}" for label, of in found.items() if THREADS in of]
+    return f"threads: {', '.join([*shares, f'of any other process {threads_of_any(processes)}'])}"
 
 
 def devices_of(text: str, visible: str | None) -> list[FoundDevice]:

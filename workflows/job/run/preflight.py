@@ -19,10 +19,18 @@ from transferqueue.adapters.builtin import is_builtin
 from transferqueue.adapters.stages.reward_functions import load_callable
 from transferqueue.errors import Impossible, NotFound, PeerError, Unreachable, UsageError, listing
 from transferqueue.workflows.job.data.prompt_data import PromptData, open_all
-from transferqueue.workflows.job.data.tokenizer import TextTokenizer, revision_of
+from transferqueue.workflows.job.data.tokenizer import TextTokenizer, class_environment, revision_of
+from transferqueue.workflows.job.devices.cores import THREADS
 from transferqueue.workflows.job.devices.device_bytes import NUMBER_BYTES
-from transferqueue.workflows.job.devices.model_sizes import layer_names, model_sizes, positions_of
+from transferqueue.workflows.job.devices.model_sizes import (
+    is_model_id,
+    layer_names,
+    model_sizes,
+    positions_of,
+    why_not_in_hub,
+)
 from transferqueue.workflows.job.devices.placement import FoundDevice, Placement, device_map
+from transferqueue.workflows.job.devices.repeat import REPEATING
 from transferqueue.workflows.job.graph import stage_jobs
 from transferqueue.workflows.job.run.machine import check_packages, found_devices
 from transferqueue.workflows.job.run.on_ray import cluster_devices, is_placed_by_options
@@ -70,6 +78,8 @@ def preflight(job: Job, *, code: Path | None = None) -> PromptData:
     for key, named in _names(job):
         if named:
             load_callable(named, key)
+    for key, path in _models(job):
+        check_id(key, path, _revision(job, path))
     _check_resume(job.checkpoint.resume)
     data, held_out = open_all(job)
     for opened in (data, *held_out):
@@ -180,6 +190,19 @@ def import_from(code: Path | None) -> None:
             sys.path.insert(0, str(folder.absolute()))
 
 
+def shared_variables(job: Job, tokenizer: TextTokenizer, code: Path | None) -> dict[str, str]:
+    """Return the variables of all processes of a job.
+
+    tokenizer: of the job. code: as of `importable`.
+    """
+    variables = importable(code) | class_environment(job.model, tokenizer)
+    if job.reproducible:
+        variables |= REPEATING
+    if job.threads:
+        variables[THREADS] = str(job.threads)
+    return variables
+
+
 def importable(code: Path | None) -> dict[str, str]:
     """Return the variables of a process that may import modules of the folder `code`."""
     if code is None:
@@ -193,9 +216,18 @@ def check_model(key: str, path: str) -> None:
     folder = Path(path).expanduser()
     if folder.is_dir() and not (folder / _CONFIG).is_file():
         raise NotFound(f"{key}={path!r}: the directory has no {_CONFIG}; give one that save_pretrained wrote")
-    looks_like_path = path.startswith((".", "/", "~")) or (len(folder.parts) > 1 and folder.parent.is_dir())
-    if looks_like_path and not folder.is_dir():
+    if not folder.is_dir() and not is_model_id(path):
         raise NotFound(f"{key}={path!r}: there is no such directory")
+
+
+def check_id(key: str, path: str, revision: str = "") -> None:
+    """Raise `NotFound` for an id, in a revision, that neither the hub nor its cache has. Blocks while the hub is asked,
+    a few seconds at most."""
+    if why := why_not_in_hub(path, revision):
+        raise NotFound(
+            f"{key}={path!r}: there is no such directory, and the hub and its cache have no such model ({why}); give "
+            "the directory of a model, the folder of a run, or an id of the hub"
+        )
 
 
 def check_positions(job: Job, key: str, path: str) -> None:

@@ -31,9 +31,7 @@ from transferqueue.workflows.flow.on_ray import RayFlow
 from transferqueue.workflows.flow.reports.audit import Audit, audit
 from transferqueue.workflows.flow.reports.loggers import logged, logger_named
 from transferqueue.workflows.job import names
-from transferqueue.workflows.job.data.tokenizer import class_environment
 from transferqueue.workflows.job.devices.placement import FoundDevice, Placement
-from transferqueue.workflows.job.devices.repeat import REPEATING
 from transferqueue.workflows.job.graph import TRAINERS, create_table, generating_task, stage_jobs
 from transferqueue.workflows.job.run.elastic import scaler_of
 from transferqueue.workflows.job.run.folder import PLAN, SUMMARY, RunFolder, new_folder
@@ -43,9 +41,9 @@ from transferqueue.workflows.job.run.plot import can_draw, draw
 from transferqueue.workflows.job.run.preflight import (
     check_queue,
     check_servers,
-    importable,
     placement_of,
     preflight,
+    shared_variables,
 )
 from transferqueue.workflows.job.run.queue_snapshots import SNAPSHOTS, QueueSnapshots, restore_if_lost
 from transferqueue.workflows.job.run.record import RunRecord
@@ -119,7 +117,7 @@ def run_job(
     tokenizer = preflight(job, code=code).renderer.tokenizer
     check_queue(job.queue.address)
     check_servers(job)
-    environment = importable(code) | class_environment(job.model, tokenizer) | (REPEATING if job.reproducible else {})
+    environment = shared_variables(job, tokenizer, code)
     folder = folder or new_folder(job)
     with folder.locked():
         folder.begin(job, code)

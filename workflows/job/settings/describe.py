@@ -71,6 +71,12 @@ def describe(name: str) -> str | None:
     return "\n".join(map(str, exact or [key for key in every if key.name.endswith(f".{wanted}")])) or None
 
 
+def type_of(name: str) -> str:
+    """The type and range of the value of a key (``engine.0.count``) in words; empty if there is no such key."""
+    wanted = ".".join(part for part in name.split(".") if not part.isdigit())
+    return next((key.type for key in _every_key() if key.name == wanted), "")
+
+
 def key_names() -> list[str]:
     """Every name that `describe` knows, each once."""
     every = [key.name for key in _every_key()]

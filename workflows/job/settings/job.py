@@ -599,8 +599,8 @@ class TrainerSettings(_Table):
     ] = ()
     lora_adapter: Annotated[
         str,
-        "Directory of adapters in the format of peft that training begins with; their rank, scale and layers are those"
-        " of the job. Empty: new ones.",
+        "Adapters that training begins with: a directory in the format of peft, a run's folder or checkpoint `step-N`;"
+        " their rank, scale and layers are those of the job. Empty: new ones.",
         For("LoRA after LoRA: SFT, then GRPO"),
     ] = ""
     lr: Annotated[float, "Learning rate after the warmup.", For("every job")] = 1e-6
@@ -725,7 +725,7 @@ class WeightsSettings(_Table):
         "What a job with adapters (`trainer.lora_rank`) publishes. `adapter`: the weights of the model once, and of"
         " each version the adapters, which engines merge. `merged`: merged weights in each version. Empty: `adapter`,"
         " but `merged` with `fsdp2`, in mode `colocated`, and for vLLM on several devices or as a server.",
-        For("LoRA jobs whose engines read channels without `ChannelWeights`"),
+        For("LoRA with engines of one's own that read no adapters: `merged`"),
     ] = ""
 
 
@@ -919,6 +919,12 @@ class Job(_Table):
         "`processes`: run on this machine; `ray`: as actors of the Ray cluster that `RAY_ADDRESS` names.",
         For("Ray clusters"),
     ] = "processes"
+    threads: Annotated[
+        int,
+        "Threads of each process, its `OMP_NUM_THREADS`. 0: as that variable says here; without it, a process that"
+        " computes on the CPU has the cores divided by those that do at the same time.",
+        For("rewards that compute, and CPU runs that repeat on other machines"),
+    ] = 0
     engine: tuple[EngineSettings, ...] = (EngineSettings(),)
     sampling: SamplingSettings = SamplingSettings()
     reward: tuple[RewardSettings, ...] = ()

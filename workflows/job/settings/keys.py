@@ -128,8 +128,16 @@ def refusal(text: str, values: Mapping[str, Any]) -> UsageError:
     found, kind = _found(values, key.split("."))
     allowed = _allowed(kind)
     near = get_close_matches(str(found), allowed, n=1, cutoff=_NEAR) if allowed else []
-    wanted = f"give {', '.join(allowed)}" if allowed else rule.replace("`", "").replace("Expected", "give")
-    return UsageError(f"{key}={found!r}: {wanted}" + (f"; {near[0]}?" if near else ""))
+    wanted = f"give {', '.join(allowed)}" if allowed else _wanted(key, rule)
+    return UsageError(f"{key}={found!r}: {wanted}" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def _wanted(key: str, rule: str) -> str:
+    from transferqueue.workflows.job.settings.describe import type_of  # which imports this module
+
+    if kind := type_of(key):
+        return f"give {'an' if kind[0] in 'aeio' else 'a'} {kind}"
+    return rule.replace("`", "").replace("Expected", "give").replace("object", "a table").replace("array", "an array")
 
 
 def _example(key: str) -> str:

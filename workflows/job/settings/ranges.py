@@ -49,6 +49,7 @@ _ANY: Final = NumberRange(0)
 RANGES: Final[dict[str, NumberRange]] = {
     "seed": NumberRange(0, 2**63 - 1),
     "steps": NumberRange(1, 1e9),
+    "threads": NumberRange(0, 1024, why="0 divides the cores"),
     "data.sources.weight": _POSITIVE,
     "data.epochs": NumberRange(0, why="0 goes over the data as often as the steps need"),
     "data.prompt_tokens_max": _COUNT,

@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 from msgspec.structs import replace
 
 from transferqueue.errors import UsageError
-from transferqueue.workflows.job.run_files import model_directory
+from transferqueue.workflows.job.run_files import adapter_directory, model_directory
 from transferqueue.workflows.job.settings.adapter_config import adapter_config
 from transferqueue.workflows.job.settings.defaults import defaults_of, filled, updates
 from transferqueue.workflows.job.settings.job import (
@@ -90,9 +90,14 @@ def _with_adapters(trainer: TrainerSettings) -> TrainerSettings:
     """Take rank, scale and layers from the adapters that training begins with."""
     if not trainer.lora_adapter:
         return trainer
-    found = adapter_config(trainer.lora_adapter)
+    adapter = adapter_directory(trainer.lora_adapter)
+    found = adapter_config(adapter)
     filled_in = replace(
-        trainer, lora_rank=found.rank, lora_alpha=found.alpha, lora_targets=tuple(sorted(found.targets))
+        trainer,
+        lora_adapter=adapter,
+        lora_rank=found.rank,
+        lora_alpha=found.alpha,
+        lora_targets=tuple(sorted(found.targets)),
     )
     for key in ("lora_rank", "lora_alpha", "lora_targets"):
         given, own = getattr(trainer, key), getattr(filled_in, key)

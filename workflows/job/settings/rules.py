@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -257,14 +258,18 @@ def _environments_of_data(job: Job, known: list[str]) -> None:
             f"{len(known)} environments, and data.path for all: give each its data and its share of the prompts, "
             f'data.sources = [{{ path = "...", environment = "{known[0]}", weight = 1.0 }}, ...]'
         )
-    if missing := [name for name in known if len(known) > 1 and name not in named.values()]:
-        raise UsageError(f"no data source names environment {missing[0]}: it would play no row; leave it out")
+    played = set(named.values())
     if job.evaluation.path:
         named["evaluation"] = job.evaluation.environment
     named |= {f"evaluation.sets.{at}": each.environment for at, each in enumerate(job.evaluation.sets)}
     for key, name in named.items():
         if name and name not in known:
-            raise UsageError(f"{key}.environment={name!r}: the job has {listing(known)}")
+            close = get_close_matches(name, known, n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            raise UsageError(f"{key}.environment={name!r}: the job has {listing(known)}{meant}")
+    if missing := [name for name in known if len(known) > 1 and name not in played]:
+        raise UsageError(f"no data source names environment {missing[0]}: it would play no row; leave it out")
+    for key, name in named.items():
         if not name and len(known) > 1:
             raise UsageError(f"{key}.environment: required with several environments; give one of {listing(known)}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from transferqueue.workflows.job.run.samples import SampleRow
 
+_VALUE_CHARS_MAX: Final = 200
+"""Of a column of the data; --json has it whole."""
 EXAMPLES = (
     ("transferqueue samples runs/grpo-20260101-120000", "the newest responses, while it runs too"),
     ("transferqueue samples runs/grpo-20260101-120000 --step 40 --worst", "those of a step with the lowest rewards"),
@@ -36,7 +38,8 @@ def samples(
     """Show responses of a run as text: prompt, response, reward and its terms.
 
     They are read from the run's samples (`log.samples`), or from all of its rows if it records them (`queue.record`),
-    and of a run that goes on, from its queue. Without --worst or --best, each is to another prompt.
+    and of a run that goes on, from its queue. Below a response are the columns of the data, such as the right answer.
+    Without --worst or --best, each is to another prompt.
     """
     from transferqueue.cli.screens.terminal import console, show, show_json
     from transferqueue.errors import UsageError
@@ -48,10 +51,11 @@ def samples(
     if json:
         show_json(found)
     else:
-        show((line for sample in found for line in _lines(sample)), console())
+        show((line for sample in found for line in sample_lines(sample)), console())
 
 
-def _lines(sample: SampleRow) -> Iterator[Text]:
+def sample_lines(sample: SampleRow) -> Iterator[Text]:
+    """Yield the lines of a response for people, and an empty one."""
     from rich.text import Text
 
     reward = "no reward" if sample.reward is None else f"reward {sample.reward:g}"
@@ -64,7 +68,14 @@ def _lines(sample: SampleRow) -> Iterator[Text]:
     yield Text(head, style="bold")
     yield Text(_shown(sample.prompt), style="dim")
     yield Text(sample.response)
+    if data := [f"{name}: {_cut(value)}" for name, value in sample.data.items() if value not in (None, sample.prompt)]:
+        yield Text("; ".join(data), style="dim")
     yield Text()
+
+
+def _cut(value: Any) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= _VALUE_CHARS_MAX else text[:_VALUE_CHARS_MAX] + "…"
 
 
 def _shown(prompt: Any) -> str:
