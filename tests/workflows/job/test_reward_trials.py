@@ -92,7 +92,7 @@ def test_an_environment_is_made_and_takes_a_turn(tmp_path):
 
 
 def test_an_environment_that_cannot_be_made_or_stepped_is_refused(tmp_path):
-    with pytest.raises(RewardFailed, match=r"digit raised TypeError when it was made: .*'hihg'"):
+    with pytest.raises(RewardFailed, match=r"environment digit: the factory\(\) raised TypeError: .*'hihg'"):
         tried_environment(tmp_path, "digit", {"hihg": 3})
-    with pytest.raises(RewardFailed, match=r"Broken raised AttributeError when it was stepped: .*'nowhere'"):
+    with pytest.raises(RewardFailed, match=r"environment Broken: step\('42'\) raised AttributeError: .*'nowhere'"):
         tried_environment(tmp_path, "Broken", {"high": 3})

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, Self
 
@@ -48,7 +48,7 @@ from transferqueue.workflows.job.graph import engine_of, has_several_environment
 from transferqueue.workflows.job.reward_terms.environment_call import CallFailed
 from transferqueue.workflows.job.reward_terms.environment_host import EnvironmentHost, HostedEnvironment
 from transferqueue.workflows.job.reward_terms.tries import Tries
-from transferqueue.workflows.job.settings.environment_factories import environments_of, factory_of
+from transferqueue.workflows.job.settings.environment_factories import environments_of
 from transferqueue.workflows.job.settings.job import EnvironmentSettings, Job
 from transferqueue.workflows.job.stages.all_dropped_guard import AllDroppedGuard
 from transferqueue.workflows.job.stages.chat_turns import ChatTurns
@@ -107,8 +107,7 @@ class JobEnvironment:
 
     def __init__(self, name: str, settings: EnvironmentSettings, job: Job, *, key: str, slots: int) -> None:
         self.name, self.settings = name, settings
-        factory, args = factory_of(settings)
-        self.host = EnvironmentHost(factory, args, timeout_s=settings.timeout_s, episode_s=settings.episode_s, key=key)
+        self.host = EnvironmentHost.of(settings, key)
         self.turn = threading.BoundedSemaphore(settings.slots or slots)
         self._is_one_of_several = has_several_environments(job)
         self._guard = AllDroppedGuard(
@@ -188,11 +187,7 @@ class JobEpisodes:
         episodes = self._episodes(batch)
         for version, rows in self._weights.turns(batch):
             with self._weights.at(version):
-
-                def played(at: int, given_up: Callable[[], bool], rows: list[int] = rows) -> Episode | FailedEpisode:
-                    return self.play(episodes[rows[at]], given_up)
-
-                for at, episode in as_they_end(played, len(rows), self._slots):
+                for at, episode in self.played([episodes[row] for row in rows]):
                     row, wanted = rows[at], episodes[rows[at]]
                     part = self._part(row, wanted, episode)
                     yield part
@@ -214,7 +209,16 @@ class JobEpisodes:
             )
         ]
 
-    def play(self, episode: PlayedEpisode, given_up: Callable[[], bool]) -> Episode | FailedEpisode:
+    def played(self, episodes: Sequence[PlayedEpisode]) -> Iterator[tuple[int, Episode | FailedEpisode]]:
+        """Play rows side by side, and yield each with its place among them as it ends. Raises as `as_they_end` does,
+        and `EnvironmentFailed`."""
+        return as_they_end(lambda at, given_up: self._play(episodes[at], given_up), len(episodes), self._slots)
+
+    def reward(self, wanted: PlayedEpisode, episode: Episode) -> float:
+        """Return the reward of a row: the sum over its turns, times the weight of its environment."""
+        return self.environment(wanted.environment).settings.weight * sum(episode.rewards)
+
+    def _play(self, episode: PlayedEpisode, given_up: Callable[[], bool]) -> Episode | FailedEpisode:
         """Play one row, when its environment has a place. If the environment fails for good, up to `sampling.refills`
         other responses to the prompt take the place of this one.
 
@@ -286,7 +290,7 @@ class JobEpisodes:
         prompt, environment = len(wanted.prompt), self.environment(wanted.environment)
         columns = {name: [value] for name, value in episode.trajectory.response(prompt).items()}
         rewards: dict[str, Any] = {
-            "rewards": np.array([environment.settings.weight * sum(episode.rewards)], np.float32),
+            "rewards": np.array([self.reward(wanted, episode)], np.float32),
             "turn_rewards": [np.array(episode.rewards, np.float32)],
             "finish_reason": [episode.finish_reason],
         }
