@@ -14,7 +14,6 @@ import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from aiohttp import web
@@ -36,36 +35,33 @@ _ASKED: Final[Mapping[str, Mapping[str, Any]]] = {
 """Paths that are recorded, with the fields added to their requests. Other paths are forwarded unchanged."""
 
 
-@dataclass(frozen=True)
-class ModelCall:
-    """One answer of the model: the tokens that it read and drew, and the versions of its weights at start and end."""
-
-    prompt_ids: Sequence[int]
-    ids: Sequence[int]
-    logprobs: Sequence[float]
-    finish_reason: str
-    versions: tuple[int, int]
-
-
 class Recording:
-    """The answers that one agent got, in order."""
+    """The answers that one agent got, as sequences. `calls` counts them."""
 
     def __init__(self, base_url: str) -> None:
         self.base_url = base_url
-        self.calls: list[ModelCall] = []
+        self.calls = 0
         self.refusals: list[TransferQueueError] = []
+        self._trajectories: list[Trajectory] = []
+
+    def add(self, prompt_ids: Sequence[int], drawn: SampledTokens, versions: tuple[int, int]) -> None:
+        """Append an answer to the longest sequence that its prompt begins with, or to a new one. versions: of the
+        weights at its start and at its end."""
+        self.calls += 1
+        begun = [each for each in self._trajectories if list(prompt_ids[: len(each.ids)]) == each.ids]
+        if not begun:
+            begun = [Trajectory()]
+            self._trajectories += begun
+        trajectory = max(begun, key=lambda each: len(each.ids))
+        trajectory.add_input(prompt_ids[len(trajectory.ids) :])
+        trajectory.add_output(drawn.ids, drawn.logprobs, versions)
 
     def trajectories(self) -> list[Trajectory]:
         """The calls as sequences; one, if each call continued the one before. Raises `Unsupported` if the endpoint gave
         no token ids."""
         if self.refusals:
             raise self.refusals[0]
-        trajectories: list[Trajectory] = []
-        for call in self.calls:
-            trajectory = _goes_on_with(trajectories, call.prompt_ids)
-            trajectory.add_input(call.prompt_ids[len(trajectory.ids) :])
-            trajectory.add_output(call.ids, call.logprobs, call.versions)
-        return trajectories
+        return self._trajectories
 
     def columns(self) -> Mapping[str, Any]:
         """The calls as columns of one row (`trajectory.FIELDS`). Raises `UsageError` unless they form one sequence."""
@@ -79,21 +75,10 @@ class Recording:
         trajectories = self.trajectories()
         if len(trajectories) != 1:
             raise UsageError(
-                f"the agent's {len(self.calls)} calls of the model are {len(trajectories)} sequences; a row holds one: "
+                f"the agent's {self.calls} calls of the model are {len(trajectories)} sequences; a row holds one: "
                 "let each call go on with the one before, or put the trajectories as rows of a table of their own"
             )
         return trajectories[0]
-
-
-def _goes_on_with(trajectories: list[Trajectory], prompt_ids: Sequence[int]) -> Trajectory:
-    """Return the longest sequence that the prompt begins with; a new one if there is none."""
-    candidates = [
-        trajectory for trajectory in trajectories if list(prompt_ids[: len(trajectory.ids)]) == trajectory.ids
-    ]
-    if not candidates:
-        trajectories.append(Trajectory())
-        return trajectories[-1]
-    return max(candidates, key=lambda trajectory: len(trajectory.ids))
 
 
 class RecordingProxy:
@@ -245,9 +230,7 @@ class _Answers:
         if self._refusal is not None:
             recording.refusals.append(self._refusal)
         for _, choice in sorted(self._drawn.items()):
-            recording.calls.append(
-                ModelCall(self._prompt_ids or (), choice.ids, choice.logprobs, choice.finish_reason or "", versions)
-            )
+            recording.add(self._prompt_ids or (), choice, versions)
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
