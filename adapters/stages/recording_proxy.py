@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,11 +21,18 @@ from transferqueue.adapters.engines.background_loop import BackgroundLoop
 from transferqueue.adapters.engines.http_engine import Endpoint, events
 from transferqueue.adapters.engines.openai import SampledTokens
 from transferqueue.adapters.protocols import Unsupported
+from transferqueue.adapters.stages.agent_endpoint import (
+    STREAM_END,
+    error_body,
+    event,
+    event_stream,
+    listen,
+    refusal,
+    request_body,
+)
 from transferqueue.adapters.stages.trajectory import FIELDS, Trajectory
 from transferqueue.errors import PeerError, TransferQueueError, UsageError
 
-REQUEST_BYTES_MAX: Final = 64 << 20
-"""Maximum size of an agent's request; images in a conversation count."""
 _START_S: Final = 30.0
 _ASKED: Final[Mapping[str, Mapping[str, Any]]] = {
     "chat/completions": {"logprobs": True, "return_token_ids": True},
@@ -110,11 +116,11 @@ class RecordingProxy:
         self._recordings: dict[str, Recording] = {}
         self._beside = BackgroundLoop("recorder")
         try:
-            self._runner, port = self._beside.wait(self._serve(host), _START_S, "the recorder did not start")
+            listening = listen("/{token}/v1/{path:.+}", self._answer, host)
+            self._runner, self.url = self._beside.wait(listening, _START_S, "the recorder did not start")
         except BaseException:
             self._beside.close()
             raise
-        self.url = f"http://{host}:{port}"
 
     @contextmanager
     def session(self) -> Iterator[Recording]:
@@ -141,14 +147,6 @@ class RecordingProxy:
 
     # ------------------------------------------------------------ on the loop
 
-    async def _serve(self, host: str) -> tuple[web.AppRunner, int]:
-        application = web.Application(client_max_size=REQUEST_BYTES_MAX)
-        application.router.add_route("*", "/{token}/v1/{path:.+}", self._answer)
-        runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, host, 0).start()
-        return runner, runner.addresses[0][1]
-
     async def _stop(self) -> None:
         await self._runner.cleanup()
         await self._upstream.close()
@@ -156,21 +154,21 @@ class RecordingProxy:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         recording = self._recordings.get(request.match_info["token"])
         if recording is None:
-            return _refusal(404, "this session is over, or never was; take the base URL of a session that is open")
+            return refusal(404, "this session is over, or never was; take the base URL of a session that is open")
         path = request.match_info["path"]
         try:
             if path not in _ASKED or request.method != "POST":
                 return web.json_response(
-                    await self._upstream.ask(request.method, f"/{path}", await _body(request) or None)
+                    await self._upstream.ask(request.method, f"/{path}", await request_body(request) or None)
                 )
             return await self._record(recording, request, path)
         except UsageError as error:
-            return _refusal(400, str(error))
+            return refusal(400, str(error))
         except PeerError as error:
-            return _refusal(502, str(error))
+            return refusal(502, str(error))
 
     async def _record(self, recording: Recording, request: web.Request, path: str) -> web.StreamResponse:
-        body = {**await _body(request), **_ASKED[path]}
+        body = {**await request_body(request), **_ASKED[path]}
         began = self._version()
         answers = _Answers()
         if body.get("stream"):
@@ -185,17 +183,16 @@ class RecordingProxy:
     async def _stream(
         self, request: web.Request, path: str, body: Mapping[str, Any], answers: _Answers
     ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         async with self._upstream.request("POST", f"/{path}", body) as answer:
-            await response.prepare(request)
+            response = await event_stream(request)
             try:
-                async for event in events(answer):
-                    answers.add(event)
-                    await response.write(_event(event))
+                async for chunk in events(answer):
+                    answers.add(chunk)
+                    await response.write(event(chunk))
             except PeerError as error:  # the agent has begun to read: report it in the stream
                 answers.broken = True
-                await response.write(_event(_error(502, str(error))))
-        await response.write(b"data: [DONE]\n\n")
+                await response.write(event(error_body(502, str(error))))
+        await response.write(STREAM_END)
         return response
 
 
@@ -231,28 +228,3 @@ class _Answers:
             recording.refusals.append(self._refusal)
         for _, choice in sorted(self._drawn.items()):
             recording.add(self._prompt_ids or (), choice, versions)
-
-
-async def _body(request: web.Request) -> dict[str, Any]:
-    if not request.can_read_body:
-        return {}
-    try:
-        body = await request.json()
-    except ValueError as error:
-        raise UsageError(f"the body of {request.path} is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise UsageError(f"the body of {request.path} is {type(body).__name__}; give an object")
-    return body
-
-
-def _refusal(status: int, text: str) -> web.Response:
-    return web.json_response(_error(status, text), status=status)
-
-
-def _error(status: int, text: str) -> dict[str, Any]:
-    """An error body as OpenAI's clients expect it."""
-    return {"error": {"message": text, "type": "transferqueue", "code": status}}
-
-
-def _event(content: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content).encode() + b"\n\n"

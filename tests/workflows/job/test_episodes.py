@@ -161,6 +161,42 @@ def test_an_episode_is_one_sequence_with_the_tokens_of_the_tool_masked(tokenizer
     assert len({seed for _, seed, _ in engine.requests}) == 2
 
 
+def agent_job(name: str = "Agent", **args: Any) -> Job:
+    return job("", environment={"agent": ENVIRONMENTS + name, "args": args, "on_error": "drop"})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_requests_of_an_agent_are_the_turns_of_an_episode(stream: bool, tokenizer: Any) -> None:
+    settings = agent_job(stream=stream)
+    engine = Scripted(tokenizer, {"12+34=": ["<12+34>", "46"], "1+2=": ["nothing"]})
+    parts = played(episodes_of(settings, engine, tokenizer), settings, tokenizer, ["12+34=", "1+2="])
+    response, mask = parts[0].columns["response_ids"][0], parts[0].columns["loss_mask"][0]
+    assert tokenizer.decode(response.tolist()) == (
+        "<12+34><|im_end|>\n<|im_start|>tool\n46<|im_end|>\n<|im_start|>user\nso?<|im_end|>\n<|im_start|>assistant\n"
+        "46<|im_end|>"
+    )
+    assert tokenizer.decode(response[mask].tolist()) == "<12+34><|im_end|>46<|im_end|>"
+    assert parts[0].columns["turn_rewards"][0].tolist() == [0.0, 1.0]
+    assert parts[1].columns["rewards"].tolist() == [0.5]  # times the weight
+    assert [parts[row].columns["finish_reason"] for row in range(2)] == [["stop"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (agent_job(forgets=True), "message 0 of the agent's request does not continue the conversation of the row"),
+        (agent_job("silent"), "the agent returned without a request to its model"),
+        (agent_job("Answers"), "has no coroutine function; write async def run(data, base_url)"),
+    ],
+)
+def test_an_agent_that_makes_no_row_fails_its_episode(settings: Job, words: str, tokenizer: Any) -> None:
+    failed: dict[int, FailedEpisode] = {}
+    engine = Scripted(tokenizer, {"+": ["2", "3"]})
+    episodes = episodes_of(settings, engine, tokenizer, failed=failed.__setitem__)
+    assert played(episodes, settings, tokenizer, ["2+2="])[0].drop == "environment_error"
+    assert words in failed[0].text
+
+
 def test_the_responses_to_a_prompt_begin_alike_and_draw_differently(tokenizer: Any) -> None:
     settings = job(ENVIRONMENTS + "SaysItsSeed", group_size=2)
     engine = Scripted(tokenizer, {"game": ["0", "1"]})

@@ -22,9 +22,12 @@ from transferqueue.workflows.job.tiny_model.make import make, write_data
 
 PROMPTS, GROUP, LEAST, STEPS = 4, 8, 4, 12
 ENVIRONMENT = """
+import asyncio
 import socket
 import time
 import zlib
+
+import aiohttp
 
 
 class TwoTurns:
@@ -56,12 +59,39 @@ class TwoTurns:
 
     def close(self):
         pass
+
+
+class Talks:
+    \"\"\"An agent with the turns of `TwoTurns`, which asks an endpoint for them.\"\"\"
+
+    def __init__(self, failing):
+        self.failing = failing
+
+    async def run(self, data, base_url):
+        game, messages, rewards = TwoTurns(0.0), [{"role": "user", "content": data["prompt"]}], 0.0
+        game.reset(seed=0, options=data)
+        for turn in range(2):
+            async with aiohttp.ClientSession() as session:
+                async with session.post(f"{base_url}/chat/completions", json={"messages": messages}) as answer:
+                    said = (await answer.json())["choices"][0]["message"]["content"]
+            observation, reward, *_ = game.step(said)
+            rewards += reward
+            draw = zlib.crc32(f"{messages} {said}".encode()) % 1000 / 1000
+            if draw < 0.05 * self.failing:
+                await asyncio.sleep(600)
+            if draw < 0.9 * self.failing:
+                raise RuntimeError("the sandbox is gone")
+            if draw < self.failing:
+                observation = "x" * 2_000_000
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": observation}]
+        return rewards
 """
+NAMED = {"factory": "two_turns:TwoTurns", "agent": "two_turns:Talks"}
 CAUSES = {"environment_timeout", "environment_unreachable", "environment_error", "environment_output"}
 
 
-def job_in(folder: Path, *, steps: int, seed: int = 0, failing: float = 0.0, **limits):
-    environment = {"factory": "two_turns:TwoTurns", "args": {"failing": failing}, "timeout_s": 1.0}
+def job_in(folder: Path, *, steps: int, seed: int = 0, failing: float = 0.0, kind: str = "factory", **limits):
+    environment = {kind: NAMED[kind], "args": {"failing": failing}, "timeout_s": 1.0}
     return job_from_values(
         {
             "name": "failing",
@@ -129,7 +159,7 @@ def check_failures(folder: Path, outcome, steps: int) -> None:
     assert set(dropped) <= CAUSES
     assert 0 < len(failed) <= sum(summary.rows_dropped.values())  # some failed after their group had been dropped
     assert dropped
-    assert all("TwoTurns: the episode of ordinal " in row["text"] and "step(" in row["text"] for row in failed)
+    assert all("two_turns:T" in row["text"] and "step(" in row["text"] for row in failed)
     assert summary.rows_put == summary.rows_done + sum(summary.rows_dropped.values())
     assert any(PROMPTS * LEAST <= step["rows"] < PROMPTS * GROUP for step in trained)
     assert any(f"dropped/{cause}" in step for step in trained for cause in CAUSES)
@@ -139,9 +169,10 @@ def check_failures(folder: Path, outcome, steps: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_no_run_ends_if_a_tenth_of_the_calls_fail_and_processes_are_killed(place, tmp_path):
+@pytest.mark.parametrize("kind", NAMED)
+def test_no_run_ends_if_a_tenth_of_the_calls_fail_and_processes_are_killed(kind, place, tmp_path):
     kills = {2: "environment_process", 4: '"name":"play"'}
-    outcome = run(place, tmp_path / "run", job_in(place, steps=6, failing=0.1), kills=kills)
+    outcome = run(place, tmp_path / "run", job_in(place, steps=6, failing=0.1, kind=kind), kills=kills)
     check_failures(tmp_path / "run", outcome, 6)
     assert [each["label"] for each in lines(tmp_path / "run" / "restarts.jsonl")] == ["play-0"]
 

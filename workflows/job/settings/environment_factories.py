@@ -15,7 +15,7 @@ def environment_name(settings: EnvironmentSettings) -> str:
     >>> environment_name(EnvironmentSettings(factory="games.py:guess"))
     'guess'
     """
-    named = settings.factory or settings.function
+    named = settings.factory or settings.function or settings.agent
     return settings.name or named.rpartition(":")[2] or (urlsplit(settings.url).hostname or "").replace(".", "-")
 
 
@@ -29,6 +29,11 @@ def factory_of(settings: EnvironmentSettings) -> tuple[str, Mapping[str, Any]]:
     if settings.function:
         return "transferqueue.workflows.job.reward_terms.one_turn:OneTurn", {
             "function": settings.function,
+            "args": settings.args,
+        }
+    if settings.agent:
+        return "transferqueue.adapters.stages.agent_environment:AgentEnvironment", {
+            "agent": settings.agent,
             "args": settings.args,
         }
     if settings.url:

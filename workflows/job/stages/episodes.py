@@ -5,7 +5,7 @@ names a function (or class) that is called with `args` for each episode:
 
 - ``reset(seed=, options=)``: options is the row's column ``data`` (the prompt, and the columns of the data); seed is
   the same for all responses to a prompt, which are compared, so they begin alike. Returns ``(observation, info)``. The
-  prompt of the data comes first; a first observation is a further message, None is nothing.
+  prompt of the data comes first; a first observation is a further message, or a list of them, None is nothing.
 - ``step(action)``: the text that the model drew in this turn. Returns
   ``(observation, reward, terminated, truncated, info)``.
 - ``close()``. An attribute ``role`` says what observations are: "user" (the default), or "tool".
@@ -15,10 +15,11 @@ no answer, or ends its process fails its episode, which is tried again (`Tries`)
 no answer of the policy: others may take its place (`sampling.refills`); then the job drops it, with the cause as its
 reason, or ends.
 
-A reward function is an environment of one turn (`reward_terms.one_turn`), and a server of OpenEnv's protocol one whose
-calls go there (`adapters.stages.openenv`). Of several environments, the column `environment` names that of a row: the
-shares of a batch are those of the data sources, each of which has one. Each environment has its processes, its limits,
-its number of episodes at a time, and its guard against too many failures. The drop reason has its name.
+A reward function is an environment of one turn (`reward_terms.one_turn`), a server of OpenEnv's protocol one whose
+calls go there (`adapters.stages.openenv`), an agent one whose observations are its requests to an endpoint
+(`adapters.stages.agent_environment`). Of several environments, the column `environment` names that of a row: the shares
+of a batch are those of the data sources, each of which has one. Each environment has its processes, its limits, its
+number of episodes at a time, and its guard against too many failures. The drop reason has its name.
 
 A row's response is everything after its prompt: the model's tokens, and between them the observations, whose tokens
 have `loss_mask` False. It has at most `sampling.tokens_max` tokens. `rewards` is the environment's weight times the sum
@@ -121,7 +122,7 @@ class JobEnvironment:
     def place(self) -> str:
         """For messages."""
         settings = self.settings
-        return settings.factory or settings.function or settings.url
+        return settings.factory or settings.function or settings.url or settings.agent
 
     def cause(self, failure: CallFailed) -> str:
         """The drop reason of a row that fails so."""
