@@ -16,7 +16,8 @@ import asyncio
 import inspect
 import secrets
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
+from types import CoroutineType, FrameType
 from typing import Any, Final
 
 from aiohttp import web
@@ -60,6 +61,7 @@ class AgentEnvironment:
         self._asked: asyncio.Future[list[Message]] = self._loop.create_future()
         """New messages of the request that waits for its answer."""
         self._answer: asyncio.Future[str] = self._loop.create_future()
+        self._coroutine: CoroutineType[Any, Any, Any] | None = None
         self._running: asyncio.Future[Any] = self._loop.create_future()
         self._server: web.AppRunner | None = None
         self._is_first = True
@@ -84,6 +86,11 @@ class AgentEnvironment:
             return None, float(self._running.result()), True, False, {}
         return said, 0.0, False, False, {}
 
+    def waits_at(self) -> FrameType | None:
+        """Return the frame of the agent while it awaits something; None while it runs."""
+        coroutine = self._coroutine
+        return None if coroutine is None or coroutine.cr_await is None else coroutine.cr_frame
+
     def close(self) -> None:
         """End the agent and its endpoint. A second call does nothing."""
         if not self._loop.is_closed():
@@ -95,8 +102,8 @@ class AgentEnvironment:
     async def _start(self, data: dict[str, Any]) -> None:
         token = secrets.token_urlsafe(16)
         self._server, url = await listen(f"/{token}/v1/{{path:.+}}", self._respond, "127.0.0.1")
-        running: Coroutine[Any, Any, Any] = self._agent(data, base_url=f"{url}/{token}/v1", **self._args)
-        self._running = asyncio.ensure_future(running)
+        self._coroutine = self._agent(data, base_url=f"{url}/{token}/v1", **self._args)
+        self._running = asyncio.ensure_future(self._coroutine)
 
     def _next(self) -> list[Message] | None:
         """Let the agent run to its next request. Returns its new messages; None at its end. Raises what it raises."""

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
 from contextlib import AbstractContextManager, closing, nullcontext
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from transferqueue.errors import DeadlineExceeded, UsageError
 
 if TYPE_CHECKING:
     import transferqueue as tq
+    from transferqueue.adapters.stages.recording_proxy import Recording, RecordingProxy
 
 _GIVEN: Final = ("prompts", "completions")
 _COMPLETION_IDS: Final = "response_ids"
@@ -128,31 +129,6 @@ def _also(call: RewardCall, columns: Sequence[str]) -> tuple[str, ...]:
 # ---------------------------------------------------------------- agents
 
 
-class AgentRecording(Protocol):
-    """Recorded model calls of one agent, as `RecordingProxy.session` yields them."""
-
-    @property
-    def base_url(self) -> str:
-        """Endpoint for the agent."""
-
-    def columns(self) -> Mapping[str, Any]:
-        """The calls as columns of one row."""
-
-    def facts(self) -> Mapping[str, Any]:
-        """Policy versions and token count of that row."""
-
-
-class AgentRecorder(Protocol):
-    """Gives each agent its own endpoint and records its calls (`recording_proxy.RecordingProxy`)."""
-
-    @property
-    def gives(self) -> Sequence[str]:
-        """Names of the columns of a recording."""
-
-    def session(self) -> AbstractContextManager[AgentRecording]:
-        """Start a recording; its endpoint answers until the block ends."""
-
-
 class Agents:
     """A stage of agents: ``async run(data, base_url=…)``, once for each row.
 
@@ -181,7 +157,7 @@ class Agents:
         needs: Sequence[str],
         gives: Sequence[str] = ("rewards",),
         base_url: str | None = None,
-        recorder: AgentRecorder | None = None,
+        recorder: RecordingProxy | None = None,
         concurrency_max: int = 64,
         timeout_s: float = GENERATE_S,
         **arguments: Any,
@@ -237,7 +213,7 @@ class Agents:
             facts={} if recording is None else recording.facts(),
         )
 
-    def _recording(self) -> AbstractContextManager[AgentRecording | None]:
+    def _recording(self) -> AbstractContextManager[Recording | None]:
         return nullcontext() if self._recorder is None else self._recorder.session()
 
     async def _bounded(self, at: int, running: Awaitable[Any]) -> Any:

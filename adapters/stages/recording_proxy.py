@@ -88,7 +88,7 @@ class Recording:
 
 
 class RecordingProxy:
-    """The proxy (`callables.AgentRecorder`): listens on this machine from its creation until `close`.
+    """The proxy, for the recorder of `callables.Agents`: listens on this machine from its creation until `close`.
 
     Args:
         upstream: base URL of the endpoint, with its ``/v1``.

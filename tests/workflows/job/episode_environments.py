@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -147,12 +148,16 @@ class Kills(Answers):
 class Agent:
     """Asks its endpoint, and again with two messages more. Its reward is whether the second answer is "46"."""
 
-    def __init__(self, forgets: bool = False, stream: bool = False) -> None:
-        self.forgets, self.stream = forgets, stream
+    def __init__(self, forgets: bool = False, hangs: bool = False, twice: bool = False, stream: bool = False) -> None:
+        self.forgets, self.hangs, self.twice, self.stream = forgets, hangs, twice, stream
 
     async def run(self, data: dict[str, Any], base_url: str) -> float:
         messages = [{"role": "user", "content": data["prompt"]}]
+        if self.twice:
+            await asyncio.gather(self.answer(messages, base_url), self.answer(messages, base_url))
         said = await self.answer(messages, base_url)
+        if self.hangs:
+            await asyncio.Event().wait()
         if said == "nothing":
             return 0.25
         messages = [] if self.forgets else [*messages, {"role": "assistant", "content": said}]

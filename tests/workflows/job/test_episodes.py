@@ -162,7 +162,13 @@ def test_an_episode_is_one_sequence_with_the_tokens_of_the_tool_masked(tokenizer
 
 
 def agent_job(name: str = "Agent", **args: Any) -> Job:
-    return job("", environment={"agent": ENVIRONMENTS + name, "args": args, "on_error": "drop"})
+    given = {
+        "agent": ENVIRONMENTS + name,
+        "args": args,
+        "on_error": "drop",
+        "timeout_s": 1.0 if "hangs" in args else 60.0,
+    }
+    return job("", environment=given)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -185,16 +191,19 @@ def test_the_requests_of_an_agent_are_the_turns_of_an_episode(stream: bool, toke
     ("settings", "words"),
     [
         (agent_job(forgets=True), "message 0 of the agent's request does not continue the conversation of the row"),
+        (agent_job(twice=True), "the agent has another request that waits for its answer; a row is one conversation"),
+        (agent_job(hangs=True), r"did not return within environment.0.timeout_s=1 s; .*; it is in run, line \d+ of"),
         (agent_job("silent"), "the agent returned without a request to its model"),
-        (agent_job("Answers"), "has no coroutine function; write async def run(data, base_url)"),
+        (agent_job("Answers"), r"has no coroutine function; write async def run\(data, base_url\)"),
     ],
 )
 def test_an_agent_that_makes_no_row_fails_its_episode(settings: Job, words: str, tokenizer: Any) -> None:
     failed: dict[int, FailedEpisode] = {}
     engine = Scripted(tokenizer, {"+": ["2", "3"]})
     episodes = episodes_of(settings, engine, tokenizer, failed=failed.__setitem__)
-    assert played(episodes, settings, tokenizer, ["2+2="])[0].drop == "environment_error"
-    assert words in failed[0].text
+    cause = "timeout" if "timeout" in words else "error"
+    assert played(episodes, settings, tokenizer, ["2+2="])[0].drop == f"environment_{cause}"
+    assert re.search(words, failed[0].text)
 
 
 def test_the_responses_to_a_prompt_begin_alike_and_draw_differently(tokenizer: Any) -> None:

@@ -140,7 +140,8 @@ class EpisodeThread:
 
     def place(self) -> str:
         """Where the thread is."""
-        frame = sys._current_frames().get(self._thread.ident or 0)
+        waits_at = getattr(self._environment, "waits_at", None)  # of an agent, whose thread is in its event loop
+        frame = (waits_at() if waits_at else None) or sys._current_frames().get(self._thread.ident or 0)
         if frame is None:
             return ""
         last = traceback.extract_stack(frame)[-1]
