@@ -6,11 +6,13 @@ import signal
 from collections import Counter
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torch", exc_type=ImportError)
 
+from tests.adapters.openenv_server import calculator_server
 from tests.workflows.job.short_run import descendants, lines
 from transferqueue.errors import TransferQueueError
 from transferqueue.workflows.flow.events import Figures
@@ -61,6 +63,10 @@ class TwoTurns:
         pass
 
 
+def scored(completions):
+    return [float(len(text)) for text in completions]
+
+
 class Talks:
     \"\"\"An agent with the turns of `TwoTurns`, which asks an endpoint for them.\"\"\"
 
@@ -91,24 +97,23 @@ CAUSES = {"environment_timeout", "environment_unreachable", "environment_error",
 
 
 def job_in(folder: Path, *, steps: int, seed: int = 0, failing: float = 0.0, kind: str = "factory", **limits):
-    environment = {kind: NAMED[kind], "args": {"failing": failing}, "timeout_s": 1.0}
-    return job_from_values(
-        {
-            "name": "failing",
-            "steps": steps,
-            "seed": seed,
-            "model": {"path": str(folder / "model"), "dtype": "float32"},
-            "data": {"path": str(folder / "data"), "prompt": "question", "prompt_tokens_max": 12},
-            "engine": [{"kind": "builtin", "slots": 32}],
-            "sampling": {"group_size": GROUP, "group_min": LEAST, "tokens_max": 20, "stop": [*"0123456789"]},
-            "environment": [{**environment, "on_error": "drop", **limits}],
-            "algorithm": {"kind": "grpo"},
-            "trainer": {"prompts_per_step": PROMPTS, "lr": 0.01},
-            "weights": {"dtype": "float32"},
-            "checkpoint": {"every": 0},
-            "queue": {"memory_gib": 0.0625},
-        }
-    )
+    environment = {kind: NAMED[kind], "args": {"failing": failing}, "timeout_s": 1.0, "on_error": "drop", **limits}
+    return job_from_values({**values_of(folder), "steps": steps, "seed": seed, "environment": [environment]})
+
+
+def values_of(folder: Path) -> dict[str, Any]:
+    return {
+        "name": "failing",
+        "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "data": {"path": str(folder / "data"), "prompt": "question", "prompt_tokens_max": 12},
+        "engine": [{"kind": "builtin", "slots": 32}],
+        "sampling": {"group_size": GROUP, "group_min": LEAST, "tokens_max": 20, "stop": [*"0123456789"]},
+        "algorithm": {"kind": "grpo"},
+        "trainer": {"prompts_per_step": PROMPTS, "lr": 0.01},
+        "weights": {"dtype": "float32"},
+        "checkpoint": {"every": 0},
+        "queue": {"memory_gib": 0.0625},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +180,37 @@ def test_no_run_ends_if_a_tenth_of_the_calls_fail_and_processes_are_killed(kind,
     outcome = run(place, tmp_path / "run", job_in(place, steps=6, failing=0.1, kind=kind), kills=kills)
     check_failures(tmp_path / "run", outcome, 6)
     assert [each["label"] for each in lines(tmp_path / "run" / "restarts.jsonl")] == ["play-0"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_each_host_has_its_share_of_the_trained_rows_while_a_tenth_of_two_ones_calls_fail(place, tmp_path):
+    """A process, an agent, a reward function and a server; failed responses are replaced (`sampling.refills`)."""
+    shares = {"TwoTurns": 0.4, "Talks": 0.3, "scored": 0.2, "served": 0.1}
+    sources = [{"path": str(place / "data"), "environment": name, "weight": share} for name, share in shares.items()]
+    failing = {"args": {"failing": 0.1}, "timeout_s": 1.0, "on_error": "drop"}
+    values = values_of(place)
+    with calculator_server() as (url, _):
+        values |= {
+            "steps": 15,
+            "data": {"sources": sources, "prompt": "question", "prompt_tokens_max": 12},
+            "sampling": {**values["sampling"], "group_size": 4, "group_min": 2, "refills": 1},
+            "trainer": {"prompts_per_step": 10, "lr": 0.01},
+            "environment": [
+                *({kind: named, **failing} for kind, named in NAMED.items()),
+                {"function": "two_turns:scored"},
+                {"name": "served", "url": url, "args": {"observation": "result"}},
+            ],
+        }
+        outcome = run(place, tmp_path / "run", job_from_values(values))
+    steps = lines(tmp_path / "run" / "steps.jsonl")
+    trained = {name: sum(step["rows"] * step.get(f"reward_share/{name}", 0.0) for step in steps) for name in shares}
+    rows = sum(step["rows"] for step in steps)
+    print({name: round(count / rows, 4) for name, count in trained.items()}, outcome.summary.rows_dropped, rows)
+    assert sum(trained.values()) == pytest.approx(rows)
+    assert {name for name, share in shares.items() if abs(trained[name] / rows - share) > 0.02} == set()
+    assert any(cause.endswith("/TwoTurns") for cause in outcome.summary.retried)
+    assert any(cause.endswith("/Talks") for cause in outcome.summary.retried)
 
 
 @pytest.mark.slow
