@@ -228,7 +228,9 @@ class RunningBatch:
     def _extend(self, cached: _Cached) -> Tensor:
         """Run the model on the last token of each row; return logits ``[rows, vocabulary]`` of the next tokens."""
         last_B1 = torch.tensor([[0 if row is None else row.ids[-1]] for row in cached.rows], device=self._model.device)
-        positions_B1 = cached.lengths_B[:, None]
+        # A row that has finished is computed with the others; a model may have no position for what it would read.
+        finished_B = torch.tensor([row is None for row in cached.rows], device=self._model.device)
+        positions_B1 = cached.lengths_B.masked_fill(finished_B, 0)[:, None]
         cached.lengths_B, cached.width = cached.lengths_B + 1, cached.width + 1
         logits_BV, cached.cache = self._forward(last_B1, cached.mask(), positions_B1, cached.cache)
         return logits_BV

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+from transferqueue.adapters.builtin.model import BuiltinModel, ModelShape
 from transferqueue.adapters.engines.running_batch import Row, RunningBatch
 from transferqueue.adapters.engines.sampling import RowDraws, draw_by
 from transferqueue.adapters.engines.transformers import TransformersGenerator
@@ -119,6 +120,18 @@ def test_a_row_ends_for_its_own_sampling_in_a_shared_batch(qwen3: Any) -> None:
     while len(batch):
         lengths |= {completion.prompt: len(completion.ids) for _, completion in batch.step(0)}
     assert lengths == {0: 3, 1: 9}
+
+
+def test_a_row_that_has_finished_needs_no_position_beyond_the_last() -> None:
+    """Turns of episodes have contexts of all lengths, up to as many tokens as the model has positions."""
+    batch = RunningBatch(BuiltinModel(ModelShape(max_position_embeddings=32)), rows_max=8)
+    for length, tokens_max in ((30, 2), (8, 24), (8, 24)):
+        prompt = Prompt(ids=np.arange(5, 5 + length, dtype=np.int32))
+        batch.add([Row(None, 0, 0, prompt, Sampling(tokens_max=tokens_max, seed=1))])
+    finished: list[tuple[Row, Completion]] = []
+    while len(batch):
+        finished += batch.step(0)
+    assert [len(completion.ids) for _, completion in finished] == [2, 24, 24]
 
 
 def test_a_closed_generator_ends_its_requests(qwen3: Any) -> None:

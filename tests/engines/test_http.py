@@ -293,7 +293,7 @@ def test_the_agent_hears_what_went_wrong(endpoint: Endpoint) -> None:
             status, text = post(recording.base_url, "completions", {"stream": True})
             assert status == 200
             assert b"failed while it streamed" in text
-            assert recording.calls == []
+            assert recording.calls == 0
             with pytest.raises(UsageError, match="0 calls of the model are 0 sequences"):
                 recording.columns()
         assert post(recording.base_url, "completions", {})[0] == 404

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import re
 import signal
@@ -10,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import aiohttp
 
 Step = tuple[Any, float, bool, bool, dict[str, Any]]
 FAILS = "1+1="
@@ -159,6 +163,41 @@ class Kills(Answers):
                 Path(self.once).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return "", 1.0, True, False, {}
+
+
+class Agent:
+    """Asks its endpoint, and again with two messages more. Its reward is whether the second answer is "46"."""
+
+    def __init__(self, forgets: bool = False, hangs: bool = False, twice: bool = False, stream: bool = False) -> None:
+        self.forgets, self.hangs, self.twice, self.stream = forgets, hangs, twice, stream
+
+    async def run(self, data: dict[str, Any], base_url: str) -> float:
+        messages = [{"role": "user", "content": data["prompt"]}]
+        if self.twice:
+            await asyncio.gather(self.answer(messages, base_url), self.answer(messages, base_url))
+        said = await self.answer(messages, base_url)
+        if self.hangs:
+            await asyncio.Event().wait()
+        if said == "nothing":
+            return 0.25
+        messages = [] if self.forgets else [*messages, {"role": "assistant", "content": said}]
+        messages += [{"role": "tool", "content": "46"}, {"role": "user", "content": "so?"}]
+        return float(await self.answer(messages, base_url) == "46")
+
+    async def answer(self, messages: list[dict[str, str]], base_url: str) -> str:
+        async with aiohttp.ClientSession() as session:
+            body = {"model": "policy", "messages": messages, "stream": self.stream}
+            async with session.post(f"{base_url}/chat/completions", json=body) as answer:
+                said = await answer.text()
+        if answer.status != 200:
+            raise RuntimeError(said)
+        choice = json.loads(said.removeprefix("data: ").partition("\n\n")[0])["choices"][0]
+        return str((choice["delta"] if self.stream else choice["message"])["content"])
+
+
+async def silent(data: dict[str, Any], base_url: str) -> float:
+    """An agent without a request."""
+    return 1.0
 
 
 class Endless(Answers):

@@ -175,6 +175,51 @@ def test_an_episode_whose_last_turn_was_cut_was_cut_though_the_environment_ended
         assert part.columns["finish_reason"] == [reason]
 
 
+def agent_job(name: str = "Agent", **args: Any) -> Job:
+    given = {
+        "agent": ENVIRONMENTS + name,
+        "args": args,
+        "on_error": "drop",
+        "timeout_s": 1.0 if "hangs" in args else 60.0,
+    }
+    return job("", environment=given)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_requests_of_an_agent_are_the_turns_of_an_episode(stream: bool, tokenizer: Any) -> None:
+    settings = agent_job(stream=stream)
+    engine = Scripted(tokenizer, {"12+34=": ["<12+34>", "46"], "1+2=": ["nothing"]})
+    parts = played(episodes_of(settings, engine, tokenizer), settings, tokenizer, ["12+34=", "1+2="])
+    response, mask = parts[0].columns["response_ids"][0], parts[0].columns["loss_mask"][0]
+    assert tokenizer.decode(response.tolist()) == (
+        "<12+34><|im_end|>\n<|im_start|>tool\n46<|im_end|>\n<|im_start|>user\nso?<|im_end|>\n<|im_start|>assistant\n"
+        "46<|im_end|>"
+    )
+    assert tokenizer.decode(response[mask].tolist()) == "<12+34><|im_end|>46<|im_end|>"
+    assert parts[0].columns["turn_rewards"][0].tolist() == [0.0, 1.0]
+    assert parts[1].columns["rewards"].tolist() == [0.5]  # times the weight
+    assert [parts[row].columns["finish_reason"] for row in range(2)] == [["stop"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (agent_job(forgets=True), "message 0 of the agent's request does not continue the conversation of the row"),
+        (agent_job(twice=True), "the agent has another request that waits for its answer; a row is one conversation"),
+        (agent_job(hangs=True), r"did not return within environment.0.timeout_s=1 s; .*; it is in run, line \d+ of"),
+        (agent_job("silent"), "the agent returned without a request to its model"),
+        (agent_job("Answers"), r"has no coroutine function; write async def run\(data, base_url\)"),
+    ],
+)
+def test_an_agent_that_makes_no_row_fails_its_episode(settings: Job, words: str, tokenizer: Any) -> None:
+    failed: dict[int, FailedEpisode] = {}
+    engine = Scripted(tokenizer, {"+": ["2", "3"]})
+    episodes = episodes_of(settings, engine, tokenizer, failed=failed.__setitem__)
+    cause = "timeout" if "timeout" in words else "error"
+    assert played(episodes, settings, tokenizer, ["2+2="])[0].drop == f"environment_{cause}"
+    assert re.search(words, failed[0].text)
+
+
 def test_the_responses_to_a_prompt_begin_alike_and_draw_differently(tokenizer: Any) -> None:
     settings = job(ENVIRONMENTS + "SaysItsSeed", group_size=2)
     engine = Scripted(tokenizer, {"game": ["0", "1"]})

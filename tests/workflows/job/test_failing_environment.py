@@ -6,11 +6,13 @@ import signal
 from collections import Counter
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torch", exc_type=ImportError)
 
+from tests.adapters.openenv_server import calculator_server
 from tests.workflows.job.short_run import descendants, lines
 from transferqueue.errors import TransferQueueError
 from transferqueue.workflows.flow.events import Figures
@@ -22,9 +24,12 @@ from transferqueue.workflows.job.tiny_model.make import make, write_data
 
 PROMPTS, GROUP, LEAST, STEPS = 4, 8, 4, 12
 ENVIRONMENT = """
+import asyncio
 import socket
 import time
 import zlib
+
+import aiohttp
 
 
 class TwoTurns:
@@ -56,29 +61,59 @@ class TwoTurns:
 
     def close(self):
         pass
+
+
+def scored(completions):
+    return [float(len(text)) for text in completions]
+
+
+class Talks:
+    \"\"\"An agent with the turns of `TwoTurns`, which asks an endpoint for them.\"\"\"
+
+    def __init__(self, failing):
+        self.failing = failing
+
+    async def run(self, data, base_url):
+        game, messages, rewards = TwoTurns(0.0), [{"role": "user", "content": data["prompt"]}], 0.0
+        game.reset(seed=0, options=data)
+        for turn in range(2):
+            async with aiohttp.ClientSession() as session:
+                async with session.post(f"{base_url}/chat/completions", json={"messages": messages}) as answer:
+                    said = (await answer.json())["choices"][0]["message"]["content"]
+            observation, reward, *_ = game.step(said)
+            rewards += reward
+            draw = zlib.crc32(f"{messages} {said}".encode()) % 1000 / 1000
+            if draw < 0.05 * self.failing:
+                await asyncio.sleep(600)
+            if draw < 0.9 * self.failing:
+                raise RuntimeError("the sandbox is gone")
+            if draw < self.failing:
+                observation = "x" * 2_000_000
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": observation}]
+        return rewards
 """
+NAMED = {"factory": "two_turns:TwoTurns", "agent": "two_turns:Talks"}
 CAUSES = {"environment_timeout", "environment_unreachable", "environment_error", "environment_output"}
 
 
-def job_in(folder: Path, *, steps: int, seed: int = 0, failing: float = 0.0, **limits):
-    environment = {"factory": "two_turns:TwoTurns", "args": {"failing": failing}, "timeout_s": 1.0}
-    return job_from_values(
-        {
-            "name": "failing",
-            "steps": steps,
-            "seed": seed,
-            "model": {"path": str(folder / "model"), "dtype": "float32"},
-            "data": {"path": str(folder / "data"), "prompt": "question", "prompt_tokens_max": 12},
-            "engine": [{"kind": "builtin", "slots": 32}],
-            "sampling": {"group_size": GROUP, "group_min": LEAST, "tokens_max": 20, "stop": [*"0123456789"]},
-            "environment": [{**environment, "on_error": "drop", **limits}],
-            "algorithm": {"kind": "grpo"},
-            "trainer": {"prompts_per_step": PROMPTS, "lr": 0.01},
-            "weights": {"dtype": "float32"},
-            "checkpoint": {"every": 0},
-            "queue": {"memory_gib": 0.0625},
-        }
-    )
+def job_in(folder: Path, *, steps: int, seed: int = 0, failing: float = 0.0, kind: str = "factory", **limits):
+    environment = {kind: NAMED[kind], "args": {"failing": failing}, "timeout_s": 1.0, "on_error": "drop", **limits}
+    return job_from_values({**values_of(folder), "steps": steps, "seed": seed, "environment": [environment]})
+
+
+def values_of(folder: Path) -> dict[str, Any]:
+    return {
+        "name": "failing",
+        "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "data": {"path": str(folder / "data"), "prompt": "question", "prompt_tokens_max": 12},
+        "engine": [{"kind": "builtin", "slots": 32}],
+        "sampling": {"group_size": GROUP, "group_min": LEAST, "tokens_max": 20, "stop": [*"0123456789"]},
+        "algorithm": {"kind": "grpo"},
+        "trainer": {"prompts_per_step": PROMPTS, "lr": 0.01},
+        "weights": {"dtype": "float32"},
+        "checkpoint": {"every": 0},
+        "queue": {"memory_gib": 0.0625},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +164,7 @@ def check_failures(folder: Path, outcome, steps: int) -> None:
     assert set(dropped) <= CAUSES
     assert 0 < len(failed) <= sum(summary.rows_dropped.values())  # some failed after their group had been dropped
     assert dropped
-    assert all("TwoTurns: the episode of ordinal " in row["text"] and "step(" in row["text"] for row in failed)
+    assert all("two_turns:T" in row["text"] and "step(" in row["text"] for row in failed)
     assert summary.rows_put == summary.rows_done + sum(summary.rows_dropped.values())
     assert any(PROMPTS * LEAST <= step["rows"] < PROMPTS * GROUP for step in trained)
     assert any(f"dropped/{cause}" in step for step in trained for cause in CAUSES)
@@ -139,11 +174,43 @@ def check_failures(folder: Path, outcome, steps: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_no_run_ends_if_a_tenth_of_the_calls_fail_and_processes_are_killed(place, tmp_path):
+@pytest.mark.parametrize("kind", NAMED)
+def test_no_run_ends_if_a_tenth_of_the_calls_fail_and_processes_are_killed(kind, place, tmp_path):
     kills = {2: "environment_process", 4: '"name":"play"'}
-    outcome = run(place, tmp_path / "run", job_in(place, steps=6, failing=0.1), kills=kills)
+    outcome = run(place, tmp_path / "run", job_in(place, steps=6, failing=0.1, kind=kind), kills=kills)
     check_failures(tmp_path / "run", outcome, 6)
     assert [each["label"] for each in lines(tmp_path / "run" / "restarts.jsonl")] == ["play-0"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_each_host_has_its_share_of_the_trained_rows_while_a_tenth_of_two_ones_calls_fail(place, tmp_path):
+    """A process, an agent, a reward function and a server; failed responses are replaced (`sampling.refills`)."""
+    shares = {"TwoTurns": 0.4, "Talks": 0.3, "scored": 0.2, "served": 0.1}
+    sources = [{"path": str(place / "data"), "environment": name, "weight": share} for name, share in shares.items()]
+    failing = {"args": {"failing": 0.1}, "timeout_s": 1.0, "on_error": "drop"}
+    values = values_of(place)
+    with calculator_server() as (url, _):
+        values |= {
+            "steps": 15,
+            "data": {"sources": sources, "prompt": "question", "prompt_tokens_max": 12},
+            "sampling": {**values["sampling"], "group_size": 4, "group_min": 2, "refills": 1},
+            "trainer": {"prompts_per_step": 10, "lr": 0.01},
+            "environment": [
+                *({kind: named, **failing} for kind, named in NAMED.items()),
+                {"function": "two_turns:scored"},
+                {"name": "served", "url": url, "args": {"observation": "result"}},
+            ],
+        }
+        outcome = run(place, tmp_path / "run", job_from_values(values))
+    steps = lines(tmp_path / "run" / "steps.jsonl")
+    trained = {name: sum(step["rows"] * step.get(f"reward_share/{name}", 0.0) for step in steps) for name in shares}
+    rows = sum(step["rows"] for step in steps)
+    print({name: round(count / rows, 4) for name, count in trained.items()}, outcome.summary.rows_dropped, rows)
+    assert sum(trained.values()) == pytest.approx(rows)
+    assert {name for name, share in shares.items() if abs(trained[name] / rows - share) > 0.02} == set()
+    assert any(cause.endswith("/TwoTurns") for cause in outcome.summary.retried)
+    assert any(cause.endswith("/Talks") for cause in outcome.summary.retried)
 
 
 @pytest.mark.slow

@@ -44,6 +44,14 @@ def digit(high=9):
 class Broken(Digit):
     def step(self, action):
         return self.nowhere
+
+async def asks(data, base_url):
+    import aiohttp
+    messages = [{"role": "user", "content": data["prompt"]}]
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"{base_url}/chat/completions", json={"messages": messages}) as answer:
+            said = (await answer.json())["choices"][0]["message"]["content"]
+    return float(said == data["answer"])
 """
 PROMPTS = [
     NumberedPrompt(number=at, ids=np.array([1], np.int32), text="", data={"prompt": f"p{at}", "answer": answer})
@@ -88,9 +96,9 @@ def test_a_module_whose_error_is_no_whole_text_is_named(tmp_path):
         process.parameters()
 
 
-def tried_environment(tmp_path, environment, args):
+def tried_environment(tmp_path, environment, args, kind="factory"):
     (tmp_path / "tried_rewards.py").write_text(REWARDS)
-    given = EnvironmentSettings(factory=f"{tmp_path / 'tried_rewards.py'}:{environment}", args=args)
+    given = EnvironmentSettings(args=args, **{kind: f"{tmp_path / 'tried_rewards.py'}:{environment}"})
     settings = msgspec.structs.replace(jobs.job("grpo"), reward=(), environment=(given,))
     return try_rewards(settings, PROMPTS, ByteTokenizer())
 
@@ -101,8 +109,13 @@ def test_an_environment_is_made_and_takes_a_turn(tmp_path):
     assert trial.text().startswith("1, 0 for a first turn of '42' to each prompt")
 
 
+def test_an_agent_is_started_and_gets_an_answer(tmp_path):
+    (trial,) = tried_environment(tmp_path, "asks", {}, kind="agent")
+    assert trial.scores == [1.0, 0.0]
+
+
 def test_an_environment_that_cannot_be_made_or_stepped_is_refused(tmp_path):
-    with pytest.raises(RewardFailed, match=r"digit raised TypeError when it was made: .*'hihg'"):
+    with pytest.raises(RewardFailed, match=r"environment digit: the factory\(\) raised TypeError: .*'hihg'"):
         tried_environment(tmp_path, "digit", {"hihg": 3})
-    with pytest.raises(RewardFailed, match=r"Broken raised AttributeError when it was stepped: .*'nowhere'"):
+    with pytest.raises(RewardFailed, match=r"environment Broken: step\('42'\) raised AttributeError: .*'nowhere'"):
         tried_environment(tmp_path, "Broken", {"high": 3})

@@ -113,7 +113,11 @@ REFUSED = [
     (GRPO, 'environment=[{factory="c:d"}]', "reward with environment: episodes bring their own rewards"),
     (SFT, 'environment=[{factory="c:d"}]', 'environment with kind="sft"'),
     (GRPO, 'reward=[] ; environment=[{factory="c"}]', "environment.0.factory='c' is not named as"),
-    (GRPO, 'reward=[] ; environment=[{factory="c:d", url="http://h"}]', "environment.0 has factory and url of factory"),
+    (
+        GRPO,
+        'reward=[] ; environment=[{factory="c:d", url="http://h"}]',
+        "environment.0 has factory and url of agent, factory",
+    ),
     (GRPO, 'reward=[] ; environment=[{url="h:1"}]', "environment.0.url='h:1': give an address such as"),
     (GRPO, 'reward=[] ; environment=[{url="http://[::1"}]', "environment.0.url='http://[::1': give an address such"),
     (GRPO, 'reward=[] ; environment=[{url="http://h:x"}]', "environment.0.url='http://h:x': give an address such"),

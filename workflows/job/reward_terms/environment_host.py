@@ -37,6 +37,8 @@ from transferqueue.workflows.job.reward_terms.environment_call import (
     ResultReply,
 )
 from transferqueue.workflows.job.reward_terms.piped_process import LATER_S, PipedProcess, ended
+from transferqueue.workflows.job.settings.environment_factories import factory_of
+from transferqueue.workflows.job.settings.job import EnvironmentSettings
 
 HUNG_MAX: Final = 8
 """Calls that may hang in one process. Their threads may compute, beside those that work."""
@@ -72,6 +74,12 @@ class EnvironmentHost:
         self._processes: set[EnvironmentProcess] = set()
         """Those that live, those that get no further episodes among them."""
         self._current = self._started()
+
+    @classmethod
+    def of(cls, settings: EnvironmentSettings, key: str) -> Self:
+        """Start that of an environment of a job."""
+        factory, args = factory_of(settings)
+        return cls(factory, args, timeout_s=settings.timeout_s, episode_s=settings.episode_s, key=key)
 
     def __enter__(self) -> Self:
         return self

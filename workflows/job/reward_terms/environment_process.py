@@ -142,7 +142,8 @@ class EpisodeThread:
 
     def place(self) -> str:
         """Where the thread is."""
-        frame = sys._current_frames().get(self._thread.ident or 0)
+        waits_at = getattr(self._environment, "waits_at", None)  # of an agent, whose thread is in its event loop
+        frame = (waits_at() if waits_at else None) or sys._current_frames().get(self._thread.ident or 0)
         if frame is None:
             return ""
         last = traceback.extract_stack(frame)[-1]
@@ -173,9 +174,9 @@ class EpisodeThread:
             return self._close()
         returned = getattr(self._environment, call.name)(**call.arguments)
         if call.name == RESET:
-            return _text(_parts(returned, "observation, info")[0])
+            return _observation(_parts(returned, "observation, info")[0])
         observation, reward, ended, cut, _ = _parts(returned, "observation, reward, terminated, truncated, info")
-        return [_text(observation), _reward(reward), bool(ended), bool(cut)]
+        return [_observation(observation), _reward(reward), bool(ended), bool(cut)]
 
     def _close(self) -> None:
         """Close the environment. Its episode has ended, so what it raises is in the log of the stage alone."""
@@ -207,14 +208,26 @@ def _parts(returned: Any, wanted: str) -> tuple[Any, ...]:
     return returned
 
 
-def _text(observation: Any) -> str | None:
-    if observation is not None and not isinstance(observation, str):
+def _observation(given: Any) -> str | list[dict[str, str]] | None:
+    texts = [_content(message) for message in given] if isinstance(given, list) else ["" if given is None else given]
+    if not all(isinstance(text, str) for text in texts):
         raise BadAnswer(
-            f"gave an observation of {type(observation).__name__}; give a text, or None if there is nothing to read"
+            f"gave an observation of {type(given).__name__}; give a text, a list of messages with role and content, or "
+            "None if there is nothing to read"
         )
-    if observation is not None and len(observation) > TEXT_MAX:
-        raise BadAnswer(f"gave a text of {len(observation):,} characters; give at most {TEXT_MAX:,}", OUTPUT)
-    return None if observation is None else _whole(observation)
+    if (characters := sum(map(len, texts))) > TEXT_MAX:
+        raise BadAnswer(f"gave a text of {characters:,} characters; give at most {TEXT_MAX:,}", OUTPUT)
+    whole = [_whole(text) for text in texts]
+    if isinstance(given, list):
+        return [
+            {**each, "role": _whole(each["role"]), "content": text} for each, text in zip(given, whole, strict=True)
+        ]
+    return None if given is None else whole[0]
+
+
+def _content(message: Any) -> Any:
+    """Return the text of a message; None if it is none."""
+    return message.get("content") if isinstance(message, dict) and isinstance(message.get("role"), str) else None
 
 
 def _whole(text: str) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 from transferqueue.adapters.stages.reward_functions import load_reward
 from transferqueue.errors import UsageError
 from transferqueue.workflows.job.data.prompt_data import PROMPT
+from transferqueue.workflows.job.reward_terms.functions import arguments
+from transferqueue.workflows.job.reward_terms.reward_rows import completion
 
 
 class OneTurn:
@@ -31,14 +33,9 @@ class OneTurn:
 
     def step(self, action: str) -> tuple[None, float, bool, bool, dict[str, Any]]:
         """Score the response."""
-        call, prompt = self._call, self._data.get(PROMPT)
-        completion = [{"role": "assistant", "content": action}] if isinstance(prompt, list) else action
-        has = self._data.keys() - {PROMPT}
-        named = [*call.wants, *(name for name in call.takes if name in has), *(has if call.takes_all else ())]
-        columns: dict[str, list[Any]] = {name: [self._data.get(name)] for name in dict.fromkeys(named)}
-        given: dict[str, list[Any]] = {"prompts": [prompt], "completions": [completion]}
-        columns |= {name: value for name, value in given.items() if call.takes_all or name in call.given}
-        return None, float(call(columns, rows=1)[0]), True, False, {}
+        prompt = self._data.get(PROMPT)
+        given = {"prompts": lambda: [prompt], "completions": lambda: [completion(prompt, action)]}
+        return None, float(self._call(arguments(self._call, [self._data], given), rows=1)[0]), True, False, {}
 
     def close(self) -> None:
         """Nothing."""

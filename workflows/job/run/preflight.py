@@ -177,8 +177,8 @@ def _names(job: Job) -> Iterator[tuple[str, str]]:
     for reward in job.reward:
         yield "reward.function", reward.function
     for place, environment in enumerate(job.environment):
-        yield f"environment.{place}.factory", environment.factory
-        yield f"environment.{place}.function", environment.function
+        for key in ("factory", "function", "agent"):
+            yield f"environment.{place}.{key}", getattr(environment, key)
     for place, engine in enumerate(job.engine):
         yield f"engine.{place}.factory", engine.factory
 

@@ -18,7 +18,7 @@ def environment_name(settings: EnvironmentSettings) -> str:
     >>> environment_name(EnvironmentSettings(url="http://127.0.0.1:8000"))
     '127-0-0-1'
     """
-    named = settings.factory or settings.function
+    named = settings.factory or settings.function or settings.agent
     host = re.sub(r"\W+", "-", urlsplit(settings.url).hostname or "", flags=re.ASCII).strip("-")
     return settings.name or named.rpartition(":")[2] or host
 
@@ -33,6 +33,11 @@ def factory_of(settings: EnvironmentSettings) -> tuple[str, Mapping[str, Any]]:
     if settings.function:
         return "transferqueue.workflows.job.reward_terms.one_turn:OneTurn", {
             "function": settings.function,
+            "args": settings.args,
+        }
+    if settings.agent:
+        return "transferqueue.adapters.stages.agent_environment:AgentEnvironment", {
+            "agent": settings.agent,
             "args": settings.args,
         }
     if settings.url:

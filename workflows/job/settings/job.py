@@ -322,13 +322,13 @@ class RewardSettings(_Table):
 
 
 class EnvironmentSettings(_Table):
-    """An environment, with exactly one of factory, function and url. Each row is an episode of one, which brings its
-    reward. `environment` is an array of these; of several, each data source names the one that plays its rows."""
+    """An environment, with exactly one of factory, function, url and agent. Each row is an episode of one, which brings
+    its reward. `environment` is an array of these; of several, each data source names the one that plays its rows."""
 
     name: Annotated[
         str,
-        "Name, for data sources, figures and drop reasons. Empty: the last part of `factory` or `function`, or the host"
-        " of `url`.",
+        "Name, for data sources, figures and drop reasons. Empty: the last part of `factory`, `function` or `agent`, or"
+        " the host of `url`.",
         For("several environments of one factory"),
     ] = ""
     factory: Annotated[
@@ -346,10 +346,16 @@ class EnvironmentSettings(_Table):
         "Address of a server of OpenEnv's protocol, such as `http://127.0.0.1:8000`.",
         For("environments that run elsewhere, such as in containers"),
     ] = ""
+    agent: Annotated[
+        str,
+        "Agent that calls an OpenAI-compatible endpoint, `module:name` of a coroutine function `run(data, base_url)` or"
+        " of a class with such a method. It returns its reward.",
+        For("agents written against an endpoint"),
+    ] = ""
     args: Annotated[
         dict[str, Any],
-        "Arguments of the factory or function. Of a `url`: `action`, the field of an action that gets the text of a"
-        ' turn (`"message"`), and `observation`, the field that is read (all, as JSON).',
+        "Arguments of the factory, function or agent. Of a `url`: `action`, the field of an action that gets the text"
+        ' of a turn (`"message"`), and `observation`, the field that is read (all, as JSON).',
         For("environments with settings"),
     ] = {}
     weight: Annotated[float, "Factor of its rewards.", For("environments whose rewards differ in size")] = 1.0

@@ -221,14 +221,14 @@ def _one_of(key: str, table: object, names: tuple[str, ...]) -> None:
     if len(given) != 1:
         raise UsageError(f"{key} has {' and '.join(given) or 'none'} of {listing(names)}; give exactly one")
     named = getattr(table, given[0])
-    if given[0] in ("function", "factory") and not _FUNCTION.fullmatch(named):
+    if given[0] in ("function", "factory", "agent") and not _FUNCTION.fullmatch(named):
         raise UsageError(f'{key}.{given[0]}={named!r} is not named as "module:function" or "file.py:function"')
 
 
 def _environments(job: Job) -> None:
     for place, environment in enumerate(job.environment):
         key = f"environment.{place}"
-        _one_of(key, environment, ("factory", "function", "url"))
+        _one_of(key, environment, ("factory", "function", "url", "agent"))
         if environment.url and not _is_address(environment.url):
             raise UsageError(f'{key}.url={environment.url!r}: give an address such as "http://127.0.0.1:8000"')
         if environment.url and (unknown := environment.args.keys() - {"action", "observation"}):

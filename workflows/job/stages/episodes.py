@@ -5,7 +5,7 @@ names a function (or class) that is called with `args` for each episode:
 
 - ``reset(seed=, options=)``: options is the row's column ``data`` (the prompt, and the columns of the data); seed is
   the same for all responses to a prompt, which are compared, so they begin alike. Returns ``(observation, info)``. The
-  prompt of the data comes first; a first observation is a further message, None is nothing.
+  prompt of the data comes first; a first observation is a further message, or a list of them, None is nothing.
 - ``step(action)``: the text that the model drew in this turn. Returns
   ``(observation, reward, terminated, truncated, info)``.
 - ``close()``. An attribute ``role`` says what observations are: "user" (the default), or "tool".
@@ -15,10 +15,11 @@ no answer, or ends its process fails its episode, which is tried again (`Tries`)
 no answer of the policy: others may take its place (`sampling.refills`); then the job drops it, with the cause as its
 reason, or ends.
 
-A reward function is an environment of one turn (`reward_terms.one_turn`), and a server of OpenEnv's protocol one whose
-calls go there (`adapters.stages.openenv`). Of several environments, the column `environment` names that of a row: the
-shares of a batch are those of the data sources, each of which has one. Each environment has its processes, its limits,
-its number of episodes at a time, and its guard against too many failures. The drop reason has its name.
+A reward function is an environment of one turn (`reward_terms.one_turn`), a server of OpenEnv's protocol one whose
+calls go there (`adapters.stages.openenv`), an agent one whose observations are its requests to an endpoint
+(`adapters.stages.agent_environment`). Of several environments, the column `environment` names that of a row: the shares
+of a batch are those of the data sources, each of which has one. Each environment has its processes, its limits, its
+number of episodes at a time, and its guard against too many failures. The drop reason has its name.
 
 A row's response is everything after its prompt: the model's tokens, and between them the observations, whose tokens
 have `loss_mask` False. It has at most `sampling.tokens_max` tokens. `rewards` is the environment's weight times the sum
@@ -29,7 +30,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, Self
 
@@ -48,7 +49,7 @@ from transferqueue.workflows.job.graph import engine_of, has_several_environment
 from transferqueue.workflows.job.reward_terms.environment_call import CallFailed
 from transferqueue.workflows.job.reward_terms.environment_host import EnvironmentHost, HostedEnvironment
 from transferqueue.workflows.job.reward_terms.tries import Tries
-from transferqueue.workflows.job.settings.environment_factories import environments_of, factory_of
+from transferqueue.workflows.job.settings.environment_factories import environments_of
 from transferqueue.workflows.job.settings.job import EnvironmentSettings, Job
 from transferqueue.workflows.job.stages.all_dropped_guard import AllDroppedGuard
 from transferqueue.workflows.job.stages.chat_turns import ChatTurns
@@ -107,8 +108,7 @@ class JobEnvironment:
 
     def __init__(self, name: str, settings: EnvironmentSettings, job: Job, *, key: str, slots: int) -> None:
         self.name, self.settings = name, settings
-        factory, args = factory_of(settings)
-        self.host = EnvironmentHost(factory, args, timeout_s=settings.timeout_s, episode_s=settings.episode_s, key=key)
+        self.host = EnvironmentHost.of(settings, key)
         self.turn = threading.BoundedSemaphore(settings.slots or slots)
         self._is_one_of_several = has_several_environments(job)
         self._guard = AllDroppedGuard(
@@ -122,7 +122,7 @@ class JobEnvironment:
     def place(self) -> str:
         """For messages."""
         settings = self.settings
-        return settings.factory or settings.function or settings.url
+        return settings.factory or settings.function or settings.url or settings.agent
 
     def cause(self, failure: CallFailed) -> str:
         """The drop reason of a row that fails so."""
@@ -188,12 +188,7 @@ class JobEpisodes:
         episodes = self._episodes(batch)
         for version, rows in self._weights.turns(batch):
             with self._weights.at(version):
-
-                def played(at: int, given_up: Callable[[], bool], rows: list[int] = rows) -> Episode | FailedEpisode:
-                    wanted = episodes[rows[at]]
-                    return self.play(wanted, given_up, self.environment(wanted.environment).count)
-
-                for at, episode in as_they_end(played, len(rows), self._slots):
+                for at, episode in self.played([episodes[row] for row in rows], counts=True):
                     row, wanted = rows[at], episodes[rows[at]]
                     part = self._part(row, wanted, episode)
                     yield part
@@ -215,14 +210,24 @@ class JobEpisodes:
             )
         ]
 
-    def play(
-        self,
-        episode: PlayedEpisode,
-        given_up: Callable[[], bool],
-        refilled: Callable[[FailedEpisode], None] = lambda failed: None,
-    ) -> Episode | FailedEpisode:
+    def played(
+        self, episodes: Sequence[PlayedEpisode], *, counts: bool = False
+    ) -> Iterator[tuple[int, Episode | FailedEpisode]]:
+        """Play rows side by side, and yield each with its place among them as it ends. counts: responses that others
+        replace count as dropped. Raises as `as_they_end` does, and `EnvironmentFailed`."""
+
+        def play(at: int, given_up: Callable[[], bool]) -> Episode | FailedEpisode:
+            return self._play(episodes[at], given_up, counts=counts)
+
+        return as_they_end(play, len(episodes), self._slots)
+
+    def reward(self, wanted: PlayedEpisode, episode: Episode) -> float:
+        """Return the reward of a row: the sum over its turns, times the weight of its environment."""
+        return self.environment(wanted.environment).settings.weight * sum(episode.rewards)
+
+    def _play(self, episode: PlayedEpisode, given_up: Callable[[], bool], *, counts: bool) -> Episode | FailedEpisode:
         """Play one row, when its environment has a place. If the environment fails for good, up to `sampling.refills`
-        other responses to the prompt take the place of this one. refilled: gets each one that is replaced.
+        other responses to the prompt take the place of this one.
 
         Raises `EnvironmentFailed` if the last of them fails for good and the environment's settings say "stop".
         """
@@ -233,7 +238,8 @@ class JobEpisodes:
                 if isinstance(played, Episode):
                     break
                 self._retried(played.cause)
-                refilled(played)
+                if counts:
+                    environment.count(played)
                 played = self._member(environment, episode, row_seed(draws, refill), given_up)
         if isinstance(played, FailedEpisode) and environment.settings.on_error == "stop":
             raise EnvironmentFailed(f'{played.text}; set on_error = "drop" to go on without such rows')
@@ -292,7 +298,7 @@ class JobEpisodes:
         prompt, environment = len(wanted.prompt), self.environment(wanted.environment)
         columns = {name: [value] for name, value in episode.trajectory.response(prompt).items()}
         rewards: dict[str, Any] = {
-            "rewards": np.array([environment.settings.weight * sum(episode.rewards)], np.float32),
+            "rewards": np.array([self.reward(wanted, episode)], np.float32),
             "turn_rewards": [np.array(episode.rewards, np.float32)],
             "finish_reason": [episode.finish_reason],
         }

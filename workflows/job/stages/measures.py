@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from transferqueue.adapters.protocols import STOP, Completion, Generator, Ids, Prompt, Sampling, WeightSource
-from transferqueue.adapters.stages.environments import Episode, as_they_end
+from transferqueue.adapters.stages.environments import Episode
 from transferqueue.adapters.stages.generation import row_seed
 from transferqueue.adapters.weights import copy_weights
 from transferqueue.errors import UsageError, listing
@@ -168,11 +168,9 @@ class EpisodeReward(_Drawing):
 
     def __init__(self, job: Job, engine: Generator, sampling: Sampling, tokenizer: TextTokenizer) -> None:
         super().__init__(job, engine, sampling)
-        self._at_once = max(each.slots for each in job.engine)
+        slots = max(each.slots for each in job.engine)
         held_out_job = msgspec.structs.replace(job, seed=job.seed + _SEED)
-        self._play = JobEpisodes(
-            engine, FixedWeights(), sampling, held_out_job, slots=self._at_once, tokenizer=tokenizer
-        )
+        self._play = JobEpisodes(engine, FixedWeights(), sampling, held_out_job, slots=slots, tokenizer=tokenizer)
 
     def __enter__(self) -> Self:
         return self
@@ -182,22 +180,19 @@ class EpisodeReward(_Drawing):
 
     def figures(self, prompts: Sequence[NumberedPrompt], samples: int) -> dict[str, Any]:
         """``rows``, ``reward``, ``pass@k``, ``turns`` and ``tokens`` (means); ``failed`` if an environment did."""
-
-        def played(at: int, given_up: Callable[[], bool]) -> Any:
-            prompt = prompts[at // samples]
-            ordinal = prompt.number * samples + at % samples
-            episode = PlayedEpisode(prompt.ids, prompt.data, prompt.number, ordinal, prompt.environment)
-            return self._play.play(episode, given_up)
-
-        ended = list(as_they_end(played, len(prompts) * samples, self._at_once))
-        whole = [(at // samples, episode) for at, episode in ended if isinstance(episode, Episode)]
+        rows = [
+            PlayedEpisode(prompt.ids, prompt.data, prompt.number, prompt.number * samples + sample, prompt.environment)
+            for prompt in prompts
+            for sample in range(samples)
+        ]
+        ended = list(self._play.played(rows))
+        whole = [(at, episode) for at, episode in ended if isinstance(episode, Episode)]
         episodes = [episode for _, episode in whole]
-        weights = [self._play.environment(prompts[prompt].environment).settings.weight for prompt, _ in whole]
-        rewards = np.array([weight * sum(each.rewards) for weight, each in zip(weights, episodes, strict=True)])
+        rewards = np.array([self._play.reward(rows[at], episode) for at, episode in whole])
         failed = {"failed": len(ended) - len(episodes)} if len(episodes) < len(ended) else {}
         return {
             **_mean("reward", rewards),
-            **pass_figures([prompt for prompt, _ in whole], rewards, self._job.evaluation),
+            **pass_figures([at // samples for at, _ in whole], rewards, self._job.evaluation),
             **(_lengths_of(episodes) if episodes else {}),
             **failed,
         }
