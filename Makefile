@@ -273,10 +273,9 @@ $(LINTED): tests/deploy/linters.txt pyproject.toml
 test-deploy: $(LINTED) ## workflows, container and compose file, manifests and scripts, by linters and the schemas of their formats (seconds)
 	$(LINTERS)/bin/python -m pytest tests/deploy/test_linters.py tests/deploy/test_files.py tests/deploy/test_grafana.py $(ARGS)
 
-bench: $(STAMP) $(PEERED) ## the queue beside its peers and the machine's limits: record, table, pictures (25 minutes)
+bench: $(STAMP) $(PEERED) ## the queue beside its peers and the machine's limits: record, table (25 minutes)
 	$(BIN)/python -m bench.run $(ARGS)
 	$(BIN)/python -m bench.table
-	$(BIN)/python -m bench.plot
 
 bench-quick: $(STAMP) $(PEERED) ## what the table of required figures needs (4 minutes)
 	$(BIN)/python -m bench.run --quick $(ARGS)

@@ -1,6 +1,6 @@
 """Tables from the newest record of each ladder (`bench.ladder`), printed or written into a page.
 
-python -m bench.gains [modes asyncflow streamrl reward]
+python -m bench.gains [modes asyncflow streamrl elastic reward]
 python -m bench.gains reward --into docs/how-to/pacing.md
 """
 
@@ -20,6 +20,7 @@ TITLES: Final = {
     "modes": "Beside the loop that one would write",
     "asyncflow": "AsyncFlow's ladder",
     "streamrl": "StreamRL's ladder",
+    "elastic": "The number of engines",
     "reward": "Reward at equal samples",
 }
 ENGINES: Final = {

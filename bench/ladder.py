@@ -5,11 +5,14 @@ users run. All rungs have the same model, data, optimizer and rows a step; they 
 direction each second time; figures are over the steps after the first.
 
 - *modes*: the modes of a job beside `bench.plain_loop`, the loop of a hundred lines that one would write without a
-  queue, and beside TRL's GRPOTrainer (with transformers). Responses end as the model ends them.
+  queue, and with transformers beside TRL's GRPOTrainer, alone and with a queue that generates ahead of its requests.
+  Responses end as the model ends them.
 - *asyncflow*: AsyncFlow's ablation. An engine and a trainer with a core each, a reference and a reward model as
   processes; whole batches, then streamed steps, then asynchronous ones. Scoring streams in all of them.
 - *streamrl*: StreamRL's ablation. Engine and trainer in turn on all cores, then two engines and a trainer: dispatch by
   length, streamed steps, asynchronous ones, and these without dispatch.
+- *elastic*: StreamRL's adjustment of the number of engines, asynchronous: one engine, one that may become three, and
+  three. Engines are paced.
 - *reward*: what asynchrony costs in reward at equal samples. Synchronous steps, then asynchronous ones one and four
   batches ahead, each with the correction of a job file (`algorithm.old = "trainer"`, `tis_max = 2`) and without
   (`old = "rollout"`); the built-in engine, a seed a turn; the reward of held-out prompts after the run, and that of all
@@ -51,8 +54,9 @@ from transferqueue.observe.measurement_record import MeasuredResult, Measurement
 
 PLAIN: Final = "plain loop"
 TRL: Final = "TRL"
-SCRIPTS: Final = {PLAIN: "bench.plain_loop", TRL: "bench.trl_loop"}
-"""Rungs that are no jobs: programs that train the same without a queue."""
+TRL_AHEAD: Final = "TRL, ahead"
+SCRIPTS: Final = {PLAIN: "bench.plain_loop", TRL: "bench.trl_loop", TRL_AHEAD: "bench.trl_loop"}
+"""Rungs that are no jobs: programs that train the same."""
 WHOLE: Final = {"pacing.mode": "sync", "trainer.stream": "off"}
 STREAMED: Final = {"pacing.mode": "sync", "trainer.stream": "on"}
 AHEAD: Final = {"pacing.mode": "async"}
@@ -64,6 +68,7 @@ LADDERS: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = {
     "modes": {
         PLAIN: {},
         TRL: {},
+        TRL_AHEAD: {},
         "colocated": {"pacing.mode": "colocated"},
         "whole batches": WHOLE,
         "streamed": STREAMED,
@@ -79,6 +84,11 @@ LADDERS: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = {
         "asynchronous, dispatch": AHEAD | BY_LENGTH,
         "asynchronous": AHEAD,
     },
+    "elastic": {
+        "one engine": AHEAD,
+        "one to three engines": AHEAD | {"elastic.max": "3"},
+        "three engines": AHEAD | {"engine.0.count": "3"},
+    },
     "reward": {
         "synchronous": {"pacing.mode": "sync"},
         "asynchronous": AHEAD | CORRECTED,
@@ -90,6 +100,14 @@ LADDERS: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = {
 """Rungs of each ladder, and the settings that each changes. Ratios are to the first."""
 PLAIN_JOBS: Final = ("modes", "reward")
 """Ladders of jobs with an engine by its kind, one reward function, and responses that end as the model ends them."""
+ENGINES_OF: Final = {
+    "modes": ("vllm", "transformers"),
+    "elastic": ("paced",),
+    "reward": ("builtin", "vllm", "transformers"),
+}
+"""Engines of the ladders that do not have all those of given lengths."""
+SCORED: Final = ("asyncflow", "streamrl")
+"""Ladders of jobs with a reference and a reward model."""
 PUBLISHED: Final = {
     "asyncflow": "1.00, 2.01 with TransferQueue, 2.74 asynchronous (7B, 512 NPUs)",
     "streamrl": "1.00 colocated, 1.08 with dispatch, 1.23 streamed, 1.48 asynchronous (72B)",
@@ -97,6 +115,7 @@ PUBLISHED: Final = {
 USUAL: Final[Mapping[str, Any]] = {"engine": "transformers", "size": "rounds", "runs": 3, "steps": 12, "lr": 1e-4}
 USUAL_OF: Final[Mapping[str, Mapping[str, Any]]] = {
     "modes": {"size": "tiny"},
+    "elastic": {"engine": "paced", "size": "paced", "steps": 30},
     "reward": {"engine": "builtin", "size": "tiny", "runs": 5, "steps": 30},
 }
 """What a ladder takes where the command does not say."""
@@ -130,8 +149,10 @@ SIZES: Final = {
     "tiny": Size({}, 8, 8, 64, 24),
     "small": Size({"hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 5}, 8, 8, 64, 64),
     "rounds": Size({"hidden_size": 192, "intermediate_size": 576, "num_hidden_layers": 4}, 16, 8, 16, 192),
+    "paced": Size({}, 16, 8, 8, 192),
 }
-"""About 140,000, 9 million and 2 million parameters. rounds: a step takes an engine several rounds of its slots."""
+"""About 140,000, 9 million, 2 million and 140,000 parameters. rounds: a step takes an engine several rounds of slots.
+paced: many rounds, and little to train."""
 
 JOB: Final = """
 name = "ladder"
@@ -203,13 +224,14 @@ def prepare(place: Path, chosen: argparse.Namespace) -> None:
     if chosen.ladder in PLAIN_JOBS:
         write_data(place / "data", train=2048, test=HELD_OUT)
     else:
-        make(place / "judge", kind="classifier")
-        rewards.append('{ model = "judge" }')
         (place / "data").mkdir()
         lines = [json.dumps({"question": text}) for text in texts(2048, seed=0)]
         (place / "data" / "train.jsonl").write_text("\n".join(lines))
+    if chosen.ladder in SCORED:
+        make(place / "judge", kind="classifier")
+        rewards.append('{ model = "judge" }')
     terms = {"prompts": size.prompts, "group": size.group, "tokens": size.tokens, "rewards": ", ".join(rewards)}
-    terms |= {"kl": 0.0 if chosen.ladder in PLAIN_JOBS else 0.01, "prompt_tokens": PROMPT_TOKENS}
+    terms |= {"kl": 0.01 if chosen.ladder in SCORED else 0.0, "prompt_tokens": PROMPT_TOKENS}
     evaluation = EVALUATION if chosen.ladder == "reward" else ""
     (place / "job.toml").write_text(JOB.format(engines=", ".join(_engines(chosen)), **terms) + evaluation)
 
@@ -246,7 +268,7 @@ def run(place: Path, rung: str, turn: int, chosen: argparse.Namespace) -> RungRu
     if rung in SCRIPTS:
         shape: dict[str, Any] = {"steps": chosen.steps, "prompts": size.prompts, "group": size.group}
         shape |= {"tokens": size.tokens, "seed": turn, "lr": chosen.lr}
-        shape |= {"engine": chosen.engine} if rung == PLAIN else {}
+        shape |= {"engine": chosen.engine} if rung == PLAIN else {"ahead": int(rung == TRL_AHEAD)}
         words = [SCRIPTS[rung], ".", *(f"--{key}={value}" for key, value in shape.items())]
     else:
         words = ["transferqueue.cli", "train", "job.toml", "--out", name, "--no-page"]
@@ -413,11 +435,15 @@ def main() -> None:
         prog="python -m bench.ladder", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("ladder", choices=tuple(LADDERS))
-    parser.add_argument("--engine", choices=("builtin", *ENGINES), help="default: transformers; for reward builtin")
-    parser.add_argument("--size", choices=tuple(SIZES), help="default: tiny for modes and reward, else rounds")
+    parser.add_argument(
+        "--engine", choices=("builtin", *ENGINES), help="default: transformers; for elastic paced, for reward builtin"
+    )
+    parser.add_argument(
+        "--size", choices=tuple(SIZES), help="default: tiny for modes and reward, paced for elastic, else rounds"
+    )
     parser.add_argument("--skew", choices=tuple(SKEWS), default="published", help="of lengths (default: published)")
     parser.add_argument("--runs", type=int, help="of each rung (default: 3, for reward 5; one takes some minutes)")
-    parser.add_argument("--steps", type=int, help="of each run (default: 12, for reward 30)")
+    parser.add_argument("--steps", type=int, help="of each run (default: 12, for elastic and reward 30)")
     parser.add_argument("--lr", type=float, help="learning rate (default: 1e-4)")
     parser.add_argument("--until", type=float, help="mean reward of three steps whose time is to be told")
     parser.add_argument("--rungs", nargs="+", help="default: all")
@@ -428,10 +454,8 @@ def main() -> None:
     _fill_in(chosen)
     if unknown := [rung for rung in chosen.rungs if rung not in LADDERS[chosen.ladder]]:
         parser.error(f"no rung {unknown[0]!r} in {chosen.ladder}; there are {', '.join(LADDERS[chosen.ladder])}")
-    if chosen.ladder in PLAIN_JOBS and chosen.engine == "paced":
-        parser.error(f"{chosen.ladder} has no paced engine; take another ladder")
-    if chosen.ladder != "reward" and chosen.engine == "builtin":
-        parser.error(f"{chosen.ladder} has no built-in engine; take --engine transformers")
+    if chosen.engine not in (engines := ENGINES_OF.get(chosen.ladder, tuple(ENGINES))):
+        parser.error(f"{chosen.ladder} has no engine {chosen.engine}; there are {', '.join(engines)}")
     measurement = Measurement()
     settings = {name: getattr(chosen, name) for name in ("ladder", "engine", "size", "skew", "steps", "lr", "until")}
     with tempfile.TemporaryDirectory(prefix="transferqueue-ladder-") as folder:
@@ -451,7 +475,7 @@ def _fill_in(chosen: argparse.Namespace) -> None:
     for name, value in {**USUAL, **USUAL_OF.get(chosen.ladder, {}), **(QUICK if chosen.quick else {})}.items():
         if getattr(chosen, name) is None:
             setattr(chosen, name, value)
-    alone = {TRL} if chosen.engine == "vllm" else set()
+    alone = {TRL, TRL_AHEAD} if chosen.engine == "vllm" else set()
     chosen.rungs = chosen.rungs or [rung for rung in LADDERS[chosen.ladder] if rung not in alone]
 
 

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from bench.gains import markdown, newest
-from bench.given_lengths import length_of
+from bench.given_lengths import difficulty_of, length_of, published_lengths
 from bench.ladder import KEPT, PLAIN, RungRun, begin, bound_s, keep, kept, reached_s, results
 from transferqueue.adapters.protocols import Prompt
 from transferqueue.observe.measurement_record import Measurement
+from transferqueue.workflows.dispatch.ranker_accuracy import recall
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -140,5 +141,12 @@ def test_lengths_follow_from_prompt_and_seed_and_are_skewed_as_published() -> No
     assert lengths.max() <= 320
     p50, p90 = np.percentile(lengths, [50, 90])
     assert 3 < p90 / p50 < 5  # 3,200 and 12,900 tokens
+    difficulty = np.array([difficulty_of(prompt.ids) for prompt in prompts])
+    for share, published in ((0.2, 0.87), (0.1, 0.82), (0.05, 0.76)):
+        assert recall(lengths, difficulty, share) == pytest.approx(published, abs=0.07)
     mild = np.array([length_of(prompt, 320, "mild") for prompt in prompts])
     assert np.std(np.log(mild)) == pytest.approx(np.std(np.log(lengths)) / 2, rel=0.2)
+
+
+def test_the_published_lengths_have_the_mean_that_the_paper_states() -> None:
+    assert published_lengths(20_000, np.random.default_rng(0)).mean() == pytest.approx(4928, rel=0.03)
