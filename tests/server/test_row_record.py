@@ -8,9 +8,11 @@ import mmap
 import os
 import random
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -21,6 +23,7 @@ from transferqueue.errors import Corruption, DiskFailed, Full, UsageError
 from transferqueue.policies import Recorded, Task
 from transferqueue.schema import Field, layout
 from transferqueue.server.durability_level import Level
+from transferqueue.server.memory.block_spool import BlockSpool
 from transferqueue.server.row_record.part import INTERVAL_S, PATIENCE_S, RETRY_S, RowRecords
 from transferqueue.server.row_record.writer import Outcome, ThreadWriter, WrittenFile, bytes_of, resume
 from transferqueue.server.row_record.writer import write as write_files
@@ -540,6 +543,69 @@ def test_a_defect_of_the_thread_keeps_no_other_table_from_its_files(recording: R
     assert isinstance(outcomes[1], Outcome)
     assert "FileNotFoundError" in outcomes[0].error
     assert [one.rows for one in outcomes[1].files] == [[0]]
+
+
+def test_files_of_a_table_without_new_rows_are_removed_by_their_age(
+    recording: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transferqueue.server.row_record.writer.AGE_CHECK_S", 0.02)
+    recording.client.ask(m.CreateTable("u", tasks=USE, retention=Recorded("run", age_s=60.0)))
+    assert write(recording.life, recording.client, 1, fill=0, table="u").rows == 1
+    assert recording.client.ask(m.Drop("u", bytes(8), "over")).rows == 1
+    batch = recording.life.coordinator.ledger.next_ended("u", 10, recording.life.now)
+    assert batch is not None
+    writer = ThreadWriter(recording.life.coordinator.memory, lambda: None)
+    writer.submit(batch, tmp_path / "files", after_failure=False, remote=0)
+    assert writer.take(60.0) is not None
+    (one,) = files.files_in(tmp_path / "files")
+    os.utime(one.path, (0, 0))
+    tick = threading.Event()
+    while one.path.exists():
+        tick.wait(0.02)
+    writer.stop()
+
+
+def test_a_new_table_has_no_failures_of_an_earlier_one(tmp_path: Path, shared: Path) -> None:
+    recording = Recording(tmp_path, shared, required=False)
+    recording.writer.broken = FULL
+    recording.end(1)
+    recording.pass_time(PATIENCE_S + 2 * RETRY_S)
+    assert recording.table.rows_unrecorded == 1
+    recording.client.ask(m.DropTable("t"))
+    recording.client.ask(m.CreateTable("t", tasks=USE, retention=Recorded("run", required=False)))
+    recording.end(1)
+    recording.pass_time(2 * RETRY_S)
+    assert recording.table.rows_unrecorded == 0
+    recording.writer.broken = ""
+    recording.pass_time(2 * RETRY_S)
+    assert recording.recorded() == [0]
+    recording.life.crash()
+
+
+def test_a_file_that_a_user_removes_is_no_failure_of_the_disk(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor is an old one that cannot be removed."""
+    whole = files.files_in
+
+    def listed(directory: Path) -> list[files.RecordedFile]:
+        return [one._replace(path=directory / "step-none" / "gone") for one in whole(directory)]
+
+    recording.client.ask(m.CreateTable("u", tasks=USE, retention=Recorded("run", bytes=1)))
+    monkeypatch.setattr(files, "files_in", listed)
+    assert write(recording.life, recording.client, 1, fill=0, table="u").rows == 1
+    assert recording.client.ask(m.Drop("u", bytes(8), "over")).rows == 1
+    recording.pass_time(2 * INTERVAL_S)
+    assert recording.life.coordinator.ledger.state.tables["u"].rows_recorded == 1
+    assert "cannot be recorded" not in caplog.text
+
+
+def test_what_a_killed_server_spooled_is_no_hindrance(tmp_path: Path) -> None:
+    (tmp_path / "spool").write_bytes(b"half")
+    with closing(BlockSpool(tmp_path)) as spool:
+        spool.add(1, np.frombuffer(b"abc", np.uint8))
+        assert spool.read(1).tobytes() == b"abc"
+    assert not list(tmp_path.iterdir())
 
 
 def test_files_stay_together_when_the_process_changes_its_directory(

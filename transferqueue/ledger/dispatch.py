@@ -57,7 +57,7 @@ def _create(state: LedgerState, request: m.CreateTable, session: SessionState, c
     if len(state.tables) >= TABLES_MAX:
         raise Full(f"{TABLES_MAX} tables exist, the most there may be; drop some")
     state.core.begin()
-    table = state.tables[request.name] = tables.create_table(state.core, request)
+    table = state.add(tables.create_table(state.core, request))
     if table.record is not None:
         table.record.life = life_of(session.client, session.id, call, state.now, request.name)
     if table.pacing is not None and table.pacing.channel in state.channels:
@@ -100,7 +100,7 @@ def _drop_table(state: LedgerState, request: m.DropTable, session: SessionState,
         )
     table.begin(table.rows.pages.resident)
     tables.drop_table(table, state.now)
-    del state.tables[request.name]
+    state.remove(request.name)
     kept = state.dropped_tables
     counts = {"put": table.rows_put, "done": table.rows_done, "dropped": sum(table.rows_dropped.values())}
     for name, count in counts.items():

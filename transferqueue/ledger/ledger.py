@@ -332,9 +332,9 @@ class Ledger:
         """Tables that record their rows get no block of more bytes. Not part of the state."""
         self.state.core.recorded_block_max = nbytes
 
-    def rows_to_record(self) -> dict[str, RowRecord]:
+    def rows_to_record(self) -> Mapping[str, RowRecord]:
         """What each table that records its rows knows of its record. Callers change nothing."""
-        return {name: table.record for name, table in self.state.tables.items() if table.record is not None}
+        return self.state.records
 
     def recorded_terms(self, table: str) -> Recorded:
         """The retention of a table that records its rows."""

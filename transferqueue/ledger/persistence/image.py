@@ -190,7 +190,7 @@ def _restored(stored: _State, selectors: Mapping[str, PluginFactory]) -> LedgerS
         core, stored.sessions, channels=stored.channels, dropped_tables=stored.dropped_tables, now=stored.now
     )
     for table in stored.tables:
-        state.tables[table.columns.terms.name] = _restored_table(core, table)
+        state.add(_restored_table(core, table))
     core.blocks.restore(stored.blocks, _owners(state))
     subjects = [*_subjects(state)]
     core.deadlines.restore([subjects[at] for at in stored.due])

@@ -100,7 +100,7 @@ class _SnapshotRestore:
         """Restore a table."""
         ids, live = snapshot.rows["row_id"], snapshot.rows["fate"] == LIVE
         table, at = restored_table(self._state.core, snapshot, ids[live], self._now)
-        self._state.tables[table.name] = table
+        self._state.add(table)
         if table.record is not None:
             table.record.life = life_of(table.name, self._now, snapshot.counts.next_row, sorted(self._snapshot.blocks))
         self._blocks(table, snapshot, at)

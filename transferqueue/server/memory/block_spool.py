@@ -27,8 +27,9 @@ class BlockSpool:
         self._writing = writing
         with writing():
             path = directory / "spool"
+            path.unlink(missing_ok=True)  # of a server that was killed before the next line but one
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            path.unlink()
+            path.unlink(missing_ok=True)
         self._file: Final = os.fdopen(fd, "w+b")
         self._places: dict[int, tuple[int, int]] = {}
         """Offset and size in the file, by block."""

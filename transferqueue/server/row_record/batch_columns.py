@@ -37,6 +37,7 @@ class BatchColumns:
         self._batch, self._memory, self._wall = batch, memory, wall
         self.steps: IntArray = np.concatenate([ended.steps for ended in batch.ended])
         self._lineage = self._of_all()
+        self._events = RowEvents(batch.rows, batch.events, batch.workers, wall - batch.now)
         self._sizes = self._sizes_of_rows()
 
     def chunks(self, chosen: IntArray) -> Iterator[Any]:
@@ -53,6 +54,7 @@ class BatchColumns:
 
         index = pa.array(at)
         columns = {name: column.take(index) for name, column in self._lineage.items()}
+        columns["_events"] = self._events.of(at)
         fields = [pa.field(name, column.type) for name, column in columns.items()]
         for field in self._batch.fields.values():
             name = f"field.{field.name}" if field.name in columns else field.name
@@ -65,7 +67,7 @@ class BatchColumns:
 
     def _sizes_of_rows(self) -> AnyArray:
         """About the bytes of each row."""
-        batch, sizes = self._batch, np.full(self._batch.rows.size, 256.0)
+        batch, sizes = self._batch, 256.0 + self._events.sizes
         for blocks, _ in batch.places.values():
             numbers, index = np.unique(blocks, return_inverse=True)
             places = [batch.blocks.get(number) for number in numbers.tolist()]
@@ -127,7 +129,6 @@ class BatchColumns:
             "_put_at": _times(self._wall - batch.put_age_s),
             **facts,
             "_attempts": _attempts(batch),
-            "_events": events_of(batch.rows, batch.events, batch.workers, self._wall - batch.now),
         }
 
 
@@ -151,30 +152,49 @@ def _attempts(batch: EndedBatch) -> Any:
     return pa.ListArray.from_arrays(pa.array(offsets), failures)
 
 
-def events_of(rows: IntArray, events: list[TableEvent], workers: dict[int, str], shift: float) -> Any:
-    """The events of each row, the oldest first: when, what, the task, the worker, and details. `shift`: from the times
-    of events to seconds since 1970."""
-    import pyarrow as pa
+class RowEvents:
+    """The events of each row of a batch, the oldest first: when, what, the task, the worker, and details.
 
-    counts = [event.rows.size for event in events]
-    ids = np.concatenate([event.rows for event in events]) if events else np.empty(0, np.int64)
-    number = np.repeat(np.arange(len(events)), counts)
-    order = np.argsort(rows, kind="stable")
-    at = np.searchsorted(rows[order], ids)
-    mine = rows[order][np.minimum(at, rows.size - 1)] == ids if rows.size else np.zeros(ids.size, np.bool_)
-    position, number = order[at[mine]], number[mine]
-    sorted_ = np.lexsort((number, position))
-    chosen = pa.array(number[sorted_])
-    told = {
-        "at": _times(np.array([event.at for event in events]) + shift),
-        "what": pa.array([event.what for event in events], pa.string()),
-        "task": pa.array([event.task or None for event in events], pa.string()),
-        "worker": pa.array([_worker(event.session, workers) for event in events], pa.string()),
-        "detail": pa.array([event.detail or None for event in events], pa.string()),
-    }
-    values = pa.StructArray.from_arrays([column.take(chosen) for column in told.values()], list(told))
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(position, minlength=rows.size))]).astype(np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), values)
+    Args:
+        rows: of the batch.
+        events: of the table.
+        workers: names of its sessions.
+        shift: from the times of events to seconds since 1970.
+    """
+
+    def __init__(self, rows: IntArray, events: list[TableEvent], workers: dict[int, str], shift: float) -> None:
+        import pyarrow as pa
+
+        ids = np.concatenate([event.rows for event in events]) if events else np.empty(0, np.int64)
+        number = np.repeat(np.arange(len(events)), [event.rows.size for event in events])
+        order = np.argsort(rows, kind="stable")
+        at = np.searchsorted(rows[order], ids)
+        mine = rows[order][np.minimum(at, rows.size - 1)] == ids if rows.size else np.zeros(ids.size, np.bool_)
+        position, number = order[at[mine]], number[mine]
+        lengths = np.array([len(event.detail) for event in events], np.float64)
+        self.sizes = np.bincount(position, weights=lengths[number], minlength=rows.size)
+        """Bytes of the details of each row, about."""
+        self._number = number[np.lexsort((number, position))]
+        """Number of the event, of all events of the first row, then of the second, and so on."""
+        self._edges = np.concatenate([[0], np.cumsum(np.bincount(position, minlength=rows.size))])
+        self._told = {
+            "at": _times(np.array([event.at for event in events]) + shift),
+            "what": pa.array([event.what for event in events], pa.string()),
+            "task": pa.array([event.task or None for event in events], pa.string()),
+            "worker": pa.array([_worker(event.session, workers) for event in events], pa.string()),
+            "detail": pa.array([event.detail or None for event in events], pa.string()),
+        }
+
+    def of(self, at: IntArray) -> Any:
+        """The events of the rows at these positions."""
+        import pyarrow as pa
+
+        counts = self._edges[at + 1] - self._edges[at]
+        ends = np.concatenate([[0], np.cumsum(counts)])
+        chosen = np.arange(ends[-1]) + np.repeat(self._edges[at] - ends[:-1], counts)
+        index = pa.array(self._number[chosen])
+        values = pa.StructArray.from_arrays([column.take(index) for column in self._told.values()], [*self._told])
+        return pa.ListArray.from_arrays(pa.array(ends.astype(np.int32)), values)
 
 
 def _worker(session: int, workers: dict[int, str]) -> str | None:

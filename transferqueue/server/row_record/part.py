@@ -105,6 +105,7 @@ class RowRecords(Part):
         self._held: list[int] = []
         """Its extents."""
         self._failures: dict[str, FailedAttempts] = {}
+        """By life of the table."""
         self._urgent = False
         """Whether a request lacks memory."""
 
@@ -191,7 +192,7 @@ class RowRecords(Part):
             if record.ended:
                 at_once = self._urgent or self._ledger.is_crowded(name)
                 due[name] = record.ended[0].at + (0.0 if at_once else INTERVAL_S)
-                if (failure := self._failures.get(name)) is not None:
+                if (failure := self._failures.get(record.life)) is not None:
                     due[name] = failure.retry_at
         return due
 
@@ -219,7 +220,7 @@ class RowRecords(Part):
         self._lending.hold(self._held)
         if self._cold is not None:
             self._cold.hold()
-        directory, after_failure = self._directory(name, batch.terms), name in self._failures
+        directory, after_failure = self._directory(name, batch.terms), batch.life in self._failures
         try:
             self._writer.submit(batch, directory, after_failure=after_failure, remote=len(remote))
         except (OSError, RuntimeError, MemoryError) as error:
@@ -253,7 +254,7 @@ class RowRecords(Part):
             if outcome.error:
                 self._failed(batch, outcome.error, now)
             else:
-                self._works(batch.table)
+                self._works(batch)
         if outcome.damaged:
             _log.error("block %d is lost: %s; rows are recorded without its values", *outcome.damaged)
             self._ledger.blocks_lost(outcome.damaged[:1], now)
@@ -265,14 +266,15 @@ class RowRecords(Part):
 
     # ------------------------------------------------------------ failures
 
-    def _works(self, table: str) -> None:
-        if self._failures.pop(table, None) is not None:
-            _log.warning('the record of table "%s" is written again', table)
-            self._short.pop(table, None)
+    def _works(self, batch: EndedBatch) -> None:
+        if self._failures.pop(batch.life, None) is not None:
+            _log.warning('the record of table "%s" is written again', batch.table)
+            self._short.pop(batch.table, None)
 
     def _failed(self, batch: EndedBatch, error: str, now: float) -> None:
-        name = batch.table
-        failure = self._failures.setdefault(name, FailedAttempts(now, now, error))
+        name, lives = batch.table, {record.life for record in self._ledger.rows_to_record().values()}
+        self._failures = {life: failure for life, failure in self._failures.items() if life in lives}
+        failure = self._failures.setdefault(batch.life, FailedAttempts(now, now, error))
         if failure.since == now:
             _log.warning('rows of table "%s" wait, since they cannot be recorded: %s', name, error)
         failure.retry_at, failure.error = now + RETRY_S, error

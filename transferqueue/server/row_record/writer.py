@@ -23,6 +23,7 @@ from transferqueue.ledger.arrays import IntArray, by_value
 from transferqueue.ledger.rows.cold_arena import ON_DISK
 from transferqueue.ledger.rules.recording import EndedBatch
 from transferqueue.limits import FAREWELL_S
+from transferqueue.policies import Recorded
 from transferqueue.server.memory.block_spool import BlockSpool
 from transferqueue.server.memory.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.parts import ColdStore
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger("transferqueue.server")
 COMPRESSION: Final = "zstd"
+AGE_CHECK_S: Final = 60.0
+"""Files are compared with the greatest age of their table after each batch, and this long after the last one."""
 
 
 Arrival = Callable[[], "ArrivedBlocks | TransferQueueError"]
@@ -107,6 +110,8 @@ class ThreadWriter:
         self._outcomes: queue.SimpleQueue[Outcome | SpooledBlocks] = queue.SimpleQueue()
         self._arrivals: queue.SimpleQueue[ArrivedBlocks | TransferQueueError] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._aging: dict[Path, Recorded] = {}
+        """Directories whose files have a greatest age. Used by the thread."""
 
     def probe(self, directory: Path) -> None:
         """See `Writer`."""
@@ -144,14 +149,24 @@ class ThreadWriter:
             self._thread.join(FAREWELL_S)
 
     def _run(self) -> None:
-        while (batch := self._batches.get()) is not None:
+        while True:
+            try:
+                batch = self._batches.get(timeout=AGE_CHECK_S if self._aging else None)
+            except queue.Empty:
+                for directory, terms in self._aging.items():
+                    _keep_bounds(directory, terms)
+                continue
+            if batch is None:
+                return
             self._outcomes.put(batch())
-            del batch  # it keeps the map of the arena
+            del batch  # its columns are large
             self._stir()
 
     def _write(
         self, batch: EndedBatch, directory: Path, fetched: tuple[int, Arrival] | None, *, after_failure: bool
     ) -> Outcome:
+        if batch.terms.age_s is not None:
+            self._aging[directory] = batch.terms
         try:
             arena = self._memory.mapped(mmap.PROT_READ)
             if fetched is None:
@@ -209,14 +224,15 @@ def write(
     """Write a batch: a file for each step. Never raises: an error is in the outcome, and the files before it stay."""
     outcome = Outcome(batch.table)
     try:
-        if after_failure and (outcome.files or _found(outcome, batch, directory)):
+        if after_failure and (found := published(directory, batch.life, batch.number)):
+            outcome.files = found  # by a failed attempt, all the same
             return outcome
         columns = BatchColumns(batch, memory, time.time())
         for step, chosen in by_value(columns.steps):
             number = batch.number + len(outcome.files)
             _write_file(columns, batch, directory, number, step, chosen)
             outcome.files.append(WrittenFile(number, batch.rows[chosen].tolist()))
-        files.remove_old(directory, batch.terms.bytes_max, batch.terms.age_s)
+        _keep_bounds(directory, batch.terms)
     except Exception as error:  # noqa: BLE001  (named in the outcome)
         return _failed(outcome, error)
     return outcome
@@ -234,10 +250,12 @@ def _failed(outcome: Outcome, error: Exception) -> Outcome:
     return outcome
 
 
-def _found(outcome: Outcome, batch: EndedBatch, directory: Path) -> bool:
-    """Add the files that a failed attempt had published all the same."""
-    outcome.files += published(directory, batch.life, batch.number)
-    return bool(outcome.files)
+def _keep_bounds(directory: Path, terms: Recorded) -> None:
+    """Remove the files that the terms do not keep. The rows are recorded all the same if that fails."""
+    try:
+        files.remove_old(directory, terms.bytes_max, terms.age_s)
+    except OSError as error:
+        _log.warning("old files of %s stay: %s", directory, error)
 
 
 def resume(directory: Path, life: str, first: int) -> list[WrittenFile]:

@@ -15,7 +15,7 @@ import os
 import re
 import struct
 import time
-from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 from urllib.parse import quote, unquote
@@ -159,21 +159,24 @@ def _synchronise_directory(directory: Path) -> None:
 def remove_unfinished(directory: Path, life: str) -> None:
     """Remove what a killed server of this life was writing, and what others have left long ago."""
     for path in (directory / ASIDE).glob("*-*"):
-        if path.name.startswith(life) or time.time() - path.stat().st_mtime > ASIDE_S:
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another server removes what is old, too
+            if path.name.startswith(life) or time.time() - path.stat().st_mtime > ASIDE_S:
+                path.unlink()
 
 
-def remove_old(directory: Path, bytes_max: int | None, age_s: float | None, spared: Iterable[Path] = ()) -> int:
-    """Remove the oldest files beyond these bounds. Returns the number. Never removes `spared`."""
+def remove_old(directory: Path, bytes_max: int | None, age_s: float | None) -> int:
+    """Remove the oldest files beyond these bounds. Returns the number."""
     if bytes_max is None and age_s is None:
         return 0
-    found = sorted((one.path.stat(), one.path) for one in files_in(directory))
+    found = []
+    for one in files_in(directory):
+        with suppress(FileNotFoundError):  # users remove files too
+            found.append((one.path.stat(), one.path))
     found.sort(key=lambda each: each[0].st_mtime_ns)
-    total, removed, keep = sum(about.st_size for about, _ in found), 0, set(spared)
+    total, removed = sum(about.st_size for about, _ in found), 0
     for about, path in found:
         over = bytes_max is not None and total > bytes_max
-        if path in keep or not (over or (age_s is not None and time.time() - about.st_mtime > age_s)):
-            continue
-        path.unlink(missing_ok=True)
-        total, removed = total - about.st_size, removed + 1
+        if over or (age_s is not None and time.time() - about.st_mtime > age_s):
+            path.unlink(missing_ok=True)
+            total, removed = total - about.st_size, removed + 1
     return removed
