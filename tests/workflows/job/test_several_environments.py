@@ -80,11 +80,15 @@ def prompts_of(settings: Job, rows_put: int = 0) -> JobPrompts:
     return JobPrompts(settings, PromptSequence(data, settings.data, seed=settings.seed), rows_put=rows_put)
 
 
-def test_each_environment_has_its_share_of_any_stretch_of_prompts(tmp_path: Path) -> None:
-    """Within 2 % of the prompts, in any 100 in a row: also after a restart in their midst."""
+@pytest.mark.parametrize("overlong", [0, 30])
+def test_each_environment_has_its_share_of_any_stretch_of_prompts(overlong: int, tmp_path: Path) -> None:
+    """Within 2 % of the prompts, in any 100 in a row: also after a restart in their midst, and if one's data has many
+    prompts that are left out."""
     settings = job_in(
         tmp_path, "http://127.0.0.1:1", "sampling.group_size=2", "trainer.prompts_per_step=10", "steps=60"
     )
+    with (tmp_path / "sums.jsonl").open("a") as file:
+        file.writelines(f"\n{json.dumps({'prompt': 'x' * 65, 'answer': ''})}" for _ in range(overlong))
     produce, order = prompts_of(settings), []
     while len(order) < 600 and (rows := produce.wants()):
         order += produce(rows)[names.ENVIRONMENT].values

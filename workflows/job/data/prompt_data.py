@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from transferqueue.adapters.stages.reward_functions import GIVEN, load_reward
-from transferqueue.errors import Impossible, InternalError, NotFound, UsageError, listing
+from transferqueue.errors import Impossible, NotFound, UsageError, listing
 from transferqueue.workflows.job.data.data_rows import DataRows
 from transferqueue.workflows.job.data.files import open_data
 from transferqueue.workflows.job.data.prompts import PromptRenderer, check_columns, near
@@ -53,7 +53,7 @@ class DataSource:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptData:
-    """The rows of one or several sources, which are numbered source after source."""
+    """The rows of one or several sources."""
 
     sources: Sequence[DataSource]
 
@@ -65,14 +65,6 @@ class PromptData:
     def renderer(self) -> PromptRenderer:
         """The renderer of the first source: all have one tokenizer and one longest prompt."""
         return self.sources[0].renderer
-
-    def source_of(self, position: int) -> tuple[DataSource, int]:
-        """Return the source of the row at `position`, and the row's position in it."""
-        for source in self.sources:
-            if position < len(source.rows):
-                return source, position
-            position -= len(source.rows)
-        raise InternalError(f"position {position} is beyond the {len(self):,} rows of the data")
 
     def check_first(self) -> None:
         """As `DataSource.check_first`, of each source."""
