@@ -152,7 +152,7 @@ def test_sql_leaves_out_what_is_damaged(run: tq.Run) -> None:
 
 def test_a_wrong_query_reads_no_file(run: tq.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("duckdb")
-    monkeypatch.setattr(tq.RecordedRows, "check_named", lambda *_: pytest.fail("the record is checked"))
+    monkeypatch.setattr(tq.RecordedRows, "_check_named", lambda *_: pytest.fail("the record is checked"))
     for wrong in ('select nope from "a/b"', """select cast(_fate as int) from "a/b" """):
         with pytest.raises(tq.UsageError, match=r"the query failed: (Binder|Conversion) Error"):
             run.sql(wrong)
@@ -160,7 +160,7 @@ def test_a_wrong_query_reads_no_file(run: tq.Run, monkeypatch: pytest.MonkeyPatc
 
 def test_a_file_that_is_removed_during_a_read_has_nothing_checked(run: tq.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, whole = run.table(), tq.RecordedRows.dataset
-    monkeypatch.setattr(tq.RecordedRows, "check_named", lambda *_: pytest.fail("the record is checked"))
+    monkeypatch.setattr(tq.RecordedRows, "_check_named", lambda *_: pytest.fail("the record is checked"))
     for read, left in (
         (lambda: rows.arrow(["reward"]).num_rows, 300),
         (lambda: run.sql('select count(reward) as n from "a/b"').to_pylist()[0]["n"], 200),

@@ -83,10 +83,10 @@ class RecordedRows:
     def check(self) -> list[Damage]:
         """Read every byte of every file, and compare it with its checksums. Returns all that is damaged; later reads
         leave that out."""
-        self.check_named("")
+        self._check_named("")
         return self.damaged
 
-    def check_named(self, text: str) -> None:
+    def _check_named(self, text: str) -> None:
         """Check the files that an error names; all of them if it names none."""
         found = files_in(self._directory)
         for one in [one for one in found if str(one.path) in text] or found:
@@ -285,7 +285,7 @@ def _around(tables: list[RecordedRows], read: Callable[[], T]) -> T:
             if files != [one.files for one in tables]:
                 continue
             for one in [one for one in tables if f"'{one.name}'" in str(error)] or tables:
-                one.check_named(str(error))
+                one._check_named(str(error))
             if damaged == [len(one.damaged) for one in tables]:
                 raise
     return read()
