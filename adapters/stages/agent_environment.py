@@ -135,7 +135,7 @@ class AgentEnvironment:
 
     def _new_messages(self, path: str, body: Mapping[str, Any]) -> list[Message]:
         """Take the messages of a request, and return the new ones. Raises `UsageError` for one that is not answered."""
-        if path != "chat/completions" or body.get("tools") or (body.get("n") or 1) > 1:
+        if path != "chat/completions" or body.get("tools") or body.get("n") not in (None, 1):
             raise UsageError(
                 f"{path} with {', '.join(body)}: an agent of a job asks for one chat completion, without tools; name "
                 "those in model.tools, and read the model's calls from its text"
