@@ -179,6 +179,12 @@ def test_a_tensor_parallel_engine_shares_no_gpu_on_ray():
         pass
 
 
+def test_options_of_a_process_that_ray_does_not_have_are_refused_by_a_dry_run():
+    job = jobs.job("grpo", "on=ray", "ray.options.trian.num_gpus=2")
+    with pytest.raises(UsageError, match=r"ray\.options\.trian: the job has no such task or process; it has .*train-0"):
+        placement_of(job, devices=gpus(2))
+
+
 def test_what_ray_options_place_is_not_in_the_map():
     job = jobs.job("grpo", "on=ray", "ray.options.rollout.num_gpus=2")
     placement = placement_of(job, devices=gpus(2))

@@ -168,6 +168,8 @@ def train(
     screen = console(stderr=as_json)
     if resume:
         screen.print(Text.assemble(("goes on", "dim"), f" {folder.goes_on(settings)}"), soft_wrap=True)
+    if not settings.checkpoint.every:
+        screen.print("the run will leave no checkpoint and no model: checkpoint.every is 0")
     outcome = run_watched(settings, folder, screen, code=code, page=_with_page(page, screen), plan=planned)
     if as_json:
         show_json(outcome.summary)

@@ -162,7 +162,7 @@ class Placement:
         lines = []
         for number, device in enumerate(self.devices):
             size = f" ({gib(device.free)} of {gib(device.total)} free)" if device.total else ""
-            host = f" on {device.host}" if device.host else ""
+            host = f" on node {device.host[:8]}" if device.host else ""
             held = self.on(number)
             lines.append(f"GPU {number}{host}{size}: {added(held) if held else 'no process'}")
         on_cpu = [process for process in self.processes if not process.devices]

@@ -33,7 +33,7 @@ from transferqueue.workflows.job.devices.placement import FoundDevice, Placement
 from transferqueue.workflows.job.devices.repeat import REPEATING
 from transferqueue.workflows.job.graph import stage_jobs
 from transferqueue.workflows.job.run.machine import check_packages, found_devices
-from transferqueue.workflows.job.run.on_ray import cluster_devices, is_placed_by_options
+from transferqueue.workflows.job.run.on_ray import check_options, cluster_devices, is_placed_by_options
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.rules import LOGGERS
 from transferqueue.workflows.job.settings.sizes import GIB, gib, row_bytes, rows_kept, tokens_of_row, versions_kept
@@ -96,6 +96,8 @@ def placement_of(job: Job, *, site: str = "", devices: Sequence[FoundDevice] | N
     machine, or with ``on = "ray"`` those of the cluster, which this process joins. A process for which ``ray.options``
     says where it is to be is not placed. Raises as `device_map` and `found_devices` do.
     """
+    if job.on == "ray":
+        check_options(job, stage_jobs(job, site=site))
     if devices is None:
         devices = cluster_devices() if job.on == "ray" else found_devices()
     processes = [process for process in stage_jobs(job, site=site) if not is_placed_by_options(job, process)]

@@ -738,7 +738,11 @@ class WeightsSettings(_Table):
 class CheckpointSettings(_Table):
     """Checkpoints of the trainer and its queue."""
 
-    every: Annotated[int, "Steps between two checkpoints. 0: none is written.", For("every long run")] = 50
+    every: Annotated[
+        int,
+        "Steps between two checkpoints; the last step has one too. 0: none is written, and the run leaves no model.",
+        For("every long run"),
+    ] = 50
     keep: Annotated[
         int,
         "Checkpoints, and snapshots of the queue, that stay.",
