@@ -253,7 +253,7 @@ $(OTHERED): tests/others.txt pyproject.toml
 	@touch $@
 
 test-others: $(OTHERED) ## with libraries that few need: traces by OpenTelemetry, data frames in and out, a snapshot in polars and duckdb, the notebook in Jupyter (seconds)
-	$(OTHERS)/bin/python -m pytest tests/observe/test_tracing.py tests/adapters/test_snapshot_readers.py tests/client/test_data_frame_libraries.py tests/examples/test_notebook.py $(ARGS)
+	$(OTHERS)/bin/python -m pytest tests/observe/test_tracing.py tests/adapters/test_snapshot_readers.py tests/client/test_data_frame_libraries.py tests/examples/test_notebook.py tests/storage/test_row_files.py $(ARGS)
 
 $(WEBBED): tests/web/browser.txt pyproject.toml
 	@test -x $(WEB)/bin/python || { echo 'web: creating $(WEB) with selenium; Chromium and chromedriver come from the system'; $(PYTHON) -m venv $(WEB); }
@@ -273,10 +273,9 @@ $(LINTED): tests/deploy/linters.txt pyproject.toml
 test-deploy: $(LINTED) ## workflows, container and compose file, manifests and scripts, by linters and the schemas of their formats (seconds)
 	$(LINTERS)/bin/python -m pytest tests/deploy/test_linters.py tests/deploy/test_files.py tests/deploy/test_grafana.py $(ARGS)
 
-bench: $(STAMP) $(PEERED) ## the queue beside its peers and the machine's limits: record, table, pictures (25 minutes)
+bench: $(STAMP) $(PEERED) ## the queue beside its peers and the machine's limits: record, table (25 minutes)
 	$(BIN)/python -m bench.run $(ARGS)
 	$(BIN)/python -m bench.table
-	$(BIN)/python -m bench.plot
 
 bench-quick: $(STAMP) $(PEERED) ## what the table of required figures needs (4 minutes)
 	$(BIN)/python -m bench.run --quick $(ARGS)

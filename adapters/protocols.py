@@ -61,6 +61,19 @@ class Pause(enum.Enum):
     """Finish them first. New requests wait for `resume`."""
 
 
+class Caches(enum.Enum):
+    """What becomes of the key-value caches of running completions when weights change, as an engine's attribute ``kv``
+    says."""
+
+    RECOMPUTE = "recompute"
+    """They are computed again: the log-probabilities of later tokens are those of the new weights alone."""
+    KEEP = "keep"
+    """They stay: nothing is computed twice, and later tokens have read states of older weights. Requests that come
+    later may share cached prefixes of older weights, too."""
+    SALT = "salt"
+    """They stay, and requests that come later share none of them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How tokens are drawn.
@@ -243,8 +256,8 @@ class Generator(Protocol):
     def update_weights(self, source: WeightSource, version: int, *, timeout_s: float = PAUSE_S) -> None:
         """Replace the weights between two tokens; tokens drawn after the return are stamped `version`.
 
-        Completions that are being generated continue under the new weights, with their context computed again. After an
-        error the old weights stay.
+        Completions that are being generated continue under the new weights. Their context is computed again, unless the
+        engine has an attribute ``kv`` that says otherwise (`Caches`). After an error the old weights stay.
 
         Args:
             source: the tensors.

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import transferqueue as tq
+from transferqueue.adapters.lora_weights import is_adapter
 from transferqueue.adapters.protocols import Unsupported
+from transferqueue.adapters.weights import in_layers_of
 from transferqueue.errors import SchemaError, listing
 
 Box = list[tuple[int, int]]
@@ -118,22 +120,25 @@ def _slice_of(box: Box, tensor: Any) -> tq.Slice | None:
 
 
 class PartsLoader:
-    """Loads versions of a channel in one worker of an engine, by the engine's own ``load_weights``.
+    """Loads versions of a channel in one worker of an engine, by the engine's own ``load_weights``, which gets the
+    layers that have a changed tensor (`adapters.weights.layer_of`).
 
     Of each tensor only the part that the worker takes is read. The loader gives `load_weights` tensors without bytes,
     which can be narrowed, indexed, split and transposed; the part that remains is read when it is used. Of the first
     version whole tensors are pulled, and the part that the worker takes of each is noted: later versions are pulled in
     these parts, in one pull, so that a version is held until it is loaded. Where memory is mapped, parts are views, as
-    whole tensors are. For one thread.
+    whole tensors are. Of parts that are held of the version before, only differences are fetched. For one thread.
 
     Args:
         channel: the weight channel.
+        layers: give `load_weights` only the layers that have a changed tensor; default True. False: all tensors.
     """
 
-    def __init__(self, channel: tq.WeightChannel) -> None:
-        self._channel = channel
+    def __init__(self, channel: tq.WeightChannel, *, layers: bool = True) -> None:
+        self._channel, self._layers = channel, layers
         self._published: dict[str, tq.Field] = {}
         self._taken: dict[str, Box | None] = {}
+        self._held: tq.Weights | None = None
 
     @property
     def parts(self) -> dict[str, tq.Slice | None]:
@@ -141,7 +146,7 @@ class PartsLoader:
         return {name: _slice_of(box, self._published[name]) for name, box in self._taken.items() if box is not None}
 
     def load(self, load_weights: LoadWeights, *, version: int, timeout_s: float) -> None:
-        """Load one version. It is held as long as any tensor passed to `load_weights`.
+        """Load one version. It is held until `unpin`, and as long as any tensor passed to `load_weights`.
 
         Before anything is loaded it raises the errors of `WeightChannel.pull`, later those of `load_weights`.
 
@@ -150,17 +155,31 @@ class PartsLoader:
             version: to load.
             timeout_s: seconds to wait for it.
         """
-        weights = self._pull(version, timeout_s)
+        before, self._held = self._held, None  # after a load that fails, the next one is whole
+        weights = self._pull(version, timeout_s, before)
         held = {name: self._taken[name] or _whole(self._published[name]) for name in weights}
-        load_weights(_Loading(weights, held, self._published, self._taken, self._more).tensors())
+        names = in_layers_of(weights.changed(), self._published) if self._layers else list(self._published)
+        load_weights(_Loading(weights, held, self._published, self._taken, self._more).tensors(names))
+        self._held = weights
 
-    def _pull(self, version: int, timeout_s: float) -> tq.Weights:
+    def unpin(self) -> None:
+        """Return the server's memory of the version: all of it was read, also what `load_weights` left for later."""
+        if self._held is not None:
+            self._held.unpin()
+
+    def _pull(self, version: int, timeout_s: float, since: tq.Weights | None) -> tq.Weights:
         if parts := self.parts:
-            weights = self._channel.pull(version=version, only=parts, timeout_s=timeout_s)
+            weights = self._channel.pull(version=version, only=parts, since=since, timeout_s=timeout_s)
             if weights.published() == self._published:
                 return weights
             weights.release()
         weights = self._channel.pull(version=version, timeout_s=timeout_s)
+        if any(map(is_adapter, weights)):
+            weights.release()
+            raise Unsupported(
+                f'version {version} of channel "{self._channel.name}" has adapters apart, and workers that pull parts '
+                'of tensors take merged weights: set weights.lora = "merged"'
+            )
         self._published, self._taken = weights.published(), dict.fromkeys(weights)
         return weights
 
@@ -186,9 +205,10 @@ class _Loading:
         self._taken, self._more = taken, more
         self._last: tuple[str, Tensor] | None = None
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors of the version, each without bytes."""
-        for name, field in self._published.items():
+    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """These tensors of the version, each without bytes."""
+        for name in names:
+            field = self._published[name]
             yield name, _PartTensor(self, name, _whole(field), list(range(len(field.fixed))), field.dtype)
 
     def take(self, name: str, box: Box) -> Tensor:

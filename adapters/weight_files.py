@@ -279,6 +279,23 @@ def write_weights(directory: Path, specs: Mapping[str, Spec], tensors: Iterable[
     return nbytes
 
 
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors as one file, with the permissions that any new file gets. The library's `save_file` gives it to its
+    owner alone.
+
+    Args:
+        path: of the file.
+        tensors: by name, on any device.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with TensorWriter(path, {name: (dtype_name(each), tuple(each.shape)) for name, each in tensors.items()}) as writer:
+        for tensor in tensors.values():
+            writer.write(tensor)
+    writer.check()
+
+
 def specs_bytes(specs: Mapping[str, Spec]) -> int:
     """Return the bytes of tensors of these dtypes and shapes.
 

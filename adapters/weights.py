@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import transferqueue as tq
+from transferqueue.adapters.lora_weights import LORA_A, LORA_B, LORA_SCALE, adapted_layers, is_adapter, with_product
 from transferqueue.adapters.protocols import TensorSpec, WeightSource
-from transferqueue.errors import SchemaError, listing
+from transferqueue.errors import SchemaError, UsageError, listing
 from transferqueue.lazy import renamed_names
 
 if TYPE_CHECKING:
@@ -39,21 +40,79 @@ class ChannelWeights(TensorWeights):
     """A version pulled from a channel, with the address of the channel: an engine in another process reads it there
     itself.
 
-    Of tensors that were published in slices, one at a time is put together.
+    Of tensors that were published in slices, one at a time is put together; of those with an adapter beside them
+    (`adapters.lora_weights`), one at a time is merged with it.
 
     Args:
         address: of the queue.
-        weights: the version, held for as long as the source is used.
+        weights: the version, held for as long as the source is used. Only `metadata` works if it was pulled in part.
+
+    Raises:
+        SchemaError: adapters that do not fit the weights that they are published with.
     """
 
     def __init__(self, address: str, weights: tq.Weights) -> None:
         super().__init__(weights)
-        self._fields = weights.fields()
+        specs = {name: TensorSpec(field.fixed, field.dtype) for name, field in weights.published().items()}
+        self._weights, self._missing = weights, sorted(specs.keys() - weights.keys())
+        self._layers = adapted_layers(specs)
+        self._specs = {name: spec for name, spec in specs.items() if not is_adapter(name) and name != LORA_SCALE}
         self.address, self.channel, self.version = address, weights.channel, weights.version
 
     def metadata(self) -> Mapping[str, TensorSpec]:
         """Names, shapes and dtypes."""
-        return {name: TensorSpec(field.fixed, field.dtype) for name, field in self._fields.items()}
+        return self._specs
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in self._specs:
+            yield name, self.tensor(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor, merged with its adapter if it has one.
+
+        Args:
+            name: of the tensor.
+
+        Raises:
+            UsageError: the version was pulled in part.
+        """
+        if self._missing:
+            raise UsageError(
+                f'version {self.version} of channel "{self.channel}" is here without {listing(self._missing)}; pull '
+                "all of it to read its tensors"
+            )
+        weight: torch.Tensor = self._weights[name]
+        if (layer := self._layers.get(name)) is None:
+            return weight
+        a, b = self._weights[f"{layer}.{LORA_A}"], self._weights[f"{layer}.{LORA_B}"]
+        return with_product(weight, a, b, float(self._weights[LORA_SCALE])).to(weight.dtype)
+
+    def changed(self) -> list[str]:
+        """Return the names of the tensors that differ from the version that the weights were pulled ``since``, in
+        order."""
+        changed = self._weights.changed()
+        moved = {f"{name.rpartition('.')[0]}.weight" for name in changed if is_adapter(name)}
+        moved |= self._layers.keys() if LORA_SCALE in changed else set()
+        return [name for name in self._specs if name in changed or name in moved]
+
+    @property
+    def place(self) -> tuple[str, str, int]:
+        """Address, channel and version: what a reader has that has these weights."""
+        return self.address, self.channel, self.version
+
+    def changes(self, place: tuple[str, str, int] | None) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+        """Yield the tensors that differ from the version at `place`, each with the positions of the elements that may
+        differ, int64 ``[elements]`` (None: all); all tensors, if it is not known what differs from that version.
+
+        Args:
+            place: address, channel and version of other weights; None: of none.
+        """
+        import torch
+
+        known = place == (self.address, self.channel, self._weights.since)
+        for name in self.changed() if known else self._specs:
+            moved = self._weights.moved(name) if known and name not in self._layers else None
+            yield name, self.tensor(name), None if moved is None else torch.from_numpy(moved)
 
 
 class ModuleWeights(TensorWeights):
@@ -118,23 +177,96 @@ def copy_weights(source: WeightSource, module: nn.Module) -> None:
     Raises:
         SchemaError: a tensor that the module does not have, or has in another shape. Nothing was copied.
     """
-    check_fits(source, ModuleWeights(module).metadata())
-    copy_fitting_weights(source, module)
+    loader = ModuleLoader(module)
+    loader.check(source)
+    loader.load(source)
 
 
-def copy_fitting_weights(source: WeightSource, module: nn.Module) -> None:
-    """Copy tensors into a module, as `copy_weights`, from a source that `check_fits` has accepted.
+class ModuleLoader:
+    """Copies weights into a module, by name; dtypes are converted. Tensors that a source lacks stay as they are.
+
+    Of a version of a channel that was pulled with the version before as ``since``, it writes only the elements that
+    changed: no other code may write the module's weights.
 
     Args:
-        source: the weights.
         module: the module.
     """
-    import torch
 
-    tensors = module.state_dict()
-    with torch.no_grad():
-        for name, tensor in source:
-            tensors[name].copy_(tensor)
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._place: tuple[str, str, int] | None = None
+        """Of the version that the module has; None: it has weights of no channel, or some of two versions."""
+
+    def check(self, source: WeightSource) -> None:
+        """Check that the weights fit.
+
+        Args:
+            source: the weights.
+
+        Raises:
+            SchemaError: a tensor that the module does not have, or has in another shape.
+        """
+        check_fits(source, ModuleWeights(self._module).metadata())
+
+    def load(self, source: WeightSource) -> None:
+        """Copy weights that fit.
+
+        Args:
+            source: the weights.
+        """
+        import torch
+
+        place, self._place = self._place, None
+        tensors = self._module.state_dict()
+        with torch.no_grad():
+            if not isinstance(source, ChannelWeights):
+                for name, tensor in source:
+                    tensors[name].copy_(tensor)
+                return
+            for name, tensor, moved in source.changes(place):
+                if moved is None or not tensors[name].is_contiguous():
+                    tensors[name].copy_(tensor)
+                else:
+                    _copy_elements(tensors[name], tensor, moved)
+        self._place = source.place
+
+
+def _copy_elements(into: torch.Tensor, source: torch.Tensor, at: torch.Tensor) -> None:
+    """Copy the elements at these positions of the flat tensors; only they go to another device."""
+    values = source.reshape(-1)[at].to(into.device, into.dtype)
+    into.view(-1)[at.to(into.device)] = values
+
+
+def layer_of(name: str) -> str:
+    """Return the layer that a tensor is part of: its name up to the first number, or its module's name.
+
+    No engine joins tensors of two such layers into one of its own.
+
+    Args:
+        name: of the tensor, as in a checkpoint.
+
+    Example:
+        >>> layer_of("model.layers.3.mlp.up_proj.weight"), layer_of("lm_head.weight")
+        ('model.layers.3', 'lm_head')
+    """
+    parts = name.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+    return ".".join(parts[:-1] if number is None else parts[: number + 1])
+
+
+def in_layers_of(changed: Collection[str], names: Iterable[str]) -> list[str]:
+    """Return the names of the tensors in every layer that has a changed one, in order.
+
+    Args:
+        changed: names of tensors.
+        names: of all tensors.
+
+    Example:
+        >>> in_layers_of(["a.0.q"], ["a.0.q", "a.0.k", "a.1.q"])
+        ['a.0.q', 'a.0.k']
+    """
+    layers = set(map(layer_of, changed))
+    return [name for name in names if layer_of(name) in layers]
 
 
 class WeightHandoff:
@@ -201,20 +333,34 @@ class WeightUpdater:
     two batches, and no completion sees a change of weights. Call it in a thread beside the engine, and weights change
     in flight while generation continues.
 
+    The updater holds the tensors of the version that it applied last, where they lie in memory of this process, so that
+    of the next one only differences are fetched.
+
     Args:
         queue: the queue that the channel is of.
         channel: name of the weight channel.
-        update: called with a weight source and its version, such as `Generator.update_weights`.
+        update: called with a weight source and its version, such as `Generator.update_weights`. It may be replaced.
         version: that the engine has already; default -1: none.
+        reads_channel: `update` reads the channel itself, as engines of vLLM do (`reads_channel` of the generator); then
+            no tensors but one are pulled here. Default False.
     """
 
     def __init__(
-        self, queue: tq.Queue, channel: str, update: Callable[[WeightSource, int], object], version: int = -1
+        self,
+        queue: tq.Queue,
+        channel: str,
+        update: Callable[[WeightSource, int], object],
+        version: int = -1,
+        *,
+        reads_channel: bool = False,
     ) -> None:
         self.version = version
+        self.update = update
         self._address = queue.address
         self._channel = queue.weights(channel)
-        self._update = update
+        self._reads_channel = reads_channel
+        self._held: tq.Weights | None = None
+        self._only: list[str] | None = None
 
     def follow(self, timeout_s: float = 0.0) -> bool:
         """Apply the newest version of the channel, if it is newer than the current one.
@@ -226,22 +372,53 @@ class WeightUpdater:
             Whether there was one.
         """
         try:
-            weights = self._channel.pull(above=self.version, timeout_s=timeout_s)
+            weights = self.pull(above=self.version, timeout_s=timeout_s)
         except tq.DeadlineExceeded:
             return False
         self.apply(weights)
         return True
 
+    def pull(self, *, above: int = -1, version: int | None = None, timeout_s: float | None = None) -> tq.Weights:
+        """Pull a version for `apply`. Of what the engine has, only differences are fetched.
+
+        Args:
+            above: get the newest version above this one; default -1: any.
+            version: get exactly this version; default None: the newest.
+            timeout_s: seconds to wait; default None: no limit.
+
+        Returns:
+            The version.
+
+        Raises:
+            DeadlineExceeded: no such version was published in time.
+            NotFound: the exact version is no longer kept.
+        """
+        only = self._only if self._reads_channel else None
+        return self._channel.pull(above=above, version=version, since=self._held, only=only, timeout_s=timeout_s)
+
     def apply(self, weights: tq.Weights) -> None:
-        """Apply a version that was pulled from the channel, newer or older than the current one, and release it.
+        """Apply a version that was pulled from the channel, newer or older than the current one. The updater releases
+        it.
 
         Args:
             weights: the version.
         """
-        with weights:
-            self._update(ChannelWeights(self._address, weights), weights.version)
+        try:
+            self.update(ChannelWeights(self._address, weights), weights.version)
+        except BaseException:
+            weights.release()
+            raise
+        self._hold(weights)
         self.version = weights.version
         self._channel.applied(self.version)
+
+    def _hold(self, weights: tq.Weights) -> None:
+        """Hold the version in place of the one before, without memory of the server."""
+        before, self._held = self._held, weights
+        self._only = [next(iter(weights))]
+        weights.unpin()
+        if before is not None:
+            before.release()
 
 
 __getattr__ = renamed_names(__name__, {"Follower": "WeightUpdater", "Relay": "WeightHandoff"})

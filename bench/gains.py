@@ -1,15 +1,17 @@
-"""The tables of the page "What you gain", from the newest record of each ladder (`bench.ladder`).
+"""Tables from the newest record of each ladder (`bench.ladder`), printed or written into a page.
 
-python -m bench.gains [--into docs/understand/gains.md]
+python -m bench.gains [modes asyncflow streamrl elastic reward]
+python -m bench.gains reward --into docs/how-to/pacing.md
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from bench.ladder import PLAIN_JOBS
 from bench.run_record import RECORDS
 from bench.table import insert
 from transferqueue.observe.measurement_record import MeasuredResult, MeasurementRecord, load_record
@@ -18,18 +20,26 @@ TITLES: Final = {
     "modes": "Beside the loop that one would write",
     "asyncflow": "AsyncFlow's ladder",
     "streamrl": "StreamRL's ladder",
+    "elastic": "The number of engines",
+    "reward": "Reward at equal samples",
 }
-ENGINES: Final = {"vllm": "vLLM's CPU build", "transformers": "transformers", "paced": "engines paced as a 7B model"}
+ENGINES: Final = {
+    "vllm": "vLLM's CPU build",
+    "transformers": "transformers",
+    "paced": "engines paced as a 7B model",
+    "builtin": "the built-in engine",
+}
 
 
-def newest() -> list[MeasurementRecord]:
-    """The newest record of each ladder, engine, size and skew, in the order of the page."""
+def newest(ladders: Sequence[str], records: Path = RECORDS) -> list[MeasurementRecord]:
+    """The newest record of each of these ladders, with each engine, size, skew and learning rate."""
     found: dict[tuple[object, ...], MeasurementRecord] = {}
-    for path in sorted(RECORDS.glob("ladder-*.json"), key=lambda path: path.stem[-15:]):
+    for path in sorted(records.glob("ladder-*.json"), key=lambda path: path.stem[-15:]):
         record = load_record(path)
         details = record.details
-        ladder = [*TITLES].index(details["ladder"])
-        found[ladder, details["engine"], details["size"], details["skew"], details["until"] is not None] = record
+        if details["ladder"] in ladders:
+            ladder, reached = [*TITLES].index(details["ladder"]), details["until"] is not None
+            found[ladder, details["engine"], details["size"], details["skew"], details["lr"], reached] = record
     return [found[key] for key in sorted(found, key=str)]
 
 
@@ -37,16 +47,18 @@ def markdown(record: MeasurementRecord) -> str:
     """The table of one ladder."""
     details, results = record.details, {result.name: result for result in record.results}
     rungs = [name.removesuffix(": samples a second") for name in results if name.endswith(": samples a second")]
-    columns = [column for column in _columns(rungs[0]) if any(_of(results, rung, column) for rung in rungs)]
+    titles = _rewards(rungs[0]) if details["ladder"] == "reward" else _columns(rungs[0])
+    columns = [column for column in titles if any(_of(results, rung, column) for rung in rungs)]
     head = ["", *(title for title, _ in columns)]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     lines += [f"| {rung} | {' | '.join(_cell(_of(results, rung, column)) for column in columns)} |" for rung in rungs]
     runs = results[f"{rungs[0]}: samples a second"].n
-    skew = "" if details["ladder"] == "modes" else f", lengths {details['skew']}"
+    skew = "" if details["ladder"] in PLAIN_JOBS else f", lengths {details['skew']}"
     published = f" Published: {details['published']}." if details["published"] else ""
+    spread = f"{runs} seeds, medians (10th to 90th percentile)" if runs > 1 else "one seed"
     about = (
-        f"{ENGINES[details['engine']]}, model {details['size']}{skew}; {runs} runs of {details['steps']} steps, "
-        f"medians (10th to 90th percentile); {record.machine['cores']} cores, commit {record.commit[:9]}, "
+        f"{ENGINES[details['engine']]}, model {details['size']}{skew}, learning rate {details['lr']:g}; runs of "
+        f"{details['steps']} steps, {spread}; {record.machine['cores']} cores, commit {record.commit[:9]}, "
         f"{record.start[:10]}, load {record.load['start']:.1f} at the start.{published}"
     )
     return "\n".join([f"**{TITLES[details['ladder']]}.** {about}", "", *lines])
@@ -61,20 +73,32 @@ def _columns(base: str) -> Iterator[tuple[str, str]]:
     yield "whole run, seconds", "whole run"
 
 
+def _rewards(base: str) -> Iterator[tuple[str, str]]:
+    """Yield the same of the ladder *reward*."""
+    yield "reward of all rows", "reward of the run"
+    yield f"below {base}, by seeds", f"reward of the run below {base}"
+    yield "held-out reward at the end", "held-out reward"
+    yield "versions behind", "staleness"
+
+
 def _of(results: dict[str, MeasuredResult], rung: str, column: tuple[str, str]) -> MeasuredResult | None:
     return next((each for name, each in results.items() if name.startswith(f"{rung}: {column[1]}")), None)
 
 
 def _cell(result: MeasuredResult | None) -> str:
-    return "" if result is None else f"{result.median:.3g} ({result.p10:.3g} to {result.p90:.3g})"
+    if result is None:
+        return ""
+    spread = f" ({result.p10:.3g} to {result.p90:.3g})" if result.n > 1 else ""
+    return f"{result.median:.3g}{spread}"
 
 
 def main() -> None:
     """Print the tables, or write them into the page."""
     parser = argparse.ArgumentParser(prog="python -m bench.gains", description=__doc__)
+    parser.add_argument("ladders", nargs="*", metavar="LADDER", help=f"of {', '.join(TITLES)} (default: all)")
     parser.add_argument("--into", type=Path)
     chosen = parser.parse_args()
-    tables = "\n\n".join(map(markdown, newest()))
+    tables = "\n\n".join(map(markdown, newest(chosen.ladders or [*TITLES])))
     if chosen.into:
         chosen.into.write_text(insert(chosen.into.read_text(), tables))
     else:

@@ -1,7 +1,8 @@
 """Engines whose responses have the lengths of StreamRL's figure 7, scaled, and prompts that tell them in part.
 
-The length of a response follows from its prompt's tokens and its seed: the published quantile at the rank of the
-prompt's difficulty plus luck (`bench.published.prompts`). No token ends it earlier. A job names the functions here as
+StreamRL (arXiv 2504.15930) published no prompts. Here the *difficulty* of a prompt is the sum of fixed weights of its
+tokens, which a ranker does not know, and the length of a response is the published quantile at the rank of difficulty
+plus luck. So it follows from the tokens and the seed, and no token ends it earlier. A job names the functions here as
 engines of its own (``kind = "factory"``); `core` is the place of the core that the engine has alone.
 """
 
@@ -12,21 +13,29 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from statistics import NormalDist
 from typing import Any, Final
 
 import numpy as np
 
 from bench.paced_engine import PacedEngine
-from bench.published.dispatch import ptl_s, published_lengths
-from bench.published.prompts import LUCK, difficulty_of
-from transferqueue.adapters.protocols import GENERATE_S, Completion, Prompt, Sampling
+from transferqueue.adapters.protocols import GENERATE_S, Prompt, Sampling
+from transferqueue.workflows.planner.engine_times import DecodeCurve, Lengths
 
 SKEWS: Final = {"published": 1.0, "mild": 0.5}
 """Deviation of the logarithm of lengths over the published one's."""
+LUCK: Final = 0.25
+"""Deviation of responses to one prompt over that of prompts. It bounds every ranker: one that knew the difficulty would
+have about the recall of the published 7B (0.87 of the longest fifth)."""
+PTL_MS: Final = (8.3, 8.8, 8.9, 9.0, 9.4, 10.2, 11.7, 15.2, 21.8, 36.9)
+PTL: Final = DecodeCurve(tuple(float(2**power) for power in range(len(PTL_MS))), PTL_MS)
+"""Published milliseconds a token of a 7B model, by rows at once; interpolated between them."""
 _RANKS: Final = 20_000
 _PUBLISHED_MAX: Final = 20_000
 """Tokens of the longest published length."""
+_VOCABULARY: Final = 256
+_SEED: Final = 7
 
 
 def length_of(prompt: Prompt, longest: int, skew: str) -> int:
@@ -36,9 +45,26 @@ def length_of(prompt: Prompt, longest: int, skew: str) -> int:
     return int(_lengths(longest, skew)[int(rank * (_RANKS - 1))])
 
 
+def difficulty_of(ids: np.ndarray[Any, np.dtype[Any]]) -> float:
+    """Difficulty of a prompt, of mean 0 and variance 1 over all prompts."""
+    weights = np.random.default_rng(_SEED).normal(size=_VOCABULARY)
+    found = (weights[ids % _VOCABULARY] - weights.mean()).sum()
+    return float(found / (weights.std() * np.sqrt(len(ids))))
+
+
+def published_lengths(rows: int, rng: np.random.Generator) -> Lengths:
+    """Draw lengths in tokens from the digitised histogram."""
+    path = Path(__file__).parent / "published" / "streamrl_output_lengths.csv"
+    low, high, share = np.loadtxt(path, delimiter=",", skiprows=1, unpack=True)
+    share = np.maximum(share, 0)
+    at = rng.choice(low.size, rows, p=share / share.sum())
+    lengths: Lengths = rng.uniform(low[at], high[at]).astype(np.int64)
+    return lengths
+
+
 @cache
-def _lengths(longest: int, skew: str) -> np.ndarray[Any, np.dtype[np.int64]]:
-    logs = np.log(np.sort(published_lengths(_RANKS, np.random.default_rng(7))))
+def _lengths(longest: int, skew: str) -> Lengths:
+    logs = np.log(np.sort(published_lengths(_RANKS, np.random.default_rng(_SEED))))
     logs = logs.mean() + SKEWS[skew] * (logs - logs.mean())
     return np.clip(np.exp(logs) * longest / _PUBLISHED_MAX, 1, longest).astype(np.int64)
 
@@ -58,8 +84,8 @@ def vllm(directory: str, *, slots: int, longest: int, skew: str, core: int | Non
     from transferqueue.adapters.vllm.engine import VllmGenerator
 
     class Given(VllmGenerator):
-        async def _complete(self, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> Completion:
-            return await super()._complete(index, sample, prompt, _limited(prompt, sampling, longest, skew))
+        def _row(self, request: Any, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> Any:
+            return super()._row(request, index, sample, prompt, _limited(prompt, sampling, longest, skew))
 
     _on_core(core)
     options = {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20, "max_model_len": longest + 64}
@@ -91,7 +117,7 @@ def transformers(directory: str, *, slots: int, longest: int, skew: str, core: i
 
 def paced(directory: str, *, slots: int, longest: int, skew: str, core: int | None = None) -> Any:
     """An engine that takes the published times of a 7B model, and no core."""
-    return PacedEngine(ptl_s, lambda prompt: length_of(prompt, longest, skew))
+    return PacedEngine(lambda rows: PTL.token_ms(rows) / 1000, lambda prompt: length_of(prompt, longest, skew))
 
 
 ENGINES: Final[dict[str, Callable[..., Any]]] = {"vllm": vllm, "transformers": transformers, "paced": paced}

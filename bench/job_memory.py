@@ -8,10 +8,7 @@ give columns of realistic sizes. So the counts are those of a job, and nothing d
 ``columns``: `Acked` and `AckedColumns`. A result is the bytes of the table after each step, in jobs that drop stale
 rows; ``image_requeue`` generates them again.
 
-The job puts the rows of a group together, and says that they share their prompt. ``vision/...`` is the job with images
-and `Acked`, with other producers: ``one_by_one`` puts each row by itself, as rollouts finish; ``mixed`` puts one row of
-each prompt of the step together. ``..._by_content`` gives prompt and image as `Repeat`. Those clients send their bytes
-over the network, and ``sent`` is what they send in all steps.
+The job puts the rows of a group together, and says that they share their prompt (`bench.repeats` has other ways).
 """
 
 from __future__ import annotations
@@ -41,7 +38,6 @@ RESPONSE_TOKENS: Final = 1024
 DATA: Final = {"text": 2 * KIB, "image": 512 * KIB, "image_requeue": 512 * KIB}
 """Bytes of a prompt's row of the data file, by kind of job: a conversation, or one with an image."""
 RETENTIONS: Final[Mapping[str, tq.Retention]] = {"rows": tq.Acked(), "columns": tq.AckedColumns()}
-WAYS: Final = ("group", "one_by_one", "one_by_one_by_content", "mixed", "mixed_by_content")
 STEPS: Final = 24
 CHECKPOINT: Final = 8
 TASKS: Final = (names.ROLLOUT, names.REWARD, names.ADVANTAGE, names.TRAIN)
@@ -92,19 +88,17 @@ def _results(task: str, rows: int, rng: np.random.Generator) -> dict[str, Any]:
     return {"advantages": rng.random(rows, np.float32)}
 
 
-def walk(
-    queue: tq.Queue, job: Job, retention: tq.Retention, data_bytes: int, way: str = "group", steps: int = STEPS
-) -> list[int]:
+def walk(queue: tq.Queue, job: Job, retention: tq.Retention, data_bytes: int) -> list[int]:
     """Run the steps; the bytes of the table after each."""
     rng, table, held = np.random.default_rng(0), make_table(queue, job, retention), list[int]()
     channel = queue.weights(names.POLICY)
-    for step in range(steps):
+    for step in range(STEPS):
         channel.publish(step, {"w": np.zeros(4, np.float32)})
         prompts = [
             {"ids": rng.integers(0, 150_000, PROMPT_TOKENS, np.int32), "data": {"prompt": rng.bytes(data_bytes)}}
             for _ in range(PROMPTS)
         ]
-        _put(table, prompts, way, step)
+        _put(table, prompts, step)
         for task in TASKS:
             _do(table, task, batch_rows(job), rng, step)
         if step % CHECKPOINT == CHECKPOINT - 1:
@@ -113,31 +107,18 @@ def walk(
     return held
 
 
-def _put(table: tq.Table, prompts: Sequence[dict[str, Any]], way: str, step: int) -> None:
+def _put(table: tq.Table, prompts: Sequence[dict[str, Any]], step: int) -> None:
     """Put `GROUP` rows of each prompt."""
-    every, members = range(len(prompts)), range(GROUP)
-    if way == "group":
-        puts = [([prompt] * GROUP, list(members)) for prompt in every]
-    elif way.startswith("mixed"):
-        puts = [([*every], [member] * len(prompts)) for member in members]
-    else:
-        puts = [([prompt], [member]) for prompt in every for member in members]
     with table.reserve(len(prompts) * GROUP, policy_version=step) as reservation:
-        for numbers, ordinals in puts:
+        for number, prompt in enumerate(prompts):
             table.put(
-                prompt_ids=_column([prompts[number]["ids"] for number in numbers], way),
-                data=_column([prompts[number]["data"] for number in numbers], way),
-                group_id=[step * len(prompts) + number for number in numbers],
+                prompt_ids=tq.Repeat([prompt["ids"]], GROUP),
+                data=tq.Repeat([prompt["data"]], GROUP),
+                group_id=[step * len(prompts) + number] * GROUP,
                 group_size=GROUP,
-                ordinal=ordinals,
+                ordinal=list(range(GROUP)),
                 reservation=reservation,
             )
-
-
-def _column(values: Sequence[Any], way: str) -> Any:
-    if way == "group":
-        return tq.Repeat(values[:1], len(values))
-    return tq.Repeat(values) if way.endswith("by_content") else values
 
 
 def _do(table: tq.Table, task: str, rows: int, rng: np.random.Generator, step: int) -> None:
@@ -170,24 +151,6 @@ def measure() -> list[MeasuredResult]:
     return results
 
 
-def vision() -> list[MeasuredResult]:
-    """The job with images, put in each of the `WAYS` by a client of another host."""
-    results: list[MeasuredResult] = []
-    for way in WAYS:
-        server = Server(tcp=True)
-        try:
-            with tq.connect(server.tcp_address, data="remote") as queue:
-                held = walk(queue, a_job("drop"), tq.Acked(), DATA["image"], way, CHECKPOINT)
-                sent = sum(queue.stats().server.bulk_received_bytes.values())
-        finally:
-            server.stop()
-        results += [
-            single(f"vision/{way}/bytes_max", "count", max(held)),
-            single(f"vision/{way}/sent", "count", sent),
-        ]
-    return results
-
-
 def main() -> None:
     """Measure, print, and write a record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -195,7 +158,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     measurement = Measurement()
-    results = measure() + vision()
+    results = measure()
     show(results)
     details = {"prompts": PROMPTS, "group": GROUP, "steps": STEPS, "checkpoint": CHECKPOINT, "data_bytes": DATA}
     save_record(measurement, options.out, "job-memory", results, details)

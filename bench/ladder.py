@@ -5,19 +5,28 @@ users run. All rungs have the same model, data, optimizer and rows a step; they 
 direction each second time; figures are over the steps after the first.
 
 - *modes*: the modes of a job beside `bench.plain_loop`, the loop of a hundred lines that one would write without a
-  queue, and beside TRL's GRPOTrainer (with transformers). Responses end as the model ends them.
+  queue, and with transformers beside TRL's GRPOTrainer, alone and with a queue that generates ahead of its requests.
+  Responses end as the model ends them.
 - *asyncflow*: AsyncFlow's ablation. An engine and a trainer with a core each, a reference and a reward model as
   processes; whole batches, then streamed steps, then asynchronous ones. Scoring streams in all of them.
 - *streamrl*: StreamRL's ablation. Engine and trainer in turn on all cores, then two engines and a trainer: dispatch by
   length, streamed steps, asynchronous ones, and these without dispatch.
+- *elastic*: StreamRL's adjustment of the number of engines, asynchronous: one engine, one that may become three, and
+  three. Engines are paced.
+- *reward*: what asynchrony costs in reward at equal samples. Synchronous steps, then asynchronous ones one and four
+  batches ahead, each with the correction of a job file (`algorithm.old = "trainer"`, `tis_max = 2`) and without
+  (`old = "rollout"`); the built-in engine, a seed a turn; the reward of held-out prompts after the run, and that of all
+  trained rows.
 
-In the last two a response has a length that its prompt and seed decide (`bench.given_lengths`), ``--skew published`` or
-``mild``. ``--engine paced`` takes the published times of a 7B model and no core: then a run says what waits for what.
+In asyncflow and streamrl a response has a length that its prompt and seed decide (`bench.given_lengths`), ``--skew
+published`` or ``mild``. ``--engine paced`` takes the published times of a 7B model and no core: then a run says what
+waits for what.
 
 Beside each rung stands its bound, from the seconds that a step of the first rung spends in each stage: their sum for
 whole batches, the longest of generation and training for streamed steps, and the longest of all for asynchronous ones;
 for both at least what all stages compute, divided by the cores.
 On a machine that does other work too, set ``OMP_NUM_THREADS=1``: threads that wait for each other say nothing.
+``--keep FOLDER`` keeps the runs: the same command goes on after those that the folder has.
 """
 
 from __future__ import annotations
@@ -26,15 +35,16 @@ import argparse
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, Final
 
 from bench.given_lengths import ENGINES, SKEWS, texts
@@ -44,16 +54,21 @@ from transferqueue.observe.measurement_record import MeasuredResult, Measurement
 
 PLAIN: Final = "plain loop"
 TRL: Final = "TRL"
-SCRIPTS: Final = {PLAIN: "bench.plain_loop", TRL: "bench.trl_loop"}
-"""Rungs that are no jobs: programs that train the same without a queue."""
+TRL_AHEAD: Final = "TRL, ahead"
+SCRIPTS: Final = {PLAIN: "bench.plain_loop", TRL: "bench.trl_loop", TRL_AHEAD: "bench.trl_loop"}
+"""Rungs that are no jobs: programs that train the same."""
 WHOLE: Final = {"pacing.mode": "sync", "trainer.stream": "off"}
 STREAMED: Final = {"pacing.mode": "sync", "trainer.stream": "on"}
 AHEAD: Final = {"pacing.mode": "async"}
 BY_LENGTH: Final = {"dispatch.kind": "length"}
+FOUR_AHEAD: Final = AHEAD | {"pacing.depth": "4"}
+CORRECTED: Final = {"algorithm.old": "trainer", "algorithm.tis_max": "2.0"}
+UNCORRECTED: Final = {"algorithm.old": "rollout"}
 LADDERS: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = {
     "modes": {
         PLAIN: {},
         TRL: {},
+        TRL_AHEAD: {},
         "colocated": {"pacing.mode": "colocated"},
         "whole batches": WHOLE,
         "streamed": STREAMED,
@@ -69,13 +84,48 @@ LADDERS: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = {
         "asynchronous, dispatch": AHEAD | BY_LENGTH,
         "asynchronous": AHEAD,
     },
+    "elastic": {
+        "one engine": AHEAD,
+        "one to three engines": AHEAD | {"elastic.max": "3"},
+        "three engines": AHEAD | {"engine.0.count": "3"},
+    },
+    "reward": {
+        "synchronous": {"pacing.mode": "sync"},
+        "asynchronous": AHEAD | CORRECTED,
+        "asynchronous, uncorrected": AHEAD | UNCORRECTED,
+        "four ahead": FOUR_AHEAD | CORRECTED,
+        "four ahead, uncorrected": FOUR_AHEAD | UNCORRECTED,
+    },
 }
 """Rungs of each ladder, and the settings that each changes. Ratios are to the first."""
+PLAIN_JOBS: Final = ("modes", "reward")
+"""Ladders of jobs with an engine by its kind, one reward function, and responses that end as the model ends them."""
+ENGINES_OF: Final = {
+    "modes": ("vllm", "transformers"),
+    "elastic": ("paced",),
+    "reward": ("builtin", "vllm", "transformers"),
+}
+"""Engines of the ladders that do not have all those of given lengths."""
+SCORED: Final = ("asyncflow", "streamrl")
+"""Ladders of jobs with a reference and a reward model."""
 PUBLISHED: Final = {
     "asyncflow": "1.00, 2.01 with TransferQueue, 2.74 asynchronous (7B, 512 NPUs)",
     "streamrl": "1.00 colocated, 1.08 with dispatch, 1.23 streamed, 1.48 asynchronous (72B)",
 }
+USUAL: Final[Mapping[str, Any]] = {"engine": "transformers", "size": "rounds", "runs": 3, "steps": 12, "lr": 1e-4}
+USUAL_OF: Final[Mapping[str, Mapping[str, Any]]] = {
+    "modes": {"size": "tiny"},
+    "elastic": {"engine": "paced", "size": "paced", "steps": 30},
+    "reward": {"engine": "builtin", "size": "tiny", "runs": 5, "steps": 30},
+}
+"""What a ladder takes where the command does not say."""
+QUICK: Final = {"runs": 1, "steps": 2}
 RUN_S: Final = 1800.0
+PROMPT_TOKENS: Final = 40
+HELD_OUT: Final = 128
+"""Prompts whose reward ends a run of the ladder *reward*, with two responses each."""
+KEPT, SETTINGS = "runs.jsonl", "settings.json"
+"""Files of ``--keep``: each run as a line, and what all of them have in common."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +149,15 @@ SIZES: Final = {
     "tiny": Size({}, 8, 8, 64, 24),
     "small": Size({"hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 5}, 8, 8, 64, 64),
     "rounds": Size({"hidden_size": 192, "intermediate_size": 576, "num_hidden_layers": 4}, 16, 8, 16, 192),
+    "paced": Size({}, 16, 8, 8, 192),
 }
-"""About 140,000, 9 million and 2 million parameters. rounds: a step takes an engine several rounds of its slots."""
+"""About 140,000, 9 million, 2 million and 140,000 parameters. rounds: a step takes an engine several rounds of slots.
+paced: many rounds, and little to train."""
 
 JOB: Final = """
 name = "ladder"
 model = {{ path = "model", dtype = "float32" }}
-data = {{ path = "data", template = "{{question}}", prompt_tokens_max = 40 }}
+data = {{ path = "data", template = "{{question}}", prompt_tokens_max = {prompt_tokens} }}
 engine = [{engines}]
 sampling = {{ group_size = {group}, tokens_max = {tokens} }}
 reward = [{rewards}]
@@ -116,6 +168,9 @@ checkpoint = {{ every = 0 }}
 log = {{ samples = 0 }}
 queue = {{ memory_gib = 0.25 }}
 """
+EVALUATION: Final = f"""
+evaluation = {{ path = "data", every = 0, rows = {HELD_OUT}, samples = 2, temperature = 1.0 }}
+"""
 REWARD: Final = """
 def even(completion_ids, **columns):
     return [sum(token % 2 == 0 for token in ids) / max(1, len(ids)) for ids in completion_ids]
@@ -124,8 +179,17 @@ def even(completion_ids, **columns):
 
 @dataclass(frozen=True)
 class RungRun:
-    """One run of a rung. seconds: of each step after the first. whole_s: from the start of its command to its end.
-    stages: seconds of a step that each stage computes; none for a program without a queue. reached_s: see `reached_s`.
+    """One run of a rung.
+
+    Attributes:
+        rows: Of a step.
+        seconds: Of each step after the first.
+        whole_s: From the start of the run's command to its end.
+        stages: Seconds of a step that each stage computes; none for a program without a queue.
+        reached_s: See `reached_s`.
+        reward: Mean over all steps.
+        held_out: Mean reward of the held-out prompts after the run; NaN: they were not evaluated.
+        staleness: Versions between the weights of a row and those of the trainer, mean over all rows.
     """
 
     rows: int
@@ -133,6 +197,9 @@ class RungRun:
     whole_s: float
     stages: Mapping[str, float]
     reached_s: float = math.nan
+    reward: float = math.nan
+    held_out: float = math.nan
+    staleness: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -148,26 +215,31 @@ def prepare(place: Path, chosen: argparse.Namespace) -> None:
     from transferqueue.workflows.job.tiny_model.make import make, write_data
 
     size = SIZES[chosen.size]
-    make(place / "model", tie_word_embeddings=False, **size.model)
+    if chosen.engine == "builtin":
+        make(place / "model", kind="builtin", max_position_embeddings=PROMPT_TOKENS + size.tokens, **size.model)
+    else:
+        make(place / "model", tie_word_embeddings=False, **size.model)
     rewards = ['{ function = "even_reward:even" }']
     (place / "even_reward.py").write_text(REWARD)
-    if chosen.ladder == "modes":
-        write_data(place / "data", train=2048, test=16)
+    if chosen.ladder in PLAIN_JOBS:
+        write_data(place / "data", train=2048, test=HELD_OUT)
     else:
-        make(place / "judge", kind="classifier")
-        rewards.append('{ model = "judge" }')
         (place / "data").mkdir()
         lines = [json.dumps({"question": text}) for text in texts(2048, seed=0)]
         (place / "data" / "train.jsonl").write_text("\n".join(lines))
+    if chosen.ladder in SCORED:
+        make(place / "judge", kind="classifier")
+        rewards.append('{ model = "judge" }')
     terms = {"prompts": size.prompts, "group": size.group, "tokens": size.tokens, "rewards": ", ".join(rewards)}
-    kl = 0.0 if chosen.ladder == "modes" else 0.01
-    (place / "job.toml").write_text(JOB.format(engines=", ".join(_engines(chosen)), kl=kl, **terms))
+    terms |= {"kl": 0.01 if chosen.ladder in SCORED else 0.0, "prompt_tokens": PROMPT_TOKENS}
+    evaluation = EVALUATION if chosen.ladder == "reward" else ""
+    (place / "job.toml").write_text(JOB.format(engines=", ".join(_engines(chosen)), **terms) + evaluation)
 
 
 def _engines(chosen: argparse.Namespace) -> Iterator[str]:
     """Yield the entries of ``engine``."""
     size = SIZES[chosen.size]
-    if chosen.ladder == "modes":
+    if chosen.ladder in PLAIN_JOBS:
         options = f"{{ max_model_len = {size.tokens + 64} }}" if chosen.engine == "vllm" else "{}"
         yield f'{{ kind = "{chosen.engine}", slots = {size.slots}, options = {options} }}'
         return
@@ -196,20 +268,22 @@ def run(place: Path, rung: str, turn: int, chosen: argparse.Namespace) -> RungRu
     if rung in SCRIPTS:
         shape: dict[str, Any] = {"steps": chosen.steps, "prompts": size.prompts, "group": size.group}
         shape |= {"tokens": size.tokens, "seed": turn, "lr": chosen.lr}
-        shape |= {"engine": chosen.engine} if rung == PLAIN else {}
+        shape |= {"engine": chosen.engine} if rung == PLAIN else {"ahead": int(rung == TRL_AHEAD)}
         words = [SCRIPTS[rung], ".", *(f"--{key}={value}" for key, value in shape.items())]
     else:
         words = ["transferqueue.cli", "train", "job.toml", "--out", name, "--no-page"]
         values = {"steps": str(chosen.steps), "seed": str(turn), "trainer.lr": str(chosen.lr)} | changes(rung, chosen)
         words += [f"--set={key}={value}" for key, value in values.items()]
+        shutil.rmtree(place / name, ignore_errors=True)  # of a run that was stopped
     began = time.monotonic()
     done = _command(place, words)
     whole_s = time.monotonic() - began
     steps = done.stdout if rung in SCRIPTS else (place / name / "steps.jsonl").read_text()
     lines = [json.loads(line) for line in steps.splitlines() if line.startswith('{"')]
     seconds = [later["at"] - earlier["at"] for earlier, later in pairwise(lines)]
-    stages = {} if rung in SCRIPTS else _stages(place / name, lines)
-    return RungRun(size.rows, seconds, whole_s, stages, reached_s(lines, chosen.until))
+    reward = mean(line["reward"] for line in lines)
+    found = RungRun(size.rows, seconds, whole_s, {}, reached_s(lines, chosen.until), reward)
+    return found if rung in SCRIPTS else replace(found, **_of_job(place / name, lines))
 
 
 def reached_s(lines: Sequence[Mapping[str, Any]], until: float | None) -> float:
@@ -222,12 +296,16 @@ def reached_s(lines: Sequence[Mapping[str, Any]], until: float | None) -> float:
     return math.nan
 
 
-def _stages(folder: Path, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the seconds of a step that each stage computed."""
+def _of_job(folder: Path, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the folder of a run says beside its steps."""
     summary = json.loads((folder / "summary.json").read_text())
     step_s = summary["trained_s"] / summary["steps"]
     stages = {name: share * step_s for name, share in summary["busy"].items()}
-    return stages | {"train": median(line["passes_s"] + line["update_s"] for line in lines[1:])}
+    stages |= {"train": median(line["passes_s"] + line["update_s"] for line in lines[1:])}
+    rows = summary["staleness"]
+    staleness = sum(int(versions) * count for versions, count in rows.items()) / sum(rows.values())
+    held_out = math.nan if summary["after"] is None else summary["after"]
+    return {"stages": stages, "staleness": staleness, "held_out": held_out}
 
 
 def _command(place: Path, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -248,18 +326,57 @@ def _command(place: Path, words: Sequence[str]) -> subprocess.CompletedProcess[s
 
 
 def measured(place: Path, chosen: argparse.Namespace) -> dict[str, list[RungRun]]:
-    """Run all rungs in turns."""
+    """Run all rungs in turns, but for the runs that the folder has."""
+    have = kept(place)
     found: dict[str, list[RungRun]] = {rung: [] for rung in chosen.rungs}
     for turn in range(chosen.runs):
         for rung in chosen.rungs if turn % 2 == 0 else chosen.rungs[::-1]:
-            last = run(place, rung, turn, chosen)
+            last = have.get((rung, turn)) or run(place, rung, turn, chosen)
             found[rung].append(last)
-            stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in last.stages.items())
-            print(f"{rung} {turn}: {last.rate:.2f} samples/s, {last.whole_s:.0f} s in all; {stages}", flush=True)
+            if (rung, turn) not in have:
+                keep(place, rung, turn, last)
+            print(f"{rung} {turn}: {_said(last)}", flush=True)
     return found
 
 
+def _said(last: RungRun) -> str:
+    """Return the line that tells of a run."""
+    said = f"{last.rate:.2f} samples/s, {last.whole_s:.0f} s in all"
+    said += "" if math.isnan(last.held_out) else f"; reward {last.reward:.3f}, held out {last.held_out:.3f}"
+    return "; ".join([said, *(f"{stage} {seconds:.2f}" for stage, seconds in last.stages.items())])
+
+
+def keep(place: Path, rung: str, turn: int, last: RungRun) -> None:
+    """Add a run to those that a folder has."""
+    with (place / KEPT).open("a") as file:
+        file.write(json.dumps({"rung": rung, "turn": turn, **asdict(last)}) + "\n")
+
+
+def kept(place: Path) -> dict[tuple[str, int], RungRun]:
+    """Return the runs that a folder has, by rung and turn."""
+    file = place / KEPT
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return {(line.pop("rung"), line.pop("turn")): RungRun(**line) for line in lines}
+
+
+def begin(place: Path, settings: Mapping[str, Any], chosen: argparse.Namespace) -> None:
+    """Prepare a folder, or go on with one of the same settings. `SystemExit` for one of others."""
+    file = place / SETTINGS
+    if not file.exists():
+        place.mkdir(parents=True, exist_ok=True)
+        prepare(place, chosen)
+        file.write_text(json.dumps(settings))
+    elif (before := json.loads(file.read_text())) != settings:
+        raise SystemExit(f"{place} has runs of {before}, and these are of {dict(settings)}; give another folder")
+
+
 # ---------------------------------------------------------------- results
+
+REWARDS: Final[Mapping[str, Callable[[RungRun], float]]] = {
+    "held-out reward": lambda run: run.held_out,
+    "reward of the run": lambda run: run.reward,
+}
+"""What the ladder *reward* compares: the policy at the end, and the mean over all trained rows."""
 
 
 def bound_s(settings: Mapping[str, str], stages: Mapping[str, float], cores: float, *, paced: bool = False) -> float:
@@ -290,13 +407,21 @@ def results(
         yield summarize(f"{rung}: whole run", "s", [each.whole_s for each in runs])
         if reached := [each.reached_s for each in runs if not math.isnan(each.reached_s)]:
             yield summarize(f"{rung}: until the reward, {len(reached)} of {len(runs)} runs", "s", reached)
+        if ladder == "reward":
+            for name, value in REWARDS.items():
+                yield summarize(f"{rung}: {name}", "ratio", [value(each) for each in runs])
+            yield summarize(f"{rung}: staleness", "ratio", [each.staleness for each in runs])
     for rung, runs in found.items():
         if rung != base:
             ratios = [each.rate / first.rate for each, first in zip(runs, found[base], strict=True)]
             yield summarize(f"{rung}: over {base}", "ratio", ratios)
+        if rung != base and ladder == "reward":
+            for name, value in REWARDS.items():
+                costs = [value(first) - value(each) for each, first in zip(runs, found[base], strict=True)]
+                yield summarize(f"{rung}: {name} below {base}", "ratio", costs)
     alone = found.get("whole batches", ())
     for rung, runs in found.items():
-        if alone and rung not in SCRIPTS and ladder != "modes":
+        if alone and rung not in SCRIPTS and ladder not in PLAIN_JOBS:
             least = [bound_s(rungs[rung], first.stages, cores, paced=paced) for first in alone]
             bounds = [each.rows / seconds for each, seconds in zip(runs, least, strict=True)]
             yield summarize(f"{rung}: bound", "1/s", bounds)
@@ -310,36 +435,48 @@ def main() -> None:
         prog="python -m bench.ladder", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("ladder", choices=tuple(LADDERS))
-    parser.add_argument("--engine", choices=tuple(ENGINES), default="transformers")
-    parser.add_argument("--size", choices=tuple(SIZES), help="default: tiny for modes, rounds for the others")
+    parser.add_argument(
+        "--engine", choices=("builtin", *ENGINES), help="default: transformers; for elastic paced, for reward builtin"
+    )
+    parser.add_argument(
+        "--size", choices=tuple(SIZES), help="default: tiny for modes and reward, paced for elastic, else rounds"
+    )
     parser.add_argument("--skew", choices=tuple(SKEWS), default="published", help="of lengths (default: published)")
-    parser.add_argument("--runs", type=int, default=3, help="of each rung (default: 3; one takes one to three minutes)")
-    parser.add_argument("--steps", type=int, default=12, help="of each run (default: 12)")
-    parser.add_argument("--lr", type=float, default=1e-4, help="learning rate (default: 1e-4)")
+    parser.add_argument("--runs", type=int, help="of each rung (default: 3, for reward 5; one takes some minutes)")
+    parser.add_argument("--steps", type=int, help="of each run (default: 12, for elastic and reward 30)")
+    parser.add_argument("--lr", type=float, help="learning rate (default: 1e-4)")
     parser.add_argument("--until", type=float, help="mean reward of three steps whose time is to be told")
     parser.add_argument("--rungs", nargs="+", help="default: all")
+    parser.add_argument("--quick", action="store_true", help="one run of two steps a rung: to try the command")
+    parser.add_argument("--keep", type=Path, help="folder for the runs; the same command goes on after those it has")
     into_option(parser)
     chosen = parser.parse_args()
-    chosen.size = chosen.size or ("tiny" if chosen.ladder == "modes" else "rounds")
-    alone = {TRL} if chosen.engine == "vllm" else set()
-    chosen.rungs = chosen.rungs or [rung for rung in LADDERS[chosen.ladder] if rung not in alone]
+    _fill_in(chosen)
     if unknown := [rung for rung in chosen.rungs if rung not in LADDERS[chosen.ladder]]:
         parser.error(f"no rung {unknown[0]!r} in {chosen.ladder}; there are {', '.join(LADDERS[chosen.ladder])}")
-    if chosen.ladder == "modes" and chosen.engine == "paced":
-        parser.error("the plain loop has no paced engine; take another ladder")
+    if chosen.engine not in (engines := ENGINES_OF.get(chosen.ladder, tuple(ENGINES))):
+        parser.error(f"{chosen.ladder} has no engine {chosen.engine}; there are {', '.join(engines)}")
     measurement = Measurement()
+    settings = {name: getattr(chosen, name) for name in ("ladder", "engine", "size", "skew", "steps", "lr", "until")}
     with tempfile.TemporaryDirectory(prefix="transferqueue-ladder-") as folder:
-        prepare(Path(folder), chosen)
-        found, cores = measured(Path(folder), chosen), len(os.sched_getaffinity(0))
+        place = (chosen.keep or Path(folder)).absolute()
+        begin(place, settings, chosen)
+        found, cores = measured(place, chosen), len(os.sched_getaffinity(0))
         lines = [*results(found, chosen.ladder, cores, paced=chosen.engine == "paced")]
     show(lines)
-    details: dict[str, Any] = {
-        name: getattr(chosen, name) for name in ("ladder", "engine", "size", "skew", "steps", "lr", "until")
-    }
-    details["threads"] = os.environ.get("OMP_NUM_THREADS", "by the mode")
+    details: dict[str, Any] = settings | {"threads": os.environ.get("OMP_NUM_THREADS", "by the mode")}
     details["published"] = PUBLISHED.get(chosen.ladder, "")
     name = f"ladder-{chosen.ladder}-{chosen.engine}-{chosen.size}"
     save_record(measurement, chosen.into, "ladder", lines, details, name=name)
+
+
+def _fill_in(chosen: argparse.Namespace) -> None:
+    """Set what the command did not say."""
+    for name, value in {**USUAL, **USUAL_OF.get(chosen.ladder, {}), **(QUICK if chosen.quick else {})}.items():
+        if getattr(chosen, name) is None:
+            setattr(chosen, name, value)
+    alone = {TRL, TRL_AHEAD} if chosen.engine == "vllm" else set()
+    chosen.rungs = chosen.rungs or [rung for rung in LADDERS[chosen.ladder] if rung not in alone]
 
 
 if __name__ == "__main__":

@@ -88,4 +88,4 @@ class PacedEngine:
 def _completion(at: int, length: int, version: int) -> protocols.Completion:
     ids, logprobs = np.ones(length, np.int32), np.zeros(length, np.float32)
     spans = ((version, length),)
-    return protocols.Completion(prompt=at, sample=0, ids=ids, logprobs=logprobs, finish_reason="length", spans=spans)
+    return protocols.Completion(prompt=at, sample=0, ids=ids, logprobs=logprobs, finish_reason="stop", spans=spans)

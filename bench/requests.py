@@ -3,7 +3,6 @@ time of the call.
 
     python -m bench.requests [transferqueue] [redis] [--rows 1 64] [--calls 200] [--rounds 9] [--peers .venv-peers]
     [--out FILE]
-    python -m bench.requests --in-process      # the server's core alone: see bench/in_process.py
 
 Ours are `put`, `lease`, `ack` and a put in a pipeline, of rows of 64 bytes over a socket file; theirs XADD of one entry
 with the bytes of all these rows, XREADGROUP of that entry, XACK. Each server is a process of its own. Rounds of the two
@@ -30,7 +29,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from bench.harness import PEERS, Result, add_peers, save_results
-from bench.in_process import show as show_core
 
 SCENARIO = "requests"
 ROW_BYTES = 64
@@ -207,11 +205,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--peers", type=Path, default=PEERS)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--in-process", action="store_true", help="the server's core alone, without sockets")
     chosen = parser.parse_args()
-    if chosen.in_process:
-        show_core(chosen.rows, chosen.calls, chosen.rounds)
-        return
     add_peers(chosen.peers)
     results = run(chosen.contenders, chosen.rows, chosen.calls, chosen.rounds)
     show(results)

@@ -1,4 +1,4 @@
-"""The records of benchmarks: written from the samples of scenarios, read back by tables, pictures and comparisons.
+"""The records of benchmarks: written from the samples of scenarios, read back by tables and comparisons.
 
 A run of `bench.run` is a folder with one record for each scenario of each contender; a scenario run by hand is one
 file. The form of a record is that of `transferqueue.observe.measurement_record`; the name of a result is
@@ -138,7 +138,7 @@ def save_job(
 
 
 def stamped(name: str, began: Measurement) -> str:
-    """The name of a record and its pictures, without the end: what was measured, and when."""
+    """The name of a record, without the end: what was measured, and when."""
     return f"{name}-{began.start:%Y%m%d-%H%M%S}"
 
 

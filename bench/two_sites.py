@@ -9,12 +9,14 @@ one, which brings the weights there through a relay.
 
 - *idle*: share of the training time in which the trainer waited for rows, after the first `WARM` steps: before them the
   engines of the far site start, later than those here.
-- *down*, *up*: bytes from and to the near site, over the bytes of a version, for each version: one before the first
-  step, and one a step. Down are weights, prompts and replies; up are samples and requests.
+- *down*, *up*: bytes from and to the near site, over the bytes of a whole version, for each version: one before the
+  first step, and one a step. Down are weights, prompts and replies; up are samples and requests.
+- *down_later*: the same without the first version, which crosses whole.
 
-Expected, written before the first run: idle within 5 points of one site's; down at most 1.05 versions a step (each
-version crosses once for two engines); up a few hundredths. At depth 1 the rows of a step are generated while one step
-is trained, and not before the version of the step before has crossed; so idle stays as it is only if crossing and
+Expected, written before the first run: idle within 5 points of one site's; at `--lr 1e-4 --dtype float32`, where each
+step changes everything, down at most 1.05 versions a step (each version crosses once for two engines), at `--lr 1e-6
+--dtype bfloat16` down_later at most 0.05; up a few hundredths. At depth 1 the rows of a step are generated while one
+step is trained, and not before the version of the step before has crossed; so idle stays as it is only if crossing and
 generation together fit into the training of a step (`--epochs 3`: training takes three times as long), or at depth 2.
 
     python -m bench.two_sites --seeds 3
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import socket
 import subprocess
@@ -38,10 +41,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+import torch
+
 import transferqueue as tq
 from bench.namespaces import NEAR, Far, inside, why_not
 from bench.run_record import RECORDS, save_record
 from bench.server import Server
+from transferqueue.adapters.weights import checkpoint_specs
 from transferqueue.observe.measurement_record import Measurement, summarize
 
 MODULE: Final = "bench.two_sites"
@@ -62,9 +68,9 @@ engine = [{{ kind = "transformers", count = {engines}, slots = {slots}, site = "
 sampling = {{ group_size = 4, tokens_max = 16 }}
 reward = [{{ function = "any_rewards:spread" }}]
 algorithm = {{ kind = "grpo", epochs = {epochs} }}
-trainer = {{ prompts_per_step = 16, lr = 1e-4 }}
+trainer = {{ prompts_per_step = 16, lr = {lr} }}
 pacing = {{ mode = "async", depth = {depth}, max_staleness = {depth} }}
-weights = {{ dtype = "float32" }}
+weights = {{ dtype = "{dtype}" }}
 checkpoint = {{ every = 0 }}
 queue = {{ memory_gib = 0.5 }}
 """
@@ -72,8 +78,7 @@ REWARDS: Final = """
 def spread(completion_ids):
     return [sum(ids) % 7 / 7 for ids in completion_ids]
 """
-"""A reward that differs between responses of random weights: each step changes every tensor, so that each version
-crosses whole."""
+"""A reward that differs between responses of random weights: each step changes every tensor."""
 
 
 class SlowLink:
@@ -150,7 +155,7 @@ class _Direction:
 
 def job_file(folder: Path, site: str, options: argparse.Namespace) -> Path:
     path = folder / f"job-{site or 'here'}.toml"
-    named = {name: getattr(options, name) for name in ("steps", "engines", "slots", "epochs", "depth")}
+    named = {name: getattr(options, name) for name in ("steps", "engines", "slots", "epochs", "depth", "lr", "dtype")}
     text = JOB.format(site=site, **named)
     path.write_text(text, encoding="utf-8")
     return path
@@ -210,10 +215,15 @@ def run(sites: str, seed: int, folder: Path, far: Far, options: argparse.Namespa
                 summary, links = _trained(words, folder, engines.check), engines.links
     finally:
         server.stop()
-    version = summary["publications"]["train-0"]["bytes"]
+    elements = sum(math.prod(spec.shape) for spec in checkpoint_specs(folder / "model").values())
+    version = elements * getattr(torch, options.dtype).itemsize
     figures = _after_start(folder / f"{sites}-{seed}" / "steps.jsonl") | {"version_bytes": version}
+    figures["written"] = summary["publications"]["train-0"]["bytes"] / version
     for way in ("down", "up") if links else ():
-        figures[way] = sum(getattr(link, way) for link in links) / version / (summary["steps"] + 1)
+        versions = sum(getattr(link, way) for link in links) / version
+        figures[way] = versions / (summary["steps"] + 1)
+        if way == "down":
+            figures["down_later"] = (versions - 1) / summary["steps"]
     return figures
 
 
@@ -264,7 +274,7 @@ def measure(options: argparse.Namespace) -> None:
     results = [
         summarize(
             f"{sites}/{name}",
-            "ratio" if name in ("idle", "down", "up") else name.rpartition("_")[2],
+            "ratio" if name in ("idle", "written", "down", "down_later", "up") else name.rpartition("_")[2],
             [each[name] for each in runs],
         )
         for sites, runs in figures.items()
@@ -279,6 +289,8 @@ def measure(options: argparse.Namespace) -> None:
         "engines": options.engines,
         "epochs": options.epochs,
         "depth": options.depth,
+        "lr": options.lr,
+        "dtype": options.dtype,
         "runs": figures,
     }
     for result in results:
@@ -299,6 +311,8 @@ def main() -> None:
         "--epochs", type=int, default=1, help="updates on the rows of a step: training takes that much longer"
     )
     options.add_argument("--depth", type=int, default=1, help="batches ahead, and versions behind")
+    options.add_argument("--lr", type=float, default=1e-6)
+    options.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of published weights")
     options.add_argument("--ms", type=float, default=20.0, help="there and back")
     options.add_argument("--mbit", type=float, default=200.0)
     options.add_argument("--out", type=Path, default=RECORDS)

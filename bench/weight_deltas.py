@@ -1,21 +1,23 @@
 """What a version of weights costs as a difference, and whole: ``python -m bench.weight_deltas --into bench/records``.
 
 A Qwen3 model in bfloat16, made from a config (`--hidden`, `--layers`, `--vocabulary`), trains on random tokens with
-AdamW at several learning rates. After each step the same weights are published on two channels of one server, by turns:
-*delta*, with differences, and *whole*, without. A reader of each, whose bytes cross the network stack as from another
-host, holds the version before and pulls the next; a reader on the server's host pulls the newest *late*, without one.
-All tensors of each are compared with the model bit by bit.
+AdamW at several learning rates. After each step the same weights are published on two channels of one server, by turns,
+each by the publisher of a job, in a thread beside the trainer: *delta*, with differences, and *whole*, without. A
+reader of each, whose bytes cross the network stack as from another host, holds the version before and pulls the next; a
+reader on the server's host pulls the newest *late*, without one. All tensors of each are compared with the model bit by
+bit.
 
 - share: bytes over those of the model: *written* by the publisher, *sent* to the reader. The mean of the steps counts
   the versions that were written whole. The first version is not counted.
-- seconds: of `publish`, of the follower's pull, and of the late reader's, which each compare checksums.
+- seconds: *stand-still*, for which the trainer waits until the weights are copied; of `publish`, beside the trainer; of
+  the follower's pull, and of the late reader's, which each compare checksums.
 - changed: the share of the elements that the step changed.
 
 Expected, written before the first run: at 1e-6 2 to 5 % of the elements change, and a changed one takes about 10 of 16
-bits, so 1 to 3 % are sent; written is up to 3 % more, since after 32 versions tensors are written whole. Both ways
-read the model, and copy and hash it once: publishing differences reads it once more and writes less, so it takes about
-as long. The follower copies what it holds, so it takes about as long as receiving the same bytes over loopback. At 5e-4
-nearly everything changes: both ways are whole.
+bits, so 1 to 3 % are sent; written is up to 3 % more, since after 32 versions tensors are written whole. Both ways read
+the model, and copy and hash it once: publishing differences reads it once more and writes less, so it takes about as
+long. The trainer stands still for one copy both ways. The follower copies what it holds, so it takes about as long as
+receiving the same bytes over loopback. At 5e-4 nearly everything changes: both ways are whole.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ import torch
 import transferqueue as tq
 from bench.run_record import into_option, save_record, show
 from bench.server import Server
+from transferqueue.adapters.protocols import TensorSpec
+from transferqueue.adapters.weights import spec
 from transferqueue.observe.measurement_record import MeasuredResult, Measurement, single, summarize
+from transferqueue.workflows.job.training.publication import Publisher
 
 WAYS: Final = {"delta": {}, "whole": {"deltas": 0}}
 WAIT_S: Final = 100.0
@@ -62,6 +67,20 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in model.named_parameters()}
 
 
+class Parameters:
+    """The tensors of a model as a weight source."""
+
+    def __init__(self, model: Any) -> None:
+        self._tensors = weights_of(model)
+
+    def metadata(self) -> dict[str, TensorSpec]:
+        """Shapes and dtypes."""
+        return {name: spec(tensor) for name, tensor in self._tensors.items()}
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._tensors.items())
+
+
 def same(found: tq.Weights, sent: dict[str, torch.Tensor]) -> bool:
     """Whether all bits are equal."""
     return all(torch.equal(found[name].view(torch.int16), value.view(torch.int16)) for name, value in sent.items())
@@ -73,7 +92,11 @@ class Way:
     def __init__(self, name: str, server: Server, opened: ExitStack, samples: Samples) -> None:
         self._name, self._samples = name, samples
         self._trainer = opened.enter_context(tq.connect(server.address))
-        self._channel = self._trainer.weights(name, keep=1, **WAYS[name])
+        self._publisher = Publisher(
+            self._trainer.weights(name, keep=1, **WAYS[name]), figures=lambda kind, **values: self._told.update(values)
+        )
+        opened.callback(self._publisher.close)
+        self._told: dict[str, float] = {}
         self._far = opened.enter_context(tq.connect(server.tcp_address, data="remote")).weights(name)
         self._late = opened.enter_context(tq.connect(server.address)).weights(name)
         self._held: tq.Weights | None = None
@@ -85,12 +108,16 @@ class Way:
     def _sent(self) -> int:
         return sum(self._trainer.stats().server.bulk_sent_bytes.values())
 
-    def version(self, number: int, sent: dict[str, torch.Tensor], nbytes: int) -> None:
+    def version(self, number: int, model: Any, nbytes: int) -> None:
         """Publish and pull one version."""
+        sent = weights_of(model)
         began = time.perf_counter()
-        written = self._channel.publish(number, sent, timeout_s=WAIT_S)
-        self._note("publish seconds", time.perf_counter() - began)
-        self._note("written share", written / nbytes)
+        self._publisher.publish(number, Parameters(model))
+        self._publisher.wait_copied()
+        self._note("stand-still seconds", time.perf_counter() - began)
+        self._publisher.wait()
+        self._note("publish seconds", self._told["seconds"] - self._told["copy_s"])
+        self._note("written share", self._told["bytes"] / nbytes)
         before, began = self._sent(), time.perf_counter()
         pulled = self._far.pull(above=number - 1, since=self._held, timeout_s=WAIT_S)
         self._note("follow seconds", time.perf_counter() - began)
@@ -136,7 +163,7 @@ def measured(options: argparse.Namespace, rate: float) -> tuple[Samples, int]:
                     before[name].copy_(value)
                 samples.setdefault("changed share", []).append(2 * changed / nbytes)
             for way in ways if step % 2 else reversed(ways):
-                way.version(step, weights_of(model), nbytes)
+                way.version(step, model, nbytes)
         for way in ways:
             way.close()
     return samples, nbytes

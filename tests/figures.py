@@ -3,7 +3,7 @@ docs/reference/run-figures.md from `transferqueue.workflows.job.run.figures`.
 
 ``python -m tests.figures`` writes them; `tests/observe/test_figures.py` and `tests/workflows/job/test_run_figures.py`
 fail if a page is not as this would write it. A table stands between ``<!-- figures: KIND -->`` and ``<!-- end -->``,
-that of the metrics after ``<!-- metrics -->``, that of a run after ``<!-- run -->``.
+that of the metrics after ``<!-- metrics -->``, those of a run after ``<!-- run -->`` and ``<!-- held out -->``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, get_args, get_origin
 from transferqueue.observe.prometheus import exposition
 from transferqueue.wire.answers import answer, coordinators, doctor, events, row, sessions, snapshots, stats
 from transferqueue.wire.answers.answer import Answer, Figure, figures
-from transferqueue.workflows.job.run.figures import FIGURES
+from transferqueue.workflows.job.run.figures import FIGURES, HELD_OUT_FIGURES
 
 PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "reference" / "figures.md"
 MODULES: Final = (answer, coordinators, doctor, events, row, sessions, snapshots, stats)
@@ -29,6 +29,7 @@ KINDS: Final[dict[str, type[Answer]]] = {
 }
 _METRICS: Final = re.compile(r"(<!-- metrics -->\n).*?(<!-- end -->)", re.DOTALL)
 _RUN: Final = re.compile(r"(<!-- run -->\n).*?(<!-- end -->)", re.DOTALL)
+_HELD_OUT: Final = re.compile(r"(<!-- held out -->\n).*?(<!-- end -->)", re.DOTALL)
 _TABLE: Final = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -39,13 +40,20 @@ def page(text: str) -> str:
 
 
 def run_page(text: str) -> str:
-    """The page of a run's figures with its table as they are described."""
+    """The page of a run's figures with its tables as they are described."""
     lines = ["| figure | unit | meaning | made by | warning |", "|---|---|---|---|---|"]
     for each in FIGURES:
         name = f"{each.name}NAME" if each.name.endswith("/") else each.name
         rule = f"{each.rule.about}: {each.rule.remedy}" if each.rule else ""
         lines.append(f"| `{name}` | {each.unit} | {each.meaning} | {each.made} | {rule} |")
-    return _RUN.sub(lambda found: "\n".join([found[1].rstrip(), *lines, found[2]]), text)
+    text = _RUN.sub(lambda found: "\n".join([found[1].rstrip(), *lines, found[2]]), text)
+    names = {"reward/": "reward/NAME", "pass@": "pass@K"}
+    held_out = ["| figure | unit | meaning | jobs |", "|---|---|---|---|"]
+    held_out += [
+        f"| `{names.get(each.name, each.name)}` | {each.unit} | {each.meaning} | {each.made} |"
+        for each in HELD_OUT_FIGURES
+    ]
+    return _HELD_OUT.sub(lambda found: "\n".join([found[1].rstrip(), *held_out, found[2]]), text)
 
 
 def documented(text: str) -> set[str]:

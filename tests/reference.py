@@ -177,7 +177,7 @@ def without_arguments() -> list[str]:
 
 
 MADE_BY_A_CALL = (
-    *("Column", "Deployment", "Rows", "Weights"),
+    *("Column", "Deployment", "RecordedRows", "Rows", "Run", "Weights"),
     *("CompletionStream", "ExperienceStream", "JobService", "Service"),
 )
 """Classes, beside the handles of both APIs, whose objects come from a call: how they are made is no contract."""

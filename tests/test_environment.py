@@ -13,7 +13,7 @@ from transferqueue.cli.connection import address_of
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("transferqueue", "adapters", "workflows")
-_READ = re.compile(r"(?:environ(?:\.get|\.pop|\.setdefault)?[\[(]|getenv\()\s*(?:f?\"(\w+)\"|(\w+))")
+_READ = re.compile(r"(?:environ(?:\.get|\.pop|\.setdefault)?[\[(]|getenv\()\s*(?:f?\"(\w+)\"|(_?[A-Z]\w*))")
 _OURS = re.compile(r"\b(?:TRANSFERQUEUE|TQ)_[A-Z][A-Z_]+\b")
 _CONSTANT = re.compile(r"^([A-Z][A-Z_]*)(?:: Final)? = \"([A-Z][A-Z_]+)\"", re.MULTILINE)
 

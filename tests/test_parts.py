@@ -13,7 +13,15 @@ import pytest
 
 from tests.markdown import ROOT
 
-PARTS: Final = ("server/durability", "server/shards", "server/spill", "cluster/on_ray", "weights", "storage/devices")
+PARTS: Final = (
+    "server/durability",
+    "server/shards",
+    "server/spill",
+    "server/row_record",
+    "cluster/on_ray",
+    "weights",
+    "storage/devices",
+)
 """Folders of the package. See `transferqueue.server.parts` for those of a server."""
 CORE: Final = (
     *("tests/ledger/test_flow.py", "tests/server/test_parking.py"),

@@ -82,6 +82,7 @@ if TYPE_CHECKING:
         Predicate,
         Priority,
         PutOrder,
+        Recorded,
         Refill,
         Requeue,
         Retention,
@@ -96,6 +97,7 @@ if TYPE_CHECKING:
     from transferqueue.storage.columns.column import Column
     from transferqueue.storage.elements.registered_values import register_value
     from transferqueue.storage.inputs.prepare import Repeat
+    from transferqueue.storage.row_files.reader import RecordedRows, Run, open_run
 
 __version__ = "0.1.0"
 
@@ -125,11 +127,12 @@ _MODULES: Final = {
     "limits": "Limits",
     "policies": "Acked AckedColumns Compare Complete DeliverPartial DropGroup DropStale Fifo Freshest HoldClock "
     "KeepStale LongestFirst Manual ManualColumns OldestVersionFirst OnStale Pacing Plugin Predicate Priority PutOrder "
-    "Refill Requeue Retention Retry Selector TagIs Task TokenBalanced VersionBetween",
+    "Recorded Refill Requeue Retention Retry Selector TagIs Task TokenBalanced VersionBetween",
     "schema": "Field Share Slice",
     "storage.columns.column": "Column",
     "storage.elements.registered_values": "register_value",
     "storage.inputs.prepare": "Repeat",
+    "storage.row_files.reader": "RecordedRows Run open_run",
 }
 
 __all__ = [
@@ -188,6 +191,8 @@ __all__ = [
     "ProtocolError",
     "PutOrder",
     "Queue",
+    "Recorded",
+    "RecordedRows",
     "Refill",
     "Repeat",
     "Requeue",
@@ -197,6 +202,7 @@ __all__ = [
     "Rows",
     "RowsChanged",
     "RowsEnded",
+    "Run",
     "SchemaError",
     "Sealed",
     "Selector",
@@ -217,6 +223,7 @@ __all__ = [
     "aconnect",
     "connect",
     "deploy_ray",
+    "open_run",
     "register_value",
 ]
 

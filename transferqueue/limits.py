@@ -76,9 +76,15 @@ HISTORY_EVENTS_MAX: Final = 4096
 """Events of a table that `inspect` can show: one for each request, with its row ids."""
 HISTORY_ROWS_MAX: Final = 1 << 18
 """Row ids in these events, 8 bytes each."""
+RECORDED_EVENTS_MAX: Final = 1 << 16
+"""As `HISTORY_EVENTS_MAX`, of a table that records its rows: their lineage is taken from the events when they end."""
+RECORDED_EVENT_ROWS_MAX: Final = 1 << 20
+"""As `HISTORY_ROWS_MAX`, of such a table."""
 EVENT_TEXT_CHARS_MAX: Final = 1024
 """Of the detail of one event; a longer one is cut. An update of 1,024 fields would name 128 KiB of them, and an answer
 of 1,024 events 128 MiB."""
+RECORDED_WORKERS_MAX: Final = 1 << 14
+"""Names of ended sessions that a table keeps for the lineage of its rows: 100 bytes each."""
 EVENTS_TOLD_MAX: Final = 1024
 """Events in one answer to `ListEvents`: a millisecond of the server's time. Page for more."""
 EVENT_ROWS_TOLD_MAX: Final = 1 << 16
@@ -163,9 +169,12 @@ model."""
 DELTAS_MAX: Final = 32
 """Differences of a tensor in a version: more would save little of what a whole tensor costs once in so many versions,
 and a late reader applies all of them."""
+DELTA_SECTIONS_MAX: Final = 16
+"""Sections of a difference, which a reader of a part fetches apart from each other: as many as engines of one model are
+parallel by tensors."""
 DELTA_BYTES_MIN: Final = 4096
 """A smaller tensor is published whole: its difference would be described by more bytes than it saves."""
-DELTA_TENSORS_MAX: Final = 8192
+DELTA_TENSORS_MAX: Final = 6144
 """Of more tensors at once none is published as a difference: the request has two fields for each, and its bound is
 `PUBLISH_BYTES_MAX`."""
 RELAY_PART_BYTES: Final = 4 * MIB

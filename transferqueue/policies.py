@@ -20,9 +20,11 @@ from transferqueue.limits import (
     SECONDS_MAX,
     TAG_CHARS_MAX,
     TAGS_MAX,
+    TEXT_CHARS_MAX,
     TIME_LIMIT_S_DEFAULT,
     check_name,
     check_names,
+    parse_bytes,
 )
 
 
@@ -310,6 +312,7 @@ class Acked(_Policy):
         ...     rows = table.put(x=[1])
         ...     table.lease("train", rows=1).ack()
         ...     len(table.read())
+        1
         0
     """
 
@@ -324,6 +327,7 @@ class Manual(_Policy):
         ...     rows = table.put(x=[1])
         ...     table.lease("train", rows=1).ack()
         ...     len(table.read())
+        1
         1
     """
 
@@ -344,6 +348,7 @@ class AckedColumns(Acked):
         ...     rows = table.put(image=[b"pixels"])
         ...     table.lease("score", rows=1).ack(reward=[1.0])
         ...     table.read(rows).fields
+        1
         ('reward',)
     """
 
@@ -365,7 +370,64 @@ class ManualColumns(Manual):
     """
 
 
-Retention = Acked | Manual | AckedColumns | ManualColumns
+class Recorded(_Policy):
+    """Write each row into a file when it has its fate (done, or dropped for any reason), then free it.
+
+    The server writes whole Parquet files into `directory`, beside its other work: the columns as they are, and the
+    lineage of each row. `open_run` and ``transferqueue query`` read them while the table is in use, and afterwards. A
+    row that has ended stays in memory, and counts towards the limits of the table, until its file is on the disk. So a
+    slow disk slows producers down. The columns of a row stay until the row ends.
+
+    Rows that were dropped for failing too often are in the files at once, and cannot be taken again by `retry`.
+
+    Args:
+        directory: under the server's directory of records (``transferqueue serve --records``); with an embedded
+            server, any directory, or one under the working directory as of `connect`.
+        bytes: the most bytes of all files of the table, as a number or text such as ``"200GiB"``; the oldest files
+            are removed first. Default None: no bound.
+        age_s: files are removed when they are older than so many seconds; default None: never.
+        required: what becomes of rows that have ended when the disk was full or could not be written to for half a
+            minute. Default True: they wait, and puts and reservations of the table are refused (`Full`) until the
+            disk works again. False: they are freed without a file, which `stats` counts as
+            `rows_unrecorded`, and the server logs.
+
+    Raises:
+        UsageError: a value that is out of its range.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> tq.Recorded("math-7", bytes="200GiB").bytes_max
+        214748364800
+    """
+
+    directory: str
+    bytes: int | str | None = None
+    age_s: float | None = None
+    required: bool = True
+
+    def __post_init__(self) -> None:
+        named = isinstance(self.directory, str) and 0 < len(self.directory) <= TEXT_CHARS_MAX
+        if not named or "\0" in self.directory:
+            raise UsageError(
+                f"recorded: directory={shown(self.directory)} is not the name of a directory under the server's "
+                "directory of records"
+            )
+        if self.bytes is not None:
+            parse_bytes(self.bytes)
+        if self.age_s is not None:
+            _numbers("recorded", age_s=self.age_s)
+            if not 0 < self.age_s <= SECONDS_MAX:
+                raise UsageError(
+                    f"recorded: age_s={shown(self.age_s)} is not a positive number of seconds; None means for ever"
+                )
+
+    @property
+    def bytes_max(self) -> int | None:
+        """`bytes` as a number."""
+        return None if self.bytes is None else parse_bytes(self.bytes)
+
+
+Retention = Acked | Manual | AckedColumns | ManualColumns | Recorded
 
 # ---------------------------------------------------------------- predicates: which rows may be chosen
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 from transferqueue.adapters.builtin import MARK
 from transferqueue.adapters.builtin.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCABULARY_SIZE
 from transferqueue.adapters.engines.key_value_cache import GrowingCache
-from transferqueue.adapters.weight_files import WEIGHTS, model_weight_files
+from transferqueue.adapters.weight_files import WEIGHTS, model_weight_files, write_tensors
 from transferqueue.errors import NotFound, UsageError
 
 
@@ -197,12 +197,10 @@ class BuiltinModel(nn.Module):
     def save_pretrained(self, directory: str | Path, **_: Any) -> None:
         """Write ``config.json`` and ``model.safetensors``, which other engines read too. Options of transformers are
         not read."""
-        from safetensors.torch import save_file
-
         place = Path(directory)
         place.mkdir(parents=True, exist_ok=True)
         self.save_config(place)
-        save_file(self.state_dict(), place / WEIGHTS, metadata={"format": "pt"})
+        write_tensors(place / WEIGHTS, self.state_dict())
 
     def save_config(self, directory: Path) -> None:
         """Write ``config.json``, for weights in the dtype that they have here."""

@@ -5,6 +5,8 @@
   that were drawn.
 - Log-probabilities must be those of the distribution that was drawn from. vLLM returns these when started with
   ``--logprobs-mode processed_logprobs``.
+- Some endpoints cannot carry seeds: vLLM (0.32) on a CPU dies of one whose prompt it computes in parts, and does not
+  say that it is such a server. ``seeds=False`` sends none.
 - A pause happens on this side: new requests wait, and running streams are awaited or cut. After the pause, cut streams
   that were to be kept are requested again with their tokens so far. An endpoint takes no weights.
 """
@@ -69,6 +71,7 @@ class OpenAIGenerator(ResendingEngine):
         version: of the weights that the endpoint serves, with which every token is stamped; default 0.
         context_max: context length in tokens, if known; longer requests are then refused on this side. Default None.
         connections_max: concurrent requests to the endpoint; default 256. Further requests wait on this side.
+        seeds: whether requests carry the seeds of prompts and of the sampling; default True.
         body: further fields for each request; default None.
     """
 
@@ -81,10 +84,11 @@ class OpenAIGenerator(ResendingEngine):
         version: int = 0,
         context_max: int | None = None,
         connections_max: int = CONNECTIONS_MAX,
+        seeds: bool = True,
         body: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(base_url, api_key=api_key, version=version, connections_max=connections_max)
-        self._model, self._context_max = model, context_max
+        self._model, self._context_max, self._takes_seeds = model, context_max, seeds
         self._body = dict(body or {})
 
     def update_weights(self, source: WeightSource, version: int, *, timeout_s: float = PAUSE_S) -> None:
@@ -122,7 +126,7 @@ class OpenAIGenerator(ResendingEngine):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "stop_token_ids": list(sampling.stop_ids) or None,
-            "seed": seed_of(sampling, index, sample, prompt),
+            "seed": seed_of(sampling, index, sample, prompt) if self._takes_seeds else None,
             "logprobs": 1,
             "return_token_ids": True,
             "stream": True,

@@ -8,13 +8,13 @@
 - Prompts that several rows share are read once.
 - Finished rows leave the cache when they are many; until then they are computed and ignored.
 - After a change of weights, every unfinished row begins again with its tokens so far, so that later tokens have the
-  log-probabilities of the new weights.
+  log-probabilities of the new weights; or each goes on with its own cache. Rows that begin later share neither.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Final
@@ -26,7 +26,7 @@ from torch import Tensor
 from transferqueue.adapters.engines.completion import seed_of
 from transferqueue.adapters.engines.key_value_cache import Part, joined
 from transferqueue.adapters.engines.sampling import RowDraws, draw_by
-from transferqueue.adapters.protocols import LENGTH, STOP, Completion, Prompt, Sampling
+from transferqueue.adapters.protocols import ABORT, LENGTH, STOP, Caches, Completion, Prompt, Sampling
 
 _LIVE_SHARE_MIN: Final = 0.6
 _JOIN_SHARE: Final = 8
@@ -106,10 +106,11 @@ class _Cached:
 
 
 class RunningBatch:
-    """Rows of one model, waiting or running. At most `rows_max` run at once; more wait."""
+    """Rows of one model, waiting or running. At most `rows_max` run at once; more wait. `kv`: returns what becomes of
+    their caches when weights change."""
 
-    def __init__(self, model: Any, rows_max: int) -> None:
-        self._model, self._rows_max = model, rows_max
+    def __init__(self, model: Any, rows_max: int, kv: Callable[[], Caches] = lambda: Caches.RECOMPUTE) -> None:
+        self._model, self._rows_max, self._kv = model, rows_max, kv
         self._joins = _empty_cache(model) is not None
         self._waiting: deque[Row] = deque()
         self._cached: _Cached | None = None
@@ -124,21 +125,26 @@ class RunningBatch:
         """Let `rows` wait for their beginning."""
         self._waiting.extend(rows)
 
-    def take(self, owner: Any) -> list[Row]:
-        """Remove the rows of `owner` and return them with their tokens so far."""
+    def take(self, owner: Any) -> Finished:
+        """Remove the unfinished rows of `owner`. Returns them with their tokens so far, ended by `ABORT`."""
         taken = [row for row in (*self._running(), *self._waiting) if row.owner is owner]
         self._waiting = deque(row for row in self._waiting if row.owner is not owner)
         if self._cached is not None:
             self._cached.rows = [None if row is None or row.owner is owner else row for row in self._cached.rows]
-        return taken
+        return [(row, row.completion(ABORT)) for row in taken]
+
+    def cached_tokens(self) -> int:
+        """Tokens in the cache of the running rows. The last token of each is read in the next step."""
+        return sum(len(row.tokens()) - 1 for row in self._running())
 
     @torch.inference_mode()
     def step(self, version: int) -> Finished:
         """Draw a token for rows of the batch; return those that this finished. `version`: of the model's weights
         now."""
-        if version != self._version:
+        if version != self._version and self._kv() is Caches.RECOMPUTE:
             self._waiting.extendleft(reversed(self._running()))
-            self._cached, self._version = None, version
+            self._cached = None
+        self._version = version
         if self._shall_begin():
             return self._begin(version)
         if self._cached is None:
@@ -222,7 +228,9 @@ class RunningBatch:
     def _extend(self, cached: _Cached) -> Tensor:
         """Run the model on the last token of each row; return logits ``[rows, vocabulary]`` of the next tokens."""
         last_B1 = torch.tensor([[0 if row is None else row.ids[-1]] for row in cached.rows], device=self._model.device)
-        positions_B1 = cached.lengths_B[:, None]
+        # A row that has finished is computed with the others; a model may have no position for what it would read.
+        finished_B = torch.tensor([row is None for row in cached.rows], device=self._model.device)
+        positions_B1 = cached.lengths_B.masked_fill(finished_B, 0)[:, None]
         cached.lengths_B, cached.width = cached.lengths_B + 1, cached.width + 1
         logits_BV, cached.cache = self._forward(last_B1, cached.mask(), positions_B1, cached.cache)
         return logits_BV

@@ -13,10 +13,11 @@ endpoints, implemented over another engine.
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from transferqueue.adapters.engines.completion import completed, context, seed_of, tokens_left
 from transferqueue.adapters.engines.http_engine import CONNECTIONS_MAX, ResendingEngine, Running, ServerEngine
@@ -30,7 +31,10 @@ from transferqueue.adapters.protocols import (
     Unsupported,
     WeightSource,
 )
+from transferqueue.adapters.weight_files import WEIGHTS, write_tensors
 from transferqueue.errors import PeerError, ProtocolError
+
+_log: Final = logging.getLogger("transferqueue.adapters.sglang")
 
 
 class SglangServer(ServerEngine, ResendingEngine):
@@ -59,6 +63,7 @@ class SglangServer(ServerEngine, ResendingEngine):
     ) -> None:
         self._folder = Path(weights)
         super().__init__(url, api_key=api_key, version=version, checkpoint=checkpoint, connections_max=connections_max)
+        _log.info("%s loads each version of the weights whole, from files", url)
 
     async def _learn(self, served: Mapping[str, Any]) -> str:
         info = await self._endpoint.ask("GET", "/get_model_info")
@@ -131,12 +136,10 @@ class SglangServer(ServerEngine, ResendingEngine):
             await self._pauses.end()
 
     def _send_weights(self, source: WeightSource, version: int, timeout_s: float) -> None:
-        from safetensors.torch import save_file
-
         place = self._folder / f"version-{version}"
         place.mkdir(parents=True, exist_ok=True)
         try:
-            save_file({name: tensor.contiguous().cpu() for name, tensor in source}, place / "model.safetensors")
+            write_tensors(place / WEIGHTS, {name: tensor.detach().to("cpu", copy=True) for name, tensor in source})
             self._beside.wait(self._update(place, version), timeout_s, f"weights of version {version} were not loaded")
         finally:
             shutil.rmtree(place)

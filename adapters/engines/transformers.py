@@ -1,7 +1,5 @@
 """A generator over Hugging Face transformers: any causal language model, sampled token by token in this process.
 
-- A thread draws tokens while there are rows, and ends when there are none. A pause or new weights take effect between
-  two tokens, at most one step late.
 - All requests share one batch, which new rows join while others run (`running_batch`); or each request is a batch of
   its own, and then its numbers do not depend on what else is generated.
 - Each row has its own random numbers (`sampling.RowDraws`), so only its seed and its logits decide its draws.
@@ -9,34 +7,19 @@
 
 from __future__ import annotations
 
-import queue as queues
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Final
 
-from transferqueue.adapters.engines.completion import check_request
 from transferqueue.adapters.engines.running_batch import Row, RunningBatch
-from transferqueue.adapters.protocols import (
-    ABORT,
-    GENERATE_S,
-    PAUSE_S,
-    Completion,
-    Completions,
-    Pause,
-    Prompt,
-    Sampling,
-    WeightSource,
-)
-from transferqueue.adapters.weights import ModuleWeights, check_fits, copy_fitting_weights
-from transferqueue.errors import DeadlineExceeded, Disconnected, UsageError
+from transferqueue.adapters.engines.stepped import SteppedGenerator, SteppedRequest
+from transferqueue.adapters.protocols import Caches, Prompt, Sampling, WeightSource
+from transferqueue.adapters.weights import ModuleLoader
+from transferqueue.errors import UsageError
 
 ROWS_MAX: Final = 256
 """Rows that run at once, unless the caller says otherwise."""
 
 
-class TransformersGenerator:
+class TransformersGenerator(SteppedGenerator):
     """A generator (`protocols.Generator`) over a loaded model. It owns the model's mode and weights until `close`.
 
     Args:
@@ -54,223 +37,23 @@ class TransformersGenerator:
     def __init__(self, model: Any, *, version: int = -1, rows_max: int = ROWS_MAX, shared_batch: bool = True) -> None:
         if rows_max < 1:
             raise UsageError(f"rows_max={rows_max}: at least one completion must be able to run")
+        super().__init__("generator", version)
         self._model = model.eval()
-        self._version = version
-        self._rows_max = rows_max
-        self._shared = RunningBatch(model, rows_max) if shared_batch else None
-        self._turn = threading.Condition(threading.Lock())
-        self._thread: threading.Thread | None = None
-        self._stepping = False
-        self._controls = 0
-        self._paused: Pause | None = None
-        self._running: dict[_Request, RunningBatch] = {}
-        self._closed = False
+        self._loader = ModuleLoader(model)
+        self._context_max = getattr(model.config, "max_position_embeddings", None)
+        self._shared = RunningBatch(model, rows_max, self._caches) if shared_batch else None
 
-    @property
-    def version(self) -> int:
-        """Version of the weights that the next token will be drawn with."""
-        return self._version
+    def _row(self, request: SteppedRequest, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> Row:
+        return Row(request, index, sample, prompt, sampling)
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, timeout_s: float = GENERATE_S) -> Completions:
-        """Yield each completion when it is finished (`protocols.Generator.generate`).
+    def _batch(self, request: SteppedRequest) -> RunningBatch:
+        return RunningBatch(self._model, len(request.rows), self._caches) if self._shared is None else self._shared
 
-        Args:
-            prompts: the prompts, at least one.
-            sampling: how their tokens are drawn.
-            timeout_s: seconds until all completions must be finished, pauses included; default 600.
+    def _caches(self) -> Caches:
+        return self.kv
 
-        Raises:
-            DeadlineExceeded: not all completions were finished in time.
-            Disconnected: the generator was closed.
-            UsageError: a request that the model cannot carry out.
-        """
-        check_request(prompts, sampling, getattr(self._model.config, "max_position_embeddings", None))
-        return self._generate(_Request(prompts, sampling), time.monotonic() + timeout_s, timeout_s)
+    def _check(self, source: WeightSource) -> None:
+        self._loader.check(source)
 
-    def _generate(self, request: _Request, deadline: float, timeout_s: float) -> Completions:
-        self._enter(request, deadline, timeout_s)
-        try:
-            for _ in range(request.samples):
-                yield self._next(request, deadline, timeout_s)
-        finally:
-            self._leave(request)
-
-    def pause(self, mode: Pause, *, timeout_s: float = PAUSE_S) -> None:
-        """Stop drawing tokens (`protocols.Generator.pause`).
-
-        Args:
-            mode: what happens to completions that are being generated.
-            timeout_s: seconds to wait; default 60.
-
-        Raises:
-            DeadlineExceeded: it took longer; then the generator is not paused.
-        """
-        with self._turn:
-            before, self._paused = self._paused, mode
-            if not self._control(self._is_still, timeout_s):
-                self._paused = before
-                self._turn.notify_all()
-                raise DeadlineExceeded(f"pause ({mode.value}) was not in force after {timeout_s:g} s: {self._busy()}")
-            if mode is Pause.ABORT:
-                self._abort_all()
-
-    def resume(self) -> None:
-        """End the pause."""
-        with self._turn:
-            self._paused = None
-            self._turn.notify_all()
-
-    def update_weights(self, source: WeightSource, version: int, *, timeout_s: float = PAUSE_S) -> None:
-        """Copy new weights into the model between two tokens (`protocols.Generator.update_weights`).
-
-        Args:
-            source: the tensors.
-            version: of the weights.
-            timeout_s: seconds to wait; default 60.
-
-        Raises:
-            DeadlineExceeded: it took longer; the old weights stay.
-            SchemaError: a tensor does not fit the model; the old weights stay.
-        """
-        check_fits(source, ModuleWeights(self._model).metadata())
-        with self._turn:
-            if not self._control(lambda: not self._stepping, timeout_s):
-                raise DeadlineExceeded(
-                    f"weights of version {version} were not taken after {timeout_s:g} s: {self._busy()}"
-                )
-            copy_fitting_weights(source, self._model)
-            self._version = version
-
-    def close(self) -> None:
-        """Abort the running requests; they raise `Disconnected`. Waits for the token that is being drawn."""
-        with self._turn:
-            self._closed = True
-            for request in self._running:
-                request.finished.put(Disconnected("the generator was closed"))
-            self._turn.notify_all()
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(PAUSE_S)
-
-    # ------------------------------------------------------------ requests
-
-    def _enter(self, request: _Request, deadline: float, timeout_s: float) -> None:
-        with self._turn:
-            left_s = deadline - time.monotonic()
-            in_time = left_s > 0 and self._turn.wait_for(lambda: self._closed or self._paused is None, left_s)
-            if self._closed:
-                raise Disconnected("the generator was closed")
-            if not in_time:
-                raise self._late(timeout_s)
-            batch = RunningBatch(self._model, len(request.rows)) if self._shared is None else self._shared
-            batch.add(request.rows)
-            self._running[request] = batch
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._draw, name="transformers", daemon=True)
-                self._thread.start()
-
-    def _next(self, request: _Request, deadline: float, timeout_s: float) -> Completion:
-        try:
-            result = request.finished.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queues.Empty:
-            with self._turn:
-                raise self._late(timeout_s) from None
-        if isinstance(result, BaseException):
-            raise result
-        return result
-
-    def _leave(self, request: _Request) -> None:
-        """Forget the request; its unfinished rows leave the batch between two tokens."""
-        with self._turn:
-            if request in self._running:
-                self._control(lambda: not self._stepping, PAUSE_S)
-                self._running.pop(request).take(request)
-                self._turn.notify_all()
-
-    def _late(self, timeout_s: float) -> DeadlineExceeded:
-        paused = f"it is paused ({self._paused.value})" if self._paused else self._busy()
-        return DeadlineExceeded(f"the request was not finished after {timeout_s:g} s: {paused}")
-
-    def _abort_all(self) -> None:
-        for request, batch in list(self._running.items()):
-            self._finish([(row, row.completion(ABORT)) for row in batch.take(request)])
-
-    def _finish(self, finished: Sequence[tuple[Row, Completion]]) -> None:
-        for row, completion in finished:
-            request: _Request = row.owner
-            request.left -= 1
-            request.finished.put(completion)
-            if not request.left:
-                self._running.pop(request, None)
-        if finished:
-            self._turn.notify_all()
-
-    # ------------------------------------------------------------ whose turn it is
-
-    def _control(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until `ready`, before the drawing thread takes another turn; return whether it came. The caller holds
-        the lock."""
-        self._controls += 1
-        try:
-            return self._turn.wait_for(ready, timeout_s)
-        finally:
-            self._controls -= 1
-            self._turn.notify_all()
-
-    def _is_still(self) -> bool:
-        return not self._running if self._paused is Pause.WAIT else not self._stepping
-
-    def _may_draw(self) -> bool:
-        waits = self._paused in (Pause.KEEP, Pause.ABORT) or (self._controls and self._paused is not Pause.WAIT)
-        return self._closed or not self._running or not waits
-
-    def _draw(self) -> None:
-        """The thread: step every batch in turn, until no row is left."""
-        while self._my_turn():
-            try:
-                finished = [completion for batch in self._batches() for completion in batch.step(self._version)]
-            except BaseException as failure:  # noqa: BLE001  (raised where the completions are awaited)
-                self._fail(failure)
-                continue
-            with self._ended_turn():
-                self._finish(finished)
-
-    def _my_turn(self) -> bool:
-        with self._turn:
-            self._turn.wait_for(self._may_draw)
-            if self._closed or not self._running:
-                self._thread = None
-                return False
-            self._stepping = True
-            return True
-
-    def _batches(self) -> list[RunningBatch]:
-        return list({id(batch): batch for batch in list(self._running.values())}.values())
-
-    @contextmanager
-    def _ended_turn(self) -> Iterator[None]:
-        with self._turn:
-            self._stepping = False
-            yield
-            self._turn.notify_all()
-
-    def _fail(self, failure: BaseException) -> None:
-        """The model failed: every request gets the error."""
-        with self._ended_turn():
-            for request, batch in list(self._running.items()):
-                batch.take(request)
-                request.finished.put(failure)
-            self._running.clear()
-
-    def _busy(self) -> str:
-        rows = sum(request.left for request in self._running)
-        return f"{len(self._running)} requests with {rows} unfinished completions are being generated"
-
-
-class _Request:
-    """One call of `generate`: its rows, and its completions as they are finished."""
-
-    def __init__(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        self.rows = [Row(self, at, sample, p, sampling) for at, p in enumerate(prompts) for sample in range(p.samples)]
-        self.samples = self.left = len(self.rows)
-        self.finished: queues.SimpleQueue[Completion | BaseException] = queues.SimpleQueue()
+    def _load(self, source: WeightSource, version: int, timeout_s: float) -> None:
+        self._loader.load(source)

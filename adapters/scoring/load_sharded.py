@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from transferqueue.adapters.builtin import is_builtin
+from transferqueue.adapters.lora_weights import is_adapter
 from transferqueue.adapters.scoring.load import (
     CAUSAL_LM,
     LoadOptions,
@@ -29,7 +30,7 @@ from transferqueue.adapters.scoring.load import (
     torch_dtype,
     without_dropout,
 )
-from transferqueue.adapters.scoring.lora import is_adapter, new_adapter
+from transferqueue.adapters.scoring.lora import new_adapter
 from transferqueue.adapters.scoring.plan import plan_on_ranks
 from transferqueue.adapters.weight_files import TensorFiles, model_weight_files
 from transferqueue.adapters.weight_shards import like, shard_of

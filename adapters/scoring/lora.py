@@ -2,9 +2,10 @@
 
 A layer computes ``x W' + (alpha / rank) x A' B'``; A is ``[rank, in]``, B ``[out, rank]`` and 0 at the start (Hu et
 al., "LoRA", arXiv 2106.09685, section 4.1). W keeps its name, A and B stand beside it (``q_proj.weight``,
-``q_proj.lora_a``, ``q_proj.lora_b``), so engines and checkpoints know the model. The published weights are
-``W + (alpha / rank) B A``, computed a tensor at a time: the trained model never holds them, and W is not rounded again
-at each publication, as merging and unmerging in place would.
+``q_proj.lora_a``, ``q_proj.lora_b``), so engines and checkpoints know the model. Published are W, once, and A and B of
+each version, which readers merge (`adapters.lora_weights`); or ``W + (alpha / rank) B A``, computed a tensor at a time:
+the trained model never holds them, and W is not rounded again at each publication, as merging and unmerging in place
+would.
 """
 
 from __future__ import annotations
@@ -13,19 +14,18 @@ import json
 import math
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from transferqueue.adapters.lora_weights import LORA_A, LORA_B, LORA_SCALE, is_adapter, with_product
 from transferqueue.adapters.protocols import TensorSpec, Unsupported
+from transferqueue.adapters.weight_files import write_tensors
 from transferqueue.adapters.weight_shards import is_sharded, like, shard_of
 from transferqueue.adapters.weights import ModuleWeights
 from transferqueue.errors import UsageError, listing
-
-_A: Final = "lora_a"
-_B: Final = "lora_b"
 
 
 class LoraLinear(nn.Linear):
@@ -153,8 +153,8 @@ def load_adapter(model: nn.Module, directory: str | Path) -> None:
 def _adapt(layer: nn.Linear, rank: int, alpha: float, dtype: torch.dtype | None) -> None:
     place: dict[str, Any] = {"device": layer.weight.device, "dtype": dtype or layer.weight.dtype}
     layer.__class__ = LoraLinear
-    layer.lora_a = nn.Parameter(new_adapter(_A, torch.empty(rank, layer.in_features, **place)))
-    layer.lora_b = nn.Parameter(new_adapter(_B, torch.empty(layer.out_features, rank, **place)))
+    layer.lora_a = nn.Parameter(new_adapter(LORA_A, torch.empty(rank, layer.in_features, **place)))
+    layer.lora_b = nn.Parameter(new_adapter(LORA_B, torch.empty(layer.out_features, rank, **place)))
     layer.lora_scale = alpha / rank  # type: ignore[assignment]
 
 
@@ -165,7 +165,7 @@ def new_adapter(name: str, values: Tensor) -> Tensor:
         name: of the parameter.
         values: which are changed, and returned.
     """
-    return nn.init.zeros_(values) if name.endswith(_B) else nn.init.kaiming_uniform_(values, a=math.sqrt(5))
+    return nn.init.zeros_(values) if name.endswith(LORA_B) else nn.init.kaiming_uniform_(values, a=math.sqrt(5))
 
 
 def has_lora(model: nn.Module) -> bool:
@@ -220,6 +220,41 @@ class MergedWeights:
         }
 
 
+class AdapterWeights:
+    """A weight source over a model with adapters, as it is trained: its weights, A and B beside them, and their scale.
+
+    The tensors are not copied: they are valid until the next step.
+
+    Args:
+        model: a model with adapters.
+
+    Raises:
+        UsageError: a model without adapters.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._plain = ModuleWeights(model)
+        self._scale = torch.tensor(_scale_of(model), dtype=torch.float32)
+        self.frozen = frozenset(name for name, part in model.named_parameters() if not part.requires_grad)
+        """Names of the tensors that no step changes."""
+
+    def metadata(self) -> Mapping[str, TensorSpec]:
+        """Names, shapes and dtypes."""
+        return {**self._plain.metadata(), LORA_SCALE: TensorSpec((), "float32")}
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._plain
+        yield LORA_SCALE, self._scale
+
+
+def _scale_of(model: nn.Module) -> float:
+    """Return alpha / rank. `UsageError` for a model without adapters."""
+    layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    if not layers:
+        raise UsageError(f"{type(model).__name__} has no adapters; call add_lora first")
+    return layers[0].lora_scale
+
+
 def save_adapter(model: nn.Module, directory: str | Path, *, base: str) -> None:
     """Write the adapters in the format of the library peft, for engines and tools that read it.
 
@@ -233,8 +268,6 @@ def save_adapter(model: nn.Module, directory: str | Path, *, base: str) -> None:
     Raises:
         UsageError: a model without adapters.
     """
-    from safetensors.torch import save_file
-
     config = peft_config(model, base)
     tensors = {
         peft_name(name): whole(part.detach()).contiguous()
@@ -243,7 +276,7 @@ def save_adapter(model: nn.Module, directory: str | Path, *, base: str) -> None:
     }
     place = Path(directory)
     place.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, place / "adapter_model.safetensors")
+    write_tensors(place / "adapter_model.safetensors", tensors)
     (place / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -272,7 +305,7 @@ def peft_name(name: str) -> str:
     >>> peft_name("model.q_proj.lora_a")
     'base_model.model.model.q_proj.lora_A.weight'
     """
-    for own, theirs in ((_A, "lora_A.weight"), (_B, "lora_B.weight")):
+    for own, theirs in ((LORA_A, "lora_A.weight"), (LORA_B, "lora_B.weight")):
         if name.endswith(f".{own}"):
             name = name.removesuffix(own) + theirs
     return f"base_model.model.{name}"
@@ -295,18 +328,6 @@ def adapted_weights(names: Collection[str]) -> dict[str, tuple[str, str]]:
     }
 
 
-def with_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return ``W + scale B A``, computed in float32.
-
-    Args:
-        weight: W, or rows of it.
-        a: whole.
-        b: as many rows as `weight` has.
-        scale: alpha / rank.
-    """
-    return weight.float() + scale * (b.float() @ a.float())
-
-
 def merge_lora(model: nn.Module) -> None:
     """Add each product to its weight, and turn the layers into plain ones again.
 
@@ -324,12 +345,3 @@ def whole(tensor: Tensor) -> Tensor:
     gather = getattr(tensor, "full_tensor", None)
     gathered: Tensor = gather() if callable(gather) else tensor
     return gathered
-
-
-def is_adapter(name: str) -> bool:
-    """Return whether a parameter of this name is a part of an adapter.
-
-    Args:
-        name: in the module.
-    """
-    return name.endswith((f".{_A}", f".{_B}"))

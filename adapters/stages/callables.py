@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from concurrent.futures import as_completed
+from contextlib import AbstractContextManager, closing, nullcontext
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from transferqueue.adapters.engines.background_loop import BackgroundLoop
 from transferqueue.adapters.protocols import GENERATE_S, PartialResult
 from transferqueue.adapters.stages.reward_functions import RewardCall, RewardFailed, RewardFunction, described_row
 from transferqueue.errors import DeadlineExceeded, UsageError
 
 if TYPE_CHECKING:
     import transferqueue as tq
+    from transferqueue.adapters.stages.recording_proxy import Recording, RecordingProxy
 
 _GIVEN: Final = ("prompts", "completions")
 _COMPLETION_IDS: Final = "response_ids"
@@ -126,31 +129,6 @@ def _also(call: RewardCall, columns: Sequence[str]) -> tuple[str, ...]:
 # ---------------------------------------------------------------- agents
 
 
-class AgentRecording(Protocol):
-    """Recorded model calls of one agent, as `RecordingProxy.session` yields them."""
-
-    @property
-    def base_url(self) -> str:
-        """Endpoint for the agent."""
-
-    def columns(self) -> Mapping[str, Any]:
-        """The calls as columns of one row."""
-
-    def facts(self) -> Mapping[str, Any]:
-        """Policy versions and token count of that row."""
-
-
-class AgentRecorder(Protocol):
-    """Gives each agent its own endpoint and records its calls (`recording_proxy.RecordingProxy`)."""
-
-    @property
-    def gives(self) -> Sequence[str]:
-        """Names of the columns of a recording."""
-
-    def session(self) -> AbstractContextManager[AgentRecording]:
-        """Start a recording; its endpoint answers until the block ends."""
-
-
 class Agents:
     """A stage of agents: ``async run(data, base_url=…)``, once for each row.
 
@@ -179,7 +157,7 @@ class Agents:
         needs: Sequence[str],
         gives: Sequence[str] = ("rewards",),
         base_url: str | None = None,
-        recorder: AgentRecorder | None = None,
+        recorder: RecordingProxy | None = None,
         concurrency_max: int = 64,
         timeout_s: float = GENERATE_S,
         **arguments: Any,
@@ -205,7 +183,7 @@ class Agents:
         return (*self._gives, *(() if self._recorder is None else self._recorder.gives))
 
     def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:
-        """Yield each row when its agent is finished. All agents are suspended while the caller acks a part.
+        """Yield each row when its agent is finished. The others go on while the caller acks it.
 
         Args:
             batch: a leased batch with the fields of `needs`.
@@ -216,25 +194,17 @@ class Agents:
         """
         columns = [batch[name].list() for name in self._needs]
         rows = [dict(zip(self._needs, values, strict=True)) for values in zip(*columns, strict=True)]
-        with asyncio.Runner() as runner:
-            running = runner.run(self._start(rows))
-            try:
-                while running:
-                    done, running = runner.run(_some(running))
-                    for task in done:
-                        yield task.result()
-            finally:
-                runner.run(_cancelled(running))
-
-    async def _start(self, rows: Sequence[Mapping[str, Any]]) -> set[asyncio.Task[PartialResult]]:
         room = asyncio.Semaphore(self._concurrency_max)
-        return {asyncio.create_task(self._one(at, row, room)) for at, row in enumerate(rows)}
+        with closing(BackgroundLoop("agents")) as loop:  # which cancels those that are left
+            running = [loop.submit(self._one(at, row, room)) for at, row in enumerate(rows)]
+            for ended in as_completed(running):
+                yield ended.result()
 
-    async def _one(self, at: int, row: Mapping[str, Any], room: asyncio.Semaphore) -> PartialResult:
+    async def _one(self, at: int, row: dict[str, Any], room: asyncio.Semaphore) -> PartialResult:
         async with room:
             with self._recording() as recording:
                 base_url = self._base_url if recording is None else recording.base_url
-                returned = await self._bounded(at, self._run(dict(row), base_url=base_url, **self._arguments))
+                returned = await self._bounded(at, self._run(row, base_url=base_url, **self._arguments))
         results = self._columns(returned)
         columns = {**results, **({} if recording is None else recording.columns())}
         return PartialResult(
@@ -243,7 +213,7 @@ class Agents:
             facts={} if recording is None else recording.facts(),
         )
 
-    def _recording(self) -> AbstractContextManager[AgentRecording | None]:
+    def _recording(self) -> AbstractContextManager[Recording | None]:
         return nullcontext() if self._recorder is None else self._recorder.session()
 
     async def _bounded(self, at: int, running: Awaitable[Any]) -> Any:
@@ -263,15 +233,3 @@ class Agents:
         if set(results) != set(self._gives):
             raise UsageError(f"the agent returned {sorted(results)}; it gives {sorted(self._gives)}")
         return results
-
-
-async def _some(
-    running: set[asyncio.Task[PartialResult]],
-) -> tuple[set[asyncio.Task[PartialResult]], set[asyncio.Task[PartialResult]]]:
-    return await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-
-
-async def _cancelled(running: set[asyncio.Task[PartialResult]]) -> None:
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)

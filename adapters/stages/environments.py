@@ -59,7 +59,7 @@ class Environment(Protocol):
 @dataclass
 class Episode:
     """An episode: its tokens, the reward of each turn, and why it ended: `STOP` (the environment ended it) or `LENGTH`
-    (a limit cut it)."""
+    (a limit cut it, or the last turn)."""
 
     trajectory: Trajectory = field(default_factory=Trajectory)
     rewards: list[float] = field(default_factory=list)
@@ -139,7 +139,8 @@ class EpisodePlayer:
         observation, reward, ended, cut, _ = environment.step(self._decode(completion.ids))
         episode.rewards.append(float(reward))
         if ended or cut or episode.turns == self._turns_max:
-            episode.finish_reason = STOP if ended else LENGTH
+            whole = completion.finish_reason != LENGTH
+            episode.finish_reason = STOP if ended and whole else LENGTH
             return
         ids = self._encode(observation, episode.turns, completion.ids)
         if limit is not None and len(episode.trajectory.ids) + len(ids) >= limit:

@@ -10,11 +10,9 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from aiohttp import web
@@ -23,11 +21,18 @@ from transferqueue.adapters.engines.background_loop import BackgroundLoop
 from transferqueue.adapters.engines.http_engine import Endpoint, events
 from transferqueue.adapters.engines.openai import SampledTokens
 from transferqueue.adapters.protocols import Unsupported
+from transferqueue.adapters.stages.agent_endpoint import (
+    STREAM_END,
+    error_body,
+    event,
+    event_stream,
+    listen,
+    refusal,
+    request_body,
+)
 from transferqueue.adapters.stages.trajectory import FIELDS, Trajectory
 from transferqueue.errors import PeerError, TransferQueueError, UsageError
 
-REQUEST_BYTES_MAX: Final = 64 << 20
-"""Maximum size of an agent's request; images in a conversation count."""
 _START_S: Final = 30.0
 _ASKED: Final[Mapping[str, Mapping[str, Any]]] = {
     "chat/completions": {"logprobs": True, "return_token_ids": True},
@@ -36,36 +41,33 @@ _ASKED: Final[Mapping[str, Mapping[str, Any]]] = {
 """Paths that are recorded, with the fields added to their requests. Other paths are forwarded unchanged."""
 
 
-@dataclass(frozen=True)
-class ModelCall:
-    """One answer of the model: the tokens that it read and drew, and the versions of its weights at start and end."""
-
-    prompt_ids: Sequence[int]
-    ids: Sequence[int]
-    logprobs: Sequence[float]
-    finish_reason: str
-    versions: tuple[int, int]
-
-
 class Recording:
-    """The answers that one agent got, in order."""
+    """The answers that one agent got, as sequences. `calls` counts them."""
 
     def __init__(self, base_url: str) -> None:
         self.base_url = base_url
-        self.calls: list[ModelCall] = []
+        self.calls = 0
         self.refusals: list[TransferQueueError] = []
+        self._trajectories: list[Trajectory] = []
+
+    def add(self, prompt_ids: Sequence[int], drawn: SampledTokens, versions: tuple[int, int]) -> None:
+        """Append an answer to the longest sequence that its prompt begins with, or to a new one. versions: of the
+        weights at its start and at its end."""
+        self.calls += 1
+        begun = [each for each in self._trajectories if list(prompt_ids[: len(each.ids)]) == each.ids]
+        if not begun:
+            begun = [Trajectory()]
+            self._trajectories += begun
+        trajectory = max(begun, key=lambda each: len(each.ids))
+        trajectory.add_input(prompt_ids[len(trajectory.ids) :])
+        trajectory.add_output(drawn.ids, drawn.logprobs, versions)
 
     def trajectories(self) -> list[Trajectory]:
         """The calls as sequences; one, if each call continued the one before. Raises `Unsupported` if the endpoint gave
         no token ids."""
         if self.refusals:
             raise self.refusals[0]
-        trajectories: list[Trajectory] = []
-        for call in self.calls:
-            trajectory = _goes_on_with(trajectories, call.prompt_ids)
-            trajectory.add_input(call.prompt_ids[len(trajectory.ids) :])
-            trajectory.add_output(call.ids, call.logprobs, call.versions)
-        return trajectories
+        return self._trajectories
 
     def columns(self) -> Mapping[str, Any]:
         """The calls as columns of one row (`trajectory.FIELDS`). Raises `UsageError` unless they form one sequence."""
@@ -79,25 +81,14 @@ class Recording:
         trajectories = self.trajectories()
         if len(trajectories) != 1:
             raise UsageError(
-                f"the agent's {len(self.calls)} calls of the model are {len(trajectories)} sequences; a row holds one: "
+                f"the agent's {self.calls} calls of the model are {len(trajectories)} sequences; a row holds one: "
                 "let each call go on with the one before, or put the trajectories as rows of a table of their own"
             )
         return trajectories[0]
 
 
-def _goes_on_with(trajectories: list[Trajectory], prompt_ids: Sequence[int]) -> Trajectory:
-    """Return the longest sequence that the prompt begins with; a new one if there is none."""
-    candidates = [
-        trajectory for trajectory in trajectories if list(prompt_ids[: len(trajectory.ids)]) == trajectory.ids
-    ]
-    if not candidates:
-        trajectories.append(Trajectory())
-        return trajectories[-1]
-    return max(candidates, key=lambda trajectory: len(trajectory.ids))
-
-
 class RecordingProxy:
-    """The proxy (`callables.AgentRecorder`): listens on this machine from its creation until `close`.
+    """The proxy, for the recorder of `callables.Agents`: listens on this machine from its creation until `close`.
 
     Args:
         upstream: base URL of the endpoint, with its ``/v1``.
@@ -125,11 +116,11 @@ class RecordingProxy:
         self._recordings: dict[str, Recording] = {}
         self._beside = BackgroundLoop("recorder")
         try:
-            self._runner, port = self._beside.wait(self._serve(host), _START_S, "the recorder did not start")
+            listening = listen("/{token}/v1/{path:.+}", self._answer, host)
+            self._runner, self.url = self._beside.wait(listening, _START_S, "the recorder did not start")
         except BaseException:
             self._beside.close()
             raise
-        self.url = f"http://{host}:{port}"
 
     @contextmanager
     def session(self) -> Iterator[Recording]:
@@ -156,14 +147,6 @@ class RecordingProxy:
 
     # ------------------------------------------------------------ on the loop
 
-    async def _serve(self, host: str) -> tuple[web.AppRunner, int]:
-        application = web.Application(client_max_size=REQUEST_BYTES_MAX)
-        application.router.add_route("*", "/{token}/v1/{path:.+}", self._answer)
-        runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, host, 0).start()
-        return runner, runner.addresses[0][1]
-
     async def _stop(self) -> None:
         await self._runner.cleanup()
         await self._upstream.close()
@@ -171,21 +154,21 @@ class RecordingProxy:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         recording = self._recordings.get(request.match_info["token"])
         if recording is None:
-            return _refusal(404, "this session is over, or never was; take the base URL of a session that is open")
+            return refusal(404, "this session is over, or never was; take the base URL of a session that is open")
         path = request.match_info["path"]
         try:
             if path not in _ASKED or request.method != "POST":
                 return web.json_response(
-                    await self._upstream.ask(request.method, f"/{path}", await _body(request) or None)
+                    await self._upstream.ask(request.method, f"/{path}", await request_body(request) or None)
                 )
             return await self._record(recording, request, path)
         except UsageError as error:
-            return _refusal(400, str(error))
+            return refusal(400, str(error))
         except PeerError as error:
-            return _refusal(502, str(error))
+            return refusal(502, str(error))
 
     async def _record(self, recording: Recording, request: web.Request, path: str) -> web.StreamResponse:
-        body = {**await _body(request), **_ASKED[path]}
+        body = {**await request_body(request), **_ASKED[path]}
         began = self._version()
         answers = _Answers()
         if body.get("stream"):
@@ -200,17 +183,16 @@ class RecordingProxy:
     async def _stream(
         self, request: web.Request, path: str, body: Mapping[str, Any], answers: _Answers
     ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         async with self._upstream.request("POST", f"/{path}", body) as answer:
-            await response.prepare(request)
+            response = await event_stream(request)
             try:
-                async for event in events(answer):
-                    answers.add(event)
-                    await response.write(_event(event))
+                async for chunk in events(answer):
+                    answers.add(chunk)
+                    await response.write(event(chunk))
             except PeerError as error:  # the agent has begun to read: report it in the stream
                 answers.broken = True
-                await response.write(_event(_error(502, str(error))))
-        await response.write(b"data: [DONE]\n\n")
+                await response.write(event(error_body(502, str(error))))
+        await response.write(STREAM_END)
         return response
 
 
@@ -245,31 +227,4 @@ class _Answers:
         if self._refusal is not None:
             recording.refusals.append(self._refusal)
         for _, choice in sorted(self._drawn.items()):
-            recording.calls.append(
-                ModelCall(self._prompt_ids or (), choice.ids, choice.logprobs, choice.finish_reason or "", versions)
-            )
-
-
-async def _body(request: web.Request) -> dict[str, Any]:
-    if not request.can_read_body:
-        return {}
-    try:
-        body = await request.json()
-    except ValueError as error:
-        raise UsageError(f"the body of {request.path} is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise UsageError(f"the body of {request.path} is {type(body).__name__}; give an object")
-    return body
-
-
-def _refusal(status: int, text: str) -> web.Response:
-    return web.json_response(_error(status, text), status=status)
-
-
-def _error(status: int, text: str) -> dict[str, Any]:
-    """An error body as OpenAI's clients expect it."""
-    return {"error": {"message": text, "type": "transferqueue", "code": status}}
-
-
-def _event(content: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content).encode() + b"\n\n"
+            recording.add(self._prompt_ids or (), choice, versions)

@@ -78,6 +78,7 @@ class RewardCall:
         wants: columns that it must get.
         takes: columns that it gets if the rows have them.
         takes_all: it has ``**kwargs``, and gets all columns.
+        parameters: those among `wants` that are keyword-only: rather an argument than a column.
     """
 
     name: str
@@ -86,6 +87,7 @@ class RewardCall:
     wants: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
     takes_all: bool = False
+    parameters: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, function: RewardFunction, *, name: str = "", args: Mapping[str, Any] | None = None) -> RewardCall:
@@ -112,6 +114,7 @@ class RewardCall:
             wants=tuple(p.name for p in columns if p.default is p.empty),
             takes=tuple(p.name for p in columns if p.default is not p.empty),
             takes_all=takes_all,
+            parameters=tuple(p.name for p in columns if p.default is p.empty and p.kind is p.KEYWORD_ONLY),
         )
 
     def columns(self, has: Collection[str], *, offered: Collection[str] | None = None) -> tuple[str, ...]:
@@ -120,15 +123,18 @@ class RewardCall:
         Raises `NotFound` for a column that it must get and that is missing.
         """
         if missing := [name for name in self.wants if name not in has]:
-            close = get_close_matches(missing[0], list(has), n=1)
-            meant = close[0] if close else "COLUMN"
-            raise NotFound(
-                f'reward {self.name} wants "{missing[0]}"; data has {listing(has)}: set data.columns = {{ {missing[0]} '
-                f'= "{meant}" }}'
-            )
+            raise NotFound(self._without(missing[0], has))
         more = (has if offered is None else offered) if self.takes_all else ()
         named = (*self.wants, *(name for name in self.takes if name in has), *more)
         return tuple(name for name in dict.fromkeys(named) if name not in GIVEN)
+
+    def _without(self, column: str, has: Collection[str]) -> str:
+        close = get_close_matches(column, list(has), n=1)
+        argument = f"give the reward args = {{ {column} = VALUE }}, or " if column in self.parameters else ""
+        return (
+            f'reward {self.name} wants "{column}"; data has {listing(has)}: {argument}set data.columns = {{ {column} = '
+            f'"{close[0] if close else "COLUMN"}" }}'
+        )
 
     def __call__(self, columns: Mapping[str, Sequence[Any]], *, rows: int) -> npt.NDArray[np.float64]:
         """Call the function and return a score for each row: float64 ``[rows]``, NaN for None.
@@ -142,12 +148,13 @@ class RewardCall:
             raise
         except (Exception, SystemExit) as error:  # sys.exit() of a library would end the process without a word
             text = f"reward {self.name} raised {type(error).__name__}: {_cut(error)}"
-            raise RewardFailed(text, name=self.name, may_pass=_may_pass(error)) from error
+            raise RewardFailed(text, name=self.name, may_pass=may_pass(error)) from error
         return checked_scores(self.name, scores, rows)
 
 
-def _may_pass(error: BaseException) -> bool:
-    """Whether it is an error of the system, or of a library for HTTP, whose own are named so."""
+def may_pass(error: BaseException) -> bool:
+    """Whether another try may succeed: after an error of the system, or of a library for HTTP, whose own are named
+    so."""
     return isinstance(error, OSError) or any(kind.__name__ in _OF_HTTP for kind in type(error).__mro__)
 
 
@@ -329,4 +336,4 @@ def _file_module(path: Path, named: str) -> ModuleType:
 
 
 def _failed(named: str, error: BaseException) -> UsageError:
-    return UsageError(f"{named}: its module raised {type(error).__name__}: {error}")
+    return UsageError(f"{named}: its module raised {type(error).__name__}: {_cut(error)}")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         rollout_pacing,
         rollout_tasks,
     )
+    from transferqueue.adapters.trainers.trl_async import QueueRolloutWorker
 
 __all__ = [
     "BehaviourRatio",
@@ -28,6 +29,7 @@ __all__ = [
     "QueueDataSource",
     "QueueDataset",
     "QueueLoader",
+    "QueueRolloutWorker",
     "QueueRollouts",
     "TorchLearner",
     "on_device",
@@ -47,6 +49,7 @@ __getattr__ = lazy_names(
         "device": "on_device",
         "packing": "pack",
         "trl": "BehaviourRatio QueueRollouts queued_reward rollout_pacing rollout_tasks",
+        "trl_async": "QueueRolloutWorker",
         "nemo_rl": "QueueDataPlaneClient",
         "slime": "QueueDataSource",
     },

@@ -42,6 +42,8 @@ from transferqueue.errors import DeadlineExceeded, InternalError, NotFound, Usag
 _GROUP_BITS: Final = 52
 """Group ids start at a random number, so that those of an earlier trainer do not come again; they stay exact as
 float64."""
+_HELD_S_MAX: Final = 6 * 3600.0
+"""Longest time that a trainer holds rows, some steps."""
 _log: Final = logging.getLogger("transferqueue.adapters.trl")
 
 REWARDS: Final = "queue_rewards"
@@ -51,7 +53,7 @@ REWARDS: Final = "queue_rewards"
 def rollout_tasks(*others: tq.Task, needs: Iterable[str] = ()) -> list[tq.Task]:
     """Return the tasks of a table for `QueueRollouts`: ``rollout``, the others, and ``train``.
 
-    The last one takes whole groups.
+    The last one takes whole groups, and may hold them for 6 hours.
 
     Args:
         *others: further tasks, such as one that gives ``rewards``.
@@ -61,7 +63,7 @@ def rollout_tasks(*others: tq.Task, needs: Iterable[str] = ()) -> list[tq.Task]:
     return [
         tq.Task("rollout", needs=("prompt_ids",), gives=(*generated, "finish_reason")),
         *others,
-        tq.Task("train", needs=("prompt_ids", *generated, *needs), groups=tq.Complete()),
+        tq.Task("train", needs=("prompt_ids", *generated, *needs), groups=tq.Complete(), time_limit_s=_HELD_S_MAX),
     ]
 
 
@@ -259,7 +261,7 @@ class QueueRollouts(TrainerCallback):  # type: ignore[misc]
 
     def _put(self, prompts: list[Any], trainer: Any, size: int, room: tq.Reservation | None = None) -> _Request:
         groups, first = len(prompts) // size, self._rows
-        ids = [np.asarray(_encoded(trainer.processing_class, prompt), np.int32) for prompt in prompts[::size]]
+        ids = [np.asarray(encoded(trainer.processing_class, prompt), np.int32) for prompt in prompts[::size]]
         rows = self._table.put(
             prompt_ids=tq.Repeat(ids, size),
             group_id=np.repeat(np.arange(groups) + self._groups, size),
@@ -359,7 +361,7 @@ def _requests_left(trainer: Any) -> int:
     return max(0, math.ceil(steps / _steps_of_request(trainer)) - 1)
 
 
-def _encoded(tokenizer: Any, prompt: Any) -> Sequence[int]:
+def encoded(tokenizer: Any, prompt: Any) -> Sequence[int]:
     """Return the token ids of a text, or of messages by the tokenizer's chat template."""
     if isinstance(prompt, str):
         token_ids: Sequence[int] = tokenizer(prompt)["input_ids"]

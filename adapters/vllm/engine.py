@@ -1,73 +1,152 @@
-"""A generator over vLLM's asynchronous engine: streaming, with weights read from a channel of the queue.
+"""A generator over vLLM's engine in this process: streaming, with weights read from a channel of the queue.
 
-The engine's event loop runs in a background thread; every method submits a coroutine and waits for it. An update of
-weights pauses the engine, keeps the running requests, loads the weights (`adapters.vllm.weights`) and resumes; running
-requests continue with their context computed again. vLLM reports which version drew which token.
+A thread steps the engine (`engines.stepped`), so a request, a pause or new weights come in between two steps. An update
+keeps the running requests: the workers load the weights (`adapters.vllm.weight_transfer`), and the requests go on with
+their context computed again, or with the caches that they have (`kv`). vLLM reports which version drew which token.
 
-On a CPU, vLLM's processes get the variables `ON_CPU`. There vLLM (0.32) also dies of a request with a seed whose prompt
-it computes in parts: torch's random numbers have no offset there. So prompts are computed whole by default, and where
-the options say otherwise, no seed is sent.
+On a CPU the engine's core computes in this process too: messages between two processes took as long as the tokens of a
+small model. There vLLM (0.32) dies of a request with a seed whose prompt it computes in parts: torch's random numbers
+have no offset there. So prompts are computed whole by default, and where the options say otherwise, no seed is sent.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from vllm import SamplingParams
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
-from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.system_utils import set_env_var
-from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.llm_engine import LLMEngine
 
 from transferqueue.adapters.engines.completion import completed, context, seed_of, tokens_left
-from transferqueue.adapters.engines.loop_engine import LoopEngine
-from transferqueue.adapters.protocols import (
-    PAUSE_S,
-    Completion,
-    Pause,
-    Prompt,
-    Sampling,
-    WeightSource,
-)
+from transferqueue.adapters.engines.stepped import SteppedGenerator, SteppedRequest
+from transferqueue.adapters.protocols import Caches, Completion, Pause, Prompt, Sampling, WeightSource
 from transferqueue.adapters.vllm import plugin as vllm_plugin
 from transferqueue.adapters.weights import WeightHandoff, check_fits, checkpoint_specs
 from transferqueue.errors import Disconnected
 
-T = TypeVar("T")
-
-_START_S: Final = 300.0
 ON_CPU: Final = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Variables of an engine's processes on a CPU, where they are not set. The engine has ``OMP_NUM_THREADS`` threads on
-any core; vLLM would bind the threads of every engine of the machine to the same cores, and leave one core idle. Its
-worker computes in the engine's process: one process less to start, and no copies between the two."""
+any core; vLLM would bind the threads of every engine of the machine to the same cores, and leave one core idle. Core
+and worker compute in this process: two processes less to start, and no messages between them."""
 ON_CPU_EAGER: Final = {"TORCHDYNAMO_DISABLE": "1"}
 """A further one with ``enforce_eager``: vLLM would still compile functions of its sampler, with a C++ compiler, when
 the first rows come."""
 
 
-class VllmGenerator(LoopEngine):
-    """A generator (`protocols.Generator`) over vLLM's ``AsyncLLM``, in this process.
+class _Row:
+    """A completion that is being generated."""
+
+    __slots__ = ("index", "internal", "name", "owner", "prompt", "sample", "sampling")
+
+    def __init__(self, owner: SteppedRequest, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> None:
+        self.owner, self.index, self.sample, self.prompt, self.sampling = owner, index, sample, prompt, sampling
+        self.name = self.internal = ""
+        """Its ids of vLLM: outside and inside."""
+
+
+class _Batch:
+    """All rows of an engine.
+
+    Args:
+        engine: of vLLM.
+        takes_seeds: whether it can carry out requests with a seed.
+        salt: returns that of the caches of new requests; "": none.
+    """
+
+    def __init__(self, engine: LLMEngine, *, takes_seeds: bool, salt: Callable[[], str]) -> None:
+        self._engine, self._takes_seeds, self._salt = engine, takes_seeds, salt
+        self._rows: dict[str, _Row] = {}
+        self._names = itertools.count()
+        self._failure: BaseException | None = None
+
+    def add(self, rows: Sequence[_Row]) -> None:
+        """See `stepped.SteppedBatch`."""
+        if self._failure is not None:
+            raise Disconnected(f"the engine died: {self._failure}") from self._failure
+        salt = self._salt()
+        salted = {"cache_salt": salt} if salt else {}
+        with _deaths():
+            for row in rows:
+                name = f"tq-{next(self._names)}"
+                request = {"prompt_token_ids": context(row.prompt).tolist(), **salted}
+                row.internal = self._engine.add_request(name, request, self._parameters(row))
+                row.name, self._rows[name] = name, row
+
+    def _parameters(self, row: _Row) -> SamplingParams:
+        sampling = row.sampling
+        return SamplingParams(
+            max_tokens=tokens_left(row.prompt, sampling),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            stop_token_ids=list(sampling.stop_ids),
+            seed=seed_of(sampling, row.index, row.sample, row.prompt) if self._takes_seeds else None,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def cached_tokens(self) -> int:
+        """See `stepped.SteppedBatch`."""
+        found = 0
+        for row in self._rows.values():
+            state = self._engine.output_processor.request_states.get(row.internal)
+            drawn = 0 if state is None else state.detokenizer.num_output_tokens()
+            found += state.prompt_len + drawn - 1 if drawn else 0
+        return found
+
+    def step(self, version: int) -> list[tuple[_Row, Completion]]:
+        """See `stepped.SteppedBatch`. A step that fails is the engine's last."""
+        try:
+            with _deaths():
+                return self._finished(self._engine.step())
+        except BaseException as failure:
+            self._failure = failure
+            raise
+
+    def take(self, request: SteppedRequest) -> list[tuple[_Row, Completion]]:
+        """See `stepped.SteppedBatch`."""
+        names = {row.internal: row for row in request.rows if row.name in self._rows}
+        if not names:
+            return []
+        if self._failure is None:
+            self._engine.engine_core.abort_requests(list(names))
+        ends = [EngineCoreOutput(name, [], finish_reason=FinishReason.ABORT) for name in names]
+        return self._finished(self._engine.output_processor.process_outputs(ends).request_outputs)
+
+    def _finished(self, outputs: Sequence[Any]) -> list[tuple[_Row, Completion]]:
+        ended = [output for output in outputs if output.finished and output.request_id in self._rows]
+        rows = [self._rows.pop(output.request_id) for output in ended]
+        return [
+            (row, _completion(row.index, row.sample, row.prompt, output.outputs[0]))
+            for row, output in zip(rows, ended, strict=True)
+        ]
+
+
+class VllmGenerator(SteppedGenerator):
+    """A generator (`protocols.Generator`) over vLLM's ``LLMEngine``.
 
     Blocks while the engine starts (seconds to minutes). Prompts and completions are token ids; no tokenizer is needed.
-    On a GPU, with the option ``enable_sleep_mode``, it can `sleep`.
+    On a GPU the engine's core is a process of its own, and with the option ``enable_sleep_mode`` it can `sleep`.
 
     Args:
         model: a directory or name that vLLM loads.
         version: of the weights that it loads at start; default 0.
-        **engine: further arguments of ``AsyncEngineArgs``.
-
-    Raises:
-        DeadlineExceeded: the engine did not start within 300 s.
+        **engine: further arguments of ``EngineArgs``.
     """
+
+    reads_channel: Final = True
+    """Its workers read weights of a channel themselves (`adapters.weights.WeightUpdater`)."""
 
     def __init__(self, model: str, *, version: int = 0, **engine: Any) -> None:
         vllm_plugin.register()
@@ -76,51 +155,31 @@ class VllmGenerator(LoopEngine):
             "skip_tokenizer_init": True,
             "logprobs_mode": "processed_logprobs",
             "weight_transfer_config": {"backend": vllm_plugin.BACKEND},
+            "disable_log_stats": True,
             **engine,
         }
         if current_platform.is_cpu() and "max_num_batched_tokens" not in engine:
             arguments.setdefault("enable_chunked_prefill", False)
-        super().__init__("vllm", version)
-        self._control = asyncio.Lock()
-        self._ids = itertools.count()
+        super().__init__("vLLM engine", version)
         self._wanted = checkpoint_specs(Path(model))
         self._channel: tuple[str, str] | None = None
         self._relay = WeightHandoff()
-        self._paused = False
-        self._takes_seeds = True
         self._sleeps = bool(engine.get("enable_sleep_mode")) and not current_platform.is_cpu()
-        try:
-            self._engine, self._context_max = self._wait(self._start(arguments), _START_S, "the engine did not start")
-        except BaseException:
-            self._beside.close()
-            raise
-
-    async def _start(self, arguments: Mapping[str, Any]) -> tuple[AsyncLLM, int]:
         with _variables(arguments):
-            engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-        await engine.update_weight_version(str(self._version))
-        in_parts = engine.vllm_config.scheduler_config.enable_chunked_prefill
-        self._takes_seeds = not (current_platform.is_cpu() and in_parts)
-        return engine, engine.model_config.max_model_len
-
-    async def _complete(self, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> Completion:
-        """Generate one completion; vLLM batches concurrent ones, and aborts one whose task is cancelled."""
-        parameters = SamplingParams(
-            max_tokens=tokens_left(prompt, sampling),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            stop_token_ids=list(sampling.stop_ids),
-            seed=seed_of(sampling, index, sample, prompt) if self._takes_seeds else None,
-            logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self._engine.engine_core.set_weight_version(str(version))
+        config = self._engine.vllm_config
+        in_parts = config.scheduler_config.enable_chunked_prefill
+        self._context_max = config.model_config.max_model_len
+        self._rows = _Batch(
+            self._engine, takes_seeds=not (current_platform.is_cpu() and in_parts), salt=lambda: salt_of(self)
         )
-        request = {"prompt_token_ids": context(prompt).tolist()}
-        with _deaths():
-            async for output in self._engine.generate(request, parameters, f"tq-{next(self._ids)}"):
-                if output.finished:
-                    return _completion(index, sample, prompt, output.outputs[0])
-        raise Disconnected("the engine ended a request without its last output")
+
+    def _row(self, request: SteppedRequest, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> _Row:
+        return _Row(request, index, sample, prompt, sampling)
+
+    def _batch(self, request: SteppedRequest) -> _Batch:
+        return self._rows
 
     # ------------------------------------------------------------ control
 
@@ -132,72 +191,65 @@ class VllmGenerator(LoopEngine):
             DeadlineExceeded: it took longer than 60 s.
         """
         if self._sleeps:
-            self._wait(self._engine.sleep(level=1, mode="keep"), PAUSE_S, "the engine did not fall asleep")
+            self.pause(Pause.KEEP)
+            self._core("sleep", 1, "keep")
 
     def wake(self) -> None:
-        """Bring weights and cache back to the device.
-
-        Raises:
-            DeadlineExceeded: it took longer than 60 s.
-        """
+        """Bring weights and cache back to the device."""
         if self._sleeps:
-            self._wait(self._engine.wake_up(), PAUSE_S, "the engine did not wake")
+            self._core("wake_up", None)
+            self.resume()
 
-    async def _pause(self, mode: Pause) -> None:
-        async with self._control:
-            await self._engine.pause_generation(mode=mode.value, clear_cache=True)
-            self._paused = True
+    def _still(self, mode: Pause) -> None:
+        self._core("pause_scheduler", "keep", False)
 
-    async def _resume(self) -> None:
-        async with self._control:
-            await self._engine.resume_generation()
-            self._paused = False
+    def _going(self) -> None:
+        self._core("resume_scheduler")
 
-    def update_weights(self, source: WeightSource, version: int, *, timeout_s: float = PAUSE_S) -> None:
-        """Load new weights between two tokens (`protocols.Generator.update_weights`).
+    def _core(self, call: str, *arguments: Any) -> Any:
+        """Call the engine's core, in this process or in its own."""
+        client = self._engine.engine_core
+        with _deaths():
+            if isinstance(client, InprocClient):
+                return getattr(client.engine_core, call)(*arguments)
+            return client.call_utility(call, *arguments)
 
-        The workers read weights of a channel (`weights.ChannelWeights`) directly; other weights are published once to
-        a queue that this adapter embeds.
-        """
+    def _check(self, source: WeightSource) -> None:
         check_fits(source, self._wanted)
-        place, version_there = self._relay.place(source)
-        self._wait(
-            self._update(place, version_there, version, timeout_s),
-            timeout_s,
-            f"weights of version {version} were not loaded",
-        )
-        self._version = version
 
-    async def _update(self, place: tuple[str, str], version_there: int, version: int, timeout_s: float) -> None:
-        async with self._control:
+    def _load(self, source: WeightSource, version: int, timeout_s: float) -> None:
+        """The workers read weights of a channel (`weights.ChannelWeights`) directly; other weights are published once
+        to a queue that this adapter embeds."""
+        place, version_there = self._relay.place(source)
+        with _deaths():
             if place != self._channel:
                 address, channel = place
-                await self._engine.init_weight_transfer_engine(
-                    WeightTransferInitRequest({"address": address, "channel": channel})
-                )
+                self._workers("init_weight_transfer_engine", init_info={"address": address, "channel": channel})
                 self._channel = place
-            if not self._paused:
-                await self._engine.pause_generation(mode="keep", clear_cache=True)
+            self._core("pause_scheduler", "keep", self.kv is Caches.RECOMPUTE)
             try:
-                await self._engine.start_weight_update()
-                await self._engine.update_weights(
-                    WeightTransferUpdateRequest({"version": version_there, "timeout_s": timeout_s})
-                )
-                await self._engine.finish_weight_update(str(version))
+                self._workers("start_weight_update")
+                self._workers("update_weights", update_info={"version": version_there, "timeout_s": timeout_s})
+                self._workers("finish_weight_update")
+                self._engine.engine_core.set_weight_version(str(version))
             finally:
-                if not self._paused:
-                    await self._engine.resume_generation()
+                if self._paused is None:
+                    self._going()
+
+    def _workers(self, call: str, **arguments: Any) -> None:
+        self._engine.collective_rpc(call, kwargs=arguments)
 
     def close(self) -> None:
-        """Stop the engine and its processes."""
-        if not self._beside.closed:
-            self._engine.shutdown()
-            self._beside.close()
+        """Abort the running requests, and stop the engine and its processes."""
+        if not self._closed:
+            super().close()
+            self._engine.engine_core.shutdown()
             self._relay.close()
 
-    def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
-        with _deaths():
-            return self._beside.wait(coroutine, timeout_s, what)
+
+def salt_of(engine: Any) -> str:
+    """Return the salt of an engine's new requests: its version, if they are to share no cache of older ones."""
+    return f"version {engine.version}" if engine.kv is Caches.SALT else ""
 
 
 @contextmanager

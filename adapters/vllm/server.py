@@ -25,6 +25,7 @@ from transferqueue.adapters.engines.completion import completed, context, seed_o
 from transferqueue.adapters.engines.http_engine import CONNECTIONS_MAX, ServerEngine
 from transferqueue.adapters.protocols import (
     ABORT,
+    Caches,
     Completion,
     Pause,
     Prompt,
@@ -66,6 +67,11 @@ class VllmServer(ServerEngine):
         UsageError: the server lacks the endpoints: start it as the module says.
     """
 
+    kv = Caches.RECOMPUTE
+    """What becomes of the caches of running completions when weights change; set it before the first request."""
+    reads_channel: Final = True
+    """The server's workers read weights of a channel themselves (`adapters.weights.WeightUpdater`)."""
+
     def __init__(
         self,
         url: str,
@@ -104,7 +110,8 @@ class VllmServer(ServerEngine):
             "logprobs": 0,
             "detokenize": False,
         }
-        body = {"token_ids": context(prompt).tolist(), "sampling_params": parameters}
+        salted = {"cache_salt": f"version {self._version}"} if self.kv is Caches.SALT else {}
+        body = {"token_ids": context(prompt).tolist(), "sampling_params": parameters, **salted}
         answer = await self._answered(body)
         if answer is None:
             return completed(index, sample, prompt, (), (), ABORT, ())
@@ -131,12 +138,17 @@ class VllmServer(ServerEngine):
     async def _pause(self, mode: Pause) -> None:
         async with self._control:
             running = self._asked.copy() if mode is Pause.ABORT else set()
-            await self._endpoint.ask("POST", f"/pause?mode={mode.value}")
+            await self._endpoint.ask("POST", f"/pause?mode={mode.value}{self._clearing()}")
             self._held = True
             if running:
                 _, overtaken = await asyncio.wait(running, timeout=ABORTED_S)
                 for request in overtaken:
                     request.cancel()
+
+    def _clearing(self) -> str:
+        """Whether a pause drops caches: of the server's two ways to drop those of running requests, a pause is the one
+        that waits until none runs."""
+        return f"&clear_cache={'true' if self.kv is Caches.RECOMPUTE else 'false'}"
 
     async def _resume(self) -> None:
         async with self._control:
@@ -159,7 +171,7 @@ class VllmServer(ServerEngine):
                 await ask("POST", "/init_weight_transfer_engine", init)
                 self._channel = place
             if not self._held:
-                await ask("POST", "/pause?mode=keep")
+                await ask("POST", f"/pause?mode=keep{self._clearing()}")
             try:
                 await ask("POST", "/start_weight_update")
                 await ask(

@@ -4,14 +4,22 @@ Each worker of the engine opens its own session with the queue and reads a versi
 number travels through vLLM (`adapters.vllm.plugin` registers the back end). Loading uses vLLM's layer-wise reload,
 since some devices re-pack linear weights, which may then not be written in place.
 
+The worker holds the version that it loaded last, in its own memory: of the next one it fetches differences. It loads
+all tensors of every layer of the checkpoint that has a changed tensor, since vLLM reloads a layer whole or not at all:
+of one whose weights are joined (queries, keys and values; gates and up projections) no part may be missing. A quantised
+model is loaded whole.
+
 A worker of several (tensor or pipeline parallel) pulls the part of each tensor that its layers take, from the second
 version on (`adapters.tensor_parallel.PartsLoader`).
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -24,6 +32,12 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 import transferqueue as tq
 from transferqueue.adapters.tensor_parallel import PartsLoader
+from transferqueue.adapters.weights import ChannelWeights, in_layers_of
+
+_log: Final = logging.getLogger("transferqueue.adapters.vllm")
+_reload_log: Final = logging.getLogger(initialize_layerwise_reload.__module__)
+_UNLOADED: Final = "%s: Failed to load weights"
+"""vLLM's warning of each layer that a reload left as it was."""
 
 
 @dataclass
@@ -50,21 +64,27 @@ class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        self._address = ""
         self._queue: tq.Queue | None = None
         self._channel: tq.WeightChannel | None = None
         self._parts: PartsLoader | None = None
+        self._held: tq.Weights | None = None
+        self._is_whole = self.model_config.quantization is not None
+        self._reloading = False
+        if self._is_whole:
+            _log.info("vLLM's weights are quantised (%s): each version is loaded whole", self.model_config.quantization)
 
     def init_transfer_engine(self, init_info: ChannelAt) -> None:
         """Connect; a further call connects to another queue."""
         self.shutdown()
+        self._address = init_info.address
         self._queue = tq.connect(init_info.address, label="vllm weights")
         self._channel = self._queue.weights(init_info.channel)
         if self.parallel_config.world_size > 1:
-            self._parts = PartsLoader(self._channel)
+            self._parts = PartsLoader(self._channel, layers=not self._is_whole)
 
     def start_weight_update(self) -> None:
-        """Start a reload."""
-        initialize_layerwise_reload(self.model)
+        """Do nothing: a reload begins when the version is here."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load a version. When this returns, the version is on the device."""
@@ -73,26 +93,64 @@ class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: VersionOf) -> None:
-        """Load each tensor, or this worker's part of it, from the channel into the model."""
+        """Load the changed layers, or this worker's part of them, from the channel into the model."""
         if self._channel is None:
             raise RuntimeError("weights arrived before init_weight_transfer_engine named their channel")
         if self._parts is not None:
+            self._begin()
             self._parts.load(self.model.load_weights, version=update_info.version, timeout_s=update_info.timeout_s)
             return
-        with self._channel.pull(version=update_info.version, timeout_s=update_info.timeout_s) as weights:
-            self.model.load_weights(weights.items())  # one tensor at a time is put together of its slices
+        weights = self._channel.pull(version=update_info.version, since=self._held, timeout_s=update_info.timeout_s)
+        before, self._held = self._held, None  # after a load that fails, the next one is whole
+        source = ChannelWeights(self._address, weights)
+        names = in_layers_of(source.metadata() if self._is_whole else source.changed(), source.metadata())
+        if names:
+            self._begin()
+            # One tensor at a time is put together of its slices, or merged with its adapter.
+            self.model.load_weights((name, source.tensor(name)) for name in names)
+        self._held = weights
+        if before is not None:
+            before.release()
+
+    def _begin(self) -> None:
+        initialize_layerwise_reload(self.model)
+        self._reloading = True
 
     def finish_weight_update(self) -> None:
         """End the reload: computation from here on uses the new weights."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        if self._reloading:
+            self._reloading = False
+            with _layers_may_stay():
+                finalize_layerwise_reload(self.model, self.model_config)
+            self._repack_tied()
+        if self._held is not None:
+            self._held.unpin()
+        if self._parts is not None:
+            self._parts.unpin()
+
+    def _repack_tied(self) -> None:
+        """Repack output layers that are tied to the embedding: they get no weights of their own, so the reload passes
+        them over; where they keep a packed copy of them (on CPU), that would stay the old one."""
         for layer in self.model.modules():
             if isinstance(layer, ParallelLMHead) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
-                # An output layer tied to the embedding gets no weights of its own, so the reload passes it over; where
-                # it keeps a packed copy of them (on CPU), that would stay the old one.
                 layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
         """Close the session."""
         if self._queue is not None:
             self._queue.close()
-            self._queue = self._channel = self._parts = None
+            self._queue = self._channel = self._parts = self._held = None
+
+
+@contextmanager
+def _layers_may_stay() -> Iterator[None]:
+    """Leave out vLLM's warnings of layers without new weights."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return record.msg != _UNLOADED
+
+    _reload_log.addFilter(is_other)
+    try:
+        yield
+    finally:
+        _reload_log.removeFilter(is_other)

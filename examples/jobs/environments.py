@@ -3,7 +3,7 @@ game.
 
 A job file names one by its factory::
 
-    reward = [{ environment = "examples/jobs/environments.py:calculator" }]
+    environment = [{ factory = "examples/jobs/environments.py:calculator" }]
 
 An environment is told the text that the model drew in a turn, and answers with a text. Run this file to see an episode
 of each, played by hand.

@@ -12,10 +12,12 @@ import pytest
 import torch
 import transformers
 
+from transferqueue.adapters.builtin.model import BuiltinModel, ModelShape
 from transferqueue.adapters.engines.running_batch import Row, RunningBatch
 from transferqueue.adapters.engines.sampling import RowDraws, draw_by
 from transferqueue.adapters.engines.transformers import TransformersGenerator
-from transferqueue.adapters.protocols import ABORT, Completion, Prompt, Sampling
+from transferqueue.adapters.protocols import ABORT, Caches, Completion, Pause, Prompt, Sampling
+from transferqueue.adapters.weights import ModuleWeights
 from transferqueue.errors import Disconnected, UsageError
 
 SAMPLING = Sampling(tokens_max=20, stop_ids=(1, 2))
@@ -120,6 +122,18 @@ def test_a_row_ends_for_its_own_sampling_in_a_shared_batch(qwen3: Any) -> None:
     assert lengths == {0: 3, 1: 9}
 
 
+def test_a_row_that_has_finished_needs_no_position_beyond_the_last() -> None:
+    """Turns of episodes have contexts of all lengths, up to as many tokens as the model has positions."""
+    batch = RunningBatch(BuiltinModel(ModelShape(max_position_embeddings=32)), rows_max=8)
+    for length, tokens_max in ((30, 2), (8, 24), (8, 24)):
+        prompt = Prompt(ids=np.arange(5, 5 + length, dtype=np.int32))
+        batch.add([Row(None, 0, 0, prompt, Sampling(tokens_max=tokens_max, seed=1))])
+    finished: list[tuple[Row, Completion]] = []
+    while len(batch):
+        finished += batch.step(0)
+    assert [len(completion.ids) for _, completion in finished] == [2, 24, 24]
+
+
 def test_a_closed_generator_ends_its_requests(qwen3: Any) -> None:
     engine = TransformersGenerator(qwen3)
     closer = Thread(target=engine.close)
@@ -161,3 +175,58 @@ def test_inversion_draws_each_token_as_often_as_its_probability_says() -> None:
     shares = torch.bincount(tokens_B, minlength=4) / 20_000
     torch.testing.assert_close(shares, logits_BV[0].softmax(-1), atol=1e-4, rtol=0)
     torch.testing.assert_close(logprobs_B, logits_BV[0].log_softmax(-1)[tokens_B])
+
+
+@torch.no_grad()
+def test_a_kept_cache_is_that_of_the_weights_that_read_each_token() -> None:
+    """A row that goes on under other weights, against the model called token by token with a cache of its own."""
+    subject, other = model(), model()
+    for parameter in other.parameters():
+        parameter.data.mul_(1.25)
+    before, after = (copy_of(each.state_dict()) for each in (subject, other))
+    batch = RunningBatch(subject, rows_max=4, kv=lambda: Caches.KEEP)
+    row = Row(object(), 0, 0, seeded([1])[0], Sampling(tokens_max=9))
+    batch.add([row])
+    for _ in range(4):
+        batch.step(0)
+    assert batch.cached_tokens() == len(PROMPTS[1]) + 3
+    subject.load_state_dict(after)
+    while len(batch):
+        batch.step(1)
+    assert row.spans == [(0, 4), (1, 5)]
+
+    subject.load_state_dict(before)
+    ids, cache, wanted = [*PROMPTS[1].tolist(), *row.ids], None, []
+    for at in range(len(PROMPTS[1]) - 1, len(ids) - 1):
+        if at == len(PROMPTS[1]) + 3:
+            subject.load_state_dict(after)
+        new = torch.tensor([ids[: at + 1] if cache is None else ids[at : at + 1]])
+        output = subject(input_ids=new, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        wanted.append(float(output.logits[0, -1].log_softmax(-1)[ids[at + 1]]))
+    np.testing.assert_allclose(row.logprobs, wanted, atol=1e-4)
+
+
+def copy_of(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def test_tokens_that_are_read_again_are_counted_once(qwen3: Any) -> None:
+    """Of two updates between two tokens, rows are read again once."""
+    engine = TransformersGenerator(qwen3, version=0)
+    with closing(engine.generate(seeded([0, 1]), Sampling(tokens_max=40), timeout_s=60)) as completions:
+        drawing = Thread(target=list, args=(completions,))
+        drawing.start()
+        engine.pause(Pause.KEEP)
+        while not (cached := sum(batch.cached_tokens() for batch in engine._batches())):
+            engine.resume()
+            engine.pause(Pause.KEEP)
+        weights = ModuleWeights(qwen3)
+        engine.update_weights(weights, 1)
+        engine.update_weights(weights, 2)
+        assert engine.prefilled_again == cached
+        engine.resume()
+        drawing.join(60)
+    engine.kv = Caches.KEEP
+    engine.update_weights(weights, 3)
+    assert engine.prefilled_again == cached

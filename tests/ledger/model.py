@@ -567,8 +567,6 @@ class Model:
         commit: int, step: int = -1,
     ) -> int:  # fmt: skip
         lease, named, held = self._named(session, number, rows)
-        if named and not held:
-            raise Refused("LeaseExpired")
         if drop and (fields or version is not None):
             raise Refused("UsageError")
         if any(fields & set(self.rows[row].fields) for row in held):
@@ -589,7 +587,7 @@ class Model:
                 self.rows[row].state[lease.task], self.rows[row].step[lease.task] = "stepped", step
         else:
             self.finish(lease.task, held)
-        if not lease.open or not lease.held:
+        if not lease.open:
             self.end(lease)
         self.judge_stale([row for row in held if row in self.rows and self.rows[row].fate == "live"])
         self.conclude()
@@ -696,8 +694,6 @@ class Model:
     ) -> int:  # fmt: skip
         lease, named, held = self._named(session, number, rows)
         progress = bool(fields) or version is not None
-        if progress and named and not held:
-            raise Refused("LeaseExpired")
         if progress:
             self.write(held, fields, version, commit)
         lease.held -= set(named)
@@ -705,7 +701,7 @@ class Model:
         if failed:
             self.lease_failed(lease, held)
         self.give_back(lease.task, held, failed=failed)
-        if not lease.open or not lease.held:
+        if not lease.open:
             self.end(lease)
         if progress:
             self.judge_stale(held)
@@ -768,7 +764,7 @@ class Model:
         self.leave(rows, "dropped", kept=reason == "attempts")
 
     def _lose(self, name: str, task: Task, row: Row) -> None:
-        self._unlease(name, row)
+        self._take(name, row)
         before, row.state[name] = row.state[name], "gone"
         if task.groups is None or before not in ("pending", "held", "retrying", "ready", "leased", "stepped"):
             return
@@ -778,11 +774,17 @@ class Model:
         self.changed[name][row.unit] = None
 
     def _unlease(self, name: str, row: Row) -> None:
-        for lease in list(self.leases.values()):
+        """Others may lease the row: the lease ends with its last one."""
+        lease = self._take(name, row)
+        if lease is not None and not lease.held:
+            self.end(lease)
+
+    def _take(self, name: str, row: Row) -> Lease | None:
+        for lease in self.leases.values():
             if lease.task == name and row.id in lease.held:
                 lease.held.discard(row.id)
-                if not lease.held:
-                    self.end(lease)
+                return lease
+        return None
 
     def _unqueue(self, name: str, unit: Unit) -> None:
         if unit.state != "queued":

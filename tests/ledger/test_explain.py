@@ -7,6 +7,7 @@ from transferqueue.ledger.rules.explain import LEASES_SAMPLED
 from transferqueue.policies import Task
 from transferqueue.schema import Field
 from transferqueue.wire import messages as m
+from transferqueue.wire.answers.doctor import DoctorAnswer
 
 
 def test_leases_beyond_those_looked_at_are_counted() -> None:
@@ -32,6 +33,22 @@ def test_rows_that_were_dropped_are_told_to_who_waits_for_some() -> None:
     text = world.ledger.explain(m.LeaseRequest("t", "train", rows=1), world.now)
     dropped = "nothing to do: no unfinished rows; 7 were dropped: stale 3, worse 2, bad 1"
     assert text.endswith(f"{dropped}; the table is still open")
+
+
+def test_the_doctor_says_which_share_of_the_ended_rows_was_dropped_by_reason() -> None:
+    world = World()
+    client = world.client()
+    client.create(tasks=[Task("train", ["x"])], fields=[Field("x", "float64")])
+    client.put(8, inline={"x": [0.0] * 8})
+    assert about_the_table(world) == []
+    client.drop([0], "environment_timeout")
+    client.ack(client.lease("train", 4))
+    assert about_the_table(world) == ["of 5 ended rows, some were dropped: environment_timeout 20.0%"]
+
+
+def about_the_table(world: World) -> list[str]:
+    answer: DoctorAnswer = world.ledger.observe(m.Observe("doctor"), world.now)
+    return [each.text for each in answer.tables["t"] if not each.task]
 
 
 def test_a_field_that_no_task_gives_is_said_to_come_from_outside() -> None:

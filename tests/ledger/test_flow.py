@@ -8,7 +8,7 @@ import pytest
 
 from tests.ledger.driver import Driver, World
 from transferqueue.errors import DeadlineExceeded, EndOfTable, Full, LeaseExpired, NotFound, Sealed
-from transferqueue.ledger import Blocked, LeaseEnded
+from transferqueue.ledger import Blocked
 from transferqueue.limits import Limits
 from transferqueue.policies import (
     Acked,
@@ -94,14 +94,19 @@ def test_a_result_of_a_row_dropped_meanwhile_is_left_out() -> None:
     assert world.audit().balanced
 
 
-def test_an_ack_of_nothing_but_dropped_rows_is_refused() -> None:
+def test_an_ack_of_nothing_but_dropped_rows_ends_none() -> None:
     world, client = paced()
     client.put(2, inline={"r": 0.0}, policy_version=0)
     batch = client.lease("grade", 2)
     client.advance(5)
-    assert world.ended == [LeaseEnded(1, batch.lease, "its rows were dropped (stale)")]
-    with pytest.raises(LeaseExpired, match=r"its rows were dropped \(stale\)"):
+    assert client.renew(batch)
+    assert client.ack(batch, [batch.rows[1]], columns=client.columns(1, ["long"], {"score": 1.0})).rows == 0
+    assert client.ack(batch, drop="bad").rows == 0
+    with pytest.raises(LeaseExpired, match="it was acked"):
         client.ack(batch)
+    assert world.table().rows_dropped == {"stale": 2}
+    assert not world.taken  # nor does the result of the dropped row stay
+    assert world.audit().balanced
 
 
 def test_kept_rows_stay_readable_until_deleted() -> None:

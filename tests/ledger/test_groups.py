@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.ledger.driver import Driver, World
-from transferqueue.errors import DeadlineExceeded, EndOfTable
+from transferqueue.errors import DeadlineExceeded, EndOfTable, LeaseExpired
 from transferqueue.limits import Limits
 from transferqueue.policies import Complete, DeliverPartial, DropGroup, KeepStale, Pacing, Refill, Requeue, Retry, Task
 from transferqueue.wire import messages as m
@@ -57,6 +57,37 @@ def test_rows_are_filled_with_groups_that_fit() -> None:
 
 
 # ---------------------------------------------------------------- incomplete groups
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_row_dropped_with_its_group_ends_no_lease_of_other_rows(whole: bool) -> None:
+    """The holder drops a member, and the rest of its group ends with it. It goes on with the rows that it has."""
+    world, client = table(Complete(incomplete=DropGroup()))
+    rows = group(client, 3, 3) + ([] if whole else group(client, 1, 1, number=2))
+    lease = client.lease("grade", len(rows))
+    assert client.ack(lease, rows[:1], drop="timeout").rows == 1
+    assert client.ack(lease, rows[1:2], columns=client.columns(1, inline={"score": 1.0})).rows == 0
+    assert client.release(lease, rows[2:3], failed=True).rows == 0
+    if not whole:
+        assert client.renew(lease)
+        assert client.ack(lease, columns=client.columns(1, inline={"score": 1.0})).rows == 1
+    with pytest.raises(LeaseExpired, match=r"it was (acked|released)"):
+        client.ack(lease)
+    assert not world.ended
+    assert world.table().rows_dropped == {"timeout": 1, "group_incomplete": 2}
+    assert world.audit().balanced
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_replicas_end_a_batch_whose_rows_were_all_dropped(columns: bool) -> None:
+    world, client = table(Complete())
+    rows = client.put(2)
+    first, second = (client.lease("grade", 2, replica=replica, replicas=2) for replica in range(2))
+    client.ack(first, columns=client.columns(2, ["long"], {"score": 1.0}) if columns else None)
+    client.drop(rows)
+    assert client.ack(second, columns=client.columns(2, ["long"], {"score": 1.0})).rows == 0
+    assert not world.taken
+    assert world.audit().balanced
 
 
 def test_drop_group_drops_the_rest_at_once_when_a_member_is_dropped() -> None:

@@ -174,7 +174,7 @@ FOLLOWS: Final = {
         "_deadlines",
         "groups",
     },
-    "SharedState": {"plugins", "absence", "deadlines"},
+    "SharedState": {"plugins", "absence", "deadlines", "recorded_block_max"},
     "BlockRegistry": {"parts", "_effects", "_latest"},
     "LeaseState": {"_sorter"},
 }
@@ -253,7 +253,7 @@ def test_an_image_lacks_no_attribute_of_the_state(seed: int) -> None:
 
 TERMS: Final = {"name", "limits", "pacing", "retention", "extra_fields", "sealed", "clock"}
 STORED: Final = {
-    "LedgerState": {*_State.__struct_fields__, "core"},
+    "LedgerState": {*_State.__struct_fields__, "core", "records"},
     "SharedState": {*_State.__struct_fields__, "writing"},
     "TableState": {*_Table.__struct_fields__, *TableCounters.__struct_fields__, *TERMS, "rows", "groups", "history"}
     | {"group_tasks", "keeps_ended"},

@@ -16,7 +16,7 @@ from transferqueue.ledger.persistence.snapshot import LedgerSnapshot
 from transferqueue.ledger.persistence.snapshot_checks import check
 from transferqueue.ledger.table_state import Absence
 from transferqueue.limits import PAGE_BYTES, PAGE_ROWS, Limits
-from transferqueue.policies import Complete, DeliverPartial, LongestFirst, Manual, Pacing, Refill, Retry, Task
+from transferqueue.policies import Complete, DeliverPartial, LongestFirst, Manual, Pacing, Recorded, Refill, Retry, Task
 from transferqueue.schema import Field, align
 from transferqueue.wire import messages as m
 
@@ -80,6 +80,18 @@ def test_rows_keep_ids_facts_values_keys_and_tags(world: World, client: Driver) 
     assert again.put(1) == [PAGE_ROWS + 5]
     assert again.lease("train", 3).rows == [PAGE_ROWS, PAGE_ROWS + 1, PAGE_ROWS + 2]
     assert other.audit().balanced
+
+
+@pytest.mark.timeout(60)
+def test_a_snapshot_of_many_recorded_rows_with_tags_takes_little_time(world: World, client: Driver) -> None:
+    """Tags of rows that wait for their file are left out, by one search for all."""
+    rows, at_once = 1 << 16, 1 << 13
+    client.create(tasks=[Task("train")], retention=Recorded("run"), limits=Limits(rows=rows))
+    for _ in range(rows // at_once):
+        client.put(at_once, tags=[{"source": "math"}] * at_once)
+    client.drop([0])
+    (table,) = world.ledger.take_snapshot(world.now).tables
+    assert sorted(table.tags) == list(range(1, rows))
 
 
 def test_leases_end_as_no_attempt_and_attempts_are_kept(world: World, client: Driver) -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tests.ledger.driver import Driver, World
-from transferqueue.errors import SchemaError, UsageError
+from transferqueue.errors import SchemaError, ShardLost, UsageError
 from transferqueue.ledger.persistence.snapshot_checks import check
 from transferqueue.ledger.reports.statistics import channel_stats
 from transferqueue.limits import COUNT_MAX
@@ -33,9 +33,17 @@ def whole(client: Driver, content: int) -> m.WrittenBlock:
     return msgspec.structs.replace(client.block([W], 1), checksum=content)
 
 
-def delta(client: Driver, version: int, before: int, after: int, of: str = "w", dtype: str = "uint8") -> Any:
+def delta(
+    client: Driver,
+    version: int,
+    before: int,
+    after: int,
+    of: str = "w",
+    dtype: str = "uint8",
+    ends: tuple[int, ...] = (64,),
+) -> Any:
     new = Field(f"w/delta-{version}", dtype, (64,))
-    return new, client.block([new], 1), m.TensorDelta(new.name, of, version, before, after)
+    return new, client.block([new], 1), m.TensorDelta(new.name, of, version, before, after, list(ends))
 
 
 def publish(client: Driver, version: int, blocks: list[m.WrittenBlock], deltas: list[Any], **terms: Any) -> None:
@@ -57,6 +65,8 @@ BAD: dict[str, tuple[list[tuple[int, int, int]], dict[str, Any], str]] = {
     "no whole field": ([(2, 10, 20)], {"of": "v"}, 'differences of field "v"; that is in the version, whole'),
     "of itself": ([(2, 10, 20)], {"of": "w/delta-2"}, "whole, and differences are uint8"),
     "not of bytes": ([(2, 10, 20)], {"dtype": "int32"}, "differences are uint8"),
+    "sections that overlap": ([(2, 10, 20)], {"ends": (40, 40, 64)}, "end at 40, 40, 64, and it has 64 bytes"),
+    "sections beyond it": ([(2, 10, 20)], {"ends": (65,)}, "end at 65, and it has 64 bytes"),
     "gap": ([(2, 10, 20), (3, 21, 30)], {}, r"after versions 2, 3 do not follow each other; publish it whole"),
     "other content": ([(2, 11, 20), (3, 20, 30)], {}, "are of other contents than its bytes in this part"),
 }
@@ -109,3 +119,18 @@ def test_a_reader_that_found_a_wrong_result_is_counted_for_the_publisher(world: 
     assert figures(world).deltas_refused == 2
     client.apply(m.Pull("policy", refused=COUNT_MAX))  # the sum is what a reply can carry
     assert client.apply(m.GetLatestVersion("policy")).refused == COUNT_MAX
+
+
+def test_a_version_whose_whole_field_or_difference_is_lost_is_named_and_the_next_is_whole(
+    world: World, client: Driver
+) -> None:
+    for version, gone in ((1, "w"), (3, f"w/delta-{4}")):
+        publish(client, version, [whole(client, 10)], [])
+        publish(client, version + 1, [], [delta(client, version + 1, 10, 20)], base=version, kept=[places(client)["w"]])
+        world.ledger.blocks_lost([places(client)[gone]], world.now)
+        with pytest.raises(ShardLost, match=f"version {version + 1} .* is gone .*; pull the newest, or wait"):
+            client.apply(m.Pull("policy", version=version + 1))
+        latest = client.apply(m.GetLatestVersion("policy"))
+        assert (latest.version, latest.blocks, bool(latest.lost)) == (version + 1, [], True), "so nothing is kept of it"
+    publish(client, 5, [whole(client, 30)], [])
+    assert client.apply(m.Pull("policy")).version == 5

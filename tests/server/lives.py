@@ -8,9 +8,9 @@ from transferqueue.limits import MIB
 from transferqueue.schema import Field, layout
 from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.durability.state_directory import StateDirectory
-from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.memory.own_memory import OwnShardMemory
 from transferqueue.server.process.resume import resume_sessions
+from transferqueue.server.state import ServerIdentity
 from transferqueue.storage.memory.checksum import checksum
 from transferqueue.wire import messages as m
 

@@ -11,8 +11,8 @@ from transferqueue.limits import MIB
 from transferqueue.policies import Task
 from transferqueue.schema import Field
 from transferqueue.server.coordinator import Coordinator
-from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.memory.own_memory import OwnShardMemory
+from transferqueue.server.state import ServerIdentity
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.transport import this_host
 from transferqueue.wire import codec

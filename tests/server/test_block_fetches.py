@@ -236,6 +236,7 @@ def test_a_block_that_arrives_damaged_is_fetched_again(bench):
         made.fetches.read(made.arrived[turn], [1], bench.now)
         made.settle()
     assert isinstance(made.arrived[-1], Corruption)
+    assert made.arrived[-1].block == 1
     assert "block 1, copied from shard 1, does not match its checksum" in str(made.arrived[-1])
 
 

@@ -44,10 +44,13 @@ def test_a_recorded_snapshot_is_restored(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_snapshot_of_an_earlier_format_is_refused(tmp_path):
-    recorded.unpack(recorded.HERE / "snapshot-1.tar.xz", tmp_path / "snapshots")
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_snapshot_of_an_earlier_format_is_refused(number, tmp_path):
+    recorded.unpack(recorded.HERE / f"snapshot-{number}.tar.xz", tmp_path / "snapshots")
     with recorded.serving(tmp_path / "run", None, tmp_path / "snapshots") as queue:
-        with pytest.raises(UsageError, match="has format 1; this version reads 2: restore it with the version of"):
+        with pytest.raises(
+            UsageError, match=f"has format {number}; this version reads 3: restore it with the version of"
+        ):
             queue.restore("kept")
         assert queue.tables() == []
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -37,7 +38,12 @@ def served(directory, arena_mib=8, *, spills=True):
     address, port = parse_address(f"ipc://{directory}/control.sock"), parse_address("tcp://127.0.0.1:0")
     policy = SpillPolicy(directory / "spill", 256 * MIB) if spills else None
     server = ServerProcess(
-        address, private_arena(arena_mib * MIB), [port], snapshots=directory.parent / "snapshots", spill=policy
+        address,
+        private_arena(arena_mib * MIB),
+        [port],
+        snapshots=directory.parent / "snapshots",
+        records=directory.parent / "records",
+        spill=policy,
     )
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -95,6 +101,28 @@ def test_a_snapshot_has_what_is_on_the_disk(tmp_path):
     with served(tmp_path / "next", 64, spills=False) as server, tq.connect(server.address) as queue:
         queue.restore("kept")
         drain(queue.table("rows"), range(16))
+
+
+@pytest.mark.slow
+def test_rows_on_the_disk_are_recorded_while_a_snapshot_reads_them_too(tmp_path):
+    with served(tmp_path / "server") as server, tq.connect(server.address) as queue:
+        field = tq.Field("body", "uint8", (ROW_BYTES,))
+        table = queue.create_table(
+            "rows", fields=[field], tasks=[tq.Task("train", needs=["body"])], retention=tq.Recorded("run")
+        )
+        rows = [row for number in range(16) for row in table.put(body=NOISE ^ np.uint8(number))]
+        assert queue.stats().server.spill.bytes >= (16 - 6) * MIB
+        with ThreadPoolExecutor(1) as beside:
+            taken = beside.submit(queue.snapshot, "kept")
+            table.drop(rows, reason="surplus")
+            taken.result(60)
+    recorded = tq.open_run(tmp_path / "records" / "run").table("rows")
+    assert recorded.check() == []
+    found = recorded.arrow(["_row", "body"]).sort_by("_row")
+    assert found["_row"].to_pylist() == rows
+    for number in range(16):
+        bodies = np.array(found["body"].slice(number * ROWS, ROWS).to_pylist(), np.uint8)
+        assert np.array_equal(bodies, NOISE ^ np.uint8(number)), number
 
 
 def test_options_that_cannot_be_are_refused_before_anything_listens(tmp_path):

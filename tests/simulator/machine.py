@@ -19,7 +19,6 @@ from transferqueue.ledger.rows.blocks import ExtentState
 from transferqueue.limits import SIZE_BYTES_MAX, WAITERS_AT_ONCE
 from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.durability.recorded_ledger import RecordedLedger, replay_journal
-from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.memory.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.parts import Part
 from transferqueue.server.process.resume import resume_sessions
@@ -29,6 +28,7 @@ from transferqueue.server.sessions.session_table import Peer
 from transferqueue.server.shards.part import Shards
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.server.spill.spilling import Spilling
+from transferqueue.server.state import ServerIdentity
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.wire import messages as m
 from transferqueue.wire.roles import Role

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 import transferqueue as tq
-from tests.client.deployments import served
+from tests.client.deployments import in_this_process, served
 from tests.client.test_remote import Between
 from tests.scale import sizes
 from tests.weights.relays import GENEROUS_S, Crossed
@@ -91,6 +91,28 @@ def test_a_step_is_written_as_a_difference_and_each_reader_has_what_was_publishe
                 assert same(weights, sent)
     assert figures(queue).deltas == 4 * 11, "the norm is too small for a difference"
     assert figures(queue).deltas_refused == 0
+
+
+def test_after_a_publication_that_failed_the_next_one_is_a_difference_to_what_is_published(queue: tq.Queue) -> None:
+    channel, versions = queue.weights("policy"), steps(4)
+    channel.publish(0, versions[0])
+    channel.publish(1, versions[1])
+    with pytest.raises(tq.UsageError, match="version 1"):
+        channel.publish(1, versions[2])
+    assert channel.publish(2, versions[3]) < 0.08 * WHOLE
+    with channel.pull(timeout_s=0) as weights:
+        assert same(weights, versions[3])
+
+
+def test_tensors_with_gaps_and_padding_are_differences_too(queue: tq.Queue) -> None:
+    channel, sent = queue.weights("policy"), {"w": np.zeros((100, 301), np.int16)}
+    for version in range(4):
+        every_third = {"w": sent["w"][:, ::3]}
+        written = channel.publish(version, every_third)
+        assert not version or written < 0.05 * every_third["w"].nbytes
+        with channel.pull(timeout_s=0) as weights:
+            assert np.array_equal(weights.numpy()["w"], every_third["w"])
+        sent["w"][version::20, ::9] += 1
 
 
 def test_what_changed_nearly_everywhere_is_written_whole(queue: tq.Queue) -> None:
@@ -195,6 +217,35 @@ def test_a_follower_across_a_network_is_sent_what_changed(tmp_path: Path) -> Non
             share = tq.Slice(None, tq.Share(0, 4))
             with reader.weights("policy").pull(only={"up": share}, timeout_s=GENEROUS_S) as part:
                 assert np.array_equal(part.numpy()["up"], versions[-1]["up"][:, :50])
+
+
+def test_a_reader_of_a_part_is_sent_the_sections_of_a_difference_that_have_it(tmp_path: Path) -> None:
+    parts = {
+        "rows": tq.Slice(tq.Share(1, 4)),
+        "few": tq.Slice((700, 701), (3, 9)),
+        "columns": tq.Slice(None, tq.Share(1, 4)),
+        "all": None,
+    }
+    shares = {"rows": 0.3, "few": 0.3, "columns": 1.1, "all": 1.1}
+    with served(tmp_path) as server, Between(server) as between, tq.connect(server.ipc) as trainer:
+        between.bulk.meddle = crossed = Crossed()
+        sent = np.zeros((2048, 1024), np.int16)
+        trainer.weights("policy").publish(0, {"w": sent})
+        with tq.connect(between.control.address, data="remote") as reader:
+            channel = reader.weights("policy")
+            held = {name: channel.pull(only={"w": part}, timeout_s=GENEROUS_S) for name, part in parts.items()}
+            for version in range(1, 3):
+                sent += np.random.default_rng(version).random(sent.shape) < 0.02
+                written = trainer.weights("policy").publish(version, {"w": sent})
+                for name, part in parts.items():
+                    before = crossed.bytes
+                    found = channel.pull(only={"w": part}, since=held[name], timeout_s=GENEROUS_S)
+                    assert crossed.bytes - before < shares[name] * written
+                    bounds = {"rows": np.s_[512:1024], "few": np.s_[700:701, 3:9], "columns": np.s_[:, 256:512]}
+                    assert np.array_equal(found.numpy()["w"], sent[bounds.get(name, np.s_[:])])
+                    held[name].release()
+                    held[name] = found
+        assert figures(trainer).deltas_refused == 0
 
 
 @pytest.mark.parametrize("part_bytes", [1, 4 << 20])
@@ -339,3 +390,80 @@ def test_a_snapshot_has_versions_with_differences(tmp_path: Path, monkeypatch: p
         again.weights("policy").publish(3, versions[3])
         with again.weights("policy").pull(timeout_s=0) as weights:
             assert same(weights, versions[3])
+
+
+# ---------------------------------------------------------------- what a reader that holds a version knows
+
+
+def elements(weights: tq.Weights, name: str) -> set[int] | None:
+    moved = weights.moved(name)
+    return None if moved is None else set(moved.tolist())
+
+
+@pytest.mark.parametrize("data", ["auto", "remote"])
+def test_a_reader_is_told_which_elements_moved(data: Any, tmp_path: Path) -> None:
+    with in_this_process("tcp", tmp_path) as address, tq.connect(address) as queue:
+        channel, versions = queue.weights("policy"), steps(5)
+        with tq.connect(address, data=data) as other:
+            channel.publish(0, versions[0])
+            held = other.weights("policy").pull()
+            assert (held.since, elements(held, "embed")) == (-1, None)
+            for before, version in ((0, 1), (1, 4)):  # the next one, and three later
+                for number in range(before + 1, version + 1):
+                    channel.publish(number, versions[number])
+                found = other.weights("policy").pull(since=held)
+                assert same(found, versions[version])
+                assert found.since == before
+                for name in ("embed", "up", "down", "experts"):
+                    differ = np.flatnonzero(versions[before][name] != versions[version][name])
+                    assert elements(found, name) >= set(differ.tolist())
+                    assert len(found.moved(name)) < 0.07 * versions[0][name].size
+                assert elements(found, "norm") is None, "it is too small for a difference"
+                held.release()
+                held = found
+            with pytest.raises(tq.NotFound, match='tensor "other" is not in version 4'):
+                held.moved("other")
+
+
+def test_elements_of_slices_have_their_places_in_the_tensor(queue: tq.Queue, other: tq.Queue) -> None:
+    channel, before = queue.weights("policy"), model()["down"]
+    after = before.copy()
+    after[[7, 150], [3, 90]] += 1
+    held: tq.Weights | None = None
+    for version, value in enumerate((before, after)):
+        parts = [tq.WeightSlice(value[at : at + 100], first=at, rows=200) for at in (0, 100)]
+        pending = channel.begin(version, parts=2)
+        other.weights("policy").publish(version, {"down": parts[1]}, pending=pending, part=1)
+        channel.publish(version, {"down": parts[0]}, pending=pending)
+        held = held or channel.pull()
+    found = channel.pull(since=held)
+    assert elements(found, "down") == {7 * 96 + 3, 150 * 96 + 90}
+
+
+def test_what_moved_in_most_places_is_not_named(queue: tq.Queue) -> None:
+    channel, versions = queue.weights("policy"), steps(2, share=0.2)
+    channel.publish(0, versions[0])
+    held = channel.pull()
+    channel.publish(1, versions[1])
+    found = channel.pull(since=held)
+    assert same(found, versions[1])
+    assert elements(found, "embed") is None
+
+
+def test_unpinned_weights_hold_no_memory_of_the_server_and_differences_follow(queue: tq.Queue) -> None:
+    channel, versions = queue.weights("policy", keep=1), steps(4)
+    channel.publish(0, versions[0])
+    held = channel.pull()
+    held.unpin()
+    held.unpin()
+    assert list(held) == []
+    versions[1] = {**versions[1], "norm": versions[0]["norm"]}
+    channel.publish(1, versions[1])
+    found = channel.pull(since=held)
+    assert found.changed() == {"embed", "up", "down", "experts"}, "the norm is read again, and has not changed"
+    found.unpin()
+    assert set(found) == {"embed", "up", "down", "experts"}
+    channel.publish(2, versions[2])
+    last = channel.pull(since=found)
+    assert same(last, versions[2])
+    assert elements(last, "up") == set(np.flatnonzero(versions[1]["up"] != versions[2]["up"]).tolist())

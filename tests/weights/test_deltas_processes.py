@@ -45,7 +45,7 @@ READER = (
     CONTENT
     + """
 with queue.weights("policy").subscribe() as versions:
-    while True:
+    while sys.argv[2] == "fast" or sys.stdin.readline():
         found = versions.pull(timeout_s=60)
         sent = content(found.version)
         print(found.version, all(found.numpy()[name].tobytes() == sent[name].tobytes() for name in sent))
@@ -76,7 +76,7 @@ class Chain:
         self.origin, self.middle, self.end = hosts
         self.queues = [opened.enter_context(tq.connect(host.ipc)) for host in hosts]
         self.running: dict[str, Worker | RelayProcess] = {}
-        for name in ("publisher", "first", "second", "reader"):
+        for name in ("publisher", "first", "second", "reader", "slow"):
             self.start(name)
 
     def newest(self, at: int) -> int:
@@ -87,8 +87,9 @@ class Chain:
         made: Worker | RelayProcess
         if name == "publisher":
             made = self._opened.enter_context(Worker(self.origin.ipc, PUBLISHER, str(self.newest(0) + 1)))
-        elif name == "reader":
-            made = self._opened.enter_context(Worker(self.end.ipc, READER))
+        elif name in ("reader", "slow"):
+            pace = "fast" if name == "reader" else "when told"
+            made = self._opened.enter_context(Worker(self.end.ipc, READER, pace))
         else:
             source, into = (self.origin, self.middle) if name == "first" else (self.middle, self.end)
             made = RelayProcess("--from", source.tcp, "--into", into.ipc)
@@ -105,17 +106,19 @@ class Chain:
         assert isinstance(publisher, Worker)
         publisher.tell("go")
 
-    def reads_up_to(self, version: int) -> bool:
+    def reads_up_to(self, version: int, name: str = "reader") -> bool:
         """Whether the reader comes to this version, and all that it read was right."""
-        reader = self.running["reader"]
+        reader = self.running[name]
         assert isinstance(reader, Worker)
+        if name == "slow":
+            reader.tell("go")
         while (line := reader.line()).endswith(" True"):
             if line.split()[0] == str(version):
                 return True
         return False
 
 
-@pytest.mark.parametrize("turns", sizes(1, 6))
+@pytest.mark.parametrize("turns", sizes(1, 13))
 def test_whoever_is_killed_what_is_read_is_what_was_published(turns: int, directory: Path) -> None:
     with ExitStack() as opened:
         chain = Chain(directory, opened)
@@ -129,11 +132,17 @@ def test_whoever_is_killed_what_is_read_is_what_was_published(turns: int, direct
             chain.start(victim)
             chain.go()
             until(lambda before=before: chain.newest(0) > before)
+            if victim == "second":  # the slow one reads what is there, some versions after its last one
+                until(lambda: chain.newest(2) >= 0)
+                slow = chain.running["slow"]
+                assert isinstance(slow, Worker)
+                slow.tell("go")
         chain.kill("publisher")
         until(lambda: chain.newest(0) == chain.newest(1) == chain.newest(2))
         last = chain.newest(0)
         assert last >= 2 * turns
         assert chain.reads_up_to(last)
+        assert chain.reads_up_to(last, "slow")
         chain.start("reader")
         assert chain.reads_up_to(last), "a late one too"
         assert [queue.stats().channels["policy"].deltas_refused for queue in chain.queues] == [0, 0, 0]

@@ -26,7 +26,7 @@ FACTS: Final = m.RowFacts(
 )
 COLUMNS: Final = m.Columns(FIELDS, [PLACED], [m.Inline("y", bytes(8))], FACTS)
 SLICE: Final = m.TensorSlice("x", "y", 4, 8)
-DELTA: Final = m.TensorDelta("z", "x", 7, 2**64 - 1, 5)
+DELTA: Final = m.TensorDelta("z", "x", 7, 2**64 - 1, 5, [900, 2**40])
 BLOCK: Final = m.BlockLocation(
     9, 0, 3, 4096, 128, 2, ["x", "z"], [5, 0], 2**64 - 1, bytes(16), [m.CopyLocation(1, 4, 8192)]
 )
@@ -109,6 +109,7 @@ REQUESTS: Final[list[m.Request]] = [
     m.TakeCopies(7, [9, 10], 1.5),
     m.ListEvents("t", 3, 64),
     m.ExplainWait(7),
+    m.CreateTable("r", retention=p.Recorded("run", bytes="1GiB", age_s=60.0, required=False)),
 ]
 REPLIES: Final[list[m.Reply]] = [
     m.Welcome(5, 7, "0.1.0", "/run", {0: "/dev/shm/a"}, 1 << 30, 7071, True, "9f" * 32, CoordinatorIndex(1, 2, "d")),

@@ -37,6 +37,8 @@ CHECKED_ELSEWHERE = {
     "Plugin.options.value": "ledger.selectors",
     "Limits.bytes": "limits.parse_bytes", "Pacing.task": "ledger.terms", "Pacing.channel": "ledger.terms",
     "Requeue.task": "ledger.terms", "TagIs.name": "ledger.predicates", "TagIs.value": "ledger.predicates",
+    "Recorded.directory": "policies",
+    "Recorded.bytes": "limits",
     "Compare.field": "ledger.predicates",
     "RowFacts.tags[].key": "ledger.facts (a bound here doubles the time of decoding)",
     "ReplyRows.tags[].key": "ledger.facts",

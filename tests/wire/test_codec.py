@@ -188,7 +188,7 @@ def check_total(frame):
         (["Lease", "t", "x", 1, 0, 0, 0, 0.0, 0.0, [["Like", "a"]]], "'Like'; it has Compare, TagIs, VersionBetween:"),
         (
             ["CreateTable", "t", [], [], [64, None], None, ["Ring"]],
-            "'Ring'; it has Acked, AckedColumns, Manual, ManualColumns:",
+            "'Ring'; it has Acked, AckedColumns, Manual, ManualColumns, Recorded:",
         ),
         (["Grant", 5, 0.0, [], "gpu"], "'gpu'; it has results, rows, weights:"),
         (

@@ -197,7 +197,7 @@ def hangs(context: Context) -> Iterator[Work]:
 @contextmanager
 def refuses(context: Context) -> Iterator[Work]:
     """Factory that refuses a setting."""
-    raise UsageError("slots=0: give at least 1")
+    raise UsageError("slots=0:\ngive at least 1")
     yield  # type: ignore[unreachable]
 
 

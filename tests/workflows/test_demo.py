@@ -95,7 +95,7 @@ def test_each_process_of_a_run_sees_its_own_gpus(inputs: Path, tmp_path: Path) -
             seen[label] = dict(each.partition("=")[::2] for each in variables).get("CUDA_VISIBLE_DEVICES", "unset")
 
     lines = dry_run(job, devices=devices).devices
-    assert [line.partition(" (")[0] for line in lines] == ["GPU 0", "GPU 1", "GPU 2"]
+    assert [line.partition(" (")[0] for line in lines] == ["GPU 0", "GPU 1", "GPU 2", "threads: 1 in each process"]
     assert [name for name in ("rollout-0", "evaluate-0", "KV cache") if name not in lines[0]] == []
     assert "train-0" in lines[2]
     with pytest.raises(Impossible, match="GPU 2 cannot hold what is placed on it: train-0"):

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from bench.dispatch_live import Batch, taught
-from bench.published.dispatch import PTL, Site
-from bench.published.dispatch import generation_s as by_the_ledger
+from bench.given_lengths import PTL, length_of
 from tests.scale import examples
+from tests.workflows.one_batch import Site
+from tests.workflows.one_batch import generation_s as by_the_ledger
 from transferqueue.adapters.protocols import Completion, Pause, Prompt, Sampling
 from transferqueue.errors import UsageError
 from transferqueue.workflows.dispatch.decode import DecodeMeter, MeteredGenerator
@@ -258,27 +259,39 @@ def test_a_long_tail_is_generated_first() -> None:
     assert plan.predicted_s < 0.9 * plan.given_s
 
 
+def _batch(rows: int, skew: str, seed: int) -> tuple[list[NDArray[np.int32]], NDArray[np.int64]]:
+    """Prompts of published difficulty, and the lengths of their responses."""
+    ids = np.random.default_rng((seed, rows)).integers(0, 256, (rows, 32)).tolist()
+    prompts = [Prompt.of(each) for each in ids]
+    return [prompt.ids for prompt in prompts], np.array([length_of(prompt, 320, skew) for prompt in prompts])
+
+
+@cache
+def _of_published_prompts(skew: str) -> LengthDispatcher:
+    """A dispatcher that has seen prompts of this kind: it was judged on each lesson before it learned it."""
+    dispatcher, lesson = LengthDispatcher(batch_rows=192), 256
+    for part in range(10):
+        ids, lengths = _batch(lesson, skew, 10_000 + part)
+        expected = dispatcher.expect(ids).tokens
+        dispatcher.learn(ids, (part * lesson + np.arange(lesson)).tolist(), expected, lengths)
+        dispatcher.refit()
+    return dispatcher
+
+
 def _published(skew: str, seed: int, refill_ms: float) -> tuple[Plan, float, float]:
     """The plan for a batch of published lengths by the errors of a real ranker; and the seconds by its true lengths,
     under the plan and in the given order."""
-    batch, dispatcher = (
-        Batch(192, skew, seed),
-        deepcopy(_of_published_prompts(skew)),
-    )  # its draws do not depend on plans before
-    expected = dispatcher.expect([prompt.ids for prompt in batch.prompts]).tokens
+    dispatcher = deepcopy(_of_published_prompts(skew))  # its draws do not depend on plans before
+    ids, lengths = _batch(192, skew, seed)
+    expected = dispatcher.expect(ids).tokens
     curve = DecodeCurve((4.0, 9.0, 15.0), (8.9, 9.2, 9.36), refill_ms)
     plan = dispatcher.plan(expected, [engine(name, 16, curve) for name in "ab"])
     lanes = [plan.lanes.get(name, EngineLane("any", 16)) for name in "ab"]
     planned = [LaneEngine(lane.slots, curve, lane.lane) for lane in lanes]
     longest_first = plan.order == "longest"
-    seconds = generation_s(batch.lengths, expected, planned, longest_first=longest_first, cut=plan.cut)
-    given_s = generation_s(batch.lengths, expected, [LaneEngine(16, curve)] * 2, longest_first=False)
+    seconds = generation_s(lengths, expected, planned, longest_first=longest_first, cut=plan.cut)
+    given_s = generation_s(lengths, expected, [LaneEngine(16, curve)] * 2, longest_first=False)
     return plan, seconds, given_s
-
-
-@cache
-def _of_published_prompts(skew: str) -> LengthDispatcher:
-    return taught(skew, 192)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from bench.published.dispatch import RANDOM_FIFO, Site, choose, generation_s
-from bench.published.prompts import as_lengths
+from tests.workflows.one_batch import GIVEN_ORDER, Site, as_lengths, choose, generation_s
 from transferqueue.errors import UsageError
 from transferqueue.workflows.dispatch.ranker import LengthRanker
 from transferqueue.workflows.dispatch.ranker_accuracy import PROMPTS_MIN, accuracy_of, recall
@@ -60,7 +59,7 @@ def test_it_finds_the_longest_of_prompts_it_has_never_seen() -> None:
     assert accuracy_of(np.arange(300), predicted, truth).skilled
     site, ranked = Site(4, 16), as_lengths(predicted.astype(float), truth)
     known = generation_s(truth, ranked, site, choose(ranked, site))
-    assert known < generation_s(truth, ranked, site, RANDOM_FIFO)
+    assert known < generation_s(truth, ranked, site, GIVEN_ORDER)
 
 
 def test_recent_rows_refresh_it() -> None:

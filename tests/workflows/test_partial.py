@@ -50,6 +50,30 @@ def test_rows_of_parts_are_handed_back_dropped_and_done() -> None:
     assert not [event for event in events if isinstance(event, Failure)]
 
 
+@pytest.mark.parametrize("rows", [3, 6])
+def test_a_dropped_row_ends_its_group_and_no_other_row_of_its_batch(rows: int) -> None:
+    """The group of a dropped member is dropped with it. What the stage yields for the rest of it is passed over."""
+    count = tq.Task("count", needs=["x"], gives=["y"])
+    train = tq.Task("train", needs=["y"], groups=tq.Complete(incomplete=tq.DropGroup()))
+    events: list[Event] = []
+
+    def each(batch: tq.Batch) -> Iterator[PartialResult]:
+        for at, value in enumerate(batch["x"].list()):
+            columns = {} if value == 0 else {"y": [value]}
+            yield PartialResult(at=np.array([at]), columns=columns, drop="" if value else "timeout")
+
+    with tq.connect() as queue:
+        table = queue.create_table("t", tasks=[count, train])
+        table.put(x=[0, 1, 2, 3, 4, 5], group_id=[1, 1, 1, 2, 2, 2], group_size=3)
+        table.seal()
+        stage = Stage(task=count, rows=rows, at_least=1)
+        assert run_stage(table, stage, each, emit=events.append) == 6
+        with table.lease("train", groups=1) as batch:
+            assert batch["y"].list() == [3, 4, 5]
+        assert table.audit().dropped == {"timeout": 1, "group_incomplete": 2}
+    assert not [event for event in events if isinstance(event, Failure)]
+
+
 def test_a_source_ends_with_a_table_that_somebody_sealed() -> None:
     class Endless:
         def wants(self) -> int:

@@ -170,12 +170,27 @@ def test_a_late_ack_is_reported_and_the_loop_goes_on(queue: tq.Queue) -> None:
     def loses_its_first(batch: tq.Batch) -> Mapping[str, Any]:
         calls.append(len(batch))
         if len(calls) == 1:
-            table.drop(batch.rows, "unwanted")
+            table.rollback(-1, task="double")
         return doubled(batch)
 
     done, events = serve(table, loses_its_first)
-    assert done == 4
+    assert done == 8
     assert "LeaseExpired" in next(event.text for event in events if isinstance(event, Failure))
+    assert sorted(checked(table)) == list(range(8))
+
+
+def test_results_of_rows_that_were_dropped_meanwhile_are_no_failure(queue: tq.Queue) -> None:
+    table = table_of(queue, 8, DOUBLE, CHECK)
+    dropped: list[int] = []
+
+    def works_while_some_are_dropped(batch: tq.Batch) -> Mapping[str, Any]:
+        if not dropped:
+            dropped.extend(batch.rows.tolist())
+            table.drop(batch.rows, "unwanted")
+        return doubled(batch)
+
+    _, events = serve(table, works_while_some_are_dropped)
+    assert [event for event in events if isinstance(event, Failure)] == []
     assert sorted(checked(table)) == [4, 5, 6, 7]
 
 

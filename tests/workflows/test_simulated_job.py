@@ -39,8 +39,8 @@ def test_bad_settings_are_refused() -> None:
         SimStage(name="reward", row_s=1.0, instances=0)
     with pytest.raises(UsageError, match="a feed of 9 rows does not fit a batch of 8"):
         _job(BatchFeed(rows=9))
-    with pytest.raises(UsageError, match="a feed of 3 rows does not fit a batch of 8"):
-        _job(BatchFeed(rows=3, fixed=True))
+    with pytest.raises(UsageError, match="a feed of 0 rows does not fit a batch of 8"):
+        _job(BatchFeed(rows=0))
 
 
 def test_serial_is_the_sum_of_generation_and_training() -> None:

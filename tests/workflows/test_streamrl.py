@@ -194,8 +194,7 @@ def test_a_cancelled_request_is_dropped_while_it_is_generated(queue: tq.Queue, s
     stream = service.generate(prompts(range(4)))
     being_generated = service.table.lease(GENERATE, rows=2)
     assert stream.cancel() == 4
-    with pytest.raises(tq.LeaseExpired):
-        being_generated.ack()
+    assert being_generated.ack() == 0
     assert service.table.audit().dropped == {"cancelled": 4}
     assert stream.cancel() == 0
 

@@ -187,7 +187,14 @@ class DiskFailed(JournalFailed):
 
 
 class Corruption(PeerError):
-    """Bytes do not match their checksum, or point outside their extent."""
+    """Bytes do not match their checksum, or point outside their extent.
+
+    `block` is the number of their block in the server that read them; 0: the bytes are elsewhere.
+    """
+
+    def __init__(self, text: str, *, block: int = 0) -> None:
+        super().__init__(text)
+        self.block = block
 
 
 class InternalError(TransferQueueError):

@@ -26,6 +26,7 @@ from transferqueue.ledger.requests import (
 )
 from transferqueue.ledger.requests.registry import HANDLERS, Outcome, carries_out
 from transferqueue.ledger.requests.weight_channels import WeightChannelState
+from transferqueue.ledger.rows import life_of
 from transferqueue.ledger.session_state import SessionState
 from transferqueue.ledger.state import LedgerState
 from transferqueue.limits import ROW_MEMORY_BYTES, TABLES_MAX, check_name
@@ -56,7 +57,9 @@ def _create(state: LedgerState, request: m.CreateTable, session: SessionState, c
     if len(state.tables) >= TABLES_MAX:
         raise Full(f"{TABLES_MAX} tables exist, the most there may be; drop some")
     state.core.begin()
-    table = state.tables[request.name] = tables.create_table(state.core, request)
+    table = state.add(tables.create_table(state.core, request))
+    if table.record is not None:
+        table.record.life = life_of(session.client, session.id, call, state.now, request.name)
     if table.pacing is not None and table.pacing.channel in state.channels:
         table.clock = max(0, state.channels[table.pacing.channel].latest)
     state.core.effects.wake("table", request.name)
@@ -89,6 +92,7 @@ def _add_fields(state: LedgerState, request: m.AddFields, session: SessionState,
 def _drop_table(state: LedgerState, request: m.DropTable, session: SessionState, call: int) -> Outcome:
     table = state.table(request.name)
     rows = table.rows_live
+    tables.check_all_recorded(table)
     resident = len(table.rows.pages.resident_rows()) if request.empty else 0
     if resident:
         raise UsageError(
@@ -96,7 +100,7 @@ def _drop_table(state: LedgerState, request: m.DropTable, session: SessionState,
         )
     table.begin(table.rows.pages.resident)
     tables.drop_table(table, state.now)
-    del state.tables[request.name]
+    state.remove(request.name)
     kept = state.dropped_tables
     counts = {"put": table.rows_put, "done": table.rows_done, "dropped": sum(table.rows_dropped.values())}
     for name, count in counts.items():

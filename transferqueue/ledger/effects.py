@@ -46,7 +46,7 @@ class FreeExtent(msgspec.Struct, frozen=True, tag=True):
 
 
 class LeaseEnded(msgspec.Struct, frozen=True, tag=True):
-    """A lease ended without a call of its holder: it expired, or its rows were dropped or requeued."""
+    """A lease ended without a call of its holder: it expired, or its rows went back to others."""
 
     session: int
     lease: int

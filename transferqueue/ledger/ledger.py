@@ -17,9 +17,11 @@ It opens no socket, reads no clock, draws no random number and starts no thread.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
+
+import numpy as np
 
 from transferqueue.errors import Full, InternalError, LedgerTorn, ProtocolError, UsageError
 from transferqueue.ledger.data_loss import lose_blocks, values_in
@@ -34,11 +36,13 @@ from transferqueue.ledger.requests import weight_channels
 from transferqueue.ledger.requests.ack import expire_lease
 from transferqueue.ledger.requests.lease import is_loading
 from transferqueue.ledger.requests.pending_versions import PendingVersion
+from transferqueue.ledger.rows import RowRecord
 from transferqueue.ledger.rows.blocks import ExtentState, OwnerBytes
 from transferqueue.ledger.rows.cold_blocks import ColdBlocks
 from transferqueue.ledger.rows.copies import Copies, copies_of
 from transferqueue.ledger.rows.missing_copies import CopyOrderState, MissingCopies, PostponedCopy
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules
+from transferqueue.ledger.rules.recording import EndedBatch, is_crowded, next_batch, rows_recorded, terms_of
 from transferqueue.ledger.rules.retry import resume_due, trial_due
 from transferqueue.ledger.session_state import SessionState
 from transferqueue.ledger.state import LedgerState
@@ -50,6 +54,7 @@ from transferqueue.ledger.tasks.retries import RetryQueue
 from transferqueue.ledger.tasks.selectors import PluginFactory
 from transferqueue.ledger.tasks.task_state import LEASED
 from transferqueue.limits import COPY_ORDER_S, SESSIONS_MAX
+from transferqueue.policies import Recorded
 from transferqueue.wire import messages as m
 from transferqueue.wire.answers.events import EventsAnswer
 from transferqueue.wire.answers.sessions import Sessions
@@ -155,6 +160,7 @@ class Ledger:
         check_empty(self.state)
         state, _ = image.read(image.write(self.state, 0), self.state.core.plugins)
         state.core.absence = self.state.core.absence
+        state.core.recorded_block_max = self.state.core.recorded_block_max
         restore(state, snapshot, self.state.now)
         with self._changes("a restore"):
             self.state = state
@@ -319,6 +325,36 @@ class Ledger:
         taken = core.effects.take()
         core.writing = False
         return taken
+
+    # ------------------------------------------------------------ rows that files contain
+
+    def refuse_to_record_beyond(self, nbytes: int) -> None:
+        """Tables that record their rows get no block of more bytes. Not part of the state."""
+        self.state.core.recorded_block_max = nbytes
+
+    def rows_to_record(self) -> Mapping[str, RowRecord]:
+        """What each table that records its rows knows of its record. Callers change nothing."""
+        return self.state.records
+
+    def recorded_terms(self, table: str) -> Recorded:
+        """The retention of a table that records its rows."""
+        return terms_of(self.state.table(table))
+
+    def is_crowded(self, table: str) -> bool:
+        """Whether rows that wait for their file take much of the room of a table."""
+        return is_crowded(self.state.table(table))
+
+    def next_ended(self, table: str, most: int, now: float) -> EndedBatch | None:
+        """See `recording.next_batch`."""
+        return next_batch(self.state.table(table), most, max(now, self.state.now))
+
+    def rows_recorded(self, table: str, number: int, rows: Sequence[int], now: float) -> int:
+        """See `recording.rows_recorded`. Frees the rows; returns their number."""
+        self.tick(now)
+        with self._changes("a record of rows"):
+            freed = rows_recorded(self.state.table(table), number, np.array(rows, np.int64))
+            self._note("rows_recorded", table, number, list(rows), self.state.now, freed)
+        return freed
 
     # ------------------------------------------------------------ losses
 

@@ -9,6 +9,7 @@ from transferqueue.ledger.requests import weight_channels
 from transferqueue.ledger.requests.ack import expire_lease
 from transferqueue.ledger.requests.pending_versions import PendingVersion
 from transferqueue.ledger.requests.weight_channels import WeightChannelState
+from transferqueue.ledger.rows import RowRecord
 from transferqueue.ledger.session_state import SessionState
 from transferqueue.ledger.table_state import SharedState, TableState
 from transferqueue.ledger.tasks.task_state import TaskState
@@ -21,10 +22,24 @@ class LedgerState:
     core: SharedState
     sessions: dict[int, SessionState] = field(default_factory=dict)
     tables: dict[str, TableState] = field(default_factory=dict)
+    records: dict[str, RowRecord] = field(default_factory=dict)
+    """What the tables that record their rows know of their records."""
     channels: dict[str, WeightChannelState] = field(default_factory=dict)
     dropped_tables: dict[str, int] = field(default_factory=dict)
     """Counts of rows put, done and dropped, summed over tables that were dropped."""
     now: float = float("-inf")
+
+    def add(self, table: TableState) -> TableState:
+        """Add a table, and return it."""
+        self.tables[table.name] = table
+        if table.record is not None:
+            self.records[table.name] = table.record
+        return table
+
+    def remove(self, name: str) -> None:
+        """Remove a table."""
+        del self.tables[name]
+        self.records.pop(name, None)
 
     def session(self, number: int) -> SessionState:
         """An open session; `Disconnected` if there is none."""
@@ -89,7 +104,10 @@ class LedgerState:
     def end_pins(self, number: int) -> None:
         """Return the pins and grants of a closed session."""
         if self.sessions.pop(number, None) is not None:
-            self.core.labels.pop(number, None)
+            label = self.core.labels.pop(number, "")
+            for table in self.tables.values():
+                if table.record is not None:
+                    table.record.remember_worker(number, label)
             self.core.last_message_at.pop(number, None)
             self.core.blocks.unpin_all(number)
             self.core.blocks.return_grants(number)

@@ -21,6 +21,7 @@ from transferqueue.ledger.rows import (
     FinishedOrdinals,
     GroupIndex,
     KnownPuts,
+    RowRecord,
     RowStore,
     SpentRows,
     TableHistory,
@@ -40,10 +41,12 @@ from transferqueue.limits import (
     MEMORY_MARGIN_BYTES,
     MIB,
     NEW_ROW_MEMORY_BYTES,
+    RECORDED_EVENT_ROWS_MAX,
+    RECORDED_EVENTS_MAX,
     ROW_MEMORY_BYTES,
     Limits,
 )
-from transferqueue.policies import Acked, Pacing, Retention, Task
+from transferqueue.policies import Acked, Pacing, Recorded, Retention, Task
 from transferqueue.wire.messages import TableTerms
 
 
@@ -90,6 +93,9 @@ class SharedState:
     """Says whether a session works on a task, for texts. The caller sets it; no image contains it, and no decision
     depends on it.
     """
+    recorded_block_max: int | None = None
+    """The most bytes of a block of a table that records its rows; None: any. The caller sets it; no image contains it.
+    """
     writing: bool = False
     """Whether an operation has begun to write and has not ended: see `begin`. No image contains it."""
 
@@ -128,7 +134,9 @@ class TableState:
         self.pacing = pacing
         self.retention = retention
         self.keeps_ended: Final = not isinstance(retention, Acked)
-        """Whether rows that have ended stay until they are deleted."""
+        """Whether rows that have ended stay: until they are deleted, or recorded."""
+        self.record = RowRecord("") if isinstance(retention, Recorded) else None
+        """Rows that ended and that no file contains. None: the table records none."""
         self.extra_fields: bool | None = None
         """Whether rows may add fields that the terms do not name. None: yes, but clients refuse near misses."""
         self.sealed = False
@@ -148,13 +156,18 @@ class TableState:
         self.flow = FlowControl()
         self.versions = VersionIndex(self.rows) if pacing and pacing.max_staleness is not None else None
         self.ordinals = FinishedOrdinals(self.rows)
-        self.history = TableHistory()
+        bounds = () if self.record is None else (RECORDED_EVENTS_MAX, RECORDED_EVENT_ROWS_MAX)
+        self.history = TableHistory(*bounds)
         self.usage = OwnerBytes(replicas)
         self.shared_batches: dict[tuple[str, int, int], SharedBatches] = {}
         """(task, world, replicas) -> the batches that its ranks share."""
         self.rows_put = 0
         self.rows_done = 0
         self.rows_dropped: dict[str, int] = {}
+        self.rows_recorded = 0
+        """Rows that a file contains."""
+        self.rows_unrecorded = 0
+        """Rows that ended and that no file contains, since the disk failed."""
         self.lost: dict[str, int] = {}
         """Number of rows that ended because bytes were lost, by cause; for reports."""
         self.staleness: dict[int, int] = {}

@@ -16,6 +16,7 @@ from transferqueue.policies import (
     KeepStale,
     OnStale,
     Pacing,
+    Recorded,
     Requeue,
     Retention,
     Task,
@@ -130,6 +131,8 @@ def _retention(policy: Retention) -> str:
         return "a column is freed when every task that needs it is done with the row, the row when every task is"
     if isinstance(policy, Acked):
         return "a row is freed when every task is done with it"
+    if isinstance(policy, Recorded):
+        return f"a row that has ended is written into a file under {policy.directory}, and then freed"
     return "a row stays, readable, until it is deleted"
 
 

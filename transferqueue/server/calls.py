@@ -89,8 +89,7 @@ class Calls:
         if (refused := session.refused.get(call)) is not None:
             return refused
         if (
-            self._state.parts.durable
-            and (shortage := self._state.parts.shortage)
+            (shortage := self._shortage(request))
             and _adds_work(request)
             and not self._ledger.is_repeat(request, session.number, call)
         ):
@@ -110,6 +109,13 @@ class Calls:
             return failed(error)
         except Exception as error:  # noqa: BLE001  (logged with its cause, and sent to the client)
             return self._defects.caught(m.tag_of(request), error, session)
+
+    def _shortage(self, request: m.Request) -> str:
+        """Why a request that adds work is refused now; "": it is not."""
+        parts = self._state.parts
+        if not parts.durable and not parts.short_tables:
+            return ""
+        return parts.shortage or parts.short_tables.get(_table_of(request), "")
 
     # ------------------------------------------------------------ requests that wait
 
@@ -195,10 +201,15 @@ class Calls:
         why = self._operations.explain_wait(waiting, now)
         return failed(DeadlineExceeded(f"{waited}{why}; timeout_s=None waits {until}"))
 
-    def refuse_all(self, error: TransferQueueError, *, work_only: bool = False) -> None:
-        """Refuse the requests that wait; work_only: those that add work."""
-        for waiting in [waiting for waiting in self._waiting if not work_only or _adds_work(waiting.request)]:
-            self._complete(waiting, failed(error))
+    def refuse_all(self, error: TransferQueueError, *, work_only: bool = False, table: str = "") -> None:
+        """Refuse the requests that wait; work_only: those that add work; `table`: to this table."""
+        for waiting in list(self._waiting):
+            if (not work_only or _adds_work(waiting.request)) and table in ("", _table_of(waiting.request)):
+                self._complete(waiting, failed(error))
+
+
+def _table_of(request: m.Request) -> str:
+    return str(getattr(request, "table", ""))
 
 
 def _adds_work(request: m.Request) -> bool:

@@ -39,7 +39,6 @@ from transferqueue.server.answers import Answers, failed
 from transferqueue.server.calls import Calls
 from transferqueue.server.clients import Clients, Watcher
 from transferqueue.server.defects import Defects, Step
-from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.loop_latency import Turns
 from transferqueue.server.memory.lending import Lending
 from transferqueue.server.memory.own_memory import OwnShardMemory
@@ -50,7 +49,7 @@ from transferqueue.server.sessions.exit_status import DIED, GOODBYE
 from transferqueue.server.sessions.home_coordinator import wrong_coordinator
 from transferqueue.server.sessions.session_table import NOWHERE, Peer, SessionTable, Workers
 from transferqueue.server.sessions.waiting import WaitQueue
-from transferqueue.server.state import Counters, ServerState
+from transferqueue.server.state import Counters, ServerIdentity, ServerState
 from transferqueue.transport.control.unix_socket import UnixPeer
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
@@ -328,6 +327,10 @@ class Coordinator:
             self._calls.refuse_all(Full(shortage), work_only=True)
         self.waiting.wake(("memory",))
         self._calls.unfinished = True
+
+    def refuse_work(self, table: str, error: TransferQueueError) -> None:
+        """Refuse the waiting requests that add work to this table."""
+        self._calls.refuse_all(error, work_only=True, table=table)
 
     # ------------------------------------------------------------ the end
 

@@ -1,9 +1,9 @@
 """The door between a coordinator and its optional parts.
 
 A part is a folder of the server: `shards` (remote memory and replicas), `durability` (journal and snapshots, a part
-each) and `spill`. The assembly imports shards and snapshots if their folders are installed, and journal and spill if
-their options are chosen; `Coordinator.attach` joins them. The coordinator calls all its parts, in order, at the same
-points of each turn. No other module outside a part imports it.
+each), `spill` and `row_record` (files of ended rows). The assembly imports shards, snapshots and records if their
+folders are installed, and journal and spill if their options are chosen; `Coordinator.attach` joins them. The
+coordinator calls all its parts, in order, at the same points of each turn. No other module outside a part imports it.
 """
 
 from __future__ import annotations
@@ -71,6 +71,10 @@ class Part:
     def waits_ended(self, keys: Collection[WakeKey], now: float) -> None:
         """No request waits on these keys any more: the sessions of those that did have ended."""
 
+    def check_table(self, terms: m.CreateTable | m.TableTerms) -> None:
+        """Raise `UsageError` if a table of these terms could not be served. A client is about to create it, or a
+        snapshot with it is being restored, by another thread."""
+
     # ------------------------------------------------------------ what outlives the server
 
     @property
@@ -130,6 +134,8 @@ class Parts:
         """Those with a `refuse`, which every request passes."""
         self.durable: Final[list[Part]] = []
         """Those with a `commit`, which every turn passes."""
+        self.short_tables: Final[dict[str, str]] = {}
+        """Why requests that add work to a table are refused now, by table."""
         self._all: Final[list[Part]] = []
 
     def __len__(self) -> int:
@@ -151,6 +157,11 @@ class Parts:
         if kind.commit is not Part.commit:
             self.durable.append(part)
 
+    def check_table(self, terms: m.CreateTable | m.TableTerms) -> None:
+        """See `Part.check_table`."""
+        for part in self._all:
+            part.check_table(terms)
+
     @property
     def shortage(self) -> str:
         """Why requests that add work are refused now; "": they are not."""
@@ -161,13 +172,13 @@ class Parts:
 
 
 class ColdStore(Protocol):
-    """Blocks outside the arena, for a snapshot. `read` may be called by any thread."""
+    """Blocks outside the arena, for a snapshot or a record. `read` may be called by any thread."""
 
     def hold(self) -> None:
-        """Keep the space of all cold blocks until `release`."""
+        """Keep the space of all cold blocks until `release`. Several may hold it at once."""
 
     def release(self) -> None:
-        """End `hold`."""
+        """End one `hold`."""
 
     def read(self, block: int) -> U8:
         """The bytes of a cold block that is held. `Corruption` if they cannot be read, or differ from those written."""

@@ -106,6 +106,7 @@ class ServerRequests:
     def _create_table(self, session: OpenSession, call: int, request: m.CreateTable, now: float) -> Outcome:
         if not self._ledger.has_table(request.name):
             self._lending.check_replicas(request.name, request.replicas)
+            self._state.parts.check_table(request)
         return self._ledger.apply(request, session=session.number, call=call, now=now)
 
     def _drop_table(self, session: OpenSession, call: int, request: m.DropTable, now: float) -> Outcome:

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
 
 from transferqueue.ledger.ledger import Ledger
-from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.loop_latency import Turns
 from transferqueue.server.memory.lending import Lending
 from transferqueue.server.parts import Parts
 from transferqueue.server.sessions.session_table import SessionTable, Workers
 from transferqueue.server.sessions.waiting import WaitQueue
 from transferqueue.wire.home_coordinator import CoordinatorIndex
+
+
+class ServerIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """The identity of this run of a server. It removes unlocked session files from `lock_directory`."""
+
+    epoch: int
+    address: str
+    runtime: str
+    version: str
+    pid: int
+    started_at: float
+    lock_directory: Path | None = None
 
 
 class Counters:

@@ -22,7 +22,7 @@ import msgspec
 from transferqueue.errors import VersionMismatch
 from transferqueue.errors.text import visible_lines
 
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 """The protocol of this package. It grows with each change of a frame: `python -m tests.wire.golden` holds this."""
 
 PACKAGE: Final = "asyncflow-transferqueue"

@@ -153,6 +153,16 @@ class MeteredGenerator:
         """Version of the engine's weights."""
         return self._engine.version
 
+    @property
+    def prefilled_again(self) -> int:
+        """Tokens that the engine read again because weights changed; 0 for one that does not count them."""
+        return getattr(self._engine, "prefilled_again", 0)
+
+    @property
+    def reads_channel(self) -> bool:
+        """Whether the engine reads weights of a channel itself."""
+        return getattr(self._engine, "reads_channel", False)
+
     def curve(self) -> DecodeCurve:
         """Return the measurements so far."""
         with self._lock:

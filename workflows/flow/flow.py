@@ -84,6 +84,11 @@ class StageFailed(PeerError):
         self.last_words = last_words
 
 
+def threads_of_any(processes: int) -> int:
+    """Return the threads of each of so many processes of which nothing else is known: the cores, divided."""
+    return max(1, len(os.sched_getaffinity(0)) // max(1, processes))
+
+
 class Flow:
     """Runs jobs, each in a process, against a queue. A context manager: leaving it ends all processes.
 
@@ -120,8 +125,8 @@ class Flow:
         self._directory = directory
         self._observe = observe
         self._restarts_max = restarts_max
-        threads = max(1, len(os.sched_getaffinity(0)) // max(1, len(jobs)))
-        self._environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), **(environment or {})}
+        threads = os.environ.get("OMP_NUM_THREADS", str(threads_of_any(len(jobs))))
+        self._environment = {"OMP_NUM_THREADS": threads, **(environment or {})}
         self._environments = environments or {}
         self._prepare = prepare
         self._children: dict[str, ChildProcess] = {}

@@ -10,7 +10,7 @@
 | openai | `adapters.engines.OpenAIGenerator` | requests sent at once | none: it serves version 0 for ever |
 | factory | what ``factory`` returns | argument of the factory | `update_weights` of the generator |
 
-``options`` are arguments of the engine itself: of ``from_pretrained`` for transformers, of ``AsyncEngineArgs`` for
+``options`` are arguments of the engine itself: of ``from_pretrained`` for transformers, of ``EngineArgs`` for
 vllm, of the adapter's class for servers, of the function for a factory. The built-in one has none.
 """
 
@@ -18,13 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
-from transferqueue.adapters.builtin import is_builtin
-from transferqueue.adapters.protocols import Generator
+from transferqueue.adapters.protocols import Caches, Generator
 from transferqueue.adapters.stages.reward_functions import load_callable
-from transferqueue.errors import Impossible, UsageError, listing
+from transferqueue.errors import UsageError, listing
 from transferqueue.lazy import install_line
+from transferqueue.workflows.job.data.tokenizer import revision_of
+from transferqueue.workflows.job.devices.repeat import repeat_bits
 from transferqueue.workflows.job.graph import is_colocated
 from transferqueue.workflows.job.settings.job import EngineKind, EngineSettings, Job
 
@@ -40,16 +41,15 @@ def open_engine(settings: EngineSettings, job: Job, *, place: int = 0) -> Genera
     """Start the engine, or connect to it. Blocks while it starts (seconds to minutes). The caller closes it.
 
     place: of `settings` in ``job.engine``, for error texts. The engine has the weights of `model.path`, as version -1,
-    until they are updated. It generates at most ``settings.slots`` completions at once. With ``trainer.order =
-    "ordinal"`` the transformers engine keeps each request apart, so that its numbers repeat bit for bit.
+    until they are updated. It generates at most ``settings.slots`` completions at once. In a
+    ``reproducible`` job the transformers engine keeps each request apart, so that its numbers repeat bit for bit.
 
     Raises `UsageError` for options that the engine does not take and for an engine that is not installed, and
-    `Impossible` for an endpoint without weights in a job that would outgrow them; `PeerError` if a server does not
-    answer.
+    `PeerError` if a server does not answer.
     """
     key = f"engine.{place}"
     try:
-        return _OPEN[settings.kind](settings, job, key)
+        return _with_caches(_OPEN[settings.kind](settings, job, key), job, key)
     except ImportError as error:
         remedy = install_line(_EXTRA[settings.kind]) if settings.kind in _EXTRA else "install it"
         raise UsageError(
@@ -63,6 +63,21 @@ def open_engine(settings: EngineSettings, job: Job, *, place: int = 0) -> Genera
         ) from error
 
 
+def _with_caches(engine: Generator, job: Job, key: str) -> Generator:
+    """Set what becomes of the engine's caches when weights change. `UsageError` for one that only computes them
+    again."""
+    kv, attributes = Caches(job.weights.kv), cast("Any", engine)
+    if hasattr(engine, "kv"):
+        attributes.kv = kv
+    elif kv is not Caches.RECOMPUTE:
+        engine.close()
+        raise UsageError(
+            f'weights.kv="{kv.value}" with {key}: {type(engine).__name__} has no attribute kv (protocols.Caches), so '
+            'it computes caches again; set weights.kv="recompute"'
+        )
+    return engine
+
+
 def model_directory(settings: EngineSettings, job: Job) -> str:
     """Return the directory of the engine's model; a model that is named by an id is looked up in (or loaded into) the
     local cache of the hub."""
@@ -72,7 +87,7 @@ def model_directory(settings: EngineSettings, job: Job) -> str:
     from huggingface_hub import snapshot_download
 
     try:
-        return str(snapshot_download(path, revision=job.model.revision or None))
+        return str(snapshot_download(path, revision=revision_of(job.model, path)))
     except (OSError, ValueError) as error:
         raise UsageError(f"model {path}: neither a directory here nor a model that the hub gives: {error}") from error
 
@@ -83,25 +98,14 @@ def model_directory(settings: EngineSettings, job: Job) -> str:
 def _builtin(settings: EngineSettings, job: Job, key: str) -> Generator:
     from transferqueue.adapters.builtin.model import BuiltinModel
 
-    directory = model_directory(settings, job)
-    if not is_builtin(directory):
-        raise UsageError(
-            f'{key}.kind="builtin" with model "{directory}", which is none that `transferqueue demo` made; set '
-            'kind="transformers" or "vllm"'
-        )
     if settings.options:
         raise TypeError(f"{listing(settings.options)} is none of them; it has none")
-    return _in_this_process(BuiltinModel.from_pretrained(directory), settings, job)
+    return _in_this_process(BuiltinModel.from_pretrained(model_directory(settings, job)), settings, job)
 
 
 def _transformers(settings: EngineSettings, job: Job, key: str) -> Generator:
     from transformers import AutoModelForCausalLM
 
-    if settings.tensor_parallel != 1:
-        raise UsageError(
-            f'{key}.tensor_parallel={settings.tensor_parallel} with kind="transformers": it computes on one device; '
-            'set it to 1, or kind="vllm"'
-        )
     options = {"dtype": job.model.dtype, "trust_remote_code": job.model.trust_remote_code, **settings.options}
     model = AutoModelForCausalLM.from_pretrained(model_directory(settings, job), **options)
     return _in_this_process(model, settings, job)
@@ -113,8 +117,9 @@ def _in_this_process(model: Any, settings: EngineSettings, job: Job) -> Generato
 
     from transferqueue.adapters.engines.transformers import TransformersGenerator
 
+    repeat_bits(job)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    apart = job.trainer.order == "ordinal"
+    apart = job.reproducible
     return TransformersGenerator(model.to(device), version=BEGINNING, rows_max=settings.slots, shared_batch=not apart)
 
 
@@ -143,34 +148,22 @@ def _vllm_server(settings: EngineSettings, job: Job, key: str) -> Generator:
     from transferqueue.adapters.vllm.server import VllmServer
 
     arguments = {"checkpoint": _local(job), "connections_max": settings.slots, **settings.options}
-    return VllmServer(_url(settings, key), **arguments)
+    return VllmServer(settings.url, **arguments)
 
 
 def _sglang_server(settings: EngineSettings, job: Job, key: str) -> Generator:
     from transferqueue.adapters.engines.sglang_server import SglangServer
 
-    if not settings.options.get("weights"):
-        raise UsageError(
-            f'{key}.options has no "weights": give an empty folder that the server sees under the same path; new '
-            "weights are written there"
-        )
     arguments = {"checkpoint": _local(job), "connections_max": settings.slots, **settings.options}
-    return SglangServer(_url(settings, key), **arguments)
+    return SglangServer(settings.url, **arguments)
 
 
 def _openai(settings: EngineSettings, job: Job, key: str) -> Generator:
     from transferqueue.adapters.engines.openai import OpenAIGenerator
 
-    behind = 1 if job.pacing.max_staleness is None else job.pacing.max_staleness
-    if behind < job.steps - 1:
-        raise Impossible(
-            f'{key}.kind="openai": an endpoint takes no weights, so all rows are of version 0, and step {job.steps} '
-            f"would train rows that are {job.steps - 1} versions old; pacing.max_staleness={behind} allows "
-            f'{behind + 1} steps: set kind="vllm_server", or pacing.max_staleness={job.steps - 1} to train on '
-            "the rows of a fixed policy"
-        )
-    arguments = {"connections_max": settings.slots, **settings.options}
-    return OpenAIGenerator(_url(settings, key), settings.model or job.model.path, **arguments)
+    # An endpoint may be a vLLM on a CPU, which dies of seeds, and none says so.
+    arguments = {"connections_max": settings.slots, "seeds": False, **settings.options}
+    return OpenAIGenerator(settings.url, settings.model or job.model.path, **arguments)
 
 
 def _factory(settings: EngineSettings, job: Job, key: str) -> Generator:
@@ -203,12 +196,6 @@ _EXTRA: Final[Mapping[EngineKind, str]] = {
     "sglang_server": "http",
     "openai": "http",
 }
-
-
-def _url(settings: EngineSettings, key: str) -> str:
-    if not settings.url:
-        raise UsageError(f'{key}.kind="{settings.kind}" needs {key}.url, such as "http://127.0.0.1:8000"')
-    return settings.url
 
 
 def _local(job: Job) -> str | None:

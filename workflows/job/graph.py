@@ -37,6 +37,7 @@ from transferqueue.workflows.job import names
 from transferqueue.workflows.job.settings.defaults import advantage_columns, columns_of, defaults_of, tasks_of
 from transferqueue.workflows.job.settings.job import IN_TURN, EngineSettings, Job
 from transferqueue.workflows.job.settings.sizes import (
+    GIB,
     batch_rows,
     depth,
     has_loss_mask,
@@ -76,6 +77,7 @@ LOOPS: Final = frozenset({names.RANK, names.TRAIN, names.TRAIN_CRITIC, names.EVA
 HELD_S_MAX: Final = 6 * 3600.0
 """Longest time that the trainer or a generator holds rows: a streaming step holds its first rows until its last ones
 are generated."""
+DAY_S: Final = 86_400.0
 _LONG: Final = (names.ROLLOUT, names.PLAY, names.TRAIN, names.TRAIN_CRITIC)
 _DEALT: Final = 8
 """Parts in which rows that are dispatched are leased: small, so that the first engine to ask does not get all the
@@ -93,6 +95,7 @@ _FIELDS: Final[dict[str, tq.Field]] = {
     for field in (
         tq.Field("prompt_ids", "int32", RAGGED),
         tq.Field(names.DATA, "value"),
+        tq.Field(names.ENVIRONMENT, "str"),
         tq.Field(names.EXPECTED_TOKENS, "int32"),
         tq.Field(names.RANKER_VERSION, "int32"),
         tq.Field("response_ids", "int32", RAGGED),
@@ -121,7 +124,12 @@ _TEXT: Final = ("prompt_ids", "response_ids")
 
 def has_episodes(job: Job) -> bool:
     """Whether rows are episodes of an environment, which bring their own rewards."""
-    return any(reward.environment for reward in job.reward)
+    return bool(job.environment)
+
+
+def has_several_environments(job: Job) -> bool:
+    """Whether a row says which environment plays it."""
+    return len(job.environment) > 1
 
 
 def by_length(job: Job) -> bool:
@@ -137,7 +145,7 @@ def in_parts(job: Job) -> bool:
 def hands_back(job: Job) -> bool:
     """Whether a generator that is removed gives its rows back with their tokens. Episodes, and rows in the order of the
     data, are finished instead."""
-    return bool(job.elastic.max) and not has_episodes(job) and job.trainer.order != "ordinal"
+    return bool(job.elastic.max) and not has_episodes(job) and not job.reproducible
 
 
 def stops_oversampling(job: Job) -> bool:
@@ -202,7 +210,7 @@ def _stage(task: str, job: Job) -> Stage:
         task,
         needs=needs,
         gives=gives,
-        groups=tq.Complete() if whole else None,
+        groups=_complete(job) if whole else None,
         selector=_selector(task, job),
         time_limit_s=HELD_S_MAX if task in _LONG else None,
     )
@@ -215,6 +223,12 @@ def _stage(task: str, job: Job) -> Stage:
     return Stage(task=declared, rows=rows, at_least=_at_least(task, job, rows))
 
 
+def _complete(job: Job) -> tq.Complete:
+    """Return which groups are trained: whole ones, or those of which enough members are left."""
+    least = job.sampling.group_min
+    return tq.Complete(min_size=least, incomplete=tq.DeliverPartial()) if least else tq.Complete()
+
+
 def _selector(task: str, job: Job) -> tq.Selector:
     if task in (names.ROLLOUT, names.PLAY) and by_length(job):
         return tq.Priority()
@@ -225,7 +239,7 @@ def _generating(task: tq.Task, job: Job) -> Stage:
     """Return a stage that keeps the slots of its engine full. In the order of the data it leases whole groups: the
     source puts them so."""
     slots = max(engine.slots for engine in job.engine)
-    if job.trainer.order == "ordinal":
+    if job.reproducible:
         size = job.sampling.group_size
         return Stage(task=task, rows=size, slots=max(slots, size))
     leases = 1 if takes_whole_steps(job) else _DEALT if by_length(job) else _LEASES
@@ -254,11 +268,15 @@ def _columns(task: str, job: Job) -> tuple[tuple[str, ...], tuple[str, ...]]:
     begun = BEGUN if in_parts(job) else ()
     mask = ("loss_mask",) if has_loss_mask(job) else ()
     ranked = (names.EXPECTED_TOKENS,) if by_length(job) else ()
+    several = has_several_environments(job)
     generates = {
         names.RANK: (("prompt_ids",), (names.EXPECTED_TOKENS, names.RANKER_VERSION)),
         names.LENGTHS: (("prompt_ids", "response_ids", *ranked), ()),
         names.ROLLOUT: (("prompt_ids", *begun, *ranked), _GENERATED),
-        names.PLAY: (("prompt_ids", names.DATA, *ranked), (*_GENERATED, *mask, "rewards", "turn_rewards")),
+        names.PLAY: (
+            ("prompt_ids", names.DATA, *([names.ENVIRONMENT] if several else []), *ranked),
+            (*_GENERATED, *mask, "rewards", "turn_rewards", *([names.REWARD_TERMS] if several else [])),
+        ),
         names.REWARD: ((*_TEXT, names.DATA, "finish_reason"), ("rewards", names.REWARD_TERMS)),
         names.REFERENCE: (_TEXT, ("ref_logprobs",)),
         names.PROXIMAL: (_TEXT, ("prox_logprobs",)),
@@ -275,7 +293,7 @@ def _columns(task: str, job: Job) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def _figure_columns(job: Job) -> tuple[str, ...]:
     """Return the columns that the trainer reads for the figures of its steps alone."""
     kind = defaults_of(job.algorithm.kind)
-    terms = kind.rewarded and not has_episodes(job)
+    terms = kind.rewarded and (not has_episodes(job) or has_several_environments(job))
     return (
         *(("token_versions", "finish_reason") if kind.rollout else ()),
         *(("rewards",) if kind.rewarded else ()),
@@ -301,10 +319,19 @@ def pacing(job: Job) -> tq.Pacing:
     )
 
 
-def retention(job: Job) -> tq.Retention:
+def retention(job: Job, *, records: bool = False) -> tq.Retention:
     """Return when columns end: with their last task, so that what only rewards or generators read does not wait for the
     checkpoint of its row. Where stale rows are generated again, all that this needs stays until they are trained, and
-    nothing would end before its row."""
+    nothing would end before its row. Rows that are recorded keep theirs, too. records: the server has a directory of
+    the run, and the job wants its rows there."""
+    if records:
+        queue = job.queue
+        return tq.Recorded(
+            ".",
+            bytes=int(queue.record_gib * GIB) or None,
+            age_s=queue.record_days * DAY_S or None,
+            required=queue.record == "on",
+        )
     requeues = isinstance(pacing(job).on_stale, tq.Requeue)
     return tq.Acked() if requeues else tq.AckedColumns()
 
@@ -315,15 +342,16 @@ def limits(job: Job) -> tq.Limits:
     return tq.Limits(rows=rows_kept(job))
 
 
-def create_table(queue: tq.Queue, job: Job) -> tq.Table:
-    """Create the table of the job, or return it if it exists with the same terms. `AlreadyExists` if it has others."""
+def create_table(queue: tq.Queue, job: Job, *, records: bool = False) -> tq.Table:
+    """Create the table of the job, or return it if it exists with the same terms. `AlreadyExists` if it has others.
+    records: see `retention`."""
     return queue.create_table(
         names.TABLE,
         fields=fields(job),
         tasks=tasks(job),
         limits=limits(job),
         pacing=pacing(job),
-        retention=retention(job),
+        retention=retention(job, records=records),
         replicas=job.ray.replicas,
         exist_ok=True,
     )

@@ -23,9 +23,11 @@ version."""
 DATA: Final = "data"
 """Column with a prompt's row of the data file, a dict of plain values: `prompt` as rewards see it (a text, or a list of
 messages), and the columns that rewards or environments ask for, by the names that they use."""
+ENVIRONMENT: Final = "environment"
+"""Column with the name of the environment that plays the row, in jobs with several."""
 REWARD_TERMS: Final = "reward_terms"
 """Column with each reward's own score before weights: float32 ``[rewards]`` in the order of the job, NaN where a reward
-does not apply."""
+does not apply. Of several environments, each has one, and that which played the row applies."""
 
 EXPECTED_TOKENS: Final = "expected_tokens"
 """Column with the tokens that a row's response is expected to have: int32, 0 for no expectation."""
@@ -51,6 +53,12 @@ TRAIN: Final = "train"
 TRAIN_CRITIC: Final = "train_critic"
 EVALUATE: Final = "evaluate"
 """Process that scores held-out prompts; no task."""
+
+PREFILLED: Final = "prefilled"
+"""Kind of the event of an update of weights: ``tokens`` of running rows that the engine reads again with them."""
+MEASURES: Final = ("reward", "kl", "loss")
+"""Figures that say how good a policy is; an evaluation has the one of its job's kind."""
+LOWER_IS_BETTER: Final = ("kl", "loss")
 
 CRITIC_STEP: Final = "critic_step"
 """Kind of the event with the figures of a step of the critic's trainer."""

@@ -21,6 +21,10 @@ STATE: Final = "state.json"
 """File of a checkpoint that describes it."""
 STEPS: Final = "steps.jsonl"
 EVALUATIONS: Final = "evaluations.jsonl"
+SAMPLES: Final = "samples.jsonl"
+"""Responses as text, of a job that does not record its rows."""
+STEP_ROWS: Final = "step_rows.jsonl"
+"""For each step the rows in the order in which its trainer took them."""
 _FIRST_PROMPT: Final = "first-prompt"
 ADAPTER_CONFIG: Final = "adapter_config.json"
 _NAMED: Final = re.compile(r"step-(\d{8,})")
@@ -49,7 +53,7 @@ def no_checkpoint(run: Path | str) -> NotFound:
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a file of figures. One that a killed process left unfinished is passed over."""
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
             yield json.loads(line)
         except ValueError:
@@ -77,15 +81,31 @@ def model_directory(path: str) -> str:
     Raises `NotFound` for a run without a checkpoint, `UsageError` for a directory of adapters alone.
     """
     place = Path(path).expanduser()
-    if path and (place / JOB).is_file() and not (place / CONFIG).is_file():
+    if path and _is_run(place, CONFIG):
         if (place / MODEL).is_dir():
             return str(place / MODEL)
-        directory = place / CHECKPOINTS / names.TRAIN
-        if not (steps := checkpoint_steps(directory)):
-            raise no_checkpoint(path)
-        path = str(place := checkpoint_path(directory, steps[-1]))
+        path = str(place := _newest_checkpoint(place))
     if (place / ADAPTER_CONFIG).is_file() and not (place / CONFIG).is_file():
         raise UsageError(
             f"{path} has adapters alone: write the whole model by `transferqueue export RUN --merge OUT`, and give OUT"
         )
     return path
+
+
+def adapter_directory(path: str) -> str:
+    """Return the directory of the adapters that `path` names. A run stands for those of its newest checkpoint. Any
+    other path stands for itself. Raises `NotFound` for a run without a checkpoint."""
+    place = Path(path).expanduser()
+    return str(_newest_checkpoint(place)) if _is_run(place, ADAPTER_CONFIG) else path
+
+
+def _is_run(place: Path, config: str) -> bool:
+    """Whether `place` is the folder of a run, and no directory with that configuration."""
+    return (place / JOB).is_file() and not (place / config).is_file()
+
+
+def _newest_checkpoint(run: Path) -> Path:
+    directory = run / CHECKPOINTS / names.TRAIN
+    if not (steps := checkpoint_steps(directory)):
+        raise no_checkpoint(run)
+    return checkpoint_path(directory, steps[-1])

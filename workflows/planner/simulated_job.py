@@ -61,10 +61,9 @@ class SimStage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchFeed(msgspec.Struct, frozen=True, kw_only=True):
-    """How a step of the trainer gets rows: at least `rows` at a time, or (fixed) exactly the next `rows` prompts."""
+    """How a step of the trainer gets rows: at least `rows` at a time."""
 
     rows: int
-    fixed: bool = False
 
 
 class SimulatedJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,12 +96,9 @@ class SimulatedJob(msgspec.Struct, frozen=True, kw_only=True):
         if self.lengths.min() < 1:
             raise UsageError(f"length {self.lengths.min()} is not a positive number of tokens")
         check_engines(self.engines)
-        if not 1 <= self.feed.rows <= self.lengths.shape[1] or (
-            self.feed.fixed and self.lengths.shape[1] % self.feed.rows
-        ):
+        if not 1 <= self.feed.rows <= self.lengths.shape[1]:
             raise UsageError(
-                f"a feed of {self.feed.rows} rows does not fit a batch of {self.lengths.shape[1]}; give 1 to a batch, "
-                "a divisor of it where it is fixed"
+                f"a feed of {self.feed.rows} rows does not fit a batch of {self.lengths.shape[1]}; give 1 to a batch"
             )
 
 
@@ -300,8 +296,7 @@ class _Simulation:
     def _train(self) -> None:
         if not self._free[TRAIN] or self._step >= self._iterations:
             return
-        at = self._step * self._batch + self._trained
-        leased = self._lease(TRAIN, *self._terms(at))
+        leased = self._lease(TRAIN, *self._terms())
         if leased is None:
             return
         self._free[TRAIN].pop()
@@ -352,12 +347,9 @@ class _Simulation:
         self._generation.engines.append(SimulatedEngine(self._job.engines[-1], self.now))
         self._scaling.is_starting = False
 
-    def _terms(self, at: int) -> tuple[int, int, list[Predicate]]:
-        """Return rows, at least, and a filter: the rows of this step, or the next of its prompts."""
+    def _terms(self) -> tuple[int, int, list[Predicate]]:
+        """Return rows, at least, and a filter: the rows of this step."""
         end = (self._step + 1) * self._batch
-        if self._job.feed.fixed:
-            rows = self._job.feed.rows
-            return rows, rows, [Compare("ordinal", ">=", at), Compare("ordinal", "<", at + rows)]
         left = self._batch - self._trained
         return (
             left,

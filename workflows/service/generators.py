@@ -87,7 +87,10 @@ def serve(
                 dispatched(queue, service.table.name, engine, name=dispatch, slots=slots)
             )
             choice = plans.choice
-        follower = WeightUpdater(weights or queue, service.channel.name, engine.update_weights)
+        reads_channel = getattr(engine, "reads_channel", False)
+        follower = WeightUpdater(
+            weights or queue, service.channel.name, engine.update_weights, reads_channel=reads_channel
+        )
         _follow(follower, 0, stall_s)
         work = PreferringWork(_generating(service, engine, sampling, follower, stall_s), choice)
         return run_stage(service.table, stage, work, emit=emit, stop=stop)

@@ -21,11 +21,10 @@ import transferqueue as tq
 from transferqueue.errors import UsageError, listing
 from transferqueue.workflows.flow.flow import Flow
 from transferqueue.workflows.job import names
-from transferqueue.workflows.job.data.tokenizer import class_environment
 from transferqueue.workflows.job.graph import create_table, stage_jobs
 from transferqueue.workflows.job.run.folder import RunFolder, new_folder
 from transferqueue.workflows.job.run.machine import process_variables
-from transferqueue.workflows.job.run.preflight import importable, placement_of, preflight
+from transferqueue.workflows.job.run.preflight import placement_of, preflight, shared_variables
 from transferqueue.workflows.job.run.record import RunRecord
 from transferqueue.workflows.job.run.recorded import recorded
 from transferqueue.workflows.job.run.run import JobOutcome, run_job
@@ -128,7 +127,7 @@ class JobTrainer:
         ]
         record = self._stack.enter_context(RunRecord(folder.path, self.job))
         logs = folder.path / "logs"
-        environment = importable(self._code) | class_environment(self.job.model, tokenizer)
+        environment = shared_variables(self.job, tokenizer, self._code)
         observe = recorded(record, table, RunPage(queue))
         flow = Flow(
             queue,

@@ -120,7 +120,7 @@ def test_only_generating_processes_are_elastic_and_more_are_like_the_last(direct
     assert {each.name for each in stage_jobs(job) if each.elastic} == {names.ROLLOUT}
     assert engine_of(job, 7) == job.engine[-1]
     assert in_parts(job)
-    assert not in_parts(elastic_job(directory, trainer={"prompts_per_step": 4, "order": "ordinal"}))
+    assert not in_parts(elastic_job(directory, trainer={"prompts_per_step": 4}, reproducible=True))
     fixed = elastic_job(directory, elastic={})
     assert not any(each.elastic for each in stage_jobs(fixed))
     assert not in_parts(fixed)

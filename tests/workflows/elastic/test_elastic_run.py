@@ -17,7 +17,7 @@ pytest.importorskip("transformers", exc_type=ImportError)
 
 def test_a_generator_that_its_host_takes_is_replaced_and_no_row_is_lost(tmp_path: Path) -> None:
     place = make_place(tmp_path)
-    changes = ["elastic.max=2", "trainer.order=ready", "evaluation.path=''", "log.samples=0"]
+    changes = ["elastic.max=2", "reproducible=false", "evaluation.path=''", "log.samples=0"]
     words = [word for change in changes for word in ("--set", change)]
     run = train(place, "job.toml", "--out", "run", "--json", *words)
     wait_for(run, place / "run" / "steps.jsonl", 1)

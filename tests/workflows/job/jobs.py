@@ -32,7 +32,7 @@ KINDS = {
     | {"algorithm": {"kind": "distill", "top_k": 4}},
     "sft": {name: value for name, value in GRPO.items() if name not in ("reward", "engine")}
     | {"algorithm": {"kind": "sft"}, "data": {"path": "x", "response": "answer", "prompt_tokens_max": 32}},
-    "play": GRPO | {"reward": [{"environment": "my_envs:make"}]},
+    "play": GRPO | {"reward": [], "environment": [{"factory": "my_envs:make"}]},
     "partial": GRPO | {"sampling": {"group_size": 2, "tokens_max": 16, "budget": 4}},
 }
 """Plain values of a small job of each kind."""

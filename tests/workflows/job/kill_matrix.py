@@ -2,7 +2,10 @@
 
     python -m tests.workflows.job.kill_matrix --runs 20 --seed 1 --at-once 2
     python -m tests.workflows.job.kill_matrix --runs 10 --kind ppo --kills 4
-    python -m tests.workflows.job.kill_matrix --runs 10 --kind async-agent
+    python -m tests.workflows.job.kill_matrix --runs 10 --kind async async-ppo async-agent
+
+The last one is ten runs each of GRPO, PPO and an agent, asynchronous, with two generators and twenty SIGKILLs among
+them, whose final weights must be equal bit for bit.
 
 Each run of the short job (`tests.workflows.job.short_run`) loses `--kills` processes by SIGKILL: a task's, the serving
 process, its supervisor, the run itself ("run") or all at once ("all"). A kill names a process and a phase
@@ -145,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kind", choices=sorted(short_run.JOBS), default="grpo")
+    parser.add_argument("--kind", choices=sorted(short_run.JOBS), nargs="+", default=["grpo"])
     parser.add_argument("--kills", type=int, default=2, help="processes that one run loses, one after the other")
     parser.add_argument(
         "--extra", type=int, default=10, help="runs more for pairs of process and phase that were not met"
@@ -154,17 +157,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--at-once", type=int, default=1, help="runs beside each other")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="kill-matrix-") as temporary:
-        return _matrix(short_run.make_place(Path(temporary), options.kind), options)
+        codes = [_matrix(short_run.make_place(Path(temporary) / kind, kind), kind, options) for kind in options.kind]
+    return max(codes)
 
 
-def _matrix(place: Path, options: argparse.Namespace) -> int:
+def _matrix(place: Path, kind: str, options: argparse.Namespace) -> int:
     began = time.monotonic()
     short_run.undisturbed(place)
     whole_s = time.monotonic() - began
     longest_s = max(LEAST_S, RUNS_LONGEST * options.at_once * whole_s)
     wanted = short_run.final_weights(place / "whole")
     plan = Plan(targets(place), options.kills, options.seed)
-    print(f"kind={options.kind} runs={options.runs} seed={options.seed}; undisturbed: {whole_s:.0f} s", flush=True)
+    print(f"kind={kind} runs={options.runs} seed={options.seed}; undisturbed: {whole_s:.0f} s", flush=True)
     print("| run | killed (what, phase @ step) | starts | put | done | dropped | trained | weights | left | s |")
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
 

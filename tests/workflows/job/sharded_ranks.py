@@ -53,15 +53,30 @@ def job_at(place: Path, changes: list[str], ranks: Ranks = ALONE) -> Job:
 
 def step(learner: StepLearner) -> dict[str, float]:
     """Train on this rank's share of the same rows."""
-    share = {name: rows()[name][learner.ranks.rank :: learner.ranks.world] for name in COLUMNS}
-    learner.accumulate(share)
+    accumulate(learner)
     return learner.step()
+
+
+def accumulate(learner: StepLearner) -> None:
+    """Compute this rank's share of the gradient of a step."""
+    learner.accumulate({name: rows()[name][learner.ranks.rank :: learner.ranks.world] for name in COLUMNS})
 
 
 def own(learner: StepLearner) -> list[torch.Tensor]:
     """Copies of what this rank has of weights and moments."""
     moments = [state[entry] for state in learner.optimizer.state.values() for entry in sorted(state)]
     return [getattr(tensor, "_local_tensor", tensor).detach().clone() for tensor in [*learner.trained, *moments]]
+
+
+def held(learner: StepLearner) -> dict[str, int]:
+    """Bytes of what this rank has of weights, gradients and moments."""
+    moments = [state[name] for state in learner.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    gradients = [*learner._wide, *(parameter.grad for parameter in learner.trained)]
+    kinds = {"weights": learner.model.parameters(), "gradients": gradients, "moments": moments}
+    return {
+        name: sum(getattr(each, "_local_tensor", each).nbytes for each in tensors if each is not None)
+        for name, tensors in kinds.items()
+    }
 
 
 def bytes_read() -> int:
@@ -95,7 +110,9 @@ def main() -> None:
         describe=lambda folder: write_model_files(folder, learner.model, load_tokenizer(job.model), job.model.path),
     )
     checkpoints.save(learner, 1, StreamPosition())
-    step(learner)
+    accumulate(learner)
+    found["held"] = held(learner)
+    learner.step()
     whole = own(learner)
 
     again = policy_learner(job, ranks)

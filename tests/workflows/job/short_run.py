@@ -18,6 +18,7 @@ ROWS = 32
 """Rows of the whole run."""
 BOTH = f"""
 name = "short"
+reproducible = true
 steps = {STEPS}
 model = {{ path = "model", dtype = "float32" }}
 data = {{ path = "data", template = "{{question}}", prompt_tokens_max = 32 }}
@@ -27,14 +28,14 @@ pacing = {{ mode = "sync" }}
 checkpoint = {{ every = 2 }}
 weights = {{ dtype = "float32" }}
 evaluation = {{ path = "data", every = 2, rows = 8 }}
-queue = {{ memory_gib = 0.125 }}
+queue = {{ memory_gib = 0.125, record = "on" }}
 """
 GRPO = (
     BOTH
     + """
 sampling = { group_size = 2, tokens_max = 6 }
 algorithm = { kind = "grpo" }
-trainer = { prompts_per_step = 4, lr = 1e-3, order = "ordinal" }
+trainer = { prompts_per_step = 4, lr = 1e-3 }
 """
 )
 PPO = (
@@ -43,7 +44,7 @@ PPO = (
 sampling = { group_size = 1, tokens_max = 6 }
 algorithm = { kind = "ppo", whiten = false }
 critic = { path = "critic", lr = 1e-3 }
-trainer = { prompts_per_step = 8, lr = 1e-3, order = "ordinal" }
+trainer = { prompts_per_step = 8, lr = 1e-3 }
 """
 )
 TOKENIZER = "transformers.tokenization_utils_tokenizers:TokenizersBackend model"
@@ -64,9 +65,9 @@ def ahead(job: str) -> str:
     return job
 
 
-AGENT = GRPO.replace('function = "any_rewards:spread"', 'environment = "any_rewards:TwoTurns"').replace(
-    "tokens_max = 6", "tokens_max = 24"
-)
+AGENT = GRPO.replace(
+    'reward = [{ function = "any_rewards:spread" }]', 'environment = [{ factory = "any_rewards:TwoTurns" }]'
+).replace("tokens_max = 6", "tokens_max = 24")
 JOBS = {
     "grpo": GRPO,
     "ppo": PPO,
@@ -104,9 +105,10 @@ environment with such a reward in each of two turns."""
 
 
 def make_place(folder: Path, kind: str = "grpo") -> Path:
-    """Write model, data, rewards and ``job.toml`` into `folder`."""
+    """Write model, data, rewards and ``job.toml`` into `folder`, which is made."""
     from transferqueue.workflows.job.tiny_model.make import make, write_data
 
+    folder.mkdir(parents=True, exist_ok=True)
     size = {
         "hidden_size": 16,
         "intermediate_size": 32,

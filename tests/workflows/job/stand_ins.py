@@ -34,6 +34,7 @@ def values(model: Path, **tables: Any) -> dict[str, Any]:
     """A small job as a file has it."""
     default: dict[str, Any] = {
         "seed": 3,
+        "reproducible": True,
         "steps": 4,
         "model": {"path": str(model), "dtype": "float32"},
         "data": {"path": "none.parquet"},
@@ -41,7 +42,7 @@ def values(model: Path, **tables: Any) -> dict[str, Any]:
         "reward": [{"function": "builtins:len"}],
         "sampling": {"group_size": 2, "tokens_max": TOKENS},
         "algorithm": {"kind": "grpo"},
-        "trainer": {"prompts_per_step": 3, "lr": 1e-3, "micro_tokens": 64, "order": "ordinal"},
+        "trainer": {"prompts_per_step": 3, "lr": 1e-3, "micro_tokens": 64},
         "pacing": {"mode": "sync"},
         "weights": {"dtype": "float32"},
         "checkpoint": {"every": 2},

@@ -9,12 +9,13 @@ import pytest
 
 import transferqueue as tq
 from tests.workflows.job import jobs
+from tests.workflows.job.policies import put_prompts
 from transferqueue.workflows.flow.events import WORK
 from transferqueue.workflows.flow.loop.runner import StageFailedInProcess, run_stage
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job import names
-from transferqueue.workflows.job.algorithms.advantages import ScoredRows, advantage_columns_of
-from transferqueue.workflows.job.graph import fields, stages
+from transferqueue.workflows.job.algorithms.advantages import ScoredRows, advantage_columns_of, group_advantages
+from transferqueue.workflows.job.graph import create_table, fields, stages
 from transferqueue.workflows.job.stages.advantage import advantage
 from transferqueue.workflows.job.stages.all_dropped_guard import AllDroppedGuard
 
@@ -65,6 +66,48 @@ def job(kind, *changes):
     return jobs.job(kind, "sampling.group_size=4", "trainer.prompts_per_step=2", *changes)
 
 
+@pytest.mark.parametrize(("least", "kept"), [(0, 0), (2, 3)])
+def test_a_group_goes_on_without_members_that_failed_if_enough_are_left(least, kept):
+    """One of four fails, and three of four: the advantages of the first group compare the three that are left."""
+    settings = jobs.job("play", "sampling.group_size=4", f"sampling.group_min={least}", "trainer.prompts_per_step=2")
+    rewards = np.array([1.0, 0.0, 0.5], np.float32)
+    with tq.connect() as queue:
+        table = create_table(queue, settings)
+        put_prompts(table, prompts=2, group_size=4)
+        with table.lease(names.PLAY, rows=8, timeout_s=WAIT_S) as batch:
+            left = batch.rows[[0, 2, 3, 6]]
+            batch.ack(left, **played(np.append(rewards, 1.0)))
+            batch.drop("environment_timeout")
+        counts = table.audit()
+        assert counts.dropped == {"environment_timeout": 4, "group_incomplete": 4 - kept}
+        assert counts.rows_put == 8 == sum(counts.dropped.values()) + counts.rows_live
+        if kept:
+            plain = msgspec.json.decode(msgspec.json.encode(settings))
+            with (
+                advantage(Context(queue=queue, table=table, emit=lambda event: None, settings=plain)) as work,
+                table.lease(names.ADVANTAGE, groups=1, timeout_s=WAIT_S) as batch,
+            ):
+                (part,) = work(batch)
+                batch.ack(batch.rows[part.at], **part.columns)
+            with table.lease(names.TRAIN, groups=1, timeout_s=WAIT_S) as batch:
+                assert batch.rows.tolist() == left[:3].tolist()
+                assert batch["advantages"].numpy().tolist() == group_advantages(rewards, [0, 0, 0]).tolist()
+
+
+def played(rewards):
+    """Columns of episodes of one token."""
+    rows = len(rewards)
+    return {
+        "response_ids": [np.array([7], np.int32)] * rows,
+        "token_versions": [np.array([0], np.int32)] * rows,
+        "rollout_logprobs": [np.array([-1.0], np.float32)] * rows,
+        "finish_reason": ["stop"] * rows,
+        "loss_mask": [np.array([True])] * rows,
+        "rewards": rewards.astype(np.float32),
+        "turn_rewards": [np.array([reward], np.float32) for reward in rewards],
+    }
+
+
 def test_grpo_gives_one_advantage_a_row_and_keeps_equal_groups():
     columns, dropped = serve(job("grpo"))
     assert np.round(columns["advantages"], 3).tolist() == pytest.approx(
@@ -109,7 +152,8 @@ def test_tokens_of_an_environment_are_stepped_over():
     settings = jobs.job(
         "reinforce_pp",
         "trainer.prompts_per_step=8",
-        'reward=[{ environment = "my_envs:make" }]',
+        'environment=[{ factory = "my_envs:make" }]',
+        "reward=[]",
         "algorithm.whiten=false",
     )
     columns, _ = serve(settings)
@@ -134,7 +178,7 @@ def test_a_job_whose_groups_are_all_dropped_ends_and_says_why():
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_whitened_batch_has_the_rows_of_the_next_step_though_later_ones_are_ready_before(mode):
     """After a step was taken back, rows of the step after it are generated beside its own; and in mode async always."""
-    settings = jobs.job("ppo", "trainer.prompts_per_step=8", f"pacing.mode={mode}", "trainer.order=ordinal")
+    settings = jobs.job("ppo", "trainer.prompts_per_step=8", f"pacing.mode={mode}", "reproducible=true")
     (stage,) = [stage for stage in stages(settings) if stage.task.name == names.ADVANTAGE]
     plain = msgspec.json.decode(msgspec.json.encode(settings))
     needed = [*stage.task.needs, *stage.task.gives]

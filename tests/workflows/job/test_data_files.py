@@ -257,9 +257,17 @@ def test_each_value_of_a_csv_file_is_a_text_and_an_empty_one_is_none(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "match"), [("", "cannot be read as a CSV file"), ("a,a\n1,2\n", "names a column twice")]
+    ("text", "match"),
+    [
+        ("", "cannot be read as a CSV file"),
+        ("a,a\n1,2\n", "names a column twice"),
+        ("a;b\n1;2\n", r"has one column, 'a;b': its values are not separated by commas"),
+        ("a,b\n1,2\n1,2,3\n", r"Row #3: Expected 2 columns, got 3"),
+        ("a,b\n" + "1,2\n" * 400_000 + "1\n", r"Row #400002: Expected 2 columns, got 1"),
+    ],
+    ids=["empty", "twice", "semicolons", "long row", "late row"],
 )
-def test_a_csv_file_without_names_or_with_one_twice_is_refused(tmp_path, text, match):
+def test_a_csv_file_that_is_none_is_refused_with_the_row(tmp_path, text, match):
     (tmp_path / "some.csv").write_text(text)
     with pytest.raises(UsageError, match=match):
         open_data(tmp_path / "some.csv")

@@ -403,7 +403,7 @@ def mixture(here: Path, *changes: str):
 def test_a_mixture_draws_its_sources_by_weight_each_with_its_own_columns(here):
     taken = sequence(mixture(here)).take(80)
     questions = [prompt for prompt in taken if prompt.text.startswith("q")]
-    assert 16 <= len(questions) <= 22, "one of four, and one question of four is too long"
+    assert len(questions) == 20, "one of four, although one question of four is too long"
     assert {prompt.data["answer"] for prompt in questions} == {"0", "2", "3"}
     sums = [prompt.text for prompt in taken if not prompt.text.startswith("q")]
     assert len(set(sums[:10])) == 10, "each source has its epochs"
@@ -418,6 +418,13 @@ def test_a_mixture_goes_on_where_it_was(here, number):
     assert [prompt.text for prompt in again.take(20)] == [prompt.text for prompt in whole[number:]]
     other = sequence(mixture(here, "seed=6")).take(20)
     assert [prompt.text for prompt in other] != [prompt.text for prompt in whole[:20]]
+
+
+def test_a_source_without_a_prompt_that_fits_is_refused_by_name(here):
+    settings = mixture(here)
+    (here / "questions.jsonl").write_text(json.dumps({"question": "x" * 99, "solution": "1"}))
+    with pytest.raises(UsageError, match=r"none of the 1 prompts of .*questions\.jsonl fits into data"):
+        sequence(settings).take(8)
 
 
 def test_a_mixture_with_a_source_that_is_not_there_is_refused_by_name(here):

@@ -5,13 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from tests.scale import only_long  # noqa: E402
 from tests.workflows.job import jobs  # noqa: E402
+from tests.workflows.job.test_export import HeldBytes  # noqa: E402
 from tests.workflows.job.test_learner import rows  # noqa: E402
+from transferqueue.adapters.engines import key_value_cache, running_batch  # noqa: E402
+from transferqueue.adapters.engines.running_batch import Row, RunningBatch  # noqa: E402
+from transferqueue.adapters.protocols import Prompt, Sampling  # noqa: E402
 from transferqueue.adapters.scoring import response_logprobs  # noqa: E402
 from transferqueue.adapters.scoring.logprobs import _LOGITS_MAX  # noqa: E402
 from transferqueue.workflows.job.devices import device_bytes  # noqa: E402
@@ -30,6 +36,21 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=2, head_dim=16, max_position_embeddings=512, tie_word_embeddings=True,
     )  # fmt: skip
     transformers.Qwen3ForCausalLM(config).save_pretrained(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write("Llama", tmp_path_factory.mktemp("small"))
+
+
+def write(kind: str, place: Path) -> Path:
+    """Write a model whose activations are larger than its weights."""
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=512, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=32, max_position_embeddings=512, tie_word_embeddings=False,
+    )  # fmt: skip
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(place)
     return place
 
 
@@ -56,32 +77,74 @@ def test_weights_gradients_and_moments_are_those_of_torch(directory: Path, chang
     moments = [state[name] for state in learner.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     parts = device_bytes.trained(job, sizes_of(directory)).parts
     measured = {"weights": nbytes(learner.model.parameters()), "moments": nbytes(moments), "gradients": gradients}
-    if job.trainer.master_dtype != "float32":
-        measured["gradients"] += gradients // 2  # the step's own, beside the float32 sums
     assert {name: parts[name] for name in measured} == pytest.approx(measured, rel=0.1)
 
 
+PASSES = [
+    ["model.dtype=float32"],
+    ["model.dtype=bfloat16"],
+    ["model.dtype=bfloat16", "trainer.master_dtype=bfloat16"],
+    ["model.dtype=float32", "trainer.gradient_checkpointing=true"],
+    ["model.dtype=bfloat16", "trainer.gradient_checkpointing=true"],
+    ["model.dtype=bfloat16", "trainer.lora_rank=4"],
+]
+ROWS, TOKENS = 8, 48
+
+
 @pytest.mark.slow
-def test_activations_are_about_those_that_torch_keeps(directory: Path) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory)
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, Any] = {}
+@pytest.mark.parametrize("changes", PASSES, ids=", ".join)
+@pytest.mark.parametrize("kind", ["Llama", *only_long("Qwen2"), "Qwen3"])
+def test_the_passes_of_a_step_hold_as_many_bytes_as_torch_has_at_most(
+    kind: str, changes: list[str], tmp_path: Path
+) -> None:
+    """Of the second micro-batch of a step, with the gradients of the first one."""
+    write(kind, tmp_path)
+    tokens = f"trainer.micro_tokens={2 * TOKENS * ROWS}"
+    job = resolve(jobs.job("grpo", f'model.path="{tmp_path}"', tokens, *changes))
+    learner, ids = policy_learner(job), np.arange(TOKENS)
+    columns = {
+        "prompt_ids": [ids] * ROWS,
+        "response_ids": [ids] * ROWS,
+        "rollout_logprobs": [np.full(TOKENS, -3.0)] * ROWS,
+        "advantages": [1.0] * ROWS,
+    }
+    with HeldBytes(learner.model.parameters()) as held:
+        for _ in range(2):
+            learner.accumulate(columns)
+    parts = device_bytes.trained(job, sizes_of(tmp_path)).parts
+    assert parts.pop("moments") > 0
+    assert sum(parts.values()) == pytest.approx(held.peak, rel=0.1)
 
-    def keep(tensor: Any) -> Any:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage
-        return tensor
 
-    ids = [list(range(48))] * 8
-    response_logprobs(model, ids, ids, temperature=1.0)  # makes the plan
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logprobs = response_logprobs(model, ids, ids, temperature=1.0)
-    assert logprobs.requires_grad
-    measured = sum(storage.nbytes() for storage in kept.values())
-    job = jobs.job("grpo", "model.dtype=float32", f"trainer.micro_tokens={2 * 48 * 8}")
-    assert device_bytes.trained(job, sizes_of(directory)).parts["activations"] == pytest.approx(measured, rel=0.25)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_scorer_holds_as_many_bytes_as_torch_has_at_most(small: Path, dtype: str) -> None:
+    model, ids = transformers.AutoModelForCausalLM.from_pretrained(small, dtype=dtype), [[*range(128)]] * ROWS
+    with torch.no_grad(), HeldBytes(model.parameters()) as held:
+        response_logprobs(model, ids, ids)
+    assert device_bytes.scored(sizes_of(small), dtype, 256 * ROWS).total == pytest.approx(held.peak, rel=0.1)
 
 
-def test_logits_at_a_time_are_those_of_the_scorer() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("prompt", "response"), [(256, 256), (64, 448), (400, 40)])
+def test_an_engine_holds_as_many_bytes_as_torch_has_at_most(small: Path, prompt: int, response: int) -> None:
+    """Three times as many rows as slots: others begin as some end."""
+    lengths = (f"data.prompt_tokens_max={prompt}", f"sampling.tokens_max={response}", f"engine.0.slots={ROWS}")
+    job = resolve(jobs.job("grpo", f'model.path="{small}"', "model.dtype=float32", *lengths))
+    model, draws = transformers.AutoModelForCausalLM.from_pretrained(small), np.random.default_rng(0)
+    batch = RunningBatch(model, ROWS)
+    sizes = [response] * ROWS + draws.integers(response // 2, response + 1, 2 * ROWS).tolist()
+    prompts = [Prompt(ids=draws.integers(0, 500, prompt).astype(np.int32)) for _ in sizes]
+    terms = [Sampling(tokens_max=size) for size in sizes]
+    with HeldBytes(model.parameters()) as held:
+        batch.add(Row(None, number, 0, *each) for number, each in enumerate(zip(prompts, terms, strict=True)))
+        while len(batch):
+            batch.step(version=0)
+    expected = device_bytes.generated(job, sizes_of(small), job.engine[0])
+    assert expected.total == pytest.approx(held.peak, rel=0.1)
+
+
+def test_limits_are_those_of_scorer_and_engine() -> None:
     assert _LOGITS_MAX["cuda"] == device_bytes.LOGITS_MAX
+    assert running_batch._BEGIN_TOKENS_MAX == device_bytes.BEGIN_TOKENS_MAX
+    assert key_value_cache.ROOM_TOKENS == device_bytes.ROOM_TOKENS

@@ -27,7 +27,13 @@ from transferqueue.workflows.job.graph import stage_jobs
 from transferqueue.workflows.job.run import machine
 from transferqueue.workflows.job.run.machine import devices_of
 from transferqueue.workflows.job.run.on_ray import reserved
-from transferqueue.workflows.job.run.preflight import check_positions, placement_of
+from transferqueue.workflows.job.run.preflight import (
+    check_id,
+    check_model,
+    check_positions,
+    counted_models,
+    placement_of,
+)
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import GIB
 
@@ -171,6 +177,12 @@ def test_a_tensor_parallel_engine_shares_no_gpu_on_ray():
         reserved(placed(shared, hosts, None), shared),
     ):
         pass
+
+
+def test_options_of_a_process_that_ray_does_not_have_are_refused_by_a_dry_run():
+    job = jobs.job("grpo", "on=ray", "ray.options.trian.num_gpus=2")
+    with pytest.raises(UsageError, match=r"ray\.options\.trian: the job has no such task or process; it has .*train-0"):
+        placement_of(job, devices=gpus(2))
 
 
 def test_what_ray_options_place_is_not_in_the_map():
@@ -347,28 +359,50 @@ def test_a_job_with_an_id_of_the_hub_is_placed_and_its_rows_compared_with_its_po
     in_hub_cache("lab/small", config_of_a_small_model(), tmp_path, monkeypatch)
     given = jobs.job("grpo", VLLM, "model.path=lab/small")
     assert [process.held.parts["weights"] for process in placement_of(given, devices=gpus(2)).processes][1] > 0
+    assert [line.partition(" counted")[0] for line in counted_models(given)] == [
+        "model.path='lab/small': about 195,008 parameters,"
+    ]
     with pytest.raises(Impossible, match=r"model\.path='lab/small' has 256 positions, and a row up to"):
         check_positions(jobs.job("grpo", "model.path=lab/small", "sampling.tokens_max=512"), "model.path", "lab/small")
     unknown = placement_of(jobs.job("grpo", "model.path=lab/other"), devices=gpus(2))
     assert "train-0 not known: no config.json of its model is here, or came from the hub" in unknown.lines()[1]
 
 
+def test_a_model_that_neither_a_directory_nor_the_hub_has_is_refused_before_anything_starts(tmp_path, monkeypatch):
+    in_hub_cache("lab/small", config_of_a_small_model(), tmp_path, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    check_id("teacher.path", "lab/small")
+    with pytest.raises(NotFound, match=r"teacher\.path='runs/grpo': there is no such directory, and the hub .* is set"):
+        check_id("teacher.path", "runs/grpo")
+    with pytest.raises(NotFound, match=r"reference\.path='runs/sft/model': there is no such directory$"):
+        check_model("reference.path", "runs/sft/model")
+
+
 HUB = """
-import sys
-from transferqueue.workflows.job.devices.model_sizes import model_sizes
-print(model_sizes("lab/small"), model_sizes("lab/none"))
+from transferqueue.workflows.job.devices.model_sizes import model_sizes, why_not_in_hub
+
+for name, revision in (("lab/small", ""), ("lab/small", "v2/a"), ("lab/none", "")):
+    found = model_sizes(name, revision)
+    print(found and (found.parameters, found.hidden, found.is_counted), why_not_in_hub(name, revision))
 """
 
 
-def test_the_hub_is_asked_for_the_configuration_of_a_model_that_is_not_here(tmp_path):
+HUB_HAS = {
+    "/lab/small/resolve/main/config.json": config_of_a_small_model(),
+    "/lab/small/resolve/v2%2Fa/config.json": config_of_a_small_model(),
+    "/api/models/lab/small/revision/v2%2Fa?expand[]=safetensors": {"safetensors": {"total": 1234, "parameters": {}}},
+}
+
+
+def test_the_hub_is_asked_for_what_a_model_that_is_not_here_has(tmp_path):
     pytest.importorskip("huggingface_hub")
 
     class Hub(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            found = self.path == "/lab/small/resolve/main/config.json"
-            self.send_response(200 if found else 404)
+            found = HUB_HAS.get(self.path)
+            self.send_response(404 if found is None else 200)
             self.end_headers()
-            self.wfile.write(json.dumps(config_of_a_small_model()).encode() if found else b"")
+            self.wfile.write(b"" if found is None else json.dumps(found).encode())
 
         def log_message(self, *words: Any) -> None:
             pass
@@ -380,8 +414,9 @@ def test_the_hub_is_asked_for_the_configuration_of_a_model_that_is_not_here(tmp_
         asked = [sys.executable, "-c", HUB]
         said = subprocess.run(asked, env=hidden | places, capture_output=True, text=True, check=True, timeout=60)
         hub.shutdown()
-    assert said.stdout.startswith("ModelSizes(parameters="), said.stderr
-    assert said.stdout.strip().endswith(") None")
+    counted, told, none = (line.strip() for line in said.stdout.splitlines())
+    assert (counted.endswith(", 64, True)"), told) == (True, "(1234, 64, False)"), said.stderr
+    assert none == f"None {places['HF_ENDPOINT']} answers 404 Not Found"
 
 
 def test_in_turn_a_card_holds_what_stays_of_both_and_the_larger_of_what_each_adds():

@@ -12,8 +12,9 @@ pytest.importorskip("transformers")
 
 from tests.workflows.job.policies import job_of
 from transferqueue.adapters.protocols import Prompt, Sampling
-from transferqueue.errors import Impossible, TransferQueueError, UsageError
-from transferqueue.workflows.job.engines import open_engine
+from transferqueue.errors import TransferQueueError, UsageError
+from transferqueue.workflows.job.engines import model_directory, open_engine
+from transferqueue.workflows.job.settings.job import EngineSettings
 from transferqueue.workflows.job.tiny_model.make import make
 
 
@@ -29,45 +30,18 @@ def opened(directory: Path, engine: dict[str, Any], **tables: Any) -> Any:
     return open_engine(job.engine[0], job)
 
 
-@pytest.mark.parametrize("order", ["ready", "ordinal"])
-def test_the_transformers_engine_generates_with_its_directory(directory: Path, order: str) -> None:
-    engine = opened(directory, {"kind": "transformers", "slots": 2}, trainer={"order": order})
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_the_transformers_engine_generates_with_its_directory(directory: Path, reproducible: bool) -> None:
+    engine = opened(directory, {"kind": "transformers", "slots": 2}, reproducible=reproducible)
     with closing(engine):
         assert engine.version == -1
         found = list(engine.generate([Prompt.of([1, 2, 3], samples=5)], Sampling(tokens_max=4)))
     assert len(found) == 5
 
 
-@pytest.mark.parametrize(
-    ("engine", "tables", "error", "message"),
-    [
-        (
-            {"kind": "transformers", "tensor_parallel": 2},
-            {},
-            UsageError,
-            r"engine\.0\.tensor_parallel=2 .* set it to 1",
-        ),
-        (
-            {"kind": "transformers", "options": {"wings": 2}},
-            {},
-            UsageError,
-            r"engine\.0\.options=\{'wings': 2\}: .* other arguments",
-        ),
-        ({"kind": "vllm_server"}, {}, UsageError, r"engine\.0\.kind=\"vllm_server\" needs engine\.0\.url"),
-        ({"kind": "sglang_server", "url": "http://127.0.0.1:9"}, {}, UsageError, r'options has no "weights"'),
-        (
-            {"kind": "openai", "url": "http://127.0.0.1:9/v1"},
-            {"steps": 10},
-            Impossible,
-            r"step 10 would train rows that are 9 versions old; pacing\.max_staleness=1 allows 2 steps",
-        ),
-    ],
-)
-def test_an_engine_that_cannot_be_is_refused(
-    directory: Path, engine: dict[str, Any], tables: dict[str, Any], error: type[TransferQueueError], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        opened(directory, engine, **tables)
+def test_an_engine_that_takes_other_options_is_refused(directory: Path) -> None:
+    with pytest.raises(UsageError, match=r"engine\.0\.options=\{'wings': 2\}: .* other arguments"):
+        opened(directory, {"kind": "transformers", "options": {"wings": 2}})
 
 
 class Mine:
@@ -110,6 +84,23 @@ def test_an_endpoint_serves_as_many_steps_as_the_staleness_allows(directory: Pat
     engine = opened(directory, {"kind": "openai", "url": "http://127.0.0.1:9/v1"}, steps=2)
     with closing(engine):
         assert engine.version == 0
+
+
+def test_the_revision_of_the_policy_is_not_that_of_another_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    constants = pytest.importorskip("huggingface_hub").constants
+    for name, revision, commit in (("policy", "v2", "c1"), ("draft", "main", "c2")):
+        place = tmp_path / f"models--lab--{name}"
+        for folder in (place / "refs", place / "snapshots" / commit):
+            folder.mkdir(parents=True)
+        (place / "refs" / revision).write_text(commit)
+        (place / "snapshots" / commit / "config.json").write_text("{}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    job = job_of(Path("unused"), model={"path": "lab/policy", "revision": "v2"})
+    assert Path(model_directory(EngineSettings(kind="transformers"), job)).name == "c1"
+    assert Path(model_directory(EngineSettings(kind="transformers", model="lab/draft"), job)).name == "c2"
 
 
 def test_a_model_that_is_nowhere_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import resource
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +22,29 @@ import transferqueue as tq
 from tests.workflows.job.policies import job_of, table_of
 from transferqueue.adapters.protocols import Completion, PartialResult, Prompt, Sampling
 from transferqueue.adapters.stages.environments import Episodes
-from transferqueue.errors import UsageError
 from transferqueue.workflows.flow.loop.runner import StageFailedInProcess
 from transferqueue.workflows.job import names
-from transferqueue.workflows.job.reward_terms import call_thread, tries
-from transferqueue.workflows.job.reward_terms.call_thread import CallThread, HungCalls
+from transferqueue.workflows.job.data.sequence import NumberedPrompt
+from transferqueue.workflows.job.reward_terms import environment_host, tries
+from transferqueue.workflows.job.reward_terms.environment_call import CallFailed
+from transferqueue.workflows.job.reward_terms.environment_host import EnvironmentHost
 from transferqueue.workflows.job.reward_terms.tries import TRIES_MAX
 from transferqueue.workflows.job.settings.job import Job
-from transferqueue.workflows.job.stages.episodes import FAILED, EnvironmentFailed, JobEpisodes
+from transferqueue.workflows.job.stages.all_dropped_guard import BATCHES_MAX
+from transferqueue.workflows.job.stages.episodes import EnvironmentFailed, FailedEpisode, JobEpisodes
+from transferqueue.workflows.job.stages.measures import EpisodeReward
 from transferqueue.workflows.job.stages.policy_weights import FixedWeights
 from transferqueue.workflows.job.stages.samples import SampleReporter
 from transferqueue.workflows.job.tiny_model.tokenizer import build_tokenizer
 
 pytest.importorskip("transformers")
+ENVIRONMENTS = "tests.workflows.job.episode_environments:"
 TEXT = {"calculator": "examples/jobs/environments.py:calculator", "guess": "examples/jobs/environments.py:guess_number"}
 
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tries, "PAUSE_S", 0.0)
-
-
-class SaysItsSeed:
-    """An environment of one turn whose reward is made from its seed."""
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[None, dict[str, Any]]:
-        self.seed = seed
-        return None, {}
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        return "", float(self.seed % 1009), True, False, {}
-
-    def close(self) -> None:
-        pass
 
 
 class Scripted:
@@ -77,7 +72,7 @@ class Scripted:
             sample=0,
             ids=ids,
             logprobs=logprobs,
-            finish_reason="stop",
+            finish_reason="stop" if len(ids) and ids[-1] == self.tokenizer.eos_token_id else "length",
             spans=((3, len(ids)),) if len(ids) else (),
         )
 
@@ -87,15 +82,28 @@ def tokenizer() -> Any:
     return build_tokenizer()
 
 
-def job(environment: str, **changes: Any) -> Job:
-    reward = {"environment": environment, "weight": 2.0} | changes.pop("reward", {})
-    return job_of(Path("nowhere"), reward=[reward], sampling={"group_size": 1, "tokens_max": 60, **changes})
+def job(factory: str, /, **changes: Any) -> Job:
+    settings = {"factory": factory, "weight": 2.0} | changes.pop("environment", {})
+    sampling = {"group_size": 1, "tokens_max": 60, **changes}
+    return job_of(Path("nowhere"), reward=[], environment=[settings], sampling=sampling)
+
+
+opened: list[JobEpisodes] = []
+"""Those of a test, which its end closes."""
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    while opened:
+        opened.pop().close()
 
 
 def episodes_of(settings: Job, engine: Scripted, tokenizer: Any, slots: int = 8, **more: Any) -> JobEpisodes:
     sampling = Sampling(tokens_max=settings.sampling.tokens_max, stop_ids=(tokenizer.eos_token_id,))
     more |= {"slots": slots, "tokenizer": tokenizer}
-    return JobEpisodes(settings.reward[0], engine, FixedWeights(), sampling, settings, **more)  # type: ignore[arg-type]
+    opened.append(JobEpisodes(engine, FixedWeights(), sampling, settings, **more))  # type: ignore[arg-type]
+    return opened[-1]
 
 
 class KeepsSamples:
@@ -113,7 +121,7 @@ class KeepsSamples:
 
 
 def test_episodes_are_among_the_samples_of_a_run(tokenizer: Any) -> None:
-    settings = job("tests/workflows/job/test_episodes.py:SaysItsSeed")
+    settings = job("tests/workflows/job/episode_environments.py:SaysItsSeed")
     kept = KeepsSamples(settings)
     engine = Scripted(tokenizer, {"first?": ["x"], "second?": ["y"]})
     reporter = SampleReporter(kept, tokenizer)  # type: ignore[arg-type]
@@ -159,8 +167,61 @@ def test_an_episode_is_one_sequence_with_the_tokens_of_the_tool_masked(tokenizer
     assert len({seed for _, seed, _ in engine.requests}) == 2
 
 
+def test_an_episode_whose_last_turn_was_cut_was_cut_though_the_environment_ended_it(tokenizer: Any) -> None:
+    settings = job(ENVIRONMENTS + "SaysItsSeed")
+    for end, reason in ((True, "stop"), (False, "length")):
+        engine = Scripted(tokenizer, {"game": ["0"]}, end=end)
+        part = played(episodes_of(settings, engine, tokenizer), settings, tokenizer, ["game"])[0]
+        assert part.columns["finish_reason"] == [reason]
+
+
+def agent_job(name: str = "Agent", **args: Any) -> Job:
+    given = {
+        "agent": ENVIRONMENTS + name,
+        "args": args,
+        "on_error": "drop",
+        "timeout_s": 1.0 if "hangs" in args else 60.0,
+    }
+    return job("", environment=given)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_requests_of_an_agent_are_the_turns_of_an_episode(stream: bool, tokenizer: Any) -> None:
+    settings = agent_job(stream=stream)
+    engine = Scripted(tokenizer, {"12+34=": ["<12+34>", "46"], "1+2=": ["nothing"]})
+    parts = played(episodes_of(settings, engine, tokenizer), settings, tokenizer, ["12+34=", "1+2="])
+    response, mask = parts[0].columns["response_ids"][0], parts[0].columns["loss_mask"][0]
+    assert tokenizer.decode(response.tolist()) == (
+        "<12+34><|im_end|>\n<|im_start|>tool\n46<|im_end|>\n<|im_start|>user\nso?<|im_end|>\n<|im_start|>assistant\n"
+        "46<|im_end|>"
+    )
+    assert tokenizer.decode(response[mask].tolist()) == "<12+34><|im_end|>46<|im_end|>"
+    assert parts[0].columns["turn_rewards"][0].tolist() == [0.0, 1.0]
+    assert parts[1].columns["rewards"].tolist() == [0.5]  # times the weight
+    assert [parts[row].columns["finish_reason"] for row in range(2)] == [["stop"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (agent_job(forgets=True), "message 0 of the agent's request does not continue the conversation of the row"),
+        (agent_job(twice=True), "the agent has another request that waits for its answer; a row is one conversation"),
+        (agent_job(hangs=True), r"did not return within environment.0.timeout_s=1 s; .*; it is in run, line \d+ of"),
+        (agent_job("silent"), "the agent returned without a request to its model"),
+        (agent_job("Answers"), r"has no coroutine function; write async def run\(data, base_url\)"),
+    ],
+)
+def test_an_agent_that_makes_no_row_fails_its_episode(settings: Job, words: str, tokenizer: Any) -> None:
+    failed: dict[int, FailedEpisode] = {}
+    engine = Scripted(tokenizer, {"+": ["2", "3"]})
+    episodes = episodes_of(settings, engine, tokenizer, failed=failed.__setitem__)
+    cause = "timeout" if "timeout" in words else "error"
+    assert played(episodes, settings, tokenizer, ["2+2="])[0].drop == f"environment_{cause}"
+    assert re.search(words, failed[0].text)
+
+
 def test_the_responses_to_a_prompt_begin_alike_and_draw_differently(tokenizer: Any) -> None:
-    settings = job("tests.workflows.job.test_episodes:SaysItsSeed", group_size=2)
+    settings = job(ENVIRONMENTS + "SaysItsSeed", group_size=2)
     engine = Scripted(tokenizer, {"game": ["0", "1"]})
     parts = played(episodes_of(settings, engine, tokenizer), settings, tokenizer, ["game"] * 4)
     seeds = [parts[row].columns["turn_rewards"][0][0] for row in range(4)]
@@ -191,9 +252,9 @@ def test_a_response_is_bounded_with_the_tokens_of_the_environment(tokenizer: Any
     assert engine.requests[0][2] == 16
 
 
-def test_a_row_leaves_while_another_is_played(tokenizer: Any) -> None:
-    settings, left = job("tests.workflows.job.test_episodes:Gated"), threading.Event()
-    Gated.gate, Gated.slow = left, "1+1="
+def test_a_row_leaves_while_another_is_played(tokenizer: Any, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    settings = job(ENVIRONMENTS + "Gated", environment={"args": {"gate": str(gate)}})
     episodes = episodes_of(settings, Scripted(tokenizer, {"1+1=": ["2"], "2+2=": ["4"]}), tokenizer)
     with tq.connect() as queue:
         table = queue.create_table(
@@ -205,136 +266,237 @@ def test_a_row_leaves_while_another_is_played(tokenizer: Any) -> None:
         with table.lease("play", rows=2, timeout_s=10) as batch:
             for part in episodes(batch):
                 order.append(int(part.at[0]))  # type: ignore[index]
-                left.set()
+                gate.touch()
     assert order == [1, 0]
 
 
-class Gated:
-    """Ends at once; the slow question waits until a row has left."""
-
-    gate, slow = threading.Event(), ""
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[None, dict[str, Any]]:
-        self.question = options["question"]
-        return None, {}
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        assert self.question != Gated.slow or Gated.gate.wait(20)
-        return "", 1.0, True, False, {}
-
-    def close(self) -> None:
-        """Nothing."""
-
-
-class Broken(Gated):
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        if self.question == "1+1=":
-            raise RuntimeError("the tool is gone")
-        return super().step(action)
-
-
 def test_an_environment_that_raises_names_its_row(tokenizer: Any) -> None:
-    settings = job("tests.workflows.job.test_episodes:Broken")
+    settings = job(ENVIRONMENTS + "Broken")
     episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
     with pytest.raises(
         EnvironmentFailed,
         match=(
-            r"ordinal 1 failed with RuntimeError: the tool is gone \(try 2\); the policy had said '2'; .*1\+1=.* "
-            r"on_error = \"drop\""
+            r"ordinal 1 failed: step\('2'\) raised RuntimeError: the tool is gone, in fails, line \d+ of \S+ "
+            r"\(try 2\); its data is .*1\+1=.* on_error = \"drop\""
         ),
     ) as failed:
         played(episodes, settings, tokenizer, ["2+2=", "1+1="])
     assert isinstance(failed.value, StageFailedInProcess)  # which ends the run, whatever other rows do
 
 
-class Shaky(Gated):
-    """Fails each time with other words, as often as `failures` says."""
-
-    failures, failed = 0, 0
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        if Shaky.failed < Shaky.failures:
-            Shaky.failed += 1
-            raise RuntimeError(f"timeout {Shaky.failed}")
-        return super().step(action)
-
-
 @pytest.mark.parametrize("failures", [TRIES_MAX - 1, TRIES_MAX])
 def test_an_environment_that_fails_otherwise_each_time_gets_as_many_tries_as_a_row(
-    tokenizer: Any, failures: int
+    tokenizer: Any, failures: int, tmp_path: Path
 ) -> None:
-    settings = job("tests.workflows.job.test_episodes:Shaky")
-    episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
-    Shaky.failures, Shaky.failed = failures, 0
+    settings = job(
+        ENVIRONMENTS + "Shaky", environment={"args": {"failures": failures, "file": str(tmp_path / "failed")}}
+    )
+    retried: list[str] = []
+    episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer, retried=retried.append)
     if failures < TRIES_MAX:
         assert played(episodes, settings, tokenizer, ["2+2="])[0].columns["rewards"].tolist() == [2.0]
-        return
-    with pytest.raises(EnvironmentFailed, match=rf"timeout {failures} \(try {failures}\)"):
-        played(episodes, settings, tokenizer, ["2+2="])
+    else:
+        with pytest.raises(EnvironmentFailed, match=rf"timeout {failures}, in \S+, line \d+ of \S+ \(try {failures}\)"):
+            played(episodes, settings, tokenizer, ["2+2="])
+    assert retried == ["environment_error"] * (TRIES_MAX - 1)
 
 
 def test_a_job_whose_environment_always_fails_ends(tokenizer: Any) -> None:
-    settings = job("tests.workflows.job.test_episodes:Broken", reward={"on_error": "drop"})
+    settings = job(ENVIRONMENTS + "Broken", environment={"on_error": "drop"})
     settings = msgspec.structs.replace(settings, trainer=msgspec.structs.replace(settings.trainer, prompts_per_step=1))
     episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
-    with pytest.raises(StageFailedInProcess, match="20 batches, were all dropped: their environments failed"):
+    with pytest.raises(StageFailedInProcess, match="20 batches, were all dropped: environment Broken failed"):
         played(episodes, settings, tokenizer, ["1+1="] * 20)
 
 
 def test_rows_of_an_environment_that_raises_are_dropped_if_the_job_says_so(tokenizer: Any) -> None:
-    settings = job("tests.workflows.job.test_episodes:Broken", reward={"on_error": "drop"})
-    failed: dict[int, str] = {}
+    settings = job(ENVIRONMENTS + "Broken", environment={"on_error": "drop"})
+    failed: dict[int, FailedEpisode] = {}
     engine = Scripted(tokenizer, {"+": ["2"]})
     episodes = episodes_of(settings, engine, tokenizer, failed=failed.__setitem__)
     parts = played(episodes, settings, tokenizer, ["2+2=", "1+1="])
-    assert (parts[0].drop, parts[1].drop) == ("", FAILED)
-    assert re.search(r"ordinal 1 failed with RuntimeError: the tool is gone .*1\+1=", failed[1])
+    assert (parts[0].drop, parts[1].drop) == ("", "environment_error")
+    assert re.search(r"ordinal 1 failed: step\('2'\) raised RuntimeError: the tool is gone, .*1\+1=", failed[1].text)
 
 
-@pytest.mark.slow
-def test_a_step_that_hangs_fails_its_episode_alone(tokenizer: Any) -> None:
-    settings = job("tests.workflows.job.test_episodes:Gated", reward={"on_error": "drop", "timeout_s": 0.2})
-    Gated.gate, Gated.slow = threading.Event(), "1+1="
-    failed: dict[int, str] = {}
+@pytest.mark.parametrize("failures", [4, 6])
+def test_another_response_takes_the_place_of_one_that_failed(tokenizer: Any, failures: int, tmp_path: Path) -> None:
+    """Each response has two tries, which draw the same tokens. The next one draws others."""
+    settings = job(
+        ENVIRONMENTS + "FailsAlike",
+        refills=2,
+        environment={"on_error": "drop", "args": {"failures": failures, "file": str(tmp_path / "failed")}},
+    )
+    retried: list[str] = []
+    failed: dict[int, FailedEpisode] = {}
     engine = Scripted(tokenizer, {"+": ["2"]})
-    episodes = episodes_of(settings, engine, tokenizer, failed=failed.__setitem__)
-    try:
-        parts = played(episodes, settings, tokenizer, ["2+2=", "1+1="])
-    finally:
-        Gated.gate.set()
-    assert (parts[0].drop, parts[1].drop) == ("", FAILED)
+    episodes = episodes_of(settings, engine, tokenizer, retried=retried.append, failed=failed.__setitem__)
+    part = played(episodes, settings, tokenizer, ["2+2="])[0]
+    assert part.drop == ("" if failures == 4 else "environment_error")
+    assert len(failed) == (failures == 6)
+    seeds = [seed for _, seed, _ in engine.requests]
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3] != seeds[4]
+    assert len(set(seeds)) == 3
+    assert retried == ["environment_error"] * (4 if failures == 4 else 5)
+
+
+def test_responses_that_are_replaced_count_as_failed_ones(tokenizer: Any) -> None:
+    settings = job(ENVIRONMENTS + "Broken", refills=8, environment={"on_error": "drop"})
+    settings = msgspec.structs.replace(settings, trainer=msgspec.structs.replace(settings.trainer, prompts_per_step=1))
+    episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer, slots=1)
+    with pytest.raises(StageFailedInProcess, match="20 batches, were all dropped: environment Broken failed"):
+        played(episodes, settings, tokenizer, ["1+1="] * 3)
+
+
+def test_an_evaluation_goes_on_however_many_responses_were_replaced(tokenizer: Any) -> None:
+    settings = job(ENVIRONMENTS + "Broken", refills=1, environment={"on_error": "drop"})
+    settings = msgspec.structs.replace(settings, trainer=msgspec.structs.replace(settings.trainer, prompts_per_step=1))
+    questions = ["2+2=", *["1+1="] * BATCHES_MAX]
+    ids = [tokenizer.apply_chat_template([{"role": "user", "content": text}])["input_ids"] for text in questions]
+    prompts = [
+        NumberedPrompt(number=at, ids=np.array(prompt, np.int32), data={"question": text}, text=text)
+        for at, (prompt, text) in enumerate(zip(ids, questions, strict=True))
+    ]
+    sampling = Sampling(tokens_max=settings.sampling.tokens_max, stop_ids=(tokenizer.eos_token_id,))
+    with EpisodeReward(settings, Scripted(tokenizer, {"+": ["2"]}), sampling, tokenizer) as measure:
+        figures = measure.figures(prompts, samples=1)
+    assert (figures["rows"], figures["failed"], figures["reward"]) == (1, BATCHES_MAX, 2.0)
+
+
+@dataclass
+class Failing:
+    """Two rows of an environment, of which that of ``1+1=`` fails."""
+
+    drop: str
+    text: str
+    retried: list[str]
+
+
+def failing(environment: str, tokenizer: Any, **limits: Any) -> Failing:
+    """Play them, where such rows are dropped; the other row must be as if nothing happened."""
+    settings = job(ENVIRONMENTS + environment, environment={"on_error": "drop", "timeout_s": 20.0, **limits})
+    failed: dict[int, FailedEpisode] = {}
+    retried: list[str] = []
+    engine = Scripted(tokenizer, {"+": ["2"] * 9})
+    episodes = episodes_of(settings, engine, tokenizer, failed=failed.__setitem__, retried=retried.append)
+    parts = played(episodes, settings, tokenizer, ["2+2=", "1+1="])
+    assert parts[0].columns["rewards"].tolist() == [2.0]
+    assert list(failed) == [1]
+    return Failing(parts[1].drop, failed[1].text, retried)
+
+
+def test_a_step_that_hangs_fails_its_episode_alone(tokenizer: Any) -> None:
+    row = failing("Gated", tokenizer, timeout_s=0.5)
+    assert row.drop == "environment_timeout"
     assert re.search(
-        r"ordinal 1 failed with TimeoutError: step did not return within reward.0.timeout_s=0.2 s; .* \(try 2\); "
-        r"it is in wait, line \d+ of .*threading.py; the policy had said '2'; its data is \{.*1\+1=",
-        failed[1],
+        r"ordinal 1 failed: step\('2'\) did not return within environment.0.timeout_s=0.5 s; .* \(try 2\); "
+        r"it is in step, line \d+ of .*episode_environments.py; its data is \{.*1\+1=",
+        row.text,
     )
 
 
-def test_a_process_in_which_many_calls_hang_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_thread, "HUNG_MAX", 2)
-    hung, gate = HungCalls(), threading.Event()
-    try:
-        with CallThread(0.01, hung) as calls, pytest.raises(TimeoutError, match="step did not return"):
-            calls.call("step", gate.wait)
-        with CallThread(0.01, hung) as calls:
-            with pytest.raises(StageFailedInProcess, match=r"2 calls of environments hang in this process; .*reset"):
-                calls.call("reset", gate.wait)
-            with pytest.raises(TimeoutError, match="an earlier call of the environment hangs"):
-                calls.call("close", gate.wait)
-    finally:
-        gate.set()
+@pytest.mark.slow
+def test_a_step_that_keeps_the_interpreter_is_ended_with_its_process(tokenizer: Any) -> None:
+    row = failing("KeepsTheInterpreter", tokenizer, timeout_s=1.0)
+    assert row.drop == "environment_timeout"
+    assert "step('2') kept the interpreter, and did not return within environment.0.timeout_s=1 s" in row.text
+
+
+@pytest.mark.parametrize(
+    ("environment", "cause", "words"),
+    [
+        ("TooLong", "output", "step('2') gave a text of 1,048,577 characters; give at most 1,048,576"),
+        ("HalfACharacter", "error", r"step('2') gave a text with half a character, '\ud800' at 1; decode bytes with"),
+        ("RaisesHalfACharacter", "error", r"step('2') raised RuntimeError: a\ud800, in fails, line"),
+        ("RaisesWithoutText", "error", "step('2') raised ErrorWithoutText: an error whose text raised KeyError"),
+        ("NoTuple", "error", "step('2') returned 'done'; give the tuple (observation, reward, terminated"),
+        ("NotANumber", "error", "step('2') gave the reward nan; give a finite number"),
+        ("Exits", "error", "reset(seed="),
+    ],
+)
+def test_what_is_no_answer_fails_its_episode_alone(tokenizer: Any, environment: str, cause: str, words: str) -> None:
+    row = failing(environment, tokenizer)
+    assert row.drop == f"environment_{cause}"
+    assert words in row.text
+
+
+def test_a_server_that_is_gone_gets_all_tries(tokenizer: Any) -> None:
+    row = failing("CallsAServer", tokenizer)
+    assert row.drop == "environment_unreachable"
+    assert row.retried == ["environment_unreachable"] * (TRIES_MAX - 1)
+    assert re.search(r"step\('2'\) raised ConnectionRefusedError: .* \(try 5\)", row.text)
+
+
+@pytest.mark.slow
+def test_an_environment_that_ends_its_process_every_time_ends_no_other_for_good(tokenizer: Any) -> None:
+    row = failing("Kills", tokenizer)
+    assert row.drop == "environment_died"
+    assert "step('2') failed: the process of the environments was ended by SIGKILL (try 5)" in row.text
+
+
+def test_an_episode_whose_process_is_killed_is_played_again(tokenizer: Any, tmp_path: Path) -> None:
+    settings = job(ENVIRONMENTS + "Kills", environment={"args": {"once": str(tmp_path / "killed")}})
+    retried: list[str] = []
+    episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer, retried=retried.append)
+    assert played(episodes, settings, tokenizer, ["1+1="])[0].columns["rewards"].tolist() == [2.0]
+    assert retried == ["environment_died"]
+
+
+def test_an_episode_has_a_time_limit_of_its_own(tokenizer: Any) -> None:
+    row = failing("Endless", tokenizer, episode_s=3.0)
+    assert row.drop == "environment_timeout"
+    assert re.search(r"step\('2'\) (was not made: |did not return within )the environment.0.episode_s=3 s", row.text)
+
+
+def test_a_share_of_failed_rows_that_is_too_large_ends_the_job(tokenizer: Any) -> None:
+    settings = job(ENVIRONMENTS + "Broken", environment={"on_error": "drop", "failed_max": 0.25})
+    settings = msgspec.structs.replace(settings, trainer=msgspec.structs.replace(settings.trainer, prompts_per_step=1))
+    questions = ["2+2=", "2+2=", "1+1="] * 7
+    episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer, slots=1)
+    with pytest.raises(
+        StageFailedInProcess,
+        match=r"[67] of the last 20 rows, 20 batches, were dropped, more than environment.0.failed_max=0.25: .*; "
+        r"the last: "
+        r"environment .*Broken: the episode of ordinal 20 failed: step\('2'\) raised RuntimeError",
+    ):
+        played(episodes, settings, tokenizer, questions)
+
+
+def test_a_process_in_which_many_calls_hang_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment_host, "HUNG_MAX", 1)
+    with EnvironmentHost(ENVIRONMENTS + "Gated", {}, timeout_s=0.3, episode_s=60.0) as host:
+        until = time.monotonic() + 60
+        with host.open(until) as works:
+            works.reset(options={"question": "2+2="})
+            with host.open(until) as hangs:
+                hangs.reset(options={"question": "1+1="})
+                with pytest.raises(CallFailed, match="did not return"):
+                    hangs.step("2")
+            with host.open(until) as other:
+                other.reset(options={"question": "2+2="})
+                assert other.process_id != works.process_id == hangs.process_id
+                assert other.step("2")[1] == works.step("2")[1] == 1.0
+
+
+def test_a_process_with_many_open_files_has_environments_too() -> None:
+    """The pipes keep their numbers in the environments' process; `select` takes none over 1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 2048)), hard))
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            stack.callback(os.close, os.dup(0))
+        host = stack.enter_context(EnvironmentHost(ENVIRONMENTS + "Answers", {}, timeout_s=60.0, episode_s=60.0))
+        with host.open(time.monotonic() + 60) as hosted:
+            hosted.reset(options={"question": "2+2="})
+            assert hosted.step("4")[1] == 1.0
 
 
 def test_an_observation_that_is_no_text_is_refused(tokenizer: Any) -> None:
-    settings = job("tests.workflows.job.test_episodes:Numbers")
+    settings = job(ENVIRONMENTS + "Numbers")
     episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
-    with pytest.raises(EnvironmentFailed, match="observation of int in turn 0; give a text"):
+    with pytest.raises(EnvironmentFailed, match=r"reset\(seed=.*\) gave an observation of int; give a text"):
         played(episodes, settings, tokenizer, ["2+2="])
-
-
-class Numbers(Gated):
-    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        return 7, {}
 
 
 def test_a_factory_that_is_nowhere_is_named(tokenizer: Any) -> None:
@@ -399,10 +561,3 @@ def test_episodes_of_the_stage_leave_as_they_end() -> None:
                 assert part.columns["turn_rewards"][0].tolist() == [0.5] * turns[int(part.at[0])]  # type: ignore[index]
             batch.release()
     assert turns == {0: 5, 1: 1, 2: 3}
-
-
-def test_an_environment_is_asked_for() -> None:
-    from transferqueue.workflows.job.stages.episodes import environment_of
-
-    with pytest.raises(UsageError, match="the job has no environment"):
-        environment_of(job_of(Path("nowhere")))

@@ -17,6 +17,7 @@ from tests.workflows.job.policies import context_of, job_of, publish, table_of  
 from transferqueue.errors import UsageError  # noqa: E402
 from transferqueue.workflows.flow.events import Event, Figures  # noqa: E402
 from transferqueue.workflows.job.graph import evaluation_engine  # noqa: E402
+from transferqueue.workflows.job.run.figures import HELD_OUT_FIGURES  # noqa: E402
 from transferqueue.workflows.job.settings.job import Job  # noqa: E402
 from transferqueue.workflows.job.stages.evaluate import (  # noqa: E402
     end_evaluations,
@@ -54,14 +55,23 @@ def job(directory: Path, **tables: Any) -> Job:
     return job_of(directory, **{"steps": 4, "evaluation": evaluation, **reward, **tables})
 
 
+DESCRIBED = {figure.name for figure in HELD_OUT_FIGURES}
+
+
+def is_described(name: str) -> bool:
+    return any(name == each or (name.startswith(each) and each[-1] in "/@") for each in DESCRIBED)
+
+
 def figures(queue: tq.Queue, settings: Job) -> list[dict[str, Any]]:
-    """Serve the requests that are there, and return what was reported."""
+    """Serve the requests that are there, and return what was reported: figures that the reference describes."""
     events: list[Event] = []
     table = table_of(queue, settings)
     end_evaluations(queue)
     with evaluate(context_of(queue, table, settings, events)) as serve:
         serve()
-    return [event.values for event in events if isinstance(event, Figures)]
+    found = [event.values for event in events if isinstance(event, Figures)]
+    assert [name for each in found for name in each if not is_described(name.removeprefix("hard/"))] == []
+    return found
 
 
 def test_each_request_is_measured_with_its_version(queue: tq.Queue, directory: Path) -> None:
@@ -147,7 +157,7 @@ def test_sft_is_measured_by_the_loss_of_held_out_responses(queue: tq.Queue, dire
 
 
 def test_episodes_are_evaluated_as_they_are_trained(queue: tq.Queue, directory: Path) -> None:
-    settings = job(directory, reward=[{"environment": "examples/jobs/environments.py:calculator"}])
+    settings = job(directory, reward=[], environment=[{"factory": "examples/jobs/environments.py:calculator"}])
     publish(queue, directory, 0)
     request_evaluation(queue, 0, 0)
     (found,) = figures(queue, settings)

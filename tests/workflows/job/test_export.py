@@ -153,22 +153,26 @@ def test_weights_have_the_names_of_their_publisher(tmp_path):
 
 
 class HeldBytes(TorchDispatchMode):
-    """The most bytes that tensors in host memory held at a time."""
+    """The most bytes that tensors in host memory held at a time. before: tensors that are there already."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: Any = ()) -> None:
         super().__init__()
         self.peak = 0
         self._held: dict[int, tuple[Any, int]] = {}
+        self._hold(before)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         self._held = {at: kept for at, kept in self._held.items() if not kept[0].expired()}
-        for tensor in tree_leaves(made):
+        self._hold(tree_leaves(made))
+        return made
+
+    def _hold(self, tensors: Any) -> None:
+        for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
                 self._held.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
         self.peak = max(self.peak, sum(nbytes for _, nbytes in self._held.values()))
-        return made
 
 
 @pytest.mark.parametrize("kind", ["whole", "merged", "experts"])
@@ -207,6 +211,8 @@ def test_adapters_come_out_as_peft_reads_them_or_merged(adapted, tmp_path):
     stored = tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"]
     assert torch.equal(stored, query.lora_b.to(torch.bfloat16))
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "adapter").chat_template
+    files = [file.stat().st_mode for file in (tmp_path / "adapter").iterdir()]
+    assert len(set(files)) == 1, "those who may read the description may read the weights"
 
     export_run(folder, tmp_path / "merged", merge=True)
     assert not (tmp_path / "merged" / "adapter_config.json").exists(), "peft would look for adapters beside it"
@@ -298,6 +304,8 @@ def test_a_run_stands_for_its_model(whole, adapted, tmp_path):
     assert load_tokenizer(job.model).chat_template
     with pytest.raises(UsageError, match="has adapters alone: write the whole model by `transferqueue export RUN --m"):
         model_directory(str(adapted[0]))
+    begun = job_of("sft", f"model.path={adapted[0].parent / 'base'}", f"trainer.lora_adapter={adapted[0]}")
+    assert (begun.trainer.lora_adapter, begun.trainer.lora_rank) == (str(checkpoint_path(adapted[0] / RUN, 1)), 2)
     RunFolder(tmp_path).begin(job, None)
     with pytest.raises(NotFound, match="has no checkpoint"):
         model_directory(str(tmp_path))

@@ -12,7 +12,7 @@ from transferqueue.workflows.flow.processes.stage_process import StageJob
 from transferqueue.workflows.flow.stage import STALL_S
 from transferqueue.workflows.job import graph, names
 from transferqueue.workflows.job.settings.job import Job
-from transferqueue.workflows.job.settings.sizes import batch_rows, group_rows
+from transferqueue.workflows.job.settings.sizes import batch_rows, group_rows, records_rows
 
 PUT = {"prompt_ids", names.DATA, *graph.BEGUN}
 
@@ -69,6 +69,17 @@ def test_processes_travel_as_json_and_name_factories(kind):
         assert again == process
         assert msgspec.convert(again.settings, Job) == job(kind)
         assert process.factory.startswith("transferqueue.workflows.job.")
+
+
+def test_the_terms_of_a_record_are_those_of_the_job():
+    terms = ("queue.record=best_effort", "queue.record_gib=2", "queue.record_days=0.5")
+    assert graph.retention(job("grpo", *terms), records=True) == tq.Recorded(
+        ".", bytes=2 << 30, age_s=43_200.0, required=False
+    )
+    on = graph.retention(job("grpo", "queue.record=on", "queue.record_gib=0"), records=True)
+    assert on == tq.Recorded(".", required=True)
+    assert not records_rows(job("grpo"))
+    assert records_rows(job("grpo", "queue.record=best_effort"))
 
 
 @pytest.mark.parametrize(("on_stale", "freed"), [("requeue", 0), ("drop", 1)])

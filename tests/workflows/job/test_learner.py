@@ -3,17 +3,20 @@ step."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from transferqueue.adapters.scoring import response_scores
 from transferqueue.errors import UsageError
 from transferqueue.workflows.job.algorithms.losses import policy_loss
 from transferqueue.workflows.job.algorithms.responses import Responses
-from transferqueue.workflows.job.settings.job import AlgorithmSettings, TrainerSettings
+from transferqueue.workflows.job.settings.defaults import filled
+from transferqueue.workflows.job.settings.job import AlgorithmSettings, TokenStalenessSettings, TrainerSettings
 from transferqueue.workflows.job.training.columns import loss_columns, select
 from transferqueue.workflows.job.training.learner import (
     PolicyLearner,
@@ -311,3 +314,74 @@ def test_the_engine_error_is_over_the_tokens_of_the_trainers_own_version(own_row
     assert (figures["own_tokens"], figures["tokens"]) == (own_rows, sum(sizes))
     assert figures.get("engine_error") == (pytest.approx(0.25, abs=1e-5) if own_rows else None)
     assert figures["policy_movement"] == pytest.approx(1.0, abs=1e-5)
+
+
+# ---------------------------------------------------------------- tokens of old weights
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("kind", ["grpo", "dapo", "dr_grpo"])
+def test_tokens_of_older_versions_are_left_out_of_the_loss_as_a_plain_loop_does(kind: str, updates: int) -> None:
+    draws, given = np.random.default_rng(5), columns(kind)
+    sizes = [len(response) for response in given["response_ids"]]
+    given["token_versions"] = [np.sort(draws.integers(4, 9, size)) for size in sizes]
+    given["token_versions"][0][0] = -1  # not known
+    algorithm = replace(ALGORITHMS[kind], kl=0.0, mask_truncated=False, token_staleness=TokenStalenessSettings(mask=2))
+    one = PolicyLearner(model(), algorithm, TrainerSettings(lr=1e-3), steps=10, tokens_max=8, rows_near=ROWS)
+    one.version = 8
+    for _ in range(updates):  # the version of the model is another one after the first, that of the step is not
+        wanted, kept, stale = plain_loss(one.model, given, filled(algorithm), oldest=8 - 2)
+        one.accumulate(given)
+        figures = one.step(counts=False)
+        assert figures["loss"] == pytest.approx(wanted, rel=1e-5, abs=1e-7)
+        assert (figures["tokens"], figures["stale_tokens"]) == (kept, stale)
+    assert 0 < stale < sum(sizes)
+
+
+def plain_loss(model: Any, given: dict[str, list[Any]], algorithm: Any, oldest: int) -> tuple[float, int, int]:
+    """The loss, token by token; the tokens that it is over, and those that it leaves out."""
+    total = weight = 0.0
+    kept = stale = 0
+    for row, response in enumerate(given["response_ids"]):
+        ids = torch.from_numpy(np.concatenate([given["prompt_ids"][row], response])).long()[None]
+        with torch.no_grad():
+            logprobs = model(input_ids=ids).logits[0].float().log_softmax(-1)
+        losses = []
+        for at, token in enumerate(response):
+            if 0 <= given["token_versions"][row][at] < oldest:
+                stale += 1
+                continue
+            logprob = logprobs[len(given["prompt_ids"][row]) + at - 1, int(token)].item()
+            ratio = math.exp(logprob - given["rollout_logprobs"][row][at])
+            near = min(max(ratio, 1 - algorithm.clip_low), 1 + algorithm.clip_high)
+            losses.append(max(-ratio * given["advantages"][row], -near * given["advantages"][row]))
+        kept += len(losses)
+        if algorithm.aggregate == "tokens":
+            total, weight = total + sum(losses), weight + len(losses)
+        elif algorithm.aggregate == "rows":
+            total, weight = total + (sum(losses) / len(losses) if losses else 0.0), weight + bool(losses)
+        else:
+            total, weight = total + sum(losses), weight + 8 * bool(losses)
+    return total / weight, kept, stale
+
+
+def test_a_step_whose_tokens_are_all_too_old_leaves_the_weights() -> None:
+    algorithm = replace(ALGORITHMS["grpo"], token_staleness=TokenStalenessSettings(mask=1))
+    one, given = PolicyLearner(model(), algorithm, TrainerSettings(lr=1e-3), steps=10), columns("grpo")
+    tokens = sum(len(response) for response in given["response_ids"])
+
+    def step(version: int) -> tuple[dict[str, float], bool]:
+        """Its figures, and whether the weights changed."""
+        given["token_versions"] = [np.full(len(response), version, np.int32) for response in given["response_ids"]]
+        before, one.version = [parameter.detach().clone() for parameter in one.trained], 2
+        one.accumulate(given)
+        figures = one.step()
+        return figures, any(not torch.equal(*pair) for pair in zip(before, one.trained, strict=True))
+
+    figures, changed = step(0)
+    assert (figures["stale_tokens"], figures["tokens"], changed, one.steps_taken) == (tokens, 0, False, 1)
+    assert not {"loss", "gradient_norm"} & figures.keys()
+    figures, changed = step(1)
+    assert (figures["stale_tokens"], figures["tokens"], changed, one.steps_taken) == (0, tokens, True, 2)
+    with pytest.raises(UsageError, match="no rows"):
+        one.step()

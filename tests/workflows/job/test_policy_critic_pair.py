@@ -115,7 +115,7 @@ def test_the_critic_leaves_rows_of_the_next_step_until_the_policy_has_finished_i
         f"critic.path='{tmp_path}/critic'",
         f"model.path='{tmp_path}/critic'",
         f"trainer.prompts_per_step={TURN_ROWS}",
-        "trainer.order=ordinal",
+        "reproducible=true",
         "algorithm.whiten=false",
         "algorithm.kl=0",
         "pacing.mode=sync",

@@ -64,12 +64,13 @@ class Endpoint(Engine):
         raise Unsupported("an endpoint takes no weights")
 
 
-def job(mode: Any = "async", *, in_flight: bool = True, staleness: int = 1, order: Any = "ready") -> Job:
+def job(mode: Any = "async", *, in_flight: bool = True, staleness: int = 1, reproducible: bool = False) -> Job:
     return Job(
         model=ModelSettings(path="m"),
         data=DataSettings(path="d"),
         algorithm=AlgorithmSettings(kind="grpo"),
-        trainer=TrainerSettings(prompts_per_step=4, order=order),
+        trainer=TrainerSettings(prompts_per_step=4),
+        reproducible=reproducible,
         pacing=PacingSettings(mode=mode, max_staleness=staleness),
         weights=WeightsSettings(in_flight=in_flight),
     )
@@ -242,7 +243,7 @@ def test_in_the_order_of_the_data_a_row_has_the_version_of_its_step_at_any_clock
     """Also when it is leased again, after the death of a generator or of the trainer."""
     engine = Engine()
     publish(channel, 0)
-    with opened(queue, engine, job(mode, order="ordinal")) as weights:
+    with opened(queue, engine, job(mode, reproducible=True)) as weights:
         assert isinstance(weights, ExactWeights)
         for version in (1, 2, 3):
             publish(channel, version)
@@ -260,7 +261,7 @@ def test_a_row_whose_version_is_not_published_does_not_hold_up_those_of_older_on
 ) -> None:
     engine = Engine()
     publish(channel, 0)
-    with opened(queue, engine, job(order="ordinal")) as weights, ThreadPoolExecutor(1) as threads:
+    with opened(queue, engine, job(reproducible=True)) as weights, ThreadPoolExecutor(1) as threads:
 
         def early() -> list[Any]:
             with weights.at(2):
@@ -279,7 +280,7 @@ def test_in_the_order_of_the_data_no_other_version_takes_the_place_of_one_that_i
 ) -> None:
     engine = Engine()
     publish(channel, 0)
-    with opened(queue, engine, job(order="ordinal")) as weights:
+    with opened(queue, engine, job(reproducible=True)) as weights:
         for version in range(1, 9):
             publish(channel, version)
         with pytest.raises(StageFailedInProcess, match=r"version 2 .* is gone"), weights.at(2):
@@ -294,6 +295,24 @@ def test_weights_follow_in_flight(queue: tq.Queue, channel: tq.WeightChannel) ->
         publish(channel, 1)
         engine.wait_for(1)
     assert engine.log == [0, 1]
+
+
+def test_tokens_that_an_update_has_read_again_are_reported(queue: tq.Queue, channel: tq.WeightChannel) -> None:
+    class Counting(Engine):
+        prefilled_again = 0
+
+        def update_weights(self, source: Any, version: int) -> None:
+            self.prefilled_again += 100 * version
+            super().update_weights(source, version)
+
+    engine, events = Counting(), list[Any]()
+    publish(channel, 0)
+    with policy_weights(context_of(queue, None, job(), events), engine, job()):  # type: ignore[arg-type]
+        for version in (1, 2):
+            publish(channel, version)
+            engine.wait_for(version)
+    told = [event.values for event in events if getattr(event, "kind", "") == names.PREFILLED]
+    assert told == [{"tokens": 100}, {"tokens": 200}]
 
 
 def test_weights_follow_between_requests(queue: tq.Queue, channel: tq.WeightChannel) -> None:

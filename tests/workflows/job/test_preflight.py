@@ -1,9 +1,9 @@
 """What is refused with the files of a job, before anything starts."""
 
 import json
+import socket
 import sys
 
-import msgspec
 import pytest
 
 from tests.workflows.job import jobs
@@ -13,8 +13,9 @@ from transferqueue.workflows.job.data import prompt_data
 from transferqueue.workflows.job.run import preflight
 from transferqueue.workflows.job.run.folder import RunFolder
 from transferqueue.workflows.job.run.run import run_job
-from transferqueue.workflows.job.settings.job import Job, RewardSettings
+from transferqueue.workflows.job.settings.job import Job
 
+ADDRESS = "queue.address=tcp://127.0.0.1:1"
 REWARDS = """
 def exact(completions, answer):
     return [0.0] * len(completions)
@@ -46,12 +47,15 @@ def test_a_whole_job_passes_and_its_data_is_open(place):
     assert len(preflight.preflight(small(), code=place)) == 2
 
 
-@pytest.mark.parametrize("key", ["function", "environment"])
-def test_a_name_is_refused_before_the_tokenizer_is_loaded(place, key, monkeypatch):
+@pytest.mark.parametrize(
+    ("table", "key"), [("reward", "function"), ("environment", "factory"), ("environment", "function")]
+)
+def test_a_name_is_refused_before_the_tokenizer_is_loaded(place, table, key, monkeypatch):
     monkeypatch.setattr(prompt_data, "load_tokenizer", lambda model: pytest.fail("the tokenizer is loaded"))
-    reward = RewardSettings(**{key: "preflight_rewards:exat"})
-    with pytest.raises(NotFound, match=rf"reward.*{key} preflight_rewards:exat: the module has no exat; it has exact"):
-        preflight.preflight(msgspec.structs.replace(small(), reward=(reward,)), code=place)
+    given = f'{table}=[{{{key}="preflight_rewards:exat"}}]'
+    changes = ["reward=[]"] * (table == "environment")
+    with pytest.raises(NotFound, match=rf"{table}.*{key} preflight_rewards:exat: the module has no exat; it has exact"):
+        preflight.preflight(small(*changes, given), code=place)
 
 
 def test_a_queue_that_does_not_answer_is_refused_before_the_folder_is_made(place, monkeypatch):
@@ -61,6 +65,29 @@ def test_a_queue_that_does_not_answer_is_refused_before_the_folder_is_made(place
         run_job(small(f"queue.address={address}"), folder=RunFolder(place / "run"), code=place)
     assert not (place / "run").exists()
     preflight.check_queue("")
+
+
+def test_an_engine_whose_server_is_not_up_is_refused_before_the_folder_is_made(place):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        served = small(f"engine.0={{kind='vllm_server', url='http://127.0.0.1:{port}'}}")
+        preflight.check_servers(served)
+    with pytest.raises(Unreachable, match=rf"^engine\.0\.url='http://127\.0\.0\.1:{port}': .* start the server, or"):
+        run_job(served, folder=RunFolder(place / "run"), code=place)
+    assert not (place / "run").exists()
+    preflight.check_servers(small("engine.0={kind='vllm_server', url='http://x.invalid', site='far'}", ADDRESS))
+
+
+def test_an_environment_whose_server_is_not_up_is_refused_before_the_folder_is_made(place):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        served = small("reward=[]", f"environment=[{{url='ws://127.0.0.1:{port}'}}]")
+        preflight.check_servers(served)
+    with pytest.raises(Unreachable, match=rf"^environment\.0\.url='ws://127\.0\.0\.1:{port}': .* start the server, or"):
+        run_job(served, folder=RunFolder(place / "run"), code=place)
+    assert not (place / "run").exists()
+    far = small("reward=[]", "environment=[{url='http://x.invalid'}]", "engine.0.site=far", ADDRESS)
+    preflight.check_servers(far)
 
 
 @pytest.mark.parametrize(
@@ -77,11 +104,16 @@ def test_a_queue_that_does_not_answer_is_refused_before_the_folder_is_made(place
         (["evaluation.path=models"], NotFound, r"^evaluation\.path models has no split \"test\""),
         (['sampling.stop=["two tokens"]'], UsageError, r"sampling\.stop='two tokens' is 10 tokens"),
         (
-            ['reward=[{environment="no_such_module:make"}]'],
+            ["reward=[]", 'environment=[{factory="no_such_module:make"}]'],
             NotFound,
-            r"^reward\.0\.environment .* there is no module no_such",
+            r"^environment\.0\.factory .* there is no module no_such",
         ),
-        (['reward=[{environment="preflight_rewards:gone"}]'], NotFound, r"^reward\.0\.environment .* has no gone"),
+        (
+            ["reward=[]", 'environment=[{factory="preflight_rewards:gone"}]'],
+            NotFound,
+            r"^environment\.0\.factory .* has no gone",
+        ),
+        (["engine.0.kind=builtin"], UsageError, r'^engine\.0\.kind="builtin" with the model .*, which is no built-in'),
         (["checkpoint.resume=runs/gone"], NotFound, r"^checkpoint\.resume='runs/gone': there is no such directory"),
     ],
 )

@@ -99,7 +99,7 @@ def test_a_job_is_profiled_planned_and_run_with_its_prediction(tmp_path: Path) -
     place = make_place(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
-        changes = ["trainer.order=ready", "evaluation.path=''"]
+        changes = ["reproducible=false", "evaluation.path=''"]
         profile = profile_job(job_from_file(place / "job.toml", set=changes), code=place, devices=2, trial_steps=3)
     (place / "profile.toml").write_text(as_toml(profile))
     assert load(place / "profile.toml") == profile
@@ -147,6 +147,29 @@ def test_a_trial_leaves_nothing_behind_and_has_the_plan_of_its_depth() -> None:
     assert (described.steps, described.evaluation.path, described.elastic.max) == (5, "", 0)
     assert (described.checkpoint.every, described.log.samples) == (0, 0)
     assert (described.pacing.mode, described.pacing.depth, described.engine[0].slots) == ("async", 1, 8)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        "reproducible=true",
+        "weights.kv=salt ; engine.0.kind=vllm ; pacing.mode=async",
+        "algorithm.token_staleness.mask=1 ; pacing={mode='async', depth=2}",
+        "weights.every=2 ; pacing={mode='async', depth=2}",
+        "pacing={mode='sync', over_sample=1.5}",
+        "trainer.warmup=10 ; steps=100",
+        "evaluation={path='x', sets=[{name='a', path='y'}]}",
+        "evaluation={path='x', every=5, patience=2, figure='pass@2', samples=2, pass_at=[2], temperature=1.0}",
+        "evaluation={path='x', every=20} ; checkpoint={every=20, best='evaluation'}",
+        "engine.0.site=b ; queue.address='tcp://host:1'",
+        "elastic={min=1, max=2}",
+        "dispatch.kind=length",
+        "pacing.mode=colocated",
+        "queue.record=on",
+    ],
+)
+def test_every_job_has_trials_of_three_steps_at_each_depth(changes: str) -> None:
+    trial.check_trials(job("grpo", *changes.split(" ; ")), (0, 1), 3)
 
 
 def test_a_trial_of_too_few_steps_is_refused() -> None:

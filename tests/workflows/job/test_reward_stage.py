@@ -277,6 +277,10 @@ def test_a_missing_column_is_refused_with_the_remedy():
         match=r'reward my:score wants "answr"; data has answer, question: set data.columns = \{ answr = "answer" \}',
     ):
         call.columns(["question", "answer"])
+    with pytest.raises(
+        NotFound, match=r'wants "tokens_max"; .*: give the reward args = \{ tokens_max = VALUE \}, or set'
+    ):
+        load_reward("transferqueue.workflows.job.rewards:token_length").columns(["question", "answer"])
 
 
 # ---------------------------------------------------------------- the stage

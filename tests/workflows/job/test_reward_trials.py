@@ -7,9 +7,11 @@ import pytest
 from tests.workflows.job import jobs
 from tests.workflows.job.tokens import ByteTokenizer
 from transferqueue.adapters.stages.reward_functions import RewardFailed
+from transferqueue.errors import UsageError
 from transferqueue.workflows.job.data.sequence import NumberedPrompt
+from transferqueue.workflows.job.reward_terms.function_process import FunctionProcess
 from transferqueue.workflows.job.reward_terms.trials import try_rewards
-from transferqueue.workflows.job.settings.job import RewardSettings
+from transferqueue.workflows.job.settings.job import EnvironmentSettings
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +44,14 @@ def digit(high=9):
 class Broken(Digit):
     def step(self, action):
         return self.nowhere
+
+async def asks(data, base_url):
+    import aiohttp
+    messages = [{"role": "user", "content": data["prompt"]}]
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"{base_url}/chat/completions", json={"messages": messages}) as answer:
+            said = (await answer.json())["choices"][0]["message"]["content"]
+    return float(said == data["answer"])
 """
 PROMPTS = [
     NumberedPrompt(number=at, ids=np.array([1], np.int32), text="", data={"prompt": f"p{at}", "answer": answer})
@@ -78,10 +88,19 @@ def test_a_function_that_hangs_or_dies_is_refused(tmp_path):
         tried(tmp_path, "dies")
 
 
-def tried_environment(tmp_path, environment, args):
+def test_a_module_whose_error_is_no_whole_text_is_named(tmp_path):
+    path = tmp_path / "half.py"
+    path.write_text("raise ValueError('a' + chr(0xD800))")
+    refused = pytest.raises(UsageError, match=r"its module raised ValueError: a\\ud800")
+    with FunctionProcess(f"{path}:exact", {}, timeout_s=60.0) as process, refused:
+        process.parameters()
+
+
+def tried_environment(tmp_path, environment, args, kind="factory"):
     (tmp_path / "tried_rewards.py").write_text(REWARDS)
-    reward = RewardSettings(environment=f"{tmp_path / 'tried_rewards.py'}:{environment}", args=args)
-    return try_rewards(msgspec.structs.replace(jobs.job("grpo"), reward=(reward,)), PROMPTS, ByteTokenizer())
+    given = EnvironmentSettings(args=args, **{kind: f"{tmp_path / 'tried_rewards.py'}:{environment}"})
+    settings = msgspec.structs.replace(jobs.job("grpo"), reward=(), environment=(given,))
+    return try_rewards(settings, PROMPTS, ByteTokenizer())
 
 
 def test_an_environment_is_made_and_takes_a_turn(tmp_path):
@@ -90,8 +109,13 @@ def test_an_environment_is_made_and_takes_a_turn(tmp_path):
     assert trial.text().startswith("1, 0 for a first turn of '42' to each prompt")
 
 
+def test_an_agent_is_started_and_gets_an_answer(tmp_path):
+    (trial,) = tried_environment(tmp_path, "asks", {}, kind="agent")
+    assert trial.scores == [1.0, 0.0]
+
+
 def test_an_environment_that_cannot_be_made_or_stepped_is_refused(tmp_path):
-    with pytest.raises(RewardFailed, match=r"digit raised TypeError when it was made: .*'hihg'"):
+    with pytest.raises(RewardFailed, match=r"environment digit: the factory\(\) raised TypeError: .*'hihg'"):
         tried_environment(tmp_path, "digit", {"hihg": 3})
-    with pytest.raises(RewardFailed, match=r"Broken raised AttributeError when it was stepped: .*'nowhere'"):
+    with pytest.raises(RewardFailed, match=r"environment Broken: step\('42'\) raised AttributeError: .*'nowhere'"):
         tried_environment(tmp_path, "Broken", {"high": 3})

@@ -6,9 +6,11 @@ import signal
 
 import pytest
 
+import transferqueue as tq
 from tests.workflows.job import kill_matrix, killed_run, short_run
 from tests.workflows.job.short_run import ROWS, STEPS, final_weights, finished, lines, train, wait_for
 from transferqueue.workflows.job.run.folder import RunFolder
+from transferqueue.workflows.job.run.samples import samples
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 pytest.importorskip("transformers", exc_type=ImportError)
@@ -36,7 +38,15 @@ def test_a_run_trains_every_row_and_leaves_files_and_no_memory(place, whole):
         ("during", 2),
         ("after", 4),
     ]
-    assert {"prompt", "response", "reward"} <= lines(folder / "samples.jsonl")[0].keys()
+    assert not (folder / "samples.jsonl").exists()
+    found = samples(folder, step=2, rows=9)
+    assert len(found) == 8
+    assert len({sample.ordinal // 2 for sample in found[:4]}) == 4, "each to another prompt"
+    assert all(
+        sample.step == 2 and sample.prompt and sample.terms == {"any_rewards:spread": sample.reward} for sample in found
+    )
+    assert [sample.reward for sample in samples(folder, step=2, order="worst")] == sorted(s.reward for s in found)[:4]
+    assert (whole["rows_unrecorded"], tq.open_run(folder).table().check()) == (0, [])
     assert [step["step"] for step in lines(folder / "steps.jsonl")] == [1, 2, 3, 4]
     assert all(step["gradient_norm"] > 0 for step in lines(folder / "steps.jsonl"))
     assert json.loads((folder / "summary.json").read_text()) == whole
@@ -149,6 +159,25 @@ def test_two_asynchronous_runs_with_several_processes_of_a_kind_end_with_the_sam
     assert final_weights(runs[0]) == final_weights(runs[1])
     for run in runs:  # two steps are generated ahead
         assert [[*step["staleness"]] for step in lines(run / "steps.jsonl")] == [["0"], ["1"], ["2"], ["2"]]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["async", "async-ppo", "async-agent"])
+def test_a_reproducible_run_loses_one_process_of_each_kind_and_ends_with_the_same_bits(kind, tmp_path):
+    place = short_run.make_place(tmp_path / "place", kind)
+    words = ("job.toml", "--json", "--set", 'evaluation.path=""')
+    finished(train(place, *words, "--out", "whole"))
+    process, killed = train(place, *words, "--out", "killed"), []
+    for step, names in enumerate((("prompts", "rollout", "play", "reward"), ("train_critic", "advantage"), ("train",))):
+        wait_for(process, place / "killed" / "steps.jsonl", step)
+        for name in (*names, *(("server",) if step else ())):
+            if (pid := short_run.pid_of(process.pid, name)) is not None:  # the source may have ended
+                os.kill(pid, signal.SIGKILL)
+                killed.append(name)
+    outcome = finished(process)
+    assert {"train", "server", "play" if kind == "async-agent" else "reward"} <= set(killed)
+    assert (outcome["starts"], outcome["rows_done"], outcome["rows_dropped"]) == (1, ROWS, {})
+    assert final_weights(place / "killed") == final_weights(place / "whole")
 
 
 def test_a_matrix_comes_to_each_phase_of_each_process():

@@ -18,14 +18,15 @@ from transferqueue.workflows.dispatch.channels import newest
 from transferqueue.workflows.flow.events import RESTART, WORK, Figures, TimeSpan
 from transferqueue.workflows.flow.reports.audit import Audit
 from transferqueue.workflows.flow.reports.loggers import logged
-from transferqueue.workflows.job.names import REWARD_TERMS
+from transferqueue.workflows.job.names import PREFILLED, REWARD_TERMS
 from transferqueue.workflows.job.run.figures import FIGURES, curves, described
 from transferqueue.workflows.job.run.preflight import preflight
 from transferqueue.workflows.job.run.record import RunRecord
 from transferqueue.workflows.job.run.run_page import CHANNEL, RunPage, run_figures
 from transferqueue.workflows.job.run.run_warnings import EARLIER_STEPS, NOT_FINITE, PAUSE_STEPS, TOLD_MAX, RunWarnings
 from transferqueue.workflows.job.run.summary import summarize
-from transferqueue.workflows.job.stages.failed_rows import FAILED_ROWS
+from transferqueue.workflows.job.run_files import STEPS
+from transferqueue.workflows.job.stages.failed_rows import FAILED_ROWS, RETRIED
 from transferqueue.workflows.job.training.row_figures import row_figures
 
 GOOD = {
@@ -117,6 +118,14 @@ def test_each_rule_that_breaks_is_told_in_words(change, patience, words):
     assert (" since step 1: " in warning.text, warnings.recent) == (True, [warning.text])
 
 
+def test_a_term_without_weight_may_be_the_same_in_every_row():
+    dead = {"reward/my:exact": 0.0, "reward_std/my:exact": 0.0}
+    terms = 'reward=[{function="my:length"}, {function="my:exact", weight=%d}]'
+    for weight, told in ((0, 0), (1, 1)):
+        warnings = RunWarnings(job("grpo", terms % weight))
+        assert sum(len(warnings.see({"step": number} | GOOD | dead)) for number in range(1, 6)) == told
+
+
 def test_an_engine_error_of_few_tokens_is_not_judged():
     told, _ = watched({"engine_error": 0.3, "own_tokens": 29}, {"engine_error": 0.3, "own_tokens": 1234})
     assert [(step, "log-probs of 1,234 tokens" in text) for step, text in told] == [(2, True)]
@@ -182,6 +191,14 @@ def recorded(folder, *changes):
     return record, heard
 
 
+def test_an_evaluation_that_comes_late_says_whose_weights_it_has():
+    output = io.StringIO()
+    lines = Lines(Console(file=output, width=200), steps=8)
+    values = {"when": "during", "step": 4, "version": 8, "asked_version": 4, "rows": 8, "loss": 2.0}
+    lines("evaluate-0", Figures(kind="evaluation", at=1.0, values=values))
+    assert output.getvalue() == "held-out, after step 4 (late: of version 8, not 4): loss 2.000, 8 rows\n"
+
+
 def test_warnings_are_in_the_output_the_page_and_the_summary(tmp_path):
     record, heard = recorded(tmp_path, {}, {"truncated": 0.95}, {"truncated": 0.95})
     output = io.StringIO()
@@ -210,7 +227,7 @@ def test_rows_that_fail_and_processes_that_die_are_in_the_output_a_file_the_page
     lines = Lines(Console(file=output, width=40), steps=3)
     with RunRecord(tmp_path, job("grpo")) as record:
         heard = record.add("train-0", step(1))
-        rows = [{"row": 7, "text": hangs}, {"row": 9, "text": raises}]
+        rows = [{"row": 7, "cause": "hangs", "text": hangs}, {"row": 9, "cause": "raises", "text": raises}]
         heard += record.add("reward-0", Figures(kind=FAILED_ROWS, at=1.0, values={"rows": rows}))
         heard += record.add("rollout-0", Figures(kind=RESTART, at=1.0, values={"text": died, "next": "started again"}))
     for event in heard:
@@ -229,11 +246,31 @@ def test_rows_that_fail_and_processes_that_die_are_in_the_output_a_file_the_page
         for row in range(TOLD_MAX + 5):
             told = resumed.add("reward-0", failed_row(row))
         assert (len(told), len(lines_of(tmp_path / "failed_rows.jsonl"))) == (1, TOLD_MAX + 7)
-    assert resumed.warnings.all[-1].wrong == f"7 more, the last: row {TOLD_MAX + 4}"
+    assert resumed.warnings.all[-1].wrong == (
+        f"7 more (of all: 1 hangs, {TOLD_MAX + 6} raises), the last: row {TOLD_MAX + 4}"
+    )
 
 
 def failed_row(row):
-    return Figures(kind=FAILED_ROWS, at=1.0, values={"rows": [{"row": row, "text": f"row {row}"}]})
+    failed = {"row": row, "cause": "raises", "text": f"row {row}"}
+    return Figures(kind=FAILED_ROWS, at=1.0, values={"rows": [failed]})
+
+
+def test_episodes_that_are_tried_again_are_counted_by_cause_in_their_step_and_the_summary(tmp_path):
+    with RunRecord(tmp_path, job("grpo")) as record:
+        for number, causes in enumerate([["environment_died", "environment_error"], [], ["environment_error"]], 1):
+            for cause in causes:
+                record.add("play-0", Figures(kind=RETRIED, at=1.0, values={cause: 1}))
+            record.add("train-0", step(number))
+        summary = summarize(record, job("grpo"), Audit(put=8, live=0, done=8, dropped={}), starts=1, seconds=9.0)
+    told = [{name: count for name, count in each.items() if "retried/" in name} for each in lines_of(tmp_path / STEPS)]
+    both = {"retried/environment_died": 1, "retried/environment_error": 1}
+    assert told == [both, {}, {"retried/environment_error": 1}]
+    rates = [each.get("failure_rate/environment_error") for each in lines_of(tmp_path / STEPS)]
+    rows = step(1).values["rows"]
+    assert rates == [pytest.approx(1 / (rows + 2), abs=1e-6), None, pytest.approx(1 / (rows + 1), abs=1e-6)]
+    assert summary.retried == {"environment_died": 1, "environment_error": 2}
+    assert "1 environment_died, 2 environment_error" in summary.text()
 
 
 def test_numbers_that_are_not_finite_are_null_in_the_file_and_told(tmp_path):
@@ -344,3 +381,22 @@ def test_figures_of_rows_are_those_of_their_columns():
     assert (found["reward/exact"], found["reward/dead"], found["reward_std/dead"]) == (2.0, 0.0, 0.0)
     assert found["reward"] == pytest.approx(0.3)
     assert all(described(name) for name in found)
+
+
+def test_tokens_that_updates_have_read_again_are_a_figure_with_its_rule(tmp_path):
+    with RunRecord(tmp_path, job("grpo")) as record:
+        for number, reports in enumerate(((30, 40), (), (5,)), 1):
+            for tokens in reports:
+                record.add("rollout-0", Figures(kind=PREFILLED, at=1.0, values={"tokens": tokens}))
+            record.add("train-0", step(number, tokens=80.0))
+        summary = summarize(record, job("grpo"), Audit(put=8, live=0, done=8, dropped={}), starts=1, seconds=9.0)
+    assert [line["prefilled_again"] for line in lines_of(tmp_path / STEPS)] == [70, 0, 5]
+    assert summary.prefilled_again == 75
+    assert "75 tokens of running rows" in summary.text()
+    many = {"prefilled_again": 100, "length_mean": 10.0}
+    told, _ = watched(many, many, many | {"prefilled_again": 60}, many, many, many)
+    words = (
+        "engines read 100 tokens again because weights changed, while 640 were trained since step 4: set "
+        'weights.kv = "salt", which keeps their caches, or raise weights.every'
+    )
+    assert told == [(6, words)]

@@ -151,10 +151,10 @@ def test_recall_over_time_is_in_the_summary_and_in_a_file(tmp_path):
 
 def test_what_nobody_reported_is_not_made_up(tmp_path):
     with record_in(tmp_path) as record:
-        record.add("train-0", Figures(kind="step", at=5.0, values={"step": 1, "rows": 8, "seconds": 2.0}))
+        record.add("train-0", Figures(kind="step", at=5.0, values={"step": 1, "rows": 8, "step_s": 2.0}))
     summary = summarize(record, job("distill"), AUDIT, starts=1, seconds=9.0)
     assert (summary.before, summary.after, summary.trainer_idle, summary.publish_s) == (None, None, None, None)
-    assert (summary.figures, summary.warnings, summary.busy) == ({"rows": (8.0, 8.0)}, [], {})
+    assert (summary.figures, summary.warnings, summary.busy) == ({"rows": (8.0, 8.0), "step_s": (2.0, 2.0)}, [], {})
     assert (summary.trained_s, summary.samples_per_s) == (2.0, 4.0)
     assert "not evaluated" in summary.text()
 
@@ -172,6 +172,23 @@ def test_a_resumed_run_goes_on_with_what_was_written(tmp_path):
     assert evaluated(record.evaluations)[1] == 0.25
     assert json.loads((tmp_path / "samples.jsonl").read_text()) == {"prompt": "1+1", "reward": 1.0}
     assert [line["reward"] for line in json_lines(tmp_path / "steps.jsonl")] == [0.1, 0.2, 0.9, 0.4]
+
+
+@pytest.mark.parametrize("torn", ['{"prompt": "1+', '{"prompt": "gr\u00fc\u2028'])
+def test_a_line_that_a_killed_process_left_unfinished_costs_no_other(tmp_path, torn):
+    """Of the files that are not written again at a resume; the line may end in the middle of a character."""
+    for number in range(2):
+        filled(tmp_path, [number + 1])
+        if not number:
+            with (tmp_path / "samples.jsonl").open("ab") as file:
+                file.write(torn.encode()[:-1])
+    assert [line["prompt"] for line in json_lines(tmp_path / "samples.jsonl")] == ["1+1", "1+1"]
+
+
+def test_a_line_may_have_any_character(tmp_path):
+    with record_in(tmp_path) as record:
+        record.add("reward-0", Figures(kind="samples", at=0.0, values={"samples": [{"prompt": "a\u2028b\x85c"}]}))
+    assert [line["prompt"] for line in json_lines(tmp_path / "samples.jsonl")] == ["a\u2028b\x85c"]
 
 
 def test_each_step_and_evaluation_is_once_in_its_file_whatever_the_trainer_took_back(tmp_path):
@@ -273,9 +290,7 @@ def test_a_run_says_where_it_goes_on_and_why(tmp_path):
     assert folder.goes_on(job("grpo", "checkpoint.resume=old")).startswith("with old: it ended before its first")
     assert "writes no checkpoint" in folder.goes_on(job("grpo", "checkpoint.every=0"))
     checkpoint(tmp_path, 2)
-    assert folder.goes_on(settings) == (
-        "after step 2 of 9, that of its newest checkpoint; steps 3 to 3 are trained again"
-    )
+    assert folder.goes_on(settings) == ("after step 2 of 9, that of its newest checkpoint; step 3 is trained again")
     checkpoint(tmp_path, 3)
     assert folder.goes_on(settings) == "after step 3 of 9, that of its newest checkpoint"
 

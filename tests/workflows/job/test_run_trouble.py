@@ -12,7 +12,7 @@ pytest.importorskip("torch", exc_type=ImportError)
 
 from tests.workflows.job.short_run import lines
 from transferqueue.cli.screens.train import Lines
-from transferqueue.errors import DeadlineExceeded
+from transferqueue.errors import DeadlineExceeded, NotFound
 from transferqueue.observe.figure_table import FigureTable
 from transferqueue.workflows.dispatch.channels import newest
 from transferqueue.workflows.flow.events import Figures
@@ -20,6 +20,7 @@ from transferqueue.workflows.job.run.figures import described
 from transferqueue.workflows.job.run.folder import RunFolder
 from transferqueue.workflows.job.run.run import run_job
 from transferqueue.workflows.job.run.run_page import CHANNEL, RunPage
+from transferqueue.workflows.job.run.samples import samples
 from transferqueue.workflows.job.settings.job import LogSettings, RewardSettings
 from transferqueue.workflows.job.settings.read import job_from_values
 from transferqueue.workflows.job.tiny_model.make import make, write_data
@@ -73,8 +74,20 @@ if '"name":"rollout"' in Path("/proc/self/cmdline").read_text():
                 parameter.mul_(1.5)
 
     TransformersGenerator.update_weights = take_wrongly
+elif '"name":"train"' in Path("/proc/self/cmdline").read_text():
+    import time
+    from transferqueue.workflows.job.training.learner import PolicyLearner
+
+    step = PolicyLearner.step
+
+    def step_slowly(self, **terms):
+        time.sleep(0.5)
+        return step(self, **terms)
+
+    PolicyLearner.step = step_slowly
 """
-"""What Python runs when a process starts: the engine's weights are not those that it was given."""
+"""What Python runs when a process starts: the engine's weights are not those that it was given, and the trainer is
+slower than generation."""
 LOG = """
 def log(step, figures):
     with open({file!r}, "a") as file:
@@ -103,11 +116,11 @@ def job_in(folder):
             "reward": [{"function": "own_rewards:rarely"}, {"function": "own_rewards:dead"}],
             "algorithm": {"kind": "grpo", "kl": 1e-6},
             "reference": {"path": model},
-            "trainer": {"prompts_per_step": 16, "lr": 0.05, "gradient_norm_max": 100.0, "micro_tokens": 68},  # slow
+            "trainer": {"prompts_per_step": 16, "lr": 0.05, "gradient_norm_max": 100.0, "micro_tokens": 68},
             "pacing": {"mode": "async", "depth": 4, "max_staleness": 8},
             "weights": {"dtype": "float32"},
             "checkpoint": {"every": 0},
-            "log": {"to": ["own_log:log"], "samples": 3},
+            "log": {"to": ["own_log:log"]},
             "queue": {"memory_gib": 0.0625},
         }
     )
@@ -149,12 +162,17 @@ def test_a_run_that_goes_wrong_in_six_ways_says_so(tmp_path):
     own = (tmp_path / "own_log.txt").read_text().splitlines()
     assert len(own) >= STEPS
     assert "'truncated'" in own[0]
-    samples = lines(tmp_path / "run" / "samples.jsonl")
-    by_version = {}
-    for sample in samples:
-        by_version.setdefault(sample["version"], []).append(sample["ordinal"] // GROUP)
-    assert all(len(set(prompts)) == len(prompts) <= 3 for prompts in by_version.values())
-    assert {"step", "terms", "data", "finish_reason", "tokens", "reward"} <= samples[0].keys()
+    numbers = {line["step"] for line in lines(tmp_path / "run" / "samples.jsonl")}
+    for number in numbers:
+        found = samples(tmp_path / "run", step=number, rows=16)
+        assert len({sample.ordinal // GROUP for sample in found}) == len(found) <= 4
+        assert {sample.step for sample in found} == {number}
+        assert all({*sample.terms} == {"own_rewards:rarely", "own_rewards:dead"} for sample in found)
+    assert found == samples(tmp_path / "run"), "of the newest step"
+    with pytest.raises(NotFound, match=rf"has no samples of that step; it has steps {min(numbers)} to {max(numbers)}"):
+        samples(tmp_path / "run", step=STEPS + 100)
+    assert {sample.finish_reason for sample in found} <= {"stop", "length"}
+    assert all(sample.tokens and sample.prompt for sample in found)
     assert msgspec.to_builtins(summary)["figures"]["truncated"][0] > 0.5
     assert os.path.getsize(tmp_path / "run" / "warnings.jsonl")
 

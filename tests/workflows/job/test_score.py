@@ -175,7 +175,7 @@ def test_in_the_order_of_the_data_a_score_does_not_depend_on_the_rows_beside_it(
     """Which rows a lease gets depends on the time; a run must repeat bit for bit."""
     critic = load_value_model(models / "critic", dtype="float32", device="cpu")
     publish(queue, names.CRITIC, 0, critic)
-    with score.value(context(queue, job(models, "ppo", "trainer.order=ordinal"))) as stage:
+    with score.value(context(queue, job(models, "ppo", "reproducible=true"))) as stage:
         both = scored(stage)["values"]
         for row in range(len(PROMPTS)):
             monkeypatch.setattr(Batch, "__getitem__", lambda self, name, row=row: COLUMNS[name][row : row + 1])
@@ -195,7 +195,7 @@ def test_in_the_order_of_the_data_each_row_is_scored_by_the_version_that_it_was_
         models / ("critic" if is_critic else "policy"), dtype="float32", device="cpu"
     )
     kind, factory = ("ppo", score.value) if is_critic else ("grpo-trainer-old", score.proximal)
-    given = context(queue, job(models, kind, "trainer.order=ordinal", "pacing.mode=async"))
+    given = context(queue, job(models, kind, "reproducible=true", "pacing.mode=async"))
 
     def alone(row: int) -> Any:
         rows = [PROMPTS[row]], [RESPONSES[row]]

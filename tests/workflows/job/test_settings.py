@@ -9,6 +9,7 @@ import pytest
 
 from transferqueue.errors import Impossible, NotFound, TransferQueueError, UsageError
 from transferqueue.workflows.job.settings.changes import apply
+from transferqueue.workflows.job.settings.environment_factories import environments_of
 from transferqueue.workflows.job.settings.job import DataSettings, EngineSettings, Job, ModelSettings
 from transferqueue.workflows.job.settings.read import checked, job_from_file, job_from_values
 from transferqueue.workflows.job.settings.write import job_as_toml
@@ -20,6 +21,7 @@ engine = [{ kind = "transformers" }]
 reward = [{ function = "my_rewards:exact" }]
 algorithm = { kind = "grpo", old = "trainer", tis_max = 2.0 }
 """
+SIMPLE = GRPO.replace(', old = "trainer", tis_max = 2.0', "")
 PPO = """
 steps = 500
 model = { path = "models/sft" }
@@ -57,6 +59,8 @@ def job_file(tmp_path):
     return written
 
 
+TWO = 'reward=[] ; environment=[{factory="c:a"}, {function="c:b"}]'
+SOURCES = 'data.path="" ; data.sources=[{{path="x", environment="{}"}}, {{path="y", environment="{}"}}]'
 # What the file says (the changes to it), and the words of the refusal.
 REFUSED = [
     # keys
@@ -69,10 +73,13 @@ REFUSED = [
     (GRPO, "engine.0.slot=3", "engine.0.slot: there is no such key; did you mean slots?"),
     (GRPO, "wholly_unknown=3", "wholly_unknown: there is no such key; there are model, data"),
     # values of one key
-    (GRPO, "trainer.ranks=two", "trainer.ranks='two': give int, got str"),
-    (GRPO, "trainer.ranks=2.5", "trainer.ranks=2.5: give int, got float"),
-    (GRPO, "pacing.mode=asynch", "pacing.mode='asynch': give sync, delayed, async, colocated; async?"),
-    (GRPO, "engine.0.kind=vlm", "engine.0.kind='vlm': give builtin, transformers, vllm, .* ; vllm?"),
+    (GRPO, "trainer.ranks=two", "trainer.ranks='two': give an integer, at least 1 and at most 1024"),
+    (GRPO, "trainer.ranks=2.5", "trainer.ranks=2.5: give an integer, at least 1"),
+    (GRPO, "engine.0.devices=gpu", 'engine.0.devices=\'gpu\': give an array of integer, or "auto", "cpu"'),
+    (GRPO, "sampling.stop=x", "sampling.stop='x': give an array of string"),
+    (GRPO, "trainer=fast", "trainer='fast': give a table"),
+    (GRPO, "pacing.mode=asynch", "pacing.mode='asynch': give sync, delayed, async, colocated; did you mean async?"),
+    (GRPO, "engine.0.kind=vlm", "engine.0.kind='vlm': give builtin, transformers, vllm, .* ; did you mean vllm?"),
     (GRPO, "sampling.temperature=0", "sampling.temperature=0.0: give more than 0"),
     (GRPO, "trainer.lr=-1e-6", "trainer.lr=-1e-06: give more than 0"),
     (GRPO, "trainer.lr=nan", "trainer.lr=nan: give more than 0"),
@@ -94,7 +101,7 @@ REFUSED = [
     (
         GRPO,
         "reward.0.model=models/x",
-        "reward.0 has function and model of function, model and environment; give exactly one",
+        "reward.0 has function and model of function, model; give exactly one",
     ),
     (GRPO, 'reward=[{model="m",args={ouput="score"}}]', "reward.0.args.ouput: a reward model takes output alone"),
     (
@@ -102,8 +109,59 @@ REFUSED = [
         'reward=[{model="m",args={output="logit"}}]',
         'reward.0.args.output=\'logit\': give "score" or "probability"',
     ),
-    (GRPO, "reward=[{weight=1.0}]", "reward.0 has none of function, model and environment"),
-    (GRPO, 'reward=[{function="a:b"},{environment="c:d"}]', "reward has 2 terms, one of them an environment"),
+    (GRPO, "reward=[{weight=1.0}]", "reward.0 has none of function, model"),
+    (GRPO, 'environment=[{factory="c:d"}]', "reward with environment: episodes bring their own rewards"),
+    (SFT, 'environment=[{factory="c:d"}]', 'environment with kind="sft"'),
+    (GRPO, 'reward=[] ; environment=[{factory="c"}]', "environment.0.factory='c' is not named as"),
+    (
+        GRPO,
+        'reward=[] ; environment=[{factory="c:d", url="http://h"}]',
+        "environment.0 has factory and url of agent, factory",
+    ),
+    (GRPO, 'reward=[] ; environment=[{url="h:1"}]', "environment.0.url='h:1': give an address such as"),
+    (GRPO, 'reward=[] ; environment=[{url="http://[::1"}]', "environment.0.url='http://[::1': give an address such"),
+    (GRPO, 'reward=[] ; environment=[{url="http://h:x"}]', "environment.0.url='http://h:x': give an address such"),
+    (GRPO, 'reward=[] ; environment=[{url="http://"}]', "environment.0.url='http://': give an address such"),
+    (
+        GRPO,
+        'reward=[] ; environment=[{factory="c:d", name="-d"}]',
+        "environment.0.name='-d': give up to 64 ASCII letters",
+    ),
+    (GRPO, 'reward=[] ; environment=[{factory="c:größe"}]', "environment.0.name='größe': give up to 64 ASCII letters"),
+    (
+        GRPO,
+        'reward=[] ; environment=[{factory="c:d", name="a/b"}]',
+        "environment.0.name='a/b': give up to 64 ASCII letters",
+    ),
+    (
+        GRPO,
+        'reward=[] ; environment=[{url="http://h", args={x=1}}]',
+        "environment.0.args.x: with a url, args has action",
+    ),
+    (GRPO, 'reward=[] ; environment=[{factory="c:d", weight=0.0}]', "environment.0.weight=0.0: give a finite number"),
+    (GRPO, f"{TWO} ; environment.1.name=a", "environment has the names a, a; give each another one"),
+    (GRPO, TWO, "2 environments, and data.path for all: give each its data and its share of the prompts"),
+    (GRPO, f"{TWO} ; {SOURCES.format('a', 'a')}", "no data source names environment b: it would play no row"),
+    (GRPO, f"{TWO} ; {SOURCES.format('a', 'bb')}", "data.sources.1.environment='bb': the job has a, b; did you mean b"),
+    (GRPO, f'{TWO} ; {SOURCES.format("a", "b")} ; data.sources.1.environment=""', "no data source names environment b"),
+    (
+        GRPO,
+        f"{TWO} ; {SOURCES.format('a', 'b')} ; evaluation.path=x",
+        "evaluation.environment: required with several environments; give one of a, b",
+    ),
+    (
+        GRPO,
+        'reward=[] ; environment=[{factory="c:d"}] ; evaluation={path="x", environment="e"}',
+        "environment='e': the",
+    ),
+    (GRPO, "sampling.group_size=4 ; sampling.group_min=5", "group_min=5 with group_size=4: no group has so many"),
+    (GRPO, "sampling.refills=2", "sampling.refills=2 without an environment: only a response whose"),
+    (GRPO, "sampling.group_min=1", "sampling.group_min=1: give 0, or at least 2: a response that is alone"),
+    (
+        PPO,
+        "sampling.group_min=2 ; sampling.group_size=2",
+        "group_min=2 with kind='ppo', whose rows are trained one by one",
+    ),
     (GRPO, "reward.0.weight=0.0", "reward.0.weight=0.0: every weight is 0, so nothing is rewarded; set one"),
     (SFT, 'reward=[{function="a:b"}]', 'reward with kind="sft"'),
     (GRPO, "data.response=answer", "data.response='answer' is read by sft alone"),
@@ -114,6 +172,30 @@ REFUSED = [
         "log.to.0='tensorbord': give tensorboard, wandb, mlflow, or a function of your own",
     ),
     (GRPO, "algorithm.top_k=8", "top_k=8 is read by distill alone"),
+    (GRPO, "algorithm.token_staleness.mask=9", "token_staleness.mask=9 with .* so none would be left out; give less"),
+    (
+        GRPO,
+        "reproducible=true ; pacing={mode='async', depth=2} ; algorithm.token_staleness.mask=1",
+        "token_staleness.mask=1 with reproducible=true: all tokens of a step have the same version",
+    ),
+    (GRPO, "algorithm.token_staleness.mask=-1", "token_staleness.mask=-1: give at least 0: 0 leaves no token out"),
+    (GRPO, "weights.lora=merged", 'weights.lora="merged" with lora_rank=0: there are no adapters; leave it out'),
+    (
+        GRPO,
+        "trainer.lora_rank=8 ; weights.lora=adapter ; engine.0.kind=vllm ; engine.0.tensor_parallel=2",
+        'weights.lora="adapter" with engine.0.tensor_parallel=2, which takes merged weights alone; leave it out',
+    ),
+    (
+        GRPO,
+        "weights.kv=keep ; pacing.mode=sync",
+        'weights.kv="keep": no request runs while weights change, unless pacing.mode="async"',
+    ),
+    (
+        GRPO,
+        'weights.kv=salt ; pacing.mode=async ; engine=[{kind="sglang_server",url="http://h:1"}]',
+        'kv="salt" with engine.0.kind="sglang_server", which cannot do that; kinds that can: builtin, transformers',
+    ),
+    (SFT, "algorithm.token_staleness.mask=1", 'mask=1 with kind="sft": no version drew its tokens'),
     (GRPO, "algorithm={clip_low=0.3, clip_high=0.2}", "clip_high=0.2 is below clip_low=0.3"),
     (PPO, "trainer.stream=on", 'whiten with stream="on": whitening needs the batch; use stream="auto"'),
     (GRPO, "algorithm.epochs=2 ; trainer.stream=on", 'epochs=2, minibatches=1 with stream="on"'),
@@ -149,51 +231,67 @@ REFUSED = [
     (SFT, "pacing.mode=colocated", 'mode="colocated" with kind="sft", which generates nothing'),
     (GRPO, "engine.0.url=http://x", "engine.0.url='http://x' with kind='transformers', which runs here"),
     (GRPO, "engine.0.kind=openai", "engine.0.kind='openai' needs engine.0.url"),
+    (
+        GRPO,
+        "steps=10 ; engine.0={kind='openai', url='http://x'}",
+        "step 10 would train rows that are 9 versions old; pacing.max_staleness=1 allows 2 steps",
+    ),
+    (GRPO, "engine.0={kind='sglang_server', url='http://x'}", 'engine.0.options has no "weights": give an empty'),
     (GRPO, "engine.0.kind=factory", 'an engine of your own has kind="factory" and names its function'),
     (GRPO, "engine.0.factory=mine:engine", "engine.0.kind='transformers' with engine.0.factory='mine:engine'"),
     (GRPO, "engine.0={kind='factory', factory='mine'}", "engine.0.factory='mine' is not named as"),
-    (GRPO, "trainer.order=ordinal ; engine.0.kind=vllm", "order=\"ordinal\" with engine.0.kind='vllm', which batches"),
+    (GRPO, "reproducible=true ; engine.0.kind=vllm", "reproducible=true with engine.0.kind='vllm', which batches"),
     (
         GRPO,
-        "trainer.order=ordinal ; engine.0={kind='openai', url='http://x'}",
-        "order=\"ordinal\" with engine.0.kind='openai'",
+        "reproducible=true ; engine.0={kind='openai', url='http://x'}",
+        "reproducible=true with engine.0.kind='openai'",
     ),
     (
         GRPO,
-        "trainer.order=ordinal ; sampling.budget=64",
-        'order="ordinal" with sampling.budget=64: responses .* in parts',
+        "reproducible=true ; sampling.budget=64",
+        "reproducible=true with sampling.budget=64: responses .* in parts",
     ),
     (
         GRPO,
-        "trainer.order=ordinal ; pacing={mode='sync', over_sample=1.5}",
-        'order="ordinal" with pacing.over_sample=1.5',
+        "reproducible=true ; pacing={mode='sync', over_sample=1.5}",
+        "reproducible=true with pacing.over_sample=1.5",
     ),
     (
         GRPO,
-        "trainer.order=ordinal ; evaluation={path='x', patience=2}",
-        'order="ordinal" with evaluation.patience=2: training goes on',
+        "reproducible=true ; evaluation={path='x', patience=2}",
+        "reproducible=true with evaluation.patience=2: training goes on",
     ),
     (
         GRPO,
-        "trainer.order=ordinal ; engine=[{kind='transformers'}, {kind='transformers', options={dtype='float16'}}]",
-        'order="ordinal" with engine.1, whose kind, model or options are not those of engine.0',
+        "reproducible=true ; engine=[{kind='transformers'}, {kind='transformers', options={dtype='float16'}}]",
+        "reproducible=true with engine.1, whose kind, model or options are not those of engine.0",
     ),
     (
         GRPO,
-        "trainer.order=ordinal ; algorithm.kl=0.1 ; reference.sync_every=5",
-        'order="ordinal" with reference.sync_every=5: the time would decide',
+        "reproducible=true ; algorithm.kl=0.1 ; reference.sync_every=5",
+        "reproducible=true with reference.sync_every=5: the time would decide",
     ),
     (
         GRPO,
-        "trainer.order=ordinal ; algorithm.filter_equal=true",
+        "reproducible=true ; algorithm.filter_equal=true",
         "mode='async' with algorithm.filter_equal=true: later prompts .* set pacing.mode=\"sync\"",
     ),
     (
         GRPO,
-        "trainer.order=ordinal ; reward.0.on_error=drop",
+        "reproducible=true ; reward.0.on_error=drop",
         "mode='async' with reward.0.on_error=\"drop\": later prompts",
     ),
-    (GRPO, "trainer.order=ordinal ; on=ray", 'with on="ray" and ray.replicas=1: later prompts'),
+    (
+        GRPO,
+        f"reproducible=true ; {TWO} ; {SOURCES.format('a', 'b')} ; environment.1.on_error=drop",
+        "mode='async' with environment.1.on_error=\"drop\": later prompts",
+    ),
+    (
+        GRPO,
+        'reproducible=true ; pacing.mode=sync ; sampling.refills=1 ; reward=[] ; environment=[{factory="c:d"}]',
+        "reproducible=true with sampling.refills=1: an environment that is late once would give the row other tokens",
+    ),
+    (GRPO, "reproducible=true ; on=ray", 'with on="ray" and ray.replicas=1: later prompts'),
     (
         GRPO,
         "algorithm={kind='reinforce_pp', filter_equal=true, tis_max=0} ; algorithm.old=rollout",
@@ -210,7 +308,13 @@ REFUSED = [
     (GRPO, 'trainer={parallel="ddp", ranks=33}', "ranks=33 share prompts_per_step=32"),
     (GRPO, "trainer.at_least=33", "at_least=33 is more than the prompts_per_step=32"),
     (GRPO, "engine=[]", "engine=[] with kind='grpo': nothing would generate"),
-    (GRPO, "dispatch.kind=length ; trainer.order=ordinal", 'dispatch.kind="length" with order="ordinal"'),
+    (
+        GRPO,
+        "reproducible=true ; checkpoint.every=0",
+        "checkpoint.every=0: a trainer that dies would go on with new mom",
+    ),
+    (GRPO, "trainer.order=ordinal", "trainer.order: there is no such key; see reproducible"),
+    (GRPO, "dispatch.kind=length ; reproducible=true", 'dispatch.kind="length" with reproducible=true'),
     (SFT, "dispatch.kind=length", 'dispatch.kind="length" with kind="sft": nothing is generated'),
     (GRPO, "trainer.micro_tokens=1535", "1024 + tokens_max=512 = 1536 tokens; give at least 1536"),
     (PPO, "critic.tokens=1000", "critic.tokens=1000 is under one row"),
@@ -254,6 +358,9 @@ REFUSED = [
         "on=ray ; queue.durability=disk",
         'queue.durability="disk" with on="ray": .* a snapshot beside each checkpoint',
     ),
+    (GRPO, "on=ray ; queue.record=on", 'queue.record="on" with on="ray": the server of a run on Ray has no dir'),
+    (GRPO, "queue.record=on ; queue.address=tcp://h:1", 'queue.record="on" with queue.address="tcp://h:1": that'),
+    (GRPO, "queue.record=best_effort ; queue.address=tcp://h:1", 'queue.record="best_effort" with queue.address='),
     (GRPO, "on=ray ; engine=[{site='far'}] ; queue.address=tcp://h:1", 'engine.site="far" with on="ray": Ray places'),
     (GRPO, "on=slurm", "on='slurm': give processes, ray"),
     # memory
@@ -301,6 +408,42 @@ def test_a_job_is_refused_with_key_value_rule_and_remedy(job_file, text, change,
         job_from_file(job_file(text), set=change.split(" ; "))
 
 
+@pytest.mark.parametrize(
+    ("text", "change", "old", "tis_max"),
+    [
+        (DISTILL, "steps=9", "rollout", 0.0),
+        (PPO, "steps=9", "rollout", 0.0),  # several updates a step
+        (PPO, "algorithm.tis_max=3.0", "trainer", 3.0),
+        (SIMPLE, "steps=9", "trainer", 2.0),
+        (SIMPLE, "pacing.mode=delayed", "trainer", 2.0),
+        (SIMPLE, "pacing.mode=sync", "rollout", 0.0),
+        (SIMPLE, "pacing.mode=sync ; algorithm.tis_max=2.0", "trainer", 2.0),
+        (SIMPLE, "algorithm.old=rollout", "rollout", 0.0),
+        (SIMPLE, "algorithm.old=trainer", "trainer", 0.0),
+        (SIMPLE, "algorithm.tis_max=0.0", "trainer", 0.0),
+    ],
+)
+def test_rows_that_are_generated_ahead_are_corrected(job_file, text, change, old, tis_max):
+    algorithm = job_from_file(job_file(text), set=change.split(" ; ")).algorithm
+    assert (algorithm.old, algorithm.tis_max) == (old, tis_max)
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ('url="http://127.0.0.1:8000"', "127-0-0-1"),
+        ('url="ws://[::1]:8000"', "1"),
+        ('url="https://games.example.org/chess"', "games-example-org"),
+        ('url="http://spiele-münchen.de"', "spiele-m-nchen-de"),
+        ('factory="c:_make"', "_make"),
+        ('function="file.py:f", name="2nd-game"', "2nd-game"),
+    ],
+)
+def test_every_environment_has_a_name_without_naming_it(job_file, environment, name):
+    job = job_from_file(job_file(GRPO), set=["reward=[]", f"environment=[{{{environment}}}]"])
+    assert [*environments_of(job)] == [name]
+
+
 def test_what_could_never_progress_is_another_error_than_a_contradiction(job_file):
     with pytest.raises(Impossible):
         job_from_file(job_file(GRPO), set=["sampling.group_size=1"])
@@ -318,9 +461,9 @@ def test_the_files_of_the_manual_are_jobs_and_resolve_to_themselves(job_file, te
 
 
 def test_what_has_no_engine_may_be_trained_in_order_and_messages_need_no_response_column(job_file):
-    job = job_from_file(job_file(SFT), set=["trainer.order=ordinal", 'data.response=""'])
-    assert (job.trainer.order, job.data.response) == ("ordinal", "")
-    assert job_from_file(job_file(GRPO), set=["trainer.order=ordinal"]).engine[0].kind == "transformers"
+    job = job_from_file(job_file(SFT), set=["reproducible=true", 'data.response=""'])
+    assert (job.reproducible, job.data.response) == (True, "")
+    assert job_from_file(job_file(GRPO), set=["reproducible=true"]).engine[0].kind == "transformers"
 
 
 def test_what_a_job_leaves_open_is_filled_by_its_kind_and_mode(job_file):

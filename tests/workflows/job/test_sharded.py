@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from statistics import mean
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,12 +17,15 @@ torch = pytest.importorskip("torch", exc_type=ImportError)
 transformers = pytest.importorskip("transformers", exc_type=ImportError)
 
 from tests.scale import only_long  # noqa: E402
+from tests.workflows.job import jobs  # noqa: E402
 from tests.workflows.job.sharded_ranks import RANKS, job_at, own, step  # noqa: E402
 from tests.workflows.job.test_export import logprobs, moe  # noqa: E402
 from transferqueue.adapters.scoring import load_causal_lm  # noqa: E402
 from transferqueue.adapters.weight_files import model_weight_files  # noqa: E402
 from transferqueue.errors import Corruption  # noqa: E402
 from transferqueue.workflows.job.data.tokenizer import load_tokenizer  # noqa: E402
+from transferqueue.workflows.job.devices import device_bytes  # noqa: E402
+from transferqueue.workflows.job.devices.model_sizes import model_sizes  # noqa: E402
 from transferqueue.workflows.job.run_files import checkpoint_path  # noqa: E402
 from transferqueue.workflows.job.tiny_model.make import make  # noqa: E402
 from transferqueue.workflows.job.training.checkpoint import Checkpoints, checkpoint_state, load_checkpoint  # noqa: E402
@@ -114,6 +118,22 @@ def test_a_rank_reads_its_half_of_the_model_and_of_a_checkpoint(trained: Trained
     for what, size in whole.items():
         for each in trained.found:
             assert each[what] <= 0.55 * size + RANDOM_BYTES, (what, each[what], size)
+
+
+def test_a_rank_has_the_bytes_of_its_share(trained: Trained) -> None:
+    ranks = (f"trainer.ranks={RANKS}", "trainer.parallel=fsdp2")
+    lora = f"trainer.lora_rank={trained.job.trainer.lora_rank}"
+    job = jobs.job("grpo", "model.dtype=float32", *ranks, lora)
+    sizes = model_sizes(str(trained.place / "base"))
+    assert sizes is not None
+    expected = device_bytes.trained(job, sizes).parts
+    # The mean of the ranks: three rows of an adapter are two on one and one on the other.
+    for name in (
+        "weights",
+        "gradients",
+        "moments",
+    ):
+        assert mean(each["held"][name] for each in trained.found) == pytest.approx(expected[name], rel=0.1)
 
 
 def test_ranks_go_on_bit_for_bit_and_one_process_goes_on_from_them(trained: Trained) -> None:

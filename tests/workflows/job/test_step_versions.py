@@ -41,12 +41,12 @@ def queue() -> Iterator[tq.Queue]:
     ],
 )
 def test_the_lag_is_what_depth_and_staleness_allow(pacing: str, every: int, lag: int, kept: int) -> None:
-    given = job("grpo", "trainer.order=ordinal", f"pacing={pacing}", f"weights.every={every}")
+    given = job("grpo", "reproducible=true", f"pacing={pacing}", f"weights.every={every}")
     assert has_step_versions(given)
     assert (version_lag(given), versions_kept(given)) == (lag, kept)
 
 
-@pytest.mark.parametrize("changes", [("pacing.mode=async",), ("pacing.mode=sync", "trainer.order=ordinal")])
+@pytest.mark.parametrize("changes", [("pacing.mode=async",), ("pacing.mode=sync", "reproducible=true")])
 def test_other_jobs_keep_the_versions_that_they_say(changes: tuple[str, ...]) -> None:
     given = job("grpo", *changes, "weights.keep=1")
     assert not has_step_versions(given)
@@ -64,7 +64,7 @@ def test_no_version_is_older_than_the_staleness_allows_and_none_is_newer_than_th
 
 
 def test_a_table_says_once_where_it_begins(queue: tq.Queue) -> None:
-    given = job("grpo", "trainer.order=ordinal", "pacing={mode='async', max_staleness=2}")
+    given = job("grpo", "reproducible=true", "pacing={mode='async', max_staleness=2}")
     assert step_versions(queue, given).of(12) == 1
     begin_versions(queue, 6, 24)
     begin_versions(queue, 9, 36)  # a trainer that starts again
@@ -92,7 +92,7 @@ def test_rows_come_in_turns_of_one_version() -> None:
 
 
 def test_its_table_leaves_the_staleness_to_the_steps_and_needs_no_spare_prompts() -> None:
-    ahead = job("ppo", "trainer.order=ordinal", "pacing.mode=async")
+    ahead = job("ppo", "reproducible=true", "pacing.mode=async")
     assert graph.pacing(ahead).max_staleness is None
     assert not needs_spare_prompts(ahead)
     assert graph.pacing(job("ppo", "pacing.mode=async")).max_staleness == 1

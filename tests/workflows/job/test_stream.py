@@ -70,7 +70,7 @@ class Computed:
 
 def test_rows_without_ordinals_are_refused_in_the_order_of_ordinals(table: tq.Table) -> None:
     table.put(x=[1, 2], group_id=0, group_size=2)
-    with pytest.raises(UsageError, match=r'row 0 of table "t" has no ordinal, which order="ordinal" needs'):
+    with pytest.raises(UsageError, match=r'row 0 of table "t" has no ordinal, which reproducible=true needs'):
         stream(table, 1, order="ordinal").step(Computed())
     assert table.stats().tasks["train"].leased == 0
 

@@ -15,6 +15,7 @@ import torch
 import transferqueue as tq
 from tests.scale import only_long
 from tests.workflows.job import stand_ins
+from transferqueue.adapters.weights import ChannelWeights
 from transferqueue.errors import UsageError
 from transferqueue.workflows.flow.events import Figures
 from transferqueue.workflows.job import names
@@ -68,8 +69,7 @@ def trained(queue: tq.Queue, given: dict[str, Any], directory: Path) -> list[dic
 def test_a_job_trains_its_steps_and_leaves_no_row(
     mode: str, stream: str, model: Path, queue: tq.Queue, tmp_path: Path
 ) -> None:
-    order = "ready" if mode == "async" else "ordinal"
-    given = stand_ins.values(model, pacing={"mode": mode}, trainer={"stream": stream, "order": order})
+    given = stand_ins.values(model, reproducible=mode != "async", pacing={"mode": mode}, trainer={"stream": stream})
     steps = trained(queue, given, tmp_path)
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     assert [step["version"] for step in steps] == [1, 2, 3, 4]
@@ -92,7 +92,7 @@ def test_a_job_trains_its_steps_and_leaves_no_row(
 def test_over_sampling_takes_the_first_rows_and_the_others_a_version_later(
     model: Path, queue: tq.Queue, tmp_path: Path
 ) -> None:
-    given = stand_ins.values(model, pacing={"mode": "sync", "over_sample": 1.5}, trainer={"order": "ready"})
+    given = stand_ins.values(model, pacing={"mode": "sync", "over_sample": 1.5}, reproducible=False)
     steps = trained(queue, given, tmp_path)
     assert {behind for step in steps for behind in step["staleness"]} <= {"0", "1"}
     with queue.weights(names.FULL).pull(timeout_s=0) as full:  # generators are told of each full batch, and of its rows
@@ -268,7 +268,7 @@ def test_two_ranks_learn_what_one_process_learns(parallel: str, model: Path, que
 
 
 def test_adapters_are_trained_published_merged_and_resumed(model: Path, queue: tq.Queue, tmp_path: Path) -> None:
-    given = stand_ins.values(model, trainer={"lora_rank": 2})
+    given = stand_ins.values(model, trainer={"lora_rank": 2}, weights={"lora": "merged"})
     trained(queue, given, tmp_path)
     version, weights = stand_ins.final_weights(queue)
     assert version == 4
@@ -276,3 +276,20 @@ def test_adapters_are_trained_published_merged_and_resumed(model: Path, queue: t
     with tq.connect() as other, stand_ins.table_of(other, stand_ins.job_of(given | {"steps": 5})):
         stand_ins.train(other.address, given | {"steps": 5}, str(tmp_path))
         assert stand_ins.final_weights(other)[0] == 5
+
+
+def test_adapters_travel_alone_and_are_merged_to_what_a_trainer_would_have_merged(model: Path, tmp_path: Path) -> None:
+    found, names_of, written = dict[str, Any](), dict[str, set[str]](), dict[str, list[int]]()
+    for lora in ("adapter", "merged"):
+        given, told = stand_ins.values(model, trainer={"lora_rank": 2}, weights={"lora": lora}), list[Any]()
+        with tq.connect() as queue, stand_ins.table_of(queue, stand_ins.job_of(given), follows=False):
+            stand_ins.train(queue.address, given, str(tmp_path / lora), told)
+            with queue.weights(names.POLICY).pull(timeout_s=0) as weights:
+                found[lora] = {name: tensor.clone() for name, tensor in ChannelWeights(queue.address, weights)}
+                names_of[lora] = set(weights)
+        written[lora] = [event["bytes"] for event in events(told, "publication")]
+    assert names_of["merged"] == found["merged"].keys() == found["adapter"].keys()
+    added = {name.rpartition(".")[2] for name in names_of["adapter"] - names_of["merged"]}
+    assert added == {"lora_a", "lora_b", "lora_scale"}
+    assert [name for name, tensor in found["merged"].items() if not torch.equal(found["adapter"][name], tensor)] == []
+    assert max(written["adapter"][1:]) < 0.2 * written["merged"][0]

@@ -33,13 +33,19 @@ def export(
         typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16. Default: as trained.", show_default=False),
     ] = "",
     merge: Annotated[
-        bool, typer.Option("--merge", help="Add LoRA's adapters to their base. Default: peft's format.")
+        bool,
+        typer.Option(
+            "--merge",
+            help="Add LoRA's adapters to their base. Holds a base that is no safetensors whole in memory. Default: "
+            "peft's format.",
+        ),
     ] = False,
 ) -> None:
     """Write the model of a run.
 
     The directory has configuration, tokenizer, chat template and weights, in files of at most 5 GB. transformers and
-    vLLM load it, and so does model.path of a job. A finished run has one already: RUN/model.
+    vLLM load it, and so does model.path of a job. A finished run has one already: RUN/model. Memory holds one tensor
+    at a time, of mixtures of experts a layer.
     """
     from transferqueue.workflows.job.run.export import export_run
 

@@ -144,9 +144,9 @@ def train(
     """Train a model by a job file.
 
     Prompts, rollout, rewards, scores and trainer are processes around one queue. The folder of the run gets the
-    resolved job, steps.jsonl, evaluations and sample responses while it runs, and at the end summary.json, learning.png
-    and timeline.json (open it at https://ui.perfetto.dev). Ctrl-C ends every process; --resume goes on, and --discard
-    gives up the run.
+    resolved job, steps.jsonl, evaluations and all rows while it runs (transferqueue samples), and at the end
+    summary.json, learning.png and timeline.json (open it at https://ui.perfetto.dev). Ctrl-C ends every process;
+    --resume goes on, and --discard gives up the run.
     """
     if site is not None:
         _run_site(job, changes or [], out, site, others=dry_run or resume or discard or plan is not None)
@@ -168,6 +168,8 @@ def train(
     screen = console(stderr=as_json)
     if resume:
         screen.print(Text.assemble(("goes on", "dim"), f" {folder.goes_on(settings)}"), soft_wrap=True)
+    if not settings.checkpoint.every:
+        screen.print("the run will leave no checkpoint and no model: checkpoint.every is 0")
     outcome = run_watched(settings, folder, screen, code=code, page=_with_page(page, screen), plan=planned)
     if as_json:
         show_json(outcome.summary)

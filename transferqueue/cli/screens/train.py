@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 LINE_EVERY_STEPS: Final = 10
 _MEAN_STEPS: Final = 10
-_MEASURES: Final = ("reward", "kl", "loss")
 
 
 class Watch(Protocol):
@@ -83,10 +82,12 @@ class JobFigures:
 
 
 def _evaluation(values: dict[str, Any]) -> str:
-    measured = ", ".join(
-        f"{name} {values[name]:.3f}" for name in _MEASURES if isinstance(values.get(name), int | float)
-    )
+    from transferqueue.workflows.job.names import MEASURES
+
+    measured = ", ".join(f"{name} {values[name]:.3f}" for name in MEASURES if isinstance(values.get(name), int | float))
     at = f"after step {values['step']}" if values.get("when") == "during" else values.get("when", "")
+    if (asked := values.get("asked_version")) is not None:
+        at = f"{at} (late: of version {values['version']}, not {asked})"
     return f"held-out, {at}: {measured or 'nothing measured'}, {plural(values.get('rows', 0), 'row')}"
 
 

@@ -31,6 +31,7 @@ class AsyncBatch(BatchBase):
         ...         print(batch.table, batch.task, batch.rows, batch.fields, batch.lease, batch.lease_s, batch.version)
         ...         await batch.ack(y=batch["x"].numpy() * 2)
         t double [0 1] ('x',) 1 60.0 0
+        2
         >>> batch.ended
         True
     """
@@ -51,12 +52,12 @@ class AsyncBatch(BatchBase):
         tags: TagsGiven = None,
         step: int = -1,
         **columns: Any,
-    ) -> None:
+    ) -> int:
         """End rows as done. Result columns and facts commit together with the ack, or neither does.
 
         Columns and facts have one value for each of `rows`, in this order, or one for all. Rows that were dropped
-        meanwhile, or taken back for a refill of their group, are left out. After `SchemaError` and `UsageError` the
-        rows are still leased.
+        meanwhile (with their group, as stale, by a delete), or taken back for a refill of their group, are passed over,
+        and the others end. After `SchemaError` and `UsageError` the rows are still leased.
 
         Args:
             rows: ids of the rows that are done; default None: all that are left.
@@ -73,9 +74,11 @@ class AsyncBatch(BatchBase):
                 after an `AsyncTable.rollback` to an earlier one. Default -1: they are done at once.
             **columns: values of result fields, by name, as of `AsyncTable.put`.
 
+        Returns:
+            The number of rows that ended: all that were named, without those passed over.
+
         Raises:
-            LeaseExpired: the lease is over, or all rows were dropped meanwhile. Nothing was changed, and other workers
-                have the rows.
+            LeaseExpired: the lease is over. Nothing was changed, and other workers have the rows.
             BatchEnded: this worker has ended the batch before.
             NotFound: a row that is not, or no longer, in this batch.
             SchemaError: a column does not fit its field.
@@ -92,6 +95,8 @@ class AsyncBatch(BatchBase):
             ...     await batch.ack(rows[:1], y=[2])
             ...     await batch.drop("not_needed", rows[1:])
             ...     batch.ended
+            1
+            1
             True
         """
         facts = GivenFacts(
@@ -105,7 +110,7 @@ class AsyncBatch(BatchBase):
             key=key,
             tags=tags,
         )
-        await self._run(lease.ack(self._lease, rows, facts, columns, step))
+        return await self._run(lease.ack(self._lease, rows, facts, columns, step))
 
     async def release(
         self,
@@ -120,7 +125,7 @@ class AsyncBatch(BatchBase):
         priority: Floats = None,
         tags: TagsGiven = None,
         **columns: Any,
-    ) -> None:
+    ) -> int:
         """Return rows to ready, so that any worker of the task may lease them.
 
         Columns and facts say how far an unfinished row is: they replace the values that it had, and commit together
@@ -138,6 +143,9 @@ class AsyncBatch(BatchBase):
             tags: as of `AsyncTable.put`; they replace all tags of the row.
             **columns: values of fields, by name, as of `AsyncTable.put`.
 
+        Returns:
+            The number of rows that are ready again. Rows that were dropped meanwhile are passed over, as by `ack`.
+
         Raises:
             LeaseExpired: the lease is over. Nothing was changed.
             BatchEnded: this worker has ended the batch before.
@@ -154,6 +162,7 @@ class AsyncBatch(BatchBase):
             ...     await batch.release(so_far=["once upon"])
             ...     async with table.lease("write", rows=1) as batch:
             ...         batch["so_far"].list()
+            1
             ['once upon']
         """
         facts = GivenFacts(
@@ -163,15 +172,18 @@ class AsyncBatch(BatchBase):
             priority=priority,
             tags=tags,
         )
-        await self._run(lease.release(self._lease, rows, failed, reason, facts, columns))
+        return await self._run(lease.release(self._lease, rows, failed, reason, facts, columns))
 
-    async def drop(self, reason: str, rows: Any = None) -> None:
-        """Drop rows of the batch for every task of the table.
+    async def drop(self, reason: str, rows: Any = None) -> int:
+        """Drop rows of the batch for every task of the table. `DropGroup` drops the others of their groups with them.
 
         Args:
             reason: a name that statistics count the rows under, such as ``"too_long"``; at most 256 different ones a
                 table.
             rows: ids of rows of the batch; default None: all that are left.
+
+        Returns:
+            The number of these rows that ended. Rows that were dropped meanwhile are passed over, as by `ack`.
 
         Raises:
             LeaseExpired: the lease is over. Nothing was changed.
@@ -187,10 +199,11 @@ class AsyncBatch(BatchBase):
             ...     async with table.lease("train", rows=2) as batch:
             ...         await batch.drop("too_long", rows[1:])  # the end of the block acks the other
             ...     counts = await table.audit()
+            1
             >>> counts.rows_done, counts.dropped
             (1, {'too_long': 1})
         """
-        await self._run(lease.drop(self._lease, reason, rows))
+        return await self._run(lease.drop(self._lease, reason, rows))
 
     async def renew(self, lease_s: float | None = None) -> float:
         """Keep the rows for some time from now. The time limit of the batch counts from here.

@@ -64,6 +64,7 @@ class AsyncLoader(ProcessBound):
             ...         break
             ...     await loader.aclose()
             ...     figures = await table.stats()
+            1
             >>> figures.rows_live
             2
         """

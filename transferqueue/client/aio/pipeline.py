@@ -147,9 +147,7 @@ class AsyncPipeline(PipelineBase[AsyncPromise[Any]]):
             commit.update(self._client, self._terms, rows, facts, columns, overwrite, if_unchanged, refers=False)
         )
 
-    async def ack(
-        self, batch: AsyncBatch, /, rows: Any = None, *, step: int = -1, **columns: Any
-    ) -> AsyncPromise[None]:
+    async def ack(self, batch: AsyncBatch, /, rows: Any = None, *, step: int = -1, **columns: Any) -> AsyncPromise[int]:
         """End rows of a batch as done, as `AsyncBatch.ack`, without waiting for the answer, with which the batch ends.
 
         Args:
@@ -159,7 +157,7 @@ class AsyncPipeline(PipelineBase[AsyncPromise[Any]]):
             **columns: columns and facts, as of `AsyncBatch.ack`. Their values are copied before the call returns.
 
         Returns:
-            The promise of None.
+            The promise of the number of rows that ended.
 
         Raises:
             LeaseExpired: the lease is known to be over.

@@ -224,6 +224,7 @@ class AsyncTable(TableBase):
             ...     async with table.lease("double", rows=2, timeout_s=10) as batch:
             ...         await batch.ack(y=batch["x"].numpy() * 2)
             ...     batch.ended
+            2
             True
         """
         spec = lease.lease_spec(
@@ -754,6 +755,7 @@ class AsyncTable(TableBase):
             ...     batch = await table.lease("score", rows=1)
             ...     await batch.release(failed=True, reason="no answer")
             ...     [(row.row, row.task, row.error) for row in await table.dropped()]
+            1
             [(0, 'score', 'no answer')]
         """
         return await self._run(tables.dropped(self._terms, limit))
@@ -783,6 +785,7 @@ class AsyncTable(TableBase):
             ...     batch = await table.lease("score", rows=1)
             ...     await batch.release(failed=True, reason="no answer")
             ...     await table.retry(await table.dropped())
+            1
             1
         """
         return await self._run(tables.retry(self._terms, rows))
@@ -836,6 +839,7 @@ class AsyncTable(TableBase):
             ...     await batch.ack(step=7)
             ...     await table.checkpointed(7)  # the model of step 7 is saved
             2
+            2
         """
         return await self._run(tables.checkpointed(self._terms, step, task))
 
@@ -867,6 +871,7 @@ class AsyncTable(TableBase):
             ...     await batch.ack(step=7)
             ...     await table.rollback(6)  # the trainer restarts from its checkpoint of step 6
             2
+            2
         """
         return await self._run(tables.rollback(self._terms, step, task, version))
 
@@ -887,6 +892,7 @@ class AsyncTable(TableBase):
             ...     batch = await table.lease("train", rows=1)
             ...     await batch.ack()
             ...     await table.cursor()
+            1
             1
         """
         return await self._run(tables.cursor(self._terms, start))

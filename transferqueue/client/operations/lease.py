@@ -277,8 +277,9 @@ def ack(
     step: int,
     *,
     refers: bool = True,
-) -> Operation[None]:
-    """Ack the rows, and commit results and facts about them in the same request. `refers` is as of `commit.Commit`."""
+) -> Operation[int]:
+    """Ack the rows, and commit results and facts about them in the same request. `refers` is as of `commit.Commit`.
+    Returns how many rows ended."""
     lease.check()
     chosen = lease.chosen(rows)
 
@@ -293,8 +294,9 @@ def ack(
         )
 
     carried = _request_with_columns(lease, chosen, facts, columns, request, "ack", refers=refers)
-    yield from _ending_lease_on_expiry(lease, carried)
+    reply = yield from _ending_lease_on_expiry(lease, carried)
     lease.take(chosen, "was acked")
+    return reply.rows
 
 
 def ack_leases(client: ClientSession, terms: TableInfo, held: Iterable[BatchLease], step: int) -> Operation[int]:
@@ -356,21 +358,22 @@ def _find_lost(leases: tuple[BatchLease, ...]) -> Operation[None]:
             yield from renew(lease, None)
 
 
-def drop(lease: BatchLease, reason: str, rows: object) -> Operation[None]:
-    """Drop the rows for every task."""
+def drop(lease: BatchLease, reason: str, rows: object) -> Operation[int]:
+    """Drop the rows for every task. Returns how many rows ended."""
     lease.check()
     chosen = lease.chosen(rows)
     request = m.Ack(
         table=lease.table, lease=lease.number, token=lease.token, rows=chosen, drop=check_name("drop reason", reason)
     )
-    yield from _ending_lease_on_expiry(lease, request_reply(request, m.DoneReply))
+    reply = yield from _ending_lease_on_expiry(lease, request_reply(request, m.DoneReply))
     lease.take(chosen, "was dropped")
+    return reply.rows
 
 
 def release(
     lease: BatchLease, rows: object, failed: bool, reason: str, facts: GivenFacts, columns: Mapping[str, Any]
-) -> Operation[None]:
-    """Release the rows, and commit how far they are in the same request."""
+) -> Operation[int]:
+    """Release the rows, and commit how far they are in the same request. Returns how many rows are ready again."""
     lease.check()
     chosen, is_failed = lease.chosen(rows), checks.flag("failed", failed)
 
@@ -385,8 +388,10 @@ def release(
             columns=carried,
         )
 
-    yield from _ending_lease_on_expiry(lease, _request_with_columns(lease, chosen, facts, columns, request, "release"))
+    carried = _request_with_columns(lease, chosen, facts, columns, request, "release")
+    reply = yield from _ending_lease_on_expiry(lease, carried)
     lease.take(chosen, "was released")
+    return reply.rows
 
 
 def _request_with_columns(

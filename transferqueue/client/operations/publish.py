@@ -28,8 +28,8 @@ from transferqueue.client.operations.range_updates import (
     KeptVersions,
     Newest,
     RangeUpdate,
-    note_published,
     plan_updates,
+    take_back,
 )
 from transferqueue.client.operations.stored_ranges import stored_ranges
 from transferqueue.client.operations.weight_blocks import BASE, NewTensor, ReusedTensor
@@ -37,6 +37,7 @@ from transferqueue.client.operations.written_blocks import BlockGroup, WrittenBl
 from transferqueue.client.session.calls import Deadline, seconds
 from transferqueue.client.session.operation_runner import BlockingWork, Operation, request_reply
 from transferqueue.errors import NotFound, SchemaError, ShardLost, UsageError
+from transferqueue.errors.on_failure import OnFailure
 from transferqueue.errors.text import shown
 from transferqueue.limits import VERSION_PARTS_MAX, check_name
 from transferqueue.wire import messages as m
@@ -185,10 +186,10 @@ def _publish(
             sum(writer.nbytes for writer in writers),
             lambda: updates.extend(plan_updates(contents, writers, basis, number, newest.refused)),
         )
-        commit = commit_updates(client, channel, kept, number, newest.version, updates, beside, deadline, terms)
-        reply = yield from commit
+        with OnFailure(take_back, contents, updates):
+            commit = commit_updates(client, channel, kept, number, newest.version, updates, beside, deadline, terms)
+            reply = yield from commit
         written[0] = sum(writer.nbytes for writer in new_blocks(updates))
-        yield BlockingWork(sum(update.nbytes for update in updates), lambda: note_published(contents, updates))
         return reply
 
     yield from retry_on_other_shard(client, attempt)

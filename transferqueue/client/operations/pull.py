@@ -7,6 +7,7 @@ again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
@@ -93,12 +94,14 @@ class Weights(ProcessBound, Mapping[str, Any]):
         tensors: dict[str, SharedTensor],
         changed: frozenset[str],
         published: Mapping[str, StoredRange],
+        since: int = -1,
     ) -> None:
-        self._channel, self._version = channel, version
+        self._channel, self._version, self._since = channel, version, since
         self._tensors, self._changed = tensors, changed
         self._published = dict(published)
         self._slices = {name: one.slice for name in tensors if (one := published[name]).slice is not None}
         self._places = self._fields_by_tensor()
+        self._unpinned: dict[str, SharedTensor] = {}
         self._released = False
 
     def __repr__(self) -> str:
@@ -114,6 +117,22 @@ class Weights(ProcessBound, Mapping[str, Any]):
     def version(self) -> int:
         """Number of the version."""
         return self._version
+
+    @property
+    def since(self) -> int:
+        """Version of the weights that the pull was given as ``since``; -1: none.
+
+        Example:
+            >>> import numpy as np
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     channel = queue.weights("policy")
+            ...     written = channel.publish(1, {"head": np.ones(2)})
+            ...     first = channel.pull()
+            ...     first.since, channel.pull(since=first).since
+            (-1, 1)
+        """
+        return self._since
 
     @property
     def adapters(self) -> list[str]:
@@ -143,6 +162,43 @@ class Weights(ProcessBound, Mapping[str, Any]):
         prefix = self._prefix(adapter)
         changed = {self._tensor_of(field) for field in self._changed}
         return frozenset(name[len(prefix) :] for name in changed if name.startswith(prefix))
+
+    def moved(self, name: str) -> NDArray[np.int64] | None:
+        """Return which elements of a tensor of the base may differ from those of ``since``, as far as that is known.
+
+        Args:
+            name: of the tensor.
+
+        Returns:
+            Their positions in the flat tensor, int64 ``[elements]``, perhaps some of them twice; None: any may differ.
+
+        Raises:
+            NotFound: the version, or the part of it that was pulled, does not have the tensor.
+
+        Example:
+            >>> import numpy as np
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     channel, embed = queue.weights("policy"), np.zeros((64, 64))
+            ...     written = channel.publish(1, {"embed": embed})
+            ...     first = channel.pull()
+            ...     embed[1, 2] = 1
+            ...     written = channel.publish(2, {"embed": embed})
+            ...     channel.pull(above=1, since=first).moved("embed")
+            array([66])
+        """
+        full = f"{BASE}{name}"
+        if full not in self._places:
+            raise self._lacks(name)
+        found = [np.empty(0, np.int64)]
+        for field in self._places[full]:
+            tensor = self._tensors[field]
+            if field not in self._changed:
+                continue
+            if tensor.moved is None:
+                return None
+            found.append(np.asarray(tensor.moved + self._first(field) * math.prod(tensor.field.fixed[1:]), np.int64))
+        return np.concatenate(found)
 
     def fields(self, adapter: str | None = None) -> dict[str, Field]:
         """Return dtype and shape of each tensor, as it is in this mapping. Reads no bytes.
@@ -315,6 +371,11 @@ class Weights(ProcessBound, Mapping[str, Any]):
         mine = self._held(stored.field.name)
         return mine is not None and mine.is_of(stored, part)
 
+    def _had(self, stored: StoredRange, part: Slice) -> bool:
+        """Whether this version had this part of the range with its content, before it was unpinned."""
+        mine = self._unpinned.get(stored.field.name)
+        return mine is not None and mine.is_of(stored, part)
+
     def _held(self, name: str) -> SharedTensor | None:
         """What this version, if it is not released, has of a range."""
         return None if self._released else self._tensors.get(name)
@@ -323,17 +384,50 @@ class Weights(ProcessBound, Mapping[str, Any]):
         full = f"{BASE}{name}"
         fields = self._places.get(full)
         if fields is None:
-            raise NotFound(
-                f'tensor "{name}" is not in version {self._version} of channel "{self._channel}"; it has '
-                f"{listing(self)}"
-            )
+            raise self._lacks(name)
         return self._torch(self._columns(fields), full, fields) if _has_torch() else self._numpy(full, fields)
+
+    def _lacks(self, name: str) -> NotFound:
+        return NotFound(
+            f'tensor "{name}" is not in version {self._version} of channel "{self._channel}"; it has {listing(self)}'
+        )
 
     def __iter__(self) -> Iterator[str]:
         return (name[1:] for name in self._places if name.startswith(BASE))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+    def unpin(self) -> None:
+        """Return the server's memory, and keep the tensors that lie in memory of this process.
+
+        So a reader that holds weights for the ``since`` of its next pull leaves the server's memory free for as long.
+        The tensors that were views of it are no longer in this mapping. A later pull reads them again, and `changed`
+        names them only if their content changed.
+
+        Example:
+            >>> import numpy as np
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     channel = queue.weights("policy")
+            ...     written = channel.publish(1, {"embed": np.zeros((4, 2)), "head": np.ones(2)})
+            ...     weights = channel.pull()
+            ...     weights.unpin()
+            ...     written = channel.publish(2, {"embed": np.zeros((4, 2)), "head": np.zeros(2)})
+            ...     sorted(channel.pull(above=1, since=weights).changed())
+            ['head']
+        """
+        pinned = {name: tensor for name, tensor in self._tensors.items() if not tensor.is_own}
+        if self._released or not pinned:
+            return
+        self._tensors = {name: tensor for name, tensor in self._tensors.items() if name not in pinned}
+        self._places = self._fields_by_tensor()
+        self._unpinned |= pinned
+        release_all(
+            pinned,
+            f'version {self._version} of channel "{self._channel}" was unpinned and its memory was returned; pull it '
+            "again",
+        )
 
     def release(self) -> None:
         """Return the memory, as soon as no view of it is left and no later version shares it.
@@ -463,7 +557,10 @@ def _pull(
     early = {name: arrived.take(name) for name in rest if name not in fetched}
     tensors = shared | early | fetched
     ordered = {name: tensors[name] for name in chosen}
-    return Weights(request.channel, reply.version, ordered, frozenset(early | fetched), published)
+    if since is None:
+        return Weights(request.channel, reply.version, ordered, frozenset(rest), published)
+    changed = frozenset(name for name, one in rest.items() if not since._had(*one))
+    return Weights(request.channel, reply.version, ordered, changed, published, since.version)
 
 
 def _chosen(

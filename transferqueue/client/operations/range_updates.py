@@ -4,7 +4,10 @@ whole.
 - A range whose content is that of the newest version keeps its blocks. Its checksum says so (xxh3-64 of its bytes,
   whose padding is zeros).
 - A range that changed gets a difference, if this session has the content before: that which it published last. So a
-  session that publishes holds a copy of its own of what it published, in ordinary memory.
+  session that publishes holds a copy of its own of what it published, in ordinary memory. The search for changes makes
+  that copy what is published now; where that fails, it is taken back.
+- A tensor in this process's memory is read where it lies, several at once in several threads. One on a device, or with
+  gaps, is written into memory that all of a publication share, and read there.
 - It is written whole if it is new or small, if nearly all of it changed, or if its differences would be more than the
   channel allows, or have more bytes than the whole range. A changed range then gets both: readers that have the content
   before take the difference, so along links whole ranges cross only for late readers.
@@ -22,6 +25,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -33,7 +37,8 @@ from transferqueue.client.operations.weight_blocks import NewTensor, delta_block
 from transferqueue.limits import DELTA_BYTES_MIN, DELTA_TENSORS_MAX, DELTAS_MAX, ITEMS_MAX, PAGE_BYTES
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.checksum import UNCHECKED
-from transferqueue.storage.memory.delta import apply_delta, encode_delta
+from transferqueue.storage.memory.delta import Delta, encode_delta, undo_delta
+from transferqueue.storage.memory.parallel_copy import parallel_copy
 from transferqueue.wire import messages as m
 
 
@@ -46,20 +51,16 @@ class KeptVersions(NamedTuple):
 
 @dataclass(slots=True)
 class RangeUpdate:
-    """Blocks of the version before that a range keeps, and new ones: all of it, and differences. `delta_bytes` is the
-    difference that this session made, and `sum` the checksum of its result."""
+    """Blocks of the version before that a range keeps, and new ones: all of it, and differences. `made` is the
+    difference that this session made, from the content with the checksum `before` to that with `after`."""
 
     name: str
     kept: list[m.BlockLocation] = field(default_factory=list)
     whole: NewTensor | None = None
     deltas: list[NewTensor] = field(default_factory=list)
-    delta_bytes: U8 | None = None
-    sum: int = UNCHECKED
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the difference that this session made."""
-        return 0 if self.delta_bytes is None else self.delta_bytes.nbytes
+    made: Delta | None = None
+    before: int = UNCHECKED
+    after: int = UNCHECKED
 
 
 class Newest(NamedTuple):
@@ -126,10 +127,18 @@ def plan_updates(
     distrust, contents.refused = refused > contents.refused, refused
     if distrust:
         contents.held.clear()
-    room = _memory(max((writer.nbytes for writer in writers), default=0))
-    if room is None:
-        return [RangeUpdate(writer.field.name, whole=writer) for writer in writers]
-    updates = [_update(contents.held, writer, newest, version, room[: writer.nbytes]) for writer in writers]
+    room, found = _Room(writers), dict[str, RangeUpdate]()
+
+    def find(writer: NewTensor) -> None:
+        found[writer.field.name] = _update(contents.held, writer, newest, version, room)
+
+    here, elsewhere = list[NewTensor](), list[NewTensor]()
+    for writer in writers:
+        (elsewhere if writer.own_memory() is None else here).append(writer)
+    for writer in elsewhere:  # one after the other, after what this thread's stream did to them
+        find(writer)
+    parallel_copy([partial(find, writer) for writer in here], sum(writer.nbytes for writer in here))
+    updates = [found[writer.field.name] for writer in writers]
     kept = worth_keeping(updates, newest)
     for writer, update in zip(writers, updates, strict=True):
         old = newest.ranges.get(update.name)
@@ -138,29 +147,50 @@ def plan_updates(
     return updates
 
 
+class _Room:
+    """Memory for the content of one writer at a time. It is made when the first needs it."""
+
+    def __init__(self, writers: Sequence[NewTensor]) -> None:
+        self._nbytes = max((writer.nbytes for writer in writers), default=0)
+        self._memory: U8 | None = None
+
+    def content(self, writer: NewTensor) -> U8 | None:
+        """The content of its block, whose checksum is then known. None: this process has no memory for it."""
+        own = writer.own_memory()
+        if own is None:
+            if self._memory is None:
+                self._memory = _memory(self._nbytes)
+            if self._memory is None:
+                return None
+            own = self._memory[: writer.nbytes]
+            writer.write(own)
+        writer.take_checksum(own)
+        return own
+
+
 def _update(
-    held: dict[str, PublishedContent], writer: NewTensor, newest: Newest, version: int, room: U8
+    held: dict[str, PublishedContent], writer: NewTensor, newest: Newest, version: int, room: _Room
 ) -> RangeUpdate:
     name, old = writer.field.name, newest.ranges.get(writer.field.name)
+    whole = RangeUpdate(name, whole=writer)
     if not newest.deltas and (old is None or old.block.nbytes != writer.nbytes or old.field != writer.field):
-        return RangeUpdate(name, whole=writer)
-    if newest.deltas or writer.sum == UNCHECKED:
-        writer.write(room)
+        return whole
+    content = room.content(writer) if newest.deltas or writer.sum == UNCHECKED else None
     if old is not None and old.is_same(writer.field, writer.sum):
         return RangeUpdate(name, kept=old.blocks)
     before = held.pop(name, None)
-    if not newest.deltas or writer.nbytes < DELTA_BYTES_MIN:
-        return RangeUpdate(name, whole=writer)
+    if content is None or not newest.deltas or writer.nbytes < DELTA_BYTES_MIN:
+        return whole
     if before is not None and old is not None and before.field == writer.field:
-        update = _difference(before, writer, newest, old, version, room)
+        update = _difference(before, writer, newest, old, version, content)
         if update is not None:
-            held[name] = before
+            held[name] = before._replace(sum=writer.sum)
             return update
-    memory = before.memory if before is not None and before.memory.nbytes == len(room) else _memory(len(room))
+    memory = before.memory if before is not None and before.memory.nbytes == writer.nbytes else _memory(writer.nbytes)
     if memory is not None:
-        memory[:] = room
+        memory[:] = content
         held[name] = PublishedContent(writer.field, writer.sum, memory)
-    return RangeUpdate(name, whole=writer)
+    return whole
 
 
 def _memory(nbytes: int) -> U8 | None:
@@ -172,28 +202,29 @@ def _memory(nbytes: int) -> U8 | None:
 
 
 def _difference(
-    before: PublishedContent, writer: NewTensor, newest: Newest, old: StoredRange, version: int, room: U8
+    before: PublishedContent, writer: NewTensor, newest: Newest, old: StoredRange, version: int, content: U8
 ) -> RangeUpdate | None:
-    """The difference between what this session published and the new content, if that is the newest version's."""
+    """The difference between what this session published and the new content, if that is the newest version's. Then
+    the memory of `before` has the new content."""
     if not old.is_same(before.field, before.sum):
         return None
-    delta = encode_delta(before.memory, room, writer.field.item_bytes)
-    block = None if delta is None else delta_block(old, version, writer.sum, delta)
-    if block is None or delta is None:
+    made = encode_delta(before.memory, content, writer.field.item_bytes)
+    block = None if made is None else delta_block(old, version, writer.sum, made)
+    if block is None:
         return None
     kept = newest.kept_chain(old, [block.nbytes])
     whole = writer if kept is None else None
     kept = newest.kept_history(old, 1) if kept is None else kept
-    return RangeUpdate(writer.field.name, kept, whole, [block], delta, writer.sum)
+    return RangeUpdate(writer.field.name, kept, whole, [block], made, before.sum, writer.sum)
 
 
-def note_published(contents: PublishedContents, updates: Iterable[RangeUpdate]) -> None:
-    """The updates are in the newest version: make the copies what it has."""
+def take_back(contents: PublishedContents, updates: Iterable[RangeUpdate]) -> None:
+    """The updates were not published: make the copies what they were before the differences."""
     for update in updates:
-        before = contents.held.pop(update.name, None)
-        if before is None:
+        copy = contents.held.pop(update.name, None) if update.made is not None else None
+        if copy is None or update.made is None:
             continue
-        if update.delta_bytes is not None:
-            apply_delta(before.memory, update.delta_bytes)
-            before = before._replace(sum=update.sum)
-        contents.held[update.name] = before
+        if copy.sum == update.after:
+            undo_delta(copy.memory, update.made.data)
+            copy = copy._replace(sum=update.before)
+        contents.held[update.name] = copy

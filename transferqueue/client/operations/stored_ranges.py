@@ -27,6 +27,13 @@ class StoredDelta(NamedTuple):
     field: Field
     block: m.BlockLocation
 
+    def bytes_of(self, sections: range) -> tuple[int, int]:
+        """Where these successive sections begin and end in the block. `Corruption` if it has fewer."""
+        ends = self.terms.ends
+        if len(ends) < sections.stop:
+            raise Corruption(f"field {self.field.name} has {len(ends)} sections, not {sections.stop}; publish it whole")
+        return ends[sections.start - 1] if sections.start else 0, ends[sections.stop - 1]
+
 
 class StoredRange:
     """A range of a version: its field, the block with all of it, the slice that it is (None: a tensor), and the

@@ -21,7 +21,7 @@ from transferqueue.errors.text import shown
 from transferqueue.limits import ITEMS_MAX
 from transferqueue.schema import Field, Share, Slice, share_range, sliced_field
 from transferqueue.storage.elements.dtypes import U8
-from transferqueue.storage.memory.delta import read_delta
+from transferqueue.storage.memory.delta import read_delta, section_bytes
 from transferqueue.wire import messages as m
 
 Only = Iterable[str] | Mapping[str, range | Slice | None]
@@ -90,22 +90,36 @@ def _ranges(tensor: Field, part: Slice) -> list[tuple[int, int]]:
     ]
 
 
-def apply_delta_in_part(content: U8, delta: U8, field: Field, part: Slice, nbytes: int) -> None:
-    """Make the part of a content before into that after, in place, by the difference of all of it, which has `nbytes`
-    with its padding. `Corruption` if it is no difference of such a content."""
-    size, positions, moved = read_delta(delta, nbytes)
-    shape = [*field.fixed, field.item_bytes // size]
-    bounds = [*_ranges(field, part), (0, shape[-1])]
-    inside = positions < math.prod(shape)
-    places = np.unravel_index(positions[inside], shape)
-    wanted = np.logical_and.reduce(
-        [(start <= at) & (at < stop) for at, (start, stop) in zip(places, bounds, strict=True)]
+def sections_with(stored: StoredRange, part: Slice) -> range:
+    """The sections of a range's differences that lead from the first element of the part to its last."""
+    step = section_bytes(stored.block.nbytes)
+    if part.whole:
+        return range(-(-stored.block.nbytes // step))
+    bounds = _ranges(stored.field, part)
+    first, last = (
+        int(np.ravel_multi_index(place, stored.field.fixed)) * stored.field.item_bytes
+        for place in zip(*((start, stop - 1) for start, stop in bounds), strict=True)
     )
-    own = np.ravel_multi_index(
-        [at[wanted] - start for at, (start, _) in zip(places, bounds, strict=True)],
-        [stop - start for start, stop in bounds],
-    )
-    content.view(f"u{size}")[own] += moved[inside][wanted]
+    return range(first // step, last // step + 1)
+
+
+def apply_delta_in_part(content: U8, delta: U8, stored: StoredRange, part: Slice) -> None:
+    """Make the part of a content before into that after, in place, by the sections `sections_with` it of a difference
+    of all of the range. `Corruption` if it is no difference of such a content."""
+    sections = sections_with(stored, part)
+    for size, positions, added in read_delta(delta, stored.block.nbytes, sections.start, sections.stop):
+        shape = [*stored.field.fixed, stored.field.item_bytes // size]
+        bounds = [*_ranges(stored.field, part), (0, shape[-1])]
+        inside = positions < math.prod(shape)
+        places = np.unravel_index(positions[inside], shape)
+        wanted = np.logical_and.reduce(
+            [(start <= at) & (at < stop) for at, (start, stop) in zip(places, bounds, strict=True)]
+        )
+        own = np.ravel_multi_index(
+            [at[wanted] - start for at, (start, _) in zip(places, bounds, strict=True)],
+            [stop - start for start, stop in bounds],
+        )
+        content.view(f"u{size}")[own] += added[inside][wanted]
 
 
 def _checked(only: Only) -> dict[str, range | Slice | None]:

@@ -14,6 +14,7 @@ from transferqueue.schema import Field
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.inputs.block_writer import BlockWriter
 from transferqueue.storage.inputs.prepare import Prepared, prepare
+from transferqueue.storage.memory.delta import Delta
 from transferqueue.wire import messages as m
 
 BASE: Final = "_"
@@ -54,6 +55,10 @@ class NewTensor(BlockWriter):
         """Definition of the tensor's field."""
         return self.fields[0]
 
+    def own_memory(self) -> U8 | None:
+        """The caller's memory, if the tensor lies there as in its block; else None."""
+        return self.columns[0].source.memory() if self.columns[0].nbytes == self.nbytes else None
+
     def write(self, out: Any) -> None:
         """As `BlockWriter.write`; then the checksum is known."""
         super().write(out)
@@ -75,15 +80,19 @@ class ReusedTensor(NewTensor):
         self.fields, self.counts, self.nbytes = fields, list(block.counts), block.nbytes
         self.memory, self.sum = memory, total
 
+    def own_memory(self) -> U8:
+        """As of `NewTensor`."""
+        return self.memory
+
     def write(self, out: Any) -> None:
         """As `BlockWriter.write`."""
         np.frombuffer(out, np.uint8)[:] = self.memory
         self.take_checksum(out)
 
 
-def delta_block(of: StoredRange, version: int, after: int, delta: U8) -> NewTensor | None:
+def delta_block(of: StoredRange, version: int, after: int, delta: Delta) -> NewTensor | None:
     """The block of a difference to the newest content of a range. None: its field would have too long a name."""
     name = f"{of.field.name}/delta-{version}"
     if len(name) > NAME_CHARS_MAX:
         return None
-    return NewTensor(name, delta, m.TensorDelta(name, of.field.name, version, of.sum, after))
+    return NewTensor(name, delta.data, m.TensorDelta(name, of.field.name, version, of.sum, after, delta.ends))

@@ -11,12 +11,14 @@ yet.
    the next one brings the same bytes.
 4. A range that has differences is made in memory of this process: of the content that the caller holds, if the
    differences lead from there, else of the whole field. Its checksum is compared, so a wrong difference is found. If
-   only a part of it is pulled, only that part is made. Then the blocks that it is made of are compared, and the content
-   that each difference is of is known by its checksum.
+   only a part of it is pulled, only that part is made, of the sections of the differences from its first element to its
+   last. Then the blocks that it is made of are compared, and the content that each difference is of is known by its
+   checksum.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -24,13 +26,14 @@ from typing import Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from transferqueue.client.client import ClientSession
 from transferqueue.client.memory.client_transfer import ReceivedBlock
 from transferqueue.client.memory.remote import RemoteMemory
 from transferqueue.client.memory.shard_clients import FoundTensor
 from transferqueue.client.operations.stored_ranges import StoredDelta, StoredRange, stored_ranges
-from transferqueue.client.operations.tensor_parts import WHOLE, apply_delta_in_part
+from transferqueue.client.operations.tensor_parts import WHOLE, apply_delta_in_part, sections_with
 from transferqueue.client.operations.weight_blocks import ReusedTensor
 from transferqueue.client.session.calls import Deadline
 from transferqueue.client.session.operation_runner import BlockingWork, Operation, request_reply
@@ -43,7 +46,7 @@ from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.checksum import verify
-from transferqueue.storage.memory.delta import apply_delta
+from transferqueue.storage.memory.delta import Moves, apply_delta
 from transferqueue.wire import messages as m
 
 Parts = Mapping[str, Slice]
@@ -55,22 +58,39 @@ Base = Callable[[str], "SharedTensor | None"]
 Wanted = Mapping[str, tuple[StoredRange, Slice]]
 """Ranges to fetch, by their fields, and the part of each."""
 
+_MOVED_SHARE_MAX: Final = 1 / 16
+"""With more changed elements than this, writing each of them takes longer than writing all."""
+
 
 class SharedTensor:
     """One range, or a part of it, in this process's memory, which several versions may share. The last of them frees
     it.
 
     `is_whole` says whether all of the range is here. `part` is the part of it that `column` has. `sum` is the checksum
-    of all of the range, and `block` the block with all of it, which may have an earlier content.
+    of all of the range, and `block` the block with all of it, which may have an earlier content. `moved` has the
+    positions of the elements that differ from the content that it was made of; None: any may.
     """
 
-    __slots__ = ("_users", "block", "blocks", "column", "field", "is_whole", "part", "sum")
+    __slots__ = ("_users", "block", "blocks", "column", "field", "is_whole", "moved", "part", "sum")
     _guard: Final = threading.Lock()
 
-    def __init__(self, found: FoundTensor, field: Field, block: m.BlockLocation, part: Slice, content: int) -> None:
+    def __init__(
+        self,
+        found: FoundTensor,
+        field: Field,
+        block: m.BlockLocation,
+        part: Slice,
+        content: int,
+        moved: NDArray[np.int64] | None = None,
+    ) -> None:
         self.column, self.blocks, self.is_whole = found
-        self.field, self.block, self.part, self.sum = field, block, part, content
+        self.field, self.block, self.part, self.sum, self.moved = field, block, part, content, moved
         self._users = 1
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it lies in memory of this process, so that no pin holds memory of a server for it."""
+        return isinstance(self.blocks.shapes[0], ReceivedBlock)
 
     def share(self) -> bool:
         """Count one more version; False if the tensor was freed already."""
@@ -89,6 +109,10 @@ class SharedTensor:
     def is_of(self, stored: StoredRange, part: Slice = WHOLE) -> bool:
         """Whether it is this part of this content."""
         return self.part == part and stored.is_same(self.field, self.sum)
+
+    def bytes_from(self, first: int) -> U8:
+        """The bytes of a field of bytes from `first` on, where its part begins, and padding."""
+        return self.blocks.live_memory()[0][first if self.is_whole else 0 :]
 
     def own_copy(self) -> U8:
         """Its bytes in new memory, one element after the other."""
@@ -263,6 +287,13 @@ def fetch_ranges(
         fields = {stored.field.name: stored.field for stored, _ in wanted.values()}
         fields |= {delta.field.name: delta.field for delta in deltas}
         parts = {name: part for name, (_, part) in wanted.items() if not part.whole}
+        starts = dict[str, int]()
+        for name, some in steps.items():
+            for delta in some:
+                first, end = delta.bytes_of(sections_with(*wanted[name]))
+                starts[delta.field.name] = first
+                if (first, end) != (0, delta.field.fixed[0]):
+                    parts[delta.field.name] = Slice((first, end))
         found = yield from fetch_tensors(client, blocks, fields, subject, parts)
     made = dict[str, SharedTensor]()
     work = {name: some for name, some in steps.items() if some}
@@ -271,8 +302,10 @@ def fetch_ranges(
         for name, some in work.items():
             stored, part = wanted[name]
             source = bases.get(name) or found[name]
-            changes = [found[delta.field.name].blocks.live_memory()[0] for delta in some]
+            changes = [found[delta.field.name].bytes_from(starts[delta.field.name]) for delta in some]
             made[name] = _made(stored, part, source, changes, subject, arrived)
+            if name not in bases:
+                made[name].moved = None
 
     with OnFailure(release_all, found, f"{subject} was not made; pull it again"):
         try:
@@ -306,13 +339,13 @@ def _made(
     arrived: ArrivedTensors,
 ) -> SharedTensor:
     """The part of the version's content, made of another content and the differences after that."""
-    field, memory = stored.field, source.own_copy()
+    field, memory, moves = stored.field, source.own_copy(), list[Moves]()
     try:
         for change in changes:
             if part.whole:
-                apply_delta(memory, change)
+                moves += apply_delta(memory, change)
             else:
-                apply_delta_in_part(memory, change, field, part, stored.block.nbytes)
+                apply_delta_in_part(memory, change, stored, part)
         if part.whole:
             verify(memory, stored.sum, f'tensor "{field.name}" of {subject}')
     except Corruption:
@@ -322,7 +355,16 @@ def _made(
     block = ReceivedBlock(0, len(memory), 1, [field.name], [0], memory)
     blocks = MappedBlocks([block], [memory], {field.name: own})
     column = Column(own, RowPlacement.of_run(blocks, 0, 0, 1))
-    return SharedTensor(FoundTensor(column, blocks, part.whole), field, stored.block, part, stored.sum)
+    moved = _moved_elements(field, moves) if part.whole else None
+    return SharedTensor(FoundTensor(column, blocks, part.whole), field, stored.block, part, stored.sum, moved)
+
+
+def _moved_elements(field: Field, moves: Sequence[Moves]) -> NDArray[np.int64] | None:
+    """The positions of the elements that the moves change. None: so many that they are not worth naming."""
+    if sum(len(each.positions) for each in moves) > _MOVED_SHARE_MAX * math.prod(field.fixed):
+        return None
+    elements = [each.positions * each.size // field.item_bytes for each in moves]
+    return np.asarray(np.concatenate(elements), np.int64)
 
 
 def return_pins(client: ClientSession, blocks: Sequence[m.BlockLocation], kept: Sequence[m.BlockLocation]) -> None:

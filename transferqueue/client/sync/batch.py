@@ -32,6 +32,7 @@ class Batch(BatchBase):
         ...         print(batch.table, batch.task, batch.rows, batch.fields, batch.lease, batch.lease_s, batch.version)
         ...         batch.ack(y=batch["x"].numpy() * 2)
         t double [0 1] ('x',) 1 60.0 0
+        2
         >>> batch.ended
         True
     """
@@ -52,12 +53,12 @@ class Batch(BatchBase):
         tags: TagsGiven = None,
         step: int = -1,
         **columns: Any,
-    ) -> None:
+    ) -> int:
         """End rows as done. Result columns and facts commit together with the ack, or neither does.
 
         Columns and facts have one value for each of `rows`, in this order, or one for all. Rows that were dropped
-        meanwhile, or taken back for a refill of their group, are left out. After `SchemaError` and `UsageError` the
-        rows are still leased.
+        meanwhile (with their group, as stale, by a delete), or taken back for a refill of their group, are passed over,
+        and the others end. After `SchemaError` and `UsageError` the rows are still leased.
 
         Args:
             rows: ids of the rows that are done; default None: all that are left.
@@ -74,9 +75,11 @@ class Batch(BatchBase):
                 after a `Table.rollback` to an earlier one. Default -1: they are done at once.
             **columns: values of result fields, by name, as of `Table.put`.
 
+        Returns:
+            The number of rows that ended: all that were named, without those passed over.
+
         Raises:
-            LeaseExpired: the lease is over, or all rows were dropped meanwhile. Nothing was changed, and other workers
-                have the rows.
+            LeaseExpired: the lease is over. Nothing was changed, and other workers have the rows.
             BatchEnded: this worker has ended the batch before.
             NotFound: a row that is not, or no longer, in this batch.
             SchemaError: a column does not fit its field.
@@ -93,6 +96,8 @@ class Batch(BatchBase):
             ...     batch.ack(rows[:1], y=[2])
             ...     batch.drop("not_needed", rows[1:])
             ...     batch.ended
+            1
+            1
             True
         """
         facts = GivenFacts(
@@ -106,7 +111,7 @@ class Batch(BatchBase):
             key=key,
             tags=tags,
         )
-        self._run(lease.ack(self._lease, rows, facts, columns, step))
+        return self._run(lease.ack(self._lease, rows, facts, columns, step))
 
     def release(
         self,
@@ -121,7 +126,7 @@ class Batch(BatchBase):
         priority: Floats = None,
         tags: TagsGiven = None,
         **columns: Any,
-    ) -> None:
+    ) -> int:
         """Return rows to ready, so that any worker of the task may lease them.
 
         Columns and facts say how far an unfinished row is: they replace the values that it had, and commit together
@@ -139,6 +144,9 @@ class Batch(BatchBase):
             tags: as of `Table.put`; they replace all tags of the row.
             **columns: values of fields, by name, as of `Table.put`.
 
+        Returns:
+            The number of rows that are ready again. Rows that were dropped meanwhile are passed over, as by `ack`.
+
         Raises:
             LeaseExpired: the lease is over. Nothing was changed.
             BatchEnded: this worker has ended the batch before.
@@ -155,6 +163,7 @@ class Batch(BatchBase):
             ...     batch.release(so_far=["once upon"])
             ...     with table.lease("write", rows=1) as batch:
             ...         batch["so_far"].list()
+            1
             ['once upon']
         """
         facts = GivenFacts(
@@ -164,15 +173,18 @@ class Batch(BatchBase):
             priority=priority,
             tags=tags,
         )
-        self._run(lease.release(self._lease, rows, failed, reason, facts, columns))
+        return self._run(lease.release(self._lease, rows, failed, reason, facts, columns))
 
-    def drop(self, reason: str, rows: Any = None) -> None:
-        """Drop rows of the batch for every task of the table.
+    def drop(self, reason: str, rows: Any = None) -> int:
+        """Drop rows of the batch for every task of the table. `DropGroup` drops the others of their groups with them.
 
         Args:
             reason: a name that statistics count the rows under, such as ``"too_long"``; at most 256 different ones a
                 table.
             rows: ids of rows of the batch; default None: all that are left.
+
+        Returns:
+            The number of these rows that ended. Rows that were dropped meanwhile are passed over, as by `ack`.
 
         Raises:
             LeaseExpired: the lease is over. Nothing was changed.
@@ -188,10 +200,11 @@ class Batch(BatchBase):
             ...     with table.lease("train", rows=2) as batch:
             ...         batch.drop("too_long", rows[1:])  # the end of the block acks the other
             ...     counts = table.audit()
+            1
             >>> counts.rows_done, counts.dropped
             (1, {'too_long': 1})
         """
-        self._run(lease.drop(self._lease, reason, rows))
+        return self._run(lease.drop(self._lease, reason, rows))
 
     def renew(self, lease_s: float | None = None) -> float:
         """Keep the rows for some time from now. The time limit of the batch counts from here.

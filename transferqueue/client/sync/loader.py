@@ -87,6 +87,7 @@ class Loader(ProcessBound):
             ...     next(loader).ack()
             ...     loader.close()
             ...     figures = table.stats()
+            1
             >>> figures.rows_live
             2
         """

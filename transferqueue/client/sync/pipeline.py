@@ -148,7 +148,7 @@ class Pipeline(PipelineBase[Promise[Any]]):
             commit.update(self._client, self._terms, rows, facts, columns, overwrite, if_unchanged, refers=False)
         )
 
-    def ack(self, batch: Batch, /, rows: Any = None, *, step: int = -1, **columns: Any) -> Promise[None]:
+    def ack(self, batch: Batch, /, rows: Any = None, *, step: int = -1, **columns: Any) -> Promise[int]:
         """End rows of a batch as done, as `Batch.ack`, without waiting for the answer, with which the batch ends.
 
         Args:
@@ -158,7 +158,7 @@ class Pipeline(PipelineBase[Promise[Any]]):
             **columns: columns and facts, as of `Batch.ack`. Their values are copied before the call returns.
 
         Returns:
-            The promise of None.
+            The promise of the number of rows that ended.
 
         Raises:
             LeaseExpired: the lease is known to be over.

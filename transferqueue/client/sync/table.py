@@ -222,6 +222,7 @@ class Table(TableBase):
             ...     with table.lease("double", rows=2, timeout_s=10) as batch:
             ...         batch.ack(y=batch["x"].numpy() * 2)
             ...     batch.ended
+            2
             True
         """
         spec = lease.lease_spec(
@@ -746,6 +747,7 @@ class Table(TableBase):
             ...     batch = table.lease("score", rows=1)
             ...     batch.release(failed=True, reason="no answer")
             ...     [(row.row, row.task, row.error) for row in table.dropped()]
+            1
             [(0, 'score', 'no answer')]
         """
         return self._run(tables.dropped(self._terms, limit))
@@ -775,6 +777,7 @@ class Table(TableBase):
             ...     batch = table.lease("score", rows=1)
             ...     batch.release(failed=True, reason="no answer")
             ...     table.retry(table.dropped())
+            1
             1
         """
         return self._run(tables.retry(self._terms, rows))
@@ -828,6 +831,7 @@ class Table(TableBase):
             ...     batch.ack(step=7)
             ...     table.checkpointed(7)  # the model of step 7 is saved
             2
+            2
         """
         return self._run(tables.checkpointed(self._terms, step, task))
 
@@ -859,6 +863,7 @@ class Table(TableBase):
             ...     batch.ack(step=7)
             ...     table.rollback(6)  # the trainer restarts from its checkpoint of step 6
             2
+            2
         """
         return self._run(tables.rollback(self._terms, step, task, version))
 
@@ -879,6 +884,7 @@ class Table(TableBase):
             ...     batch = table.lease("train", rows=1)
             ...     batch.ack()
             ...     table.cursor()
+            1
             1
         """
         return self._run(tables.cursor(self._terms, start))

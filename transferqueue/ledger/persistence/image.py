@@ -32,7 +32,7 @@ from transferqueue.ledger.effects import Effects, Expiring
 from transferqueue.ledger.persistence.restore import restored_table
 from transferqueue.ledger.persistence.snapshot import TableSnapshot, columns_of_table
 from transferqueue.ledger.requests.weight_channels import WeightChannelState
-from transferqueue.ledger.rows import SpentRow, TableEvent, groups, row_state
+from transferqueue.ledger.rows import RowRecord, SpentRow, TableEvent, groups, row_state
 from transferqueue.ledger.rows.blocks import OwnerBytes, StoredBlocks
 from transferqueue.ledger.rows.column_places import PartPlaces
 from transferqueue.ledger.session_state import SessionState
@@ -66,6 +66,7 @@ class _Table(msgspec.Struct):
     lost: dict[str, int]
     events: list[TableEvent]
     events_forgotten: int
+    record: RowRecord | None
 
 
 class _State(msgspec.Struct):
@@ -189,7 +190,7 @@ def _restored(stored: _State, selectors: Mapping[str, PluginFactory]) -> LedgerS
         core, stored.sessions, channels=stored.channels, dropped_tables=stored.dropped_tables, now=stored.now
     )
     for table in stored.tables:
-        state.tables[table.columns.terms.name] = _restored_table(core, table)
+        state.add(_restored_table(core, table))
     core.blocks.restore(stored.blocks, _owners(state))
     subjects = [*_subjects(state)]
     core.deadlines.restore([subjects[at] for at in stored.due])
@@ -238,6 +239,7 @@ def _stored_table(table: TableState) -> _Table:
         lost=table.lost,
         events=table.history.since(0, table.history.end),
         events_forgotten=table.history.forgotten,
+        record=table.record,
     )
 
 
@@ -254,4 +256,5 @@ def _restored_table(core: SharedState, stored: _Table) -> TableState:
     for row, spent in stored.dropped.items():
         table.dropped.keep(row, spent)
     table.history.restore(stored.events, stored.events_forgotten)
+    table.record = stored.record
     return table

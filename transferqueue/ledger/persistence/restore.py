@@ -19,6 +19,7 @@ from transferqueue.ledger.persistence.snapshot import ChannelSnapshot, LedgerSna
 from transferqueue.ledger.reports.statistics import table_audit
 from transferqueue.ledger.requests.tables import check_create, create_table
 from transferqueue.ledger.requests.weight_channels import PublishedVersion, WeightChannelState
+from transferqueue.ledger.rows import life_of
 from transferqueue.ledger.rows.blocks import OwnerBytes
 from transferqueue.ledger.rows.row_metadata import CheckedFacts
 from transferqueue.ledger.rows.row_pages import LIVE
@@ -99,7 +100,9 @@ class _SnapshotRestore:
         """Restore a table."""
         ids, live = snapshot.rows["row_id"], snapshot.rows["fate"] == LIVE
         table, at = restored_table(self._state.core, snapshot, ids[live], self._now)
-        self._state.tables[table.name] = table
+        self._state.add(table)
+        if table.record is not None:
+            table.record.life = life_of(table.name, self._now, snapshot.counts.next_row, sorted(self._snapshot.blocks))
         self._blocks(table, snapshot, at)
         for task in table.tasks.values():
             task.rerank(ids, at)

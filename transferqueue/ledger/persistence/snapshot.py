@@ -5,10 +5,10 @@ ledger from it.
 
 - A snapshot has: terms; rows with ids, facts, fates and fields, their states and attempts in each task, steps; groups;
   refills; the clock; the cursor; counters; versions of weights; and the places of bytes.
-- It lacks: rows that were dropped and could be taken again, sessions, leases, reservations, shared batches, pending
-  versions of weights, events. In the restored ledger every lease has ended as no failure, and so has every wait after a
-  failure: their rows are ready again, and the rules for returned rows apply to them. Refills that reservations had
-  promised are asked for again.
+- It lacks: rows that were dropped and could be taken again, rows that wait for their file, sessions, leases,
+  reservations, shared batches, pending versions of weights, events. In the restored ledger every lease has ended as no
+  failure, and so has every wait after a failure: their rows are ready again, and the rules for returned rows apply to
+  them. Refills that reservations had promised are asked for again.
 - Times are stored as ages, since another server has another clock.
 """
 
@@ -25,6 +25,7 @@ from transferqueue.ledger.arrays import AnyArray, BoolArray, IntArray
 from transferqueue.ledger.attributes import COUNT_MAX, SECONDS_MAX, Columns, Count
 from transferqueue.ledger.requests.flow_control import VERSION_MAX
 from transferqueue.ledger.requests.weight_channels import WeightChannelState
+from transferqueue.ledger.rows import LIVE
 from transferqueue.ledger.state import LedgerState
 from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.task_state import TaskCounters
@@ -50,6 +51,8 @@ class TableCounters(msgspec.Struct, forbid_unknown_fields=True):
     staleness_in_queue: _Lags
     columns_freed: Count
     column_bytes_freed: Count
+    rows_recorded: Count = 0
+    rows_unrecorded: Count = 0
 
 
 class TableCounts(msgspec.Struct, forbid_unknown_fields=True):
@@ -151,7 +154,10 @@ def _table(table: TableState, now: float) -> TableSnapshot:
     rows = _kept_rows(table)
     at = table.rows.pages.index(rows)
     snapshot = columns_of_table(table, rows, now)
-    if not table.keeps_ended:
+    if table.record is not None:
+        live = set(rows.tolist())
+        snapshot.tags = {row: tags for row, tags in snapshot.tags.items() if row in live}
+    elif not table.keeps_ended:
         for texts in (snapshot.keys, snapshot.tags):
             for row in texts.keys() & table.dropped.by_row.keys():
                 del texts[row]
@@ -183,8 +189,12 @@ def columns_of_table(table: TableState, rows: IntArray, now: float) -> TableSnap
 
 
 def _kept_rows(table: TableState) -> IntArray:
-    """Resident rows, but for those that were dropped and could be taken again."""
+    """Resident rows, but for those that were dropped and could be taken again, and those that wait for their file: the
+    server that ended them writes it."""
     rows = table.rows.pages.resident_rows()
+    if table.record is not None:
+        live: IntArray = rows[table.rows.pages.fate.a[table.rows.pages.index(rows)] == LIVE]
+        return live
     if table.keeps_ended or not len(table.dropped):
         return rows
     return rows[~np.isin(rows, list(table.dropped.by_row))]

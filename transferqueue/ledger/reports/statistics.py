@@ -24,6 +24,7 @@ from transferqueue.ledger.rows import DONE, DROPPED, LIVE, TableEvent
 from transferqueue.ledger.rows.blocks import BlockRegistry
 from transferqueue.ledger.rules.explain import (
     absence,
+    drop_rates,
     explain_lease,
     explain_stranded,
     lost_rows,
@@ -72,6 +73,9 @@ def table_stats(table: TableState, now: float) -> TableStats:
         rows_limit=table.limits.rows,
         bytes=table.usage.bytes,
         bytes_limit=table.limits.bytes_max,
+        rows_to_record=0 if table.record is None else table.record.waiting,
+        rows_recorded=table.rows_recorded,
+        rows_unrecorded=table.rows_unrecorded,
         columns_freed=table.columns_freed,
         column_bytes_freed=table.column_bytes_freed,
         fields={name: field.describe() for name, field in table.rows.fields.items()},
@@ -382,7 +386,7 @@ def _never_progresses(table: TableState, task: TaskState) -> bool:
 
 
 def _of_table(table: TableState, now: float) -> list[str]:
-    """Causes that block producers, the clock, and the end of the table."""
+    """Causes that block producers, the clock, and the end of the table; and which rows it loses."""
     lines = lost_rows(table) + _copies_lines(table)
     if table.rows_resident + table.flow.reserved >= table.limits.rows:
         lines.append(
@@ -401,7 +405,7 @@ def _of_table(table: TableState, now: float) -> list[str]:
         )
     if held := why_clock_is_held(table, table.clock + 1):
         lines.append(held)
-    return lines + (_end_lines(table) if table.sealed else [])
+    return lines + (_end_lines(table) if table.sealed else []) + drop_rates(table)
 
 
 def _copies_lines(table: TableState) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from transferqueue.errors import AlreadyExists, LeaseExpired, UsageError, listing
-from transferqueue.ledger.arrays import NO_ROWS, IntArray, agreed, decode_ids, decode_rows, numbered
+from transferqueue.ledger.arrays import NO_ROWS, IntArray, decode_ids, decode_rows, numbered
 from transferqueue.ledger.requests.put import check_reason, rows_changed
 from transferqueue.ledger.requests.registry import in_table
 from transferqueue.ledger.rows import (
@@ -44,7 +44,10 @@ LOST_SHOWN_MAX: Final = 8
 
 @in_table(Ack)
 def ack(table: TableState, request: Ack, session: int, now: float) -> DoneReply:
-    """End rows of a lease as done, together with their results; or as dropped."""
+    """End rows of a lease as done, together with their results; or as dropped.
+
+    Rows that were dropped meanwhile, perhaps with their group, are passed over; the answer counts the others.
+    """
     lease = table.core.leases.get(request.lease, request.token, table.name, session)
     task = table.tasks[lease.task]
     if request.rows is None and request.columns is None and lease.replicas == 1 and lease.is_whole:
@@ -54,16 +57,14 @@ def ack(table: TableState, request: Ack, session: int, now: float) -> DoneReply:
     if request.drop:
         check_reason(table, request.drop)
     held = named[lease.held[named]]
-    if named.size and not held.size:
-        raise LeaseExpired(
-            f"{numbered(lease.rows[named])} of lease {lease.id} {agreed(lease.rows[named], 'was', 'were')} dropped "
-            "meanwhile; there is nothing to ack"
-        )
     staged = _check_results(table, lease, request, session, named)
     if lease.replicas > 1:
-        apply_stale_policy(table, _ack_replica(table, lease, request, session, staged, now), now)
+        ended = _ack_replica(table, lease, request, session, staged, now)
+        apply_stale_policy(table, ended, now)
         apply_group_and_stale_rules(table, now)
-        return DoneReply(lease.left if lease.id in table.core.leases.by_id else int(lease.rows.size))
+        return DoneReply(lease.left if lease.id in table.core.leases.by_id else int(ended.size))
+    if named.size and not held.size:
+        return _pass_over(table, lease, named, staged, "it was acked")
     rows = lease.rows[held]
     if task.required_results and not request.drop:
         check_required_results(table, task, () if staged is None else staged.names, rows)
@@ -154,7 +155,7 @@ def _finish_acked(table: TableState, task: TaskState, rows: IntArray, request: A
     if request.step > task.counters.checkpoint:
         task.step(rows, table.rows.pages.index(rows), request.step)
     else:
-        finish_rows(table, task, rows, now)
+        finish_rows(table, task, rows, now, step=request.step)
     if table.pacing is not None and task is table.pacing_task:
         table.wake_room()
     if table.sealed and (task is table.pacing_task or not task.at_work):
@@ -184,8 +185,25 @@ def _units(table: TableState, rows: IntArray) -> IntArray:
 
 
 def _end_if_empty(table: TableState, lease: LeaseState, why: str) -> None:
-    if not lease.open.any() or not lease.held.any():
+    if not lease.open.any():
         end_lease(table, lease, why, by_holder=True)
+
+
+def _pass_over(
+    table: TableState, lease: LeaseState, named: IntArray, staged: StagedCommit | None, why: str
+) -> DoneReply:
+    """None of the rows that the holder names is leased any more. The lease goes on with its other rows."""
+    table.begin(named.size)
+    if staged is not None:
+        _discard_results(table, staged)
+    lease.open[named] = False
+    _end_if_empty(table, lease, why)
+    return DoneReply(0)
+
+
+def _discard_results(table: TableState, staged: StagedCommit) -> None:
+    """Commit results without references, so that their extent closes."""
+    table.core.blocks.commit(staged.placed, table.usage, [0] * len(staged.placed))
 
 
 # ---------------------------------------------------------------- replicas
@@ -209,8 +227,7 @@ def _ack_replica(
     if staged is not None and lease.staged is None:
         lease.staged = _stage_results(table, lease, request, staged)
     elif staged is not None:
-        # Another replica's results are used. Commit these without references, so that their extent closes.
-        table.core.blocks.commit(staged.placed, table.usage, [0] * len(staged.placed))
+        _discard_results(table, staged)  # another replica's are used
     if len(lease.acked) == lease.replicas:
         return _commit_last_replica_ack(table, lease, request, session, now)
     return NO_ROWS
@@ -258,7 +275,7 @@ def _check_staged_keys(table: TableState, leases: Sequence[LeaseState]) -> None:
 
 def _commit_last_replica_ack(table: TableState, lease: LeaseState, request: Ack, session: int, now: float) -> IntArray:
     task, held = table.tasks[lease.task], lease.rows[lease.held]
-    if lease.staged is not None and not lease.dropped_as:
+    if lease.staged is not None and held.size and not lease.dropped_as:
         rows, chosen = _staged_rows(lease)
         at = table.rows.pages.index(rows)
         _outrank(table, lease.staged, at)
@@ -366,7 +383,10 @@ def _ack_lease(table: TableState, task: TaskState, lease: LeaseState, step: int,
 
 @in_table(ReleaseRequest)
 def release(table: TableState, request: ReleaseRequest, session: int, now: float) -> DoneReply:
-    """Make rows of a lease ready again. Columns of the request (partial results) replace those of the rows."""
+    """Make rows of a lease ready again. Columns of the request (partial results) replace those of the rows.
+
+    Rows that were dropped meanwhile are passed over; the answer counts the others.
+    """
     lease = table.core.leases.get(request.lease, request.token, table.name, session)
     task = table.tasks[lease.task]
     named = lease.positions(None if request.rows is None else decode_rows(request.rows))
@@ -375,6 +395,8 @@ def release(table: TableState, request: ReleaseRequest, session: int, now: float
     _check_whole_groups(table, task, lease, named, "release")
     staged = _check_progress(table, lease, request, session, named)
     rows = lease.rows[named[lease.held[named]]]
+    if staged is not None and not rows.size:
+        return _pass_over(table, lease, named, staged, "it was released")
     table.begin(rows.size, columns=0 if staged is None else added_columns(table, staged))
     if staged is not None:
         reserve_blocks(table, staged)
@@ -403,11 +425,6 @@ def _check_progress(
         raise UsageError(
             f"lease {lease.id} is shared by {lease.replicas} replicas, and one of them cannot say for all how far its "
             "rows are; release them without columns"
-        )
-    if not lease.held[named].any():
-        raise LeaseExpired(
-            f"{numbered(lease.rows[named])} of lease {lease.id} {agreed(lease.rows[named], 'was', 'were')} dropped "
-            "meanwhile; there is nothing to release"
         )
     return staged
 

@@ -212,6 +212,12 @@ def _check_deltas(subject: str, fields: Mapping[str, Field], deltas: Mapping[str
                 f'{subject}: {listing(delta.field for delta in chain)} would be differences of field "{name}"; that is '
                 "in the version, whole, and differences are uint8 [n]"
             )
+        for delta in chain:
+            if sorted({0, *delta.ends}) != [0, *delta.ends] or delta.ends[-1] > fields[delta.field].fixed[0]:
+                raise SchemaError(
+                    f"{subject}: the sections of {delta.field} end at {listing(map(str, delta.ends))}, and it has "
+                    f"{fields[delta.field].fixed[0]} bytes; each has a byte or more, and they end within it"
+                )
         if any(one.after != other.before or one.version == other.version for one, other in pairwise(chain)):
             raise SchemaError(
                 f'{subject}: the differences of field "{name}" after versions '
@@ -220,7 +226,7 @@ def _check_deltas(subject: str, fields: Mapping[str, Field], deltas: Mapping[str
 
 
 def _is_bytes(new: Field) -> bool:
-    return new.dtype == "uint8" and len(new.shape) == 1
+    return new.dtype == "uint8" and len(new.shape) == len(new.fixed) == 1
 
 
 def _check_tensor(subject: str, tensor: str, parts: Sequence[TensorSlice], fields: Mapping[str, Field]) -> None:

@@ -290,7 +290,8 @@ def _rows_to_end(table: TableState, named: bytes) -> IntArray:
 
 @in_table(Delete)
 def delete(table: TableState, request: Delete, session: int, now: float) -> DoneReply:
-    """Free rows. Live rows are dropped as "deleted" first."""
+    """Free rows. Live rows are dropped as "deleted" first. A table with `Recorded` frees them when a file contains
+    them."""
     rows = _rows_to_end(table, request.rows)
     at = table.rows.places(rows)
     for task in table.tasks.values():
@@ -304,7 +305,7 @@ def delete(table: TableState, request: Delete, session: int, now: float) -> Done
     drop_rows(table, rows[table.rows.pages.fate.a[at] == LIVE], "deleted", now)
     apply_group_and_stale_rules(table, now)
     at, resident = table.rows.pages.find(rows)
-    if resident.any():
+    if resident.any() and table.record is None:
         free_rows(table, rows[resident], at[resident])
         table.wake_room()
     return DoneReply(rows.size)

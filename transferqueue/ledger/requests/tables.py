@@ -218,6 +218,16 @@ def _chosen(table: TableState, rows: IntArray, at: Index, which: BoolArray) -> t
     return rows, table.rows.pages.where(rows)
 
 
+def check_all_recorded(table: TableState) -> None:
+    """`UsageError` if rows of a table that records them would end without a file."""
+    if table.record is not None and table.rows.pages.resident:
+        raise UsageError(
+            f'table "{table.name}" records its rows, and {table.rows_live:,} live ones and {table.record.waiting:,} '
+            "that have ended are in no file yet; end the live ones by drop(rows, reason), and drop the table when "
+            "stats() says rows_to_record = 0 for it"
+        )
+
+
 def drop_table(table: TableState, now: float) -> None:
     """Drop every row, end every lease, and wake every request that waits."""
     rows = table.rows.pages.resident_rows()

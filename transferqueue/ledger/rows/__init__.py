@@ -28,5 +28,6 @@ from transferqueue.ledger.rows.groups import GroupIndex
 from transferqueue.ledger.rows.indexes import FinishedOrdinals, StepIndex, VersionIndex
 from transferqueue.ledger.rows.put_dedup import KnownPuts
 from transferqueue.ledger.rows.row_pages import DONE, DROPPED, LIVE
+from transferqueue.ledger.rows.row_record import EndedRows, RowRecord, life_of
 from transferqueue.ledger.rows.row_state import FieldMask, RowStore
 from transferqueue.ledger.rows.table_history import TableEvent, TableHistory

@@ -26,6 +26,7 @@ from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
 from transferqueue.ledger.rows.column_places import ColumnGroups, Retired
 from transferqueue.ledger.rows.put_dedup import KnownPuts
 from transferqueue.ledger.rows.row_metadata import NO_FACTS, NO_FACTS_GIVEN, CheckedFacts, check_facts
+from transferqueue.ledger.rows.row_record import RowRecord
 from transferqueue.ledger.rows.row_state import RowStore
 from transferqueue.limits import BLOCK_ROWS_MAX, CONTENTS_MAX, FIELDS_MAX, Limits
 from transferqueue.schema import Field, layout
@@ -34,6 +35,7 @@ from transferqueue.wire.messages import Columns, WrittenBlock
 
 class _HasBlocks(Protocol):
     blocks: BlockRegistry
+    recorded_block_max: int | None
 
 
 class CommitTable(Protocol):
@@ -46,6 +48,7 @@ class CommitTable(Protocol):
     usage: OwnerBytes
     known_puts: KnownPuts
     latest_fields: CommitFields | None
+    record: RowRecord | None
 
     @property
     def core(self) -> _HasBlocks:
@@ -110,6 +113,8 @@ def check_columns(table: CommitTable, columns: Columns, count: int, session: int
         slots.append(_check_slots(placed, 1 if len(slots) in members else count))
         nbytes += placed.nbytes if placed.extent else 0
     table.core.blocks.check(session, columns.blocks, table.usage)
+    if table.record is not None:
+        _check_recordable(table, columns.blocks)
     facts = NO_FACTS if columns.facts == NO_FACTS_GIVEN else check_facts(columns.facts, count)
     if fields.new:
         table.rows.check_added(field.name for field in fields.new)
@@ -117,6 +122,18 @@ def check_columns(table: CommitTable, columns: Columns, count: int, session: int
     staged = StagedCommit(count, fields.new, columns.blocks, slots, inline, facts, fields.names, nbytes)
     staged.members = members
     return staged
+
+
+def _check_recordable(table: CommitTable, blocks: Sequence[WrittenBlock]) -> None:
+    """`Impossible` if a block of a table that records its rows is larger than the memory from which it is recorded."""
+    most = table.core.recorded_block_max
+    largest = max((placed.nbytes for placed in blocks), default=0)
+    if most is not None and largest > most:
+        raise Impossible(
+            f'a block of {largest:,} bytes can never be recorded: table "{table.name}" records its rows, and the '
+            f"server reads them in its own memory of {most:,} bytes; put fewer rows at a time, or start the server "
+            "with a larger --arena-bytes"
+        )
 
 
 def _check_members(blocks: Sequence[WrittenBlock], count: int) -> dict[int, MemberRows]:

@@ -300,12 +300,13 @@ class RowStore:
         return unset | {name: encode_constant(self.facts[name].a[at]) for name in self.facts_given}
 
     def _name(self, rows: list[int], keys: list[str]) -> None:
-        self._unname(rows)
+        self.unname(rows)
         named = {row: key for row, key in zip(rows, keys, strict=True) if key}
         self.keys |= named
         self.row_of_key |= zip(named.values(), named, strict=True)
 
-    def _unname(self, rows: list[int]) -> None:
+    def unname(self, rows: list[int]) -> None:
+        """Free the keys of rows."""
         for row in self.keys.keys() & rows:
             del self.row_of_key[self.keys.pop(row)]
 
@@ -328,7 +329,7 @@ class RowStore:
         """Remove rows at positions `at`. Returns the pages that have no rows left."""
         if self.keys or self.tags:
             gone = rows.tolist()
-            self._unname(gone)
+            self.unname(gone)
             for row in gone:
                 self.tags.pop(row, None)
         return self.pages.free(rows, at)

@@ -35,9 +35,10 @@ _event: Final = tuple.__new__
 
 
 class TableHistory:
-    """The recent events of one table."""
+    """The recent events of one table: at most `events_max`, with at most `rows_max` row ids."""
 
-    def __init__(self) -> None:
+    def __init__(self, events_max: int = HISTORY_EVENTS_MAX, rows_max: int = HISTORY_ROWS_MAX) -> None:
+        self._events_max, self._rows_max = events_max, rows_max
         self._events: deque[TableEvent] = deque()
         self._rows = 0
         self.forgotten = 0
@@ -54,7 +55,7 @@ class TableHistory:
             detail = f"{detail[:EVENT_TEXT_CHARS_MAX]}{CUT}"
         self._events.append(_event(TableEvent, (at, what, rows, task, session, detail)))
         self._rows += size
-        while len(self._events) > HISTORY_EVENTS_MAX or self._rows > HISTORY_ROWS_MAX + size:
+        while len(self._events) > self._events_max or self._rows > self._rows_max + size:
             self._rows -= self._events.popleft().rows.size
             self.forgotten += 1
 

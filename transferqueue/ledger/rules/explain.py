@@ -138,6 +138,14 @@ def _dropped(table: TableState) -> list[str]:
     return [f"{count} {'was' if count == 1 else 'were'} dropped: {text}"] if text else []
 
 
+def drop_rates(table: TableState) -> list[str]:
+    """Which share of the rows that ended was dropped for each reason. `lost_rows` reports lost ones."""
+    ended = table.rows_done + sum(table.rows_dropped.values())
+    reasons = sorted((-count, reason) for reason, count in table.rows_dropped.items() if reason != LOST)
+    shares = ", ".join(f"{reason} {-count / ended:.1%}" for count, reason in reasons[:REASONS_SHOWN])
+    return [f"of {counted(ended, 'ended row')}, some were dropped: {shares}"] if shares else []
+
+
 def _leased(table: TableState, tasks: Iterable[TaskState], now: float) -> list[str]:
     """How many rows (or groups) are leased, by which session, for how long, and whether the session is silent."""
     lines = []
@@ -327,4 +335,6 @@ def rows_by_holder(table: TableState, now: float) -> str:
             f"{counted(ended, 'row', 'has', 'have')} ended, and will be kept until table.delete(rows), since the "
             "table's retention is Manual"
         )
+    if ended and table.record is not None:
+        lines.append(f"{counted(ended, 'row', 'has', 'have')} ended, but no file contains them yet")
     return "; ".join(lines) or ("no task takes its rows" if table.rows_live else "it is empty")

@@ -1,8 +1,8 @@
 """How rows end: done, or dropped with a reason; never both, never without a record.
 
 A row gets its fate once, from `finish_rows` (all tasks are done with it) or `drop_rows`. They remove the row from every
-task and lease, count it, and then free it (`Acked`) or keep it readable (`Manual`). So ``rows_put = rows_live +
-rows_done + rows_dropped`` holds after every request.
+task and lease, count it, and then free it (`Acked`), keep it readable (`Manual`), or keep it until a file contains it
+(`Recorded`). So ``rows_put = rows_live + rows_done + rows_dropped`` holds after every request.
 
 The end of a row may cause others: a dropped member makes its group incomplete, and the policy of the group may drop the
 rest. `TableState.to_drop` collects rows that will be dropped; `apply_group_and_stale_rules` repeats until nothing is
@@ -15,11 +15,12 @@ import numpy as np
 
 from transferqueue.ledger.arrays import BoolArray, Index, IntArray, by_value
 from transferqueue.ledger.effects import LeaseEnded
-from transferqueue.ledger.rows import DONE, DROPPED, LIVE, SpentRow, discard, retire
+from transferqueue.ledger.rows import DONE, DROPPED, LIVE, EndedRows, RowRecord, SpentRow, discard, retire
 from transferqueue.ledger.rules.column_ends import end_columns
 from transferqueue.ledger.rules.retry import ATTEMPTS, trial_ended
 from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.leases import LeaseState
+from transferqueue.ledger.tasks.task_state import DONE as FINISHED
 from transferqueue.ledger.tasks.task_state import LEASED, TaskState
 
 
@@ -32,8 +33,10 @@ def drop_rows(table: TableState, rows: IntArray, reason: str, now: float) -> Non
     rows, at = rows[live], at[live]
     if table.dropped.expected:
         _keep_dropped(table, rows, at, reason)
+    if table.record is not None:
+        _record(table, table.record, rows, DROPPED, reason, np.full(rows.size, -1, np.int64), now)
     for task in table.tasks.values():
-        lose_leases(table, task, rows, at, f"its rows were dropped ({reason})")
+        _remove_from_leases(table, task, rows, at)
         task.remove(rows, at)
     table.rows_dropped[reason] = table.rows_dropped.get(reason, 0) + rows.size
     table.history.add(now, "dropped", rows, detail=reason)
@@ -44,10 +47,15 @@ def drop_rows(table: TableState, rows: IntArray, reason: str, now: float) -> Non
         table.wake_tasks()
 
 
-def finish_rows(table: TableState, task: TaskState, rows: IntArray, now: float, before: int = LEASED) -> None:
-    """Record that `task` is done with leased (or acked) rows. Rows that no task needs are done."""
+def finish_rows(
+    table: TableState, task: TaskState, rows: IntArray, now: float, before: int = LEASED, step: int = -1
+) -> None:
+    """Record that `task` is done with rows: leased ones, acked with `step` (-1: none), or those acked before. Rows that
+    no task needs are done."""
     at = table.rows.pages.where(rows)
     task.finish(rows, at, before)
+    if table.record is not None and before == LEASED:
+        task.hold.a[at] = step
     left = table.rows.tasks_left.a[at].tobytes()
     ended = left.count(1)
     table.rows.tasks_left.a[at] = 0 if ended == rows.size else np.frombuffer(left, np.uint8) - np.uint8(1)
@@ -59,6 +67,9 @@ def finish_rows(table: TableState, task: TaskState, rows: IntArray, now: float, 
         end_columns(table, task, rows[~last], now)
         rows = rows[last]
         at = table.rows.pages.where(rows)
+    if table.record is not None:
+        steps = [np.where(each.state.a[at] == FINISHED, each.hold.a[at], -1) for each in table.tasks.values()]
+        _record(table, table.record, rows, DONE, "", np.max(steps, axis=0), now)
     table.rows_done += rows.size
     table.history.add(now, "done", rows)
     _set_fate(table, rows, at, DONE)
@@ -83,13 +94,24 @@ def _set_fate(table: TableState, rows: IntArray, at: Index, fate: int) -> None:
     table.wake_room()
 
 
+def _record(
+    table: TableState, record: RowRecord, rows: IntArray, fate: int, reason: str, steps: IntArray, now: float
+) -> None:
+    """Have rows, which are about to get their fate, written into a file. Their keys are free from now on."""
+    keys = {row: key for row in rows.tolist() if (key := table.rows.keys.get(row))} if table.rows.keys else {}
+    if keys:
+        table.rows.unname(list(keys))
+    record.end(EndedRows(now, fate, reason, rows.copy(), steps, keys))
+
+
 def _keep_dropped(table: TableState, rows: IntArray, at: IntArray, reason: str) -> None:
     """Keep those of the rows, which are about to be dropped, that failed too often."""
     states = {name: task.state.a[at].tolist() for name, task in table.tasks.items()}
     names = [name for name in table.rows.fields if name not in table.rows.inline]
     blocks = [places.blocks.tolist() for places in table.column_groups.locate(names, at)]
     for position, row in enumerate(rows.tolist()):
-        if (failure := table.dropped.expected.pop(row, None)) is not None and reason == ATTEMPTS:
+        failure = table.dropped.expected.pop(row, None)
+        if failure is not None and reason == ATTEMPTS and table.record is None:
             mine = {column[position] for column in blocks} - {0}
             live = [block for number in mine if (block := table.core.blocks.blocks.get(number)) is not None]
             extents = {extent.id: extent.nbytes for block in live for extent in block.extents}
@@ -113,18 +135,29 @@ def free_rows(table: TableState, rows: IntArray, at: Index) -> None:
 
 
 def lose_leases(table: TableState, task: TaskState, rows: IntArray, at: IntArray, why: str) -> IntArray:
-    """Remove those of `rows` that are leased from their leases. Returns them."""
-    leased: BoolArray = task.state.a[at] == LEASED
-    lost: IntArray = rows[leased]
-    if not lost.size:
-        return lost
-    holds = task.hold.a[at[leased]]
-    for number, positions in by_value(holds):
-        lease = table.core.leases.by_id[number]
-        lease.remove(lost[positions])
+    """Remove those of `rows` that are leased from their leases, since others may lease them. Returns them. A lease that
+    loses its last row so has ended: its holder must not act on these rows."""
+    lost, leases = _remove_from_leases(table, task, rows, at)
+    for lease in leases:
         if lease.holders and not lease.left:
             end_lease(table, lease, why, by_holder=False)
     return lost
+
+
+def _remove_from_leases(
+    table: TableState, task: TaskState, rows: IntArray, at: IntArray
+) -> tuple[IntArray, list[LeaseState]]:
+    """Remove those of `rows` that are leased from their leases. Returns them, and the leases."""
+    leased: BoolArray = task.state.a[at] == LEASED
+    lost: IntArray = rows[leased]
+    if not lost.size:
+        return lost, []
+    leases = []
+    for number, positions in by_value(task.hold.a[at[leased]]):
+        lease = table.core.leases.by_id[number]
+        lease.remove(lost[positions])
+        leases.append(lease)
+    return lost, leases
 
 
 def end_lease(table: TableState, lease: LeaseState, why: str, *, by_holder: bool) -> None:

@@ -1,12 +1,13 @@
 """Leases: which rows are leased to which session, until when, under which fencing token.
 
-A lease ends when it holds no row: they were acked or released, the lease expired, or the rows were dropped. Tokens
-ascend strictly over the life of the ledger. So a system that stores the token of a later holder can refuse an earlier
-holder.
+A lease ends when its holder has acked, dropped or released all of its rows, when it expires, or when others may lease
+the last row that it held (a rollback, a requeue). Tokens ascend strictly over the life of the ledger. So a system that
+stores the token of a later holder can refuse an earlier holder.
 
 Two masks follow the rows of a lease. `open`: the holder has not ended the row yet, so it may still name it. `held`: the
-row is still leased. A row that was dropped meanwhile is open but not held. An ack may name it together with other rows;
-its result is discarded.
+row is still leased. A row that was dropped meanwhile (by its group's policy, as stale, by a delete) is open but not
+held. The holder may name it as the others: it is passed over, and its result is discarded. So what becomes of one row
+never ends the lease of another.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ Each row has, for each task, one of these states:
     GONE:            the row has a fate
 
 `hold` of a READY or RETRYING row is the stamp of its entry in its queue, of a LEASED row its lease, of an
-ACKED_WITH_STEP row its step. `order` numbers rows as they first became ready, and decides among equal keys. A row that
-returns keeps it, and with it its place.
+ACKED_WITH_STEP row its step, and of a DONE row too if its table records its rows (-1: none). `order` numbers rows as
+they first became ready, and decides among equal keys. A row that returns keeps it, and with it its place.
 """
 
 from __future__ import annotations

@@ -114,6 +114,14 @@ class _CopiesFinished(_Record):
     added: int
 
 
+class _RowsRecorded(_Record):
+    table: str
+    number: int
+    rows: list[int]
+    now: float
+    freed: int
+
+
 _Any = (
     _Begun
     | _Opened
@@ -127,6 +135,7 @@ _Any = (
     | _Applied
     | _CopiesOrdered
     | _CopiesFinished
+    | _RowsRecorded
 )
 _RECORDS: Final = repr([(one.__name__, one.__struct_fields__) for one in get_args(_Any)])
 STATE: Final = blake2b(image.fingerprint() + _RECORDS.encode(), digest_size=16).digest()
@@ -143,6 +152,7 @@ _CHANGES: Final[dict[str, type[_Record]]] = {
     "ticked": _Ticked,
     "copies_ordered": _CopiesOrdered,
     "copies_finished": _CopiesFinished,
+    "rows_recorded": _RowsRecorded,
 }
 """The record of each change that `Ledger._note` names."""
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -327,6 +337,8 @@ def _replay_record(ledger: Ledger, record: _Any) -> tuple[object, object]:
             ledger.order_copies(record.session, record.shard, record.offset, record.nbytes, record.blocks, record.now)
         case _CopiesFinished(session=session, extent=extent, written=written, now=now, added=added):
             return added, ledger.finish_copies(session, extent, written, now)
+        case _RowsRecorded(table=table, number=number, rows=rows, now=now, freed=freed):
+            return freed, ledger.rows_recorded(table, number, rows, now)
         case _Applied():
             reply = ledger.apply(record.request, session=record.session, call=record.call, now=record.now)
             return record.outcome, "a wait" if isinstance(reply, Blocked) else outcome_of(reply)

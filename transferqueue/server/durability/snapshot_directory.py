@@ -34,7 +34,7 @@ from transferqueue.transport.system.private_files import make_directories, sync_
 
 MANIFEST: Final = "MANIFEST.json"
 DIGEST: Final = "MANIFEST.xxh3"
-FORMAT: Final = 2
+FORMAT: Final = 3
 MANIFEST_BYTES_MAX: Final = 256 * MIB
 """The largest manifest that is read. 4,096 tables with 65,536 spans of ordinals each would need more; no table has so
 many."""

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import logging
 import mmap
-import os
 import queue
 import threading
 import time
@@ -29,10 +28,7 @@ from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
-
-import numpy as np
-from msgspec.structs import replace
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from transferqueue.errors import (
     Corruption,
@@ -50,7 +46,7 @@ from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot
 from transferqueue.ledger.rows.cold_arena import ON_DISK
 from transferqueue.limits import MIB, SNAPSHOT_FETCH_S
-from transferqueue.server.durability.snapshot_directory import SnapshotReader, SnapshotWriter, is_number
+from transferqueue.server.durability.snapshot_directory import SnapshotReader, SnapshotWriter, is_number, writing_to
 from transferqueue.server.durability.snapshot_files import (
     ValueChunk,
     check_contents,
@@ -61,14 +57,15 @@ from transferqueue.server.durability.snapshot_files import (
     write_contents,
 )
 from transferqueue.server.durability.snapshot_job import SnapshotJob
-from transferqueue.server.durability.spool import BlockSpool
+from transferqueue.server.memory.block_spool import BlockSpool
 from transferqueue.server.memory.lending import Lending
-from transferqueue.server.memory.own_memory import SHARD, OwnShardMemory
+from transferqueue.server.memory.own_copies import refer_to_own_copies
+from transferqueue.server.memory.own_memory import SHARD
 from transferqueue.server.parts import ColdStore, Handler, Part
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.inputs.block_writer import BlockWriter
 from transferqueue.storage.inputs.from_snapshot import columns_from_arrow
-from transferqueue.storage.memory.checksum import UNCHECKED, checksum
+from transferqueue.storage.memory.checksum import checksum
 from transferqueue.wire import messages as m
 from transferqueue.wire.home_coordinator import CoordinatorIndex
 from transferqueue.wire.versions import VERSION
@@ -85,7 +82,7 @@ LOOP_ANSWER_S: Final = 60.0
 """The loop answers a thread within milliseconds. After this time it has ended."""
 JOBS_KEPT: Final = 16
 T = TypeVar("T")
-Arrivals = queue.SimpleQueue["ArrivedBlocks | TransferQueueError"]
+Arrivals: TypeAlias = "queue.SimpleQueue[ArrivedBlocks | TransferQueueError]"
 
 
 class SnapshotJobs(Part):
@@ -100,6 +97,7 @@ class SnapshotJobs(Part):
         wake: makes the requests due that wait on a key.
         stir: has the loop call `tick` soon.
         index: of this coordinator. A snapshot with tables of another one is not restored.
+        check_table: raises `UsageError` for a table that could not be served (`Part.check_table`).
     """
 
     def __init__(
@@ -113,13 +111,14 @@ class SnapshotJobs(Part):
         wake: Callable[[tuple[str, ...]], None],
         stir: Callable[[], None],
         index: CoordinatorIndex = CoordinatorIndex(),  # noqa: B008  (frozen)
+        check_table: Callable[[m.TableTerms], None] = lambda _: None,
     ) -> None:
         self.root: Final = root
         self._ledger, self._fetches = ledger, fetches
         self._cold: Final = cold
         self._lending, self._memory = lending, lending.own
         self._wake, self._wake_loop = wake, stir
-        self._index = index
+        self._index, self._check_table = index, check_table
         self._jobs: dict[int, SnapshotJob] = {}
         self._begun: dict[tuple[int, int], int] = {}
         """(session, call) -> the job that the call began, for a call that is sent again."""
@@ -300,7 +299,7 @@ class SnapshotJobs(Part):
         contents = self._ledger.take_snapshot(now)
         if self._cold is not None:
             self._cold.hold()
-        remote = _take_own_copies(contents)
+        remote = refer_to_own_copies(contents.blocks)
         arrivals: Arrivals = queue.SimpleQueue()
         try:
             if self._fetches is not None:
@@ -340,7 +339,7 @@ class SnapshotJobs(Part):
         remote: list[m.BlockLocation],
         arrivals: Arrivals,
     ) -> None:
-        arena = _mapped(self._memory, mmap.PROT_READ)
+        arena = self._memory.mapped(mmap.PROT_READ)
 
         def content_of(at: m.BlockLocation, spool: BlockSpool) -> U8:
             if at.shard == ON_DISK:
@@ -349,7 +348,7 @@ class SnapshotJobs(Part):
 
         writer = SnapshotWriter(job.path, lambda nbytes: self._add_progress(job, nbytes))
         try:
-            with closing(BlockSpool(writer.directory)) as spool:
+            with closing(BlockSpool(writer.directory, partial(writing_to, writer.directory))) as spool:
                 self._fetch(job, arena, spool, len(remote), arrivals)
                 manifest = write_contents(
                     writer,
@@ -382,20 +381,9 @@ class SnapshotJobs(Part):
                 continue
             if isinstance(arrived, TransferQueueError):
                 raise arrived
-            damaged = self._spool(job, arena, spool, arrived)
+            damaged = spool.add_checked(arena, arrived.blocks)
+            self._add_progress(job, sum(at.nbytes for at, _ in arrived.blocks if at.block not in damaged))
             self._call_loop(job, partial(fetches.read, arrived, damaged))
-
-    def _spool(self, job: SnapshotJob, arena: U8, spool: BlockSpool, arrived: ArrivedBlocks) -> list[int]:
-        """Add blocks to the spool. Returns those that do not match their checksum."""
-        damaged = []
-        for at, offset in arrived.blocks:
-            content = arena[offset : offset + at.nbytes]
-            if at.checksum in (UNCHECKED, checksum(content)):
-                spool.add(at.block, content)
-                self._add_progress(job, at.nbytes)
-            else:
-                damaged.append(at.block)
-        return damaged
 
     # ------------------------------------------------------------ a restore
 
@@ -410,9 +398,11 @@ class SnapshotJobs(Part):
         tables, channels = ([entry.name for entry in entries] for entries in (manifest.tables, manifest.channels))
         self._index.check_kept(tables, channels, f"snapshot {job.path}")
         table_snapshots = read_tables(snapshot, manifest)
+        for table in table_snapshots:
+            self._check_table(table.terms)
         with _named(job.path):
             check_contents(manifest, table_snapshots)
-        arena = _mapped(self._memory, mmap.PROT_READ | mmap.PROT_WRITE)
+        arena = self._memory.mapped(mmap.PROT_READ | mmap.PROT_WRITE)
         extents: list[tuple[int, int]] = []
         try:
             blocks: dict[int, m.BlockLocation] = {}
@@ -469,21 +459,6 @@ class SnapshotJobs(Part):
         return extent[0]
 
 
-def _take_own_copies(contents: LedgerSnapshot) -> list[m.BlockLocation]:
-    """Refer to the copy of each block in the server's own memory, if it has one. Returns the blocks to fetch from
-    shards."""
-    for number, at in contents.blocks.items():
-        if own := [copy for copy in at.copies if copy.shard == SHARD]:
-            others = [
-                m.CopyLocation(at.shard, at.extent, at.offset),
-                *(copy for copy in at.copies if copy is not own[0]),
-            ]
-            contents.blocks[number] = replace(
-                at, shard=SHARD, extent=own[0].extent, offset=own[0].offset, copies=others
-            )
-    return [at for at in contents.blocks.values() if at.shard not in (SHARD, ON_DISK)]
-
-
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
     """Add the path of the file or snapshot to a `Corruption` that is raised inside."""
@@ -504,12 +479,3 @@ def _failure(run: Callable[[SnapshotJob], None], job: SnapshotJob) -> TransferQu
         _log.exception("work on %s failed", job.path)
         return InternalError(f"work on {job.path} failed: {error!r}; please report it")
     return None
-
-
-def _mapped(memory: OwnShardMemory, protection: int) -> U8:
-    """Map the arena for another thread. It is unmapped when the last view of it is collected."""
-    fd = os.open(memory.arena.path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        return np.frombuffer(mmap.mmap(fd, memory.arena.capacity, mmap.MAP_SHARED, protection), np.uint8)
-    finally:
-        os.close(fd)

@@ -4,12 +4,13 @@
 2. An extent is granted from a near lender (on the session's host) if one has room, else from another one; the emptiest
    first.
 3. One part in `RESULTS_SHARE` of each lender is reserved for results, so that rows which wait for them can end.
-4. Extents that are *held* keep their bytes, even if they are freed meanwhile.
+4. Extents that are *held* keep their bytes, even if they are freed meanwhile. Several parts may hold one at once.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final, Protocol
@@ -87,7 +88,8 @@ class Lending:
         self._wake = wake
         self.own_first = False
         """Whether the first copy of each block is in the arena, and other lenders grant only further copies."""
-        self._held: set[int] = set()
+        self._holds: Counter[int] = Counter()
+        """How many hold an extent: a snapshot and a record may hold the same one."""
         self._freed_while_held: dict[int, FreeExtent] = {}
         """Extents to free once they are not held, by number."""
 
@@ -198,7 +200,7 @@ class Lending:
 
     def give_back(self, freed: FreeExtent, now: float) -> None:
         """Free an extent as soon as it is not held. Does nothing if its shard is gone."""
-        if freed.extent in self._held:
+        if freed.extent in self._holds:
             self._freed_while_held[freed.extent] = freed
         elif freed.shard == SHARD:
             for part in self._parts:
@@ -209,13 +211,17 @@ class Lending:
             lender.give_back(freed.extent, freed.offset, freed.nbytes, now)
 
     def hold(self, extents: Iterable[int]) -> None:
-        """Keep the bytes of these extents until `release`, even if they are freed meanwhile."""
-        self._held.update(extents)
+        """Keep the bytes of these extents until `release`, even if they are freed meanwhile. Each hold needs its own
+        `release`."""
+        self._holds.update(set(extents))
 
     def release(self, extents: Iterable[int], now: float) -> None:
-        """End the hold on these extents, and free those that were freed meanwhile."""
-        for extent in extents:
-            self._held.discard(extent)
+        """End one hold on each of these extents, and free those that were freed meanwhile and that no other holds."""
+        for extent in set(extents):
+            self._holds[extent] -= 1
+            if self._holds[extent] > 0:
+                continue
+            del self._holds[extent]
             if (freed := self._freed_while_held.pop(extent, None)) is not None:
                 self.give_back(freed, now)
 

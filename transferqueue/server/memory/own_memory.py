@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from typing import Final
+
+import numpy as np
 
 from transferqueue.errors import Impossible
 from transferqueue.limits import ARENA_STEP_BYTES, DEVICE_IDLE_S, PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.server.memory.backlog import Backlog
+from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.storage.memory.arena import Arena
 
@@ -58,6 +63,14 @@ class OwnShardMemory:
     def grantable(self) -> int:
         """The most bytes that it can grant."""
         return self.allocator.capacity
+
+    def mapped(self, protection: int) -> U8:
+        """Map the arena for another thread. It is unmapped when the last view of it is collected."""
+        fd = os.open(self.arena.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return np.frombuffer(mmap.mmap(fd, self.arena.capacity, mmap.MAP_SHARED, protection), np.uint8)
+        finally:
+            os.close(fd)
 
     def trim(self, now: float) -> None:
         """Reserve a few pages ahead of use, or give back pages that were free for a while, if there are many."""

@@ -15,12 +15,12 @@ from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.tasks.selectors import SELECTORS
 from transferqueue.limits import FAREWELL_S
 from transferqueue.server.coordinator import Coordinator
-from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.memory.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.process.loop import Loop, ProcessExits
 from transferqueue.server.process.resume import resume_sessions
 from transferqueue.server.runtime_directory import ArenaDirectory, RuntimeDirectory
 from transferqueue.server.sessions.authorization import Authorizer
+from transferqueue.server.state import ServerIdentity
 from transferqueue.storage.memory.backing import ArenaBacking
 from transferqueue.transport import IpcAddress, TcpAddress, Wakeup
 from transferqueue.transport.bulk.carriers import Carrier
@@ -34,12 +34,14 @@ from transferqueue.wire.versions import VERSION
 if TYPE_CHECKING:
     from transferqueue.server.durability.state_directory import StateDirectory
     from transferqueue.server.parts import ColdStore
+    from transferqueue.server.row_record.part import RowRecords
     from transferqueue.server.shards.block_fetches import BlockFetches
     from transferqueue.server.shards.part import Shards
     from transferqueue.server.spill.spill_file import SpillPolicy
 
 _SNAPSHOTS: Final = "transferqueue.server.durability"
 _SHARDS: Final = "transferqueue.server.shards"
+_RECORDS: Final = "transferqueue.server.row_record"
 """The parts that every server has, if they are installed."""
 
 
@@ -57,6 +59,7 @@ class ServerProcess:
         carrier: may move columns instead of the stream.
         snapshots: the directory of all snapshots; None: `SNAPSHOTS_VARIABLE`, else "snapshots" in the working
             directory.
+        records: the directory under which tables record rows; None: they may name any directory of this user.
         index: of this coordinator in its deployment.
         spill: cold blocks go there when the arena fills; None: they stay in memory.
 
@@ -76,6 +79,7 @@ class ServerProcess:
         plain_bytes: bool = False,
         carrier: Carrier | None = None,
         snapshots: Path | None = None,
+        records: Path | None = None,
         index: CoordinatorIndex = CoordinatorIndex(),  # noqa: B008  (frozen)
         spill: SpillPolicy | None = None,
     ) -> None:
@@ -111,6 +115,12 @@ class ServerProcess:
             if find_spec(_SNAPSHOTS) is not None:
                 fetches = None if remote is None else remote.fetches
                 self._keep_snapshots(made, fetches, cold, snapshots, wakeup)
+            self._records = None
+            if find_spec(_RECORDS) is not None:
+                fetches = None if remote is None else remote.record_fetches
+                self._records = self._record_rows(records, wakeup, cold, fetches)
+                self._records.resume(self.loop.now)
+            self._clock = clock
             self._files = made.pop_all()
 
     def _reach_shards(self, secret: bytes | None) -> Shards:
@@ -170,9 +180,32 @@ class ServerProcess:
             wake=coordinator.waiting.wake,
             stir=wakeup.set,
             index=coordinator.index,
+            check_table=coordinator.parts.check_table,
         )
         made.callback(jobs.stop)
         coordinator.attach(jobs)
+
+    def _record_rows(
+        self, root: Path | None, wakeup: Wakeup, cold: ColdStore | None, fetches: BlockFetches | None
+    ) -> RowRecords:
+        from transferqueue.server.row_record.part import RowRecords
+        from transferqueue.server.row_record.writer import ThreadWriter
+
+        coordinator = self.coordinator
+        records = RowRecords(
+            root,
+            coordinator.ledger,
+            coordinator.lending,
+            ThreadWriter(coordinator.memory, wakeup.set, cold),
+            short=coordinator.parts.short_tables,
+            wake=coordinator.waiting.wake,
+            refuse=coordinator.refuse_work,
+            commit=coordinator.commit,
+            cold=cold,
+            fetches=fetches,
+        )
+        coordinator.attach(records)
+        return records
 
     def _spill(self, made: ExitStack, policy: SpillPolicy, wakeup: Wakeup) -> ColdStore:
         from transferqueue.server.spill.spill_file import SpillFile, mapped
@@ -199,6 +232,8 @@ class ServerProcess:
         `woken_by` is as in `Loop.run`."""
         with self._files:
             self.loop.run(woken_by)
+            if self._records is not None:
+                self._records.finish(self.loop.now, self._clock)
             if not isinstance(self._storage, ArenaDirectory):
                 self._storage.checkpoint()
 

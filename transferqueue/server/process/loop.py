@@ -155,6 +155,11 @@ class Loop:
         self._turned_at = self._clock()
         """When the latest turn began."""
 
+    @property
+    def now(self) -> float:
+        """The coordinator's time, as of the latest reading."""
+        return self._clock.now
+
     def stop(self) -> None:
         """Have `run` return soon. May be called from any thread, from a signal handler, and more than once."""
         self._stopping = True

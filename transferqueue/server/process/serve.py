@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import resource
 import signal
 import socket
@@ -32,6 +33,9 @@ _log: Final = logging.getLogger("transferqueue.server")
 _NEVER: Final = (1 << 31) - 1
 """A full garbage collection would need this many collections of the generation before."""
 
+RECORDS_VARIABLE: Final = "TRANSFERQUEUE_RECORDS"
+"""The environment variable that names the directory of records, for a server without the option."""
+
 
 def serve(
     address: str | None = None,
@@ -45,6 +49,7 @@ def serve(
     state: Path | None = None,
     accept_loss: bool = False,
     snapshots: Path | None = None,
+    records: Path | None = None,
     coordinator: str | None = None,
     spill_dir: Path | None = None,
     spill_bytes: int | None = None,
@@ -66,6 +71,8 @@ def serve(
         state: the directory that contains it.
         accept_loss: if `state` cannot be read completely, move its files aside and start with an empty queue.
         snapshots: see `ServerProcess`.
+        records: the directory under which tables record rows; None: `RECORDS_VARIABLE`, else "records" in the working
+            directory.
         coordinator: its index among several, ``K/N`` or ``NAME:K/N`` (see `transferqueue.wire.home_coordinator`);
             None: it is the only one.
         spill_dir: a directory on a disk for cold blocks when the arena fills; None: they stay in memory, and producers
@@ -94,6 +101,7 @@ def serve(
             plain_bytes=plain_bytes,
             carrier=chosen,
             snapshots=snapshots,
+            records=records or Path(os.environ.get(RECORDS_VARIABLE) or "records").absolute(),
             index=index,
             spill=spill,
         )

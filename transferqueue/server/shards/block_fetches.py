@@ -1,4 +1,4 @@
-"""Has shards copy the blocks of a snapshot into the coordinator's memory, where a thread reads them. No I/O.
+"""Has shards copy blocks into the coordinator's memory, where the thread of a snapshot or a record reads them. No I/O.
 
 The server opens no connections, so a shard brings its blocks. It gets a copy order whose target is an extent of the
 coordinator's own memory (`CopyOrder`), and carries it out like an order for lost copies (`cluster.copier`).
@@ -77,12 +77,26 @@ class _FetchOrder:
 
 
 class BlockFetches:
-    """The blocks that one coordinator fetches from remote shards, for one snapshot at a time. Used by the loop's
-    thread. `wake` makes the requests due that wait on a key."""
+    """The blocks that one coordinator fetches from remote shards, for one reader at a time. Used by the loop's thread.
+
+    Args:
+        wake: makes the requests due that wait on a key.
+        reader: what is given up if a block cannot be fetched, for error texts.
+        takes_up: grants to shards that belong to no copy order are orders of an earlier run (rule 6). One of all the
+            fetches of a coordinator takes them up, and it is asked for orders first.
+    """
 
     def __init__(
-        self, ledger: Ledger, lending: Lending, shards: ShardRegistry, wake: Callable[[WakeKey], None]
+        self,
+        ledger: Ledger,
+        lending: Lending,
+        shards: ShardRegistry,
+        wake: Callable[[WakeKey], None],
+        *,
+        reader: str = "snapshot",
+        takes_up: bool = True,
     ) -> None:
+        self._reader, self._takes_up = reader, takes_up
         self._ledger, self._lending, self._shards, self._wake = ledger, lending, shards, wake
         self._deliver: Deliver | None = None
         """None: no snapshot fetches blocks."""
@@ -184,7 +198,7 @@ class BlockFetches:
         return m.CopyOrder(shard, order.target, places, [offset for _, offset in order.blocks.values()])
 
     def _left_by_earlier_run(self, session: int, shard: int) -> _FetchOrder | None:
-        if session in self._resumed:
+        if not self._takes_up or session in self._resumed:
             return None
         copied = self._ledger.ordered_extent(session)
         for extent in self._ledger.extents_of(SHARD):
@@ -283,7 +297,7 @@ class BlockFetches:
         """Fetch a block from its shard, or else from the next one that has it. `why` makes the error if none has."""
         while block.at.shard not in self._shards.remote or block.tries >= FETCH_TRIES:
             if not block.elsewhere:
-                self.fail(why(block.at))
+                self.fail(why(self._reader, block.at))
                 return
             block.at, block.tries = block.elsewhere.pop(0), 0
         shard = block.at.shard
@@ -302,38 +316,39 @@ def _named(at: m.BlockLocation) -> m.BlockLocation:
     return replace(at, fields=[], counts=[])
 
 
-_Reason = Callable[[m.BlockLocation], TransferQueueError]
+_Reason = Callable[[str, m.BlockLocation], TransferQueueError]
 
 
-def _gone(at: m.BlockLocation) -> TransferQueueError:
+def _gone(reader: str, at: m.BlockLocation) -> TransferQueueError:
     return ShardLost(
-        f"snapshot given up: shard {at.shard} is gone, and had the only copy of block {at.block}; the server drops its "
-        "rows or has them made again: take another snapshot"
+        f"{reader} given up: shard {at.shard} is gone, and had the only copy of block {at.block}; the server drops its "
+        "rows or has them made again: try again"
     )
 
 
-def _silent(at: m.BlockLocation) -> TransferQueueError:
+def _silent(reader: str, at: m.BlockLocation) -> TransferQueueError:
     return Unreachable(
-        f"snapshot given up: shard {at.shard}, which has the only copy of block {at.block}, copied nothing for "
-        f"{SNAPSHOT_FETCH_S:g} s; check whether its process runs, and take another snapshot"
+        f"{reader} given up: shard {at.shard}, which has the only copy of block {at.block}, copied nothing for "
+        f"{SNAPSHOT_FETCH_S:g} s; check whether its process runs, and try again"
     )
 
 
-def _no_room(at: m.BlockLocation) -> TransferQueueError:
+def _no_room(reader: str, at: m.BlockLocation) -> TransferQueueError:
     return OutOfMemory(
-        f"snapshot given up: for {SNAPSHOT_FETCH_S:g} s the coordinator's own memory had no room for block {at.block} "
+        f"{reader} given up: for {SNAPSHOT_FETCH_S:g} s the coordinator's own memory had no room for block {at.block} "
         f"of shard {at.shard}, of {at.nbytes:,} bytes; consume rows, or start the server with a larger --arena-bytes"
     )
 
 
-def _not_copied(at: m.BlockLocation) -> TransferQueueError:
+def _not_copied(reader: str, at: m.BlockLocation) -> TransferQueueError:
     return Unreachable(
-        f"snapshot given up: shard {at.shard} could not copy block {at.block} in {FETCH_TRIES} orders; see its log"
+        f"{reader} given up: shard {at.shard} could not copy block {at.block} in {FETCH_TRIES} orders; see its log"
     )
 
 
-def _damaged(at: m.BlockLocation) -> TransferQueueError:
+def _damaged(reader: str, at: m.BlockLocation) -> TransferQueueError:
     return Corruption(
-        f"snapshot given up: block {at.block}, copied from shard {at.shard}, does not match its checksum in "
-        f"{FETCH_TRIES} orders"
+        f"{reader} given up: block {at.block}, copied from shard {at.shard}, does not match its checksum in "
+        f"{FETCH_TRIES} orders",
+        block=at.block,
     )

@@ -14,6 +14,7 @@ keeps no state, and needs nothing for a restart, a repeated request or a lost an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from msgspec.structs import replace
@@ -36,15 +37,18 @@ _MEMORY: Final[WakeKey] = ("memory",)
 class CopyOrders:
     """The copy orders of one coordinator."""
 
-    def __init__(self, ledger: Ledger, lending: Lending, shards: ShardRegistry, fetches: BlockFetches) -> None:
+    def __init__(
+        self, ledger: Ledger, lending: Lending, shards: ShardRegistry, fetches: Sequence[BlockFetches]
+    ) -> None:
         self._ledger, self._lending, self._shards, self._fetches = ledger, lending, shards, fetches
 
     def take(self, session: OpenSession, request: m.TakeCopies, now: float) -> m.CopyOrder | Blocked:
         """The next order of a shard, which has reported the one before. `UsageError` if the session is no shard."""
         shard = self._shards.shard_of(session).number
-        if request.extent and not self._fetches.report(session.number, request.extent, request.written, now):
-            self._ledger.finish_copies(session.number, request.extent, request.written, now)
-        order = self._ledger.copy_order(session.number, shard) or self._fetches.order(session.number, shard, now)
+        report = session.number, request.extent, request.written, now
+        if request.extent and not any(fetches.report(*report) for fetches in self._fetches):
+            self._ledger.finish_copies(*report)
+        order = self._ledger.copy_order(session.number, shard) or self._fetch_order(session.number, shard, now)
         if order is None:
             if not self._ledger.missing_copies:
                 return Blocked((_COPIES,))
@@ -54,6 +58,16 @@ class CopyOrders:
         if order is None:
             raise InternalError(f"shard {shard} began a copy order, but the ledger has none for it")
         return order if isinstance(order, Blocked) else self._with_tickets(session.number, order)
+
+    def _fetch_order(self, session: int, shard: int, now: float) -> m.CopyOrder | Blocked | None:
+        """The first order of a fetch. Blocked: there is one, and no memory for it."""
+        blocked = None
+        for fetches in self._fetches:
+            order = fetches.order(session, shard, now)
+            if order is not None and not isinstance(order, Blocked):
+                return order
+            blocked = blocked or order
+        return blocked
 
     def _begin(self, session: OpenSession, shard: int, now: float) -> bool:
         """Begin an order of the shard. Returns False if there is nothing to copy for it, or no room."""

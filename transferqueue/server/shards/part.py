@@ -57,7 +57,9 @@ class Shards(Part):
         )
         self.fetches: Final = BlockFetches(ledger, lending, self.shards, wake)
         """Fetches the blocks of a snapshot from remote shards."""
-        self._copies: Final = CopyOrders(ledger, lending, self.shards, self.fetches)
+        self.record_fetches: Final = BlockFetches(ledger, lending, self.shards, wake, reader="record", takes_up=False)
+        """Fetches those of rows that are recorded."""
+        self._copies: Final = CopyOrders(ledger, lending, self.shards, (self.fetches, self.record_fetches))
 
     # ------------------------------------------------------------ sessions
 
@@ -83,7 +85,8 @@ class Shards(Part):
     def session_ends(self, session: OpenSession, now: float) -> None:
         """See `Part`. The tickets of the session end."""
         if self.shards.close(session) and session.hello.shard is not None:
-            self.fetches.shard_gone(session.hello.shard.number, session.number, now)
+            for fetches in (self.fetches, self.record_fetches):
+                fetches.shard_gone(session.hello.shard.number, session.number, now)
 
     def session_ended(self, hello: m.Hello, now: float) -> None:
         """See `Part`. The bytes of its shard are lost."""

@@ -13,7 +13,7 @@ See docs/decisions/spill.md. `ledger.rows.cold_blocks` says which blocks are col
 4. A block that the disk does not give is read `LOAD_TRIES` times. Then it is lost. A block whose checksum differs is
    lost at once. The rows of a lost block are made again or end as lost (`ledger.data_loss`), and no client gets its
    bytes.
-5. While a snapshot reads blocks on the disk, they keep their space.
+5. While a snapshot or a record reads blocks on the disk, they keep their space.
 6. A disk is silent when it has work and has not answered for `SPILL_SILENT_S`, until it answers.
 """
 
@@ -109,7 +109,7 @@ class Spiller:
         """When writes may be tried again after a failure, and when extents to write were last looked for."""
         self._is_full = False
         """Whether `paused` says that no more blocks can change places."""
-        self._held = False
+        self._holds = 0
         self._freed_while_held: list[SpilledBlock] = []
 
     # ------------------------------------------------------------ what `Spilling` calls
@@ -193,16 +193,18 @@ class Spiller:
         """Stop the thread and give the space back."""
         self._space.stop()
 
-    # ------------------------------------------------------------ for snapshots
+    # ------------------------------------------------------------ for snapshots and records
 
     def hold(self) -> dict[int, SpilledBlock]:
-        """The places of all blocks on the disk. They keep their space until `release`."""
-        self._held = True
+        """The places of all blocks on the disk. They keep their space until as many calls of `release`."""
+        self._holds += 1
         return dict(self._places)
 
     def release(self) -> None:
-        """End `hold`."""
-        self._held = False
+        """End one `hold`."""
+        self._holds -= 1
+        if self._holds:
+            return
         freed, self._freed_while_held = self._freed_while_held, []
         self._free(freed)
 
@@ -332,7 +334,7 @@ class Spiller:
     def _free(self, places: list[SpilledBlock]) -> None:
         if not places:
             return
-        if self._held:
+        if self._holds:
             self._freed_while_held += places
             return
         self._space.free(places)

@@ -51,7 +51,8 @@ class Spilling(Part):
         self.spiller: Final = Spiller(ledger, cold, memory, backlog, space, lambda: wake(("memory",)))
         self._is_active = False
         """Whether work is due or under way."""
-        self._held: Mapping[int, SpilledBlock] = {}
+        self._held: dict[int, SpilledBlock] = {}
+        self._holds = 0
 
     def memory_granted(self) -> None:
         """See `Part`."""
@@ -129,15 +130,18 @@ class Spilling(Part):
         """See `Part`."""
         return {"spill": self.spiller.stats()}
 
-    # ------------------------------------------------------------ `ColdStore`, for snapshots
+    # ------------------------------------------------------------ `ColdStore`, for snapshots and records
 
     def hold(self) -> None:
-        """See `ColdStore`."""
-        self._held = self.spiller.hold()
+        """See `ColdStore`. An earlier place of a block stays as readable as its present one."""
+        self._holds += 1
+        self._held = {**self._held, **self.spiller.hold()}
 
     def release(self) -> None:
         """See `ColdStore`."""
-        self._held = {}
+        self._holds -= 1
+        if not self._holds:
+            self._held = {}
         self.spiller.release()
 
     def read(self, block: int) -> U8:

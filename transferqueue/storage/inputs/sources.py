@@ -36,6 +36,10 @@ class ValueSource(Protocol):
         self.write(out)
         return []
 
+    def memory(self) -> U8 | None:
+        """The values where they lie, if that is as they are written. By default None: they lie otherwise."""
+        return None
+
 
 class Arrays(ValueSource):
     """Numpy arrays in order, of the column's stored dtype, with any strides and byte order."""
@@ -58,6 +62,13 @@ class Arrays(ValueSource):
             np.concatenate(self.arrays, out=into, casting="equiv")
         else:
             self._write_each(into)
+
+    def memory(self) -> U8 | None:
+        """The values of one contiguous array."""
+        array = self.arrays[0]
+        if len(self.arrays) > 1 or array.dtype != STORED_DTYPES[self.dtype] or not array.flags.c_contiguous:
+            return None
+        return array.reshape(-1).view(np.uint8)
 
     def jobs(self, out: U8) -> list[Job]:
         """Split the copy of one long array. Several arrays are mostly small, and one job copies them."""

@@ -1,6 +1,8 @@
 """Differences between two contents of a block: which elements changed, and by how much.
 
-A difference is a head and three streams, each compressed (zstd):
+A content is divided into sections of equal length (`section_bytes`), and its difference has a section for each, one
+after the other, so that a part of a content needs only some of them. A section is a head and three streams, each
+compressed (zstd):
 
 - the gaps between the positions of changed elements, a byte each; 255 stands for a gap in the next stream,
 - gaps of 255 and more, as uint32,
@@ -10,87 +12,120 @@ A difference is a head and three streams, each compressed (zstd):
 A step of an optimizer mostly moves a bf16 weight to one of its neighbours, or not at all. So the gaps take about 7 bits
 where one weight in fifty changed, and the differences 1 or 2. What lost: the xor of all bytes, compressed: it takes
 twice the bytes, since zstd does not see elements, and its time is that of the whole content, not of what changed.
+Comparing words of 8 bytes before elements: numpy finds the changed ones of a mask as fast as it compares.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from transferqueue.errors import Corruption
-from transferqueue.limits import MIB
+from transferqueue.limits import DELTA_SECTIONS_MAX, MIB
+from transferqueue.schema import align
 from transferqueue.storage.elements.dtypes import U8
 
 CHANGED_SHARE_MAX: Final = 0.5
 """With more changed elements than this a difference is no shorter than the content, or takes longer than it saves."""
 BYTES_SHARE_MAX: Final = 0.5
 """A longer difference, against the content, is none."""
+_SECTION_BYTES_MIN: Final = MIB
 _HEAD: Final = struct.Struct("<BBxxIQQIII")
 """Format, bytes of an element, long gaps, bytes of the content, changed elements, and the length of each stream."""
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 _ESCAPE: Final = 255
 _LEVEL: Final = 1
-_PIECE_BYTES: Final = MIB
-"""Compared at once: both contents of a piece fit into the cache."""
+_PIECE_ELEMENTS: Final = 1 << 17
+"""Compared at once: the mask of a piece, and both contents, fit into the cache."""
 _SAMPLES: Final = 16
 _SAMPLE_BYTES: Final = 8192
 _ELEMENTS: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-def encode_delta(before: U8, after: U8, itemsize: int) -> U8 | None:
-    """The difference that makes `before` into `after`, which are of one length, a multiple of 8 bytes.
+class Delta(NamedTuple):
+    """A difference, and the byte at which each of its sections ends."""
 
-    None if so much changed that the content itself is to be preferred: a sample of both says so in microseconds.
+    data: U8
+    ends: list[int]
+
+
+class Moves(NamedTuple):
+    """What changed in a content of elements of `size` bytes: the positions, ascending, and what is added to each."""
+
+    size: int
+    positions: NDArray[np.int64]
+    added: NDArray[Any]
+
+
+def section_bytes(nbytes: int) -> int:
+    """The length of each section of a content, of which the last may be shorter."""
+    return max(_SECTION_BYTES_MIN, align(-(-nbytes // DELTA_SECTIONS_MAX)))
+
+
+def encode_delta(content: U8, after: U8, itemsize: int) -> Delta | None:
+    """Make `content` into `after`, in place, and return the difference. Both are of one length, a multiple of 8 bytes.
+
+    None if so much changed that the content itself is to be preferred (a sample of both says so in microseconds), or
+    nothing: then some of `content` may be as before, and some as after.
 
     Args:
-        before: the content that it is to be applied to.
+        content: the content that the difference is to be applied to.
         after: the result.
         itemsize: bytes of an element.
     """
     size = itemsize if itemsize in _ELEMENTS else 1
-    if _changed_in_sample(before, after, size) > CHANGED_SHARE_MAX:
+    if _changed_in_sample(content, after, size) > CHANGED_SHARE_MAX:
         return None
-    positions = _changed(before, after, size)
-    if len(positions) * size > CHANGED_SHARE_MAX * len(after) or not len(positions):
+    pieces, ends, changed, step = list[bytes](), list[int](), 0, section_bytes(len(after))
+    for at in range(0, len(after), step):
+        section = slice(at, at + step)
+        moves = _advance(content[section], after[section], size)
+        changed += len(moves.positions)
+        if changed * size > CHANGED_SHARE_MAX * len(after):
+            return None
+        pieces += _encoded(moves, len(after[section]))
+        ends.append(sum(map(len, pieces)))
+    if not changed or ends[-1] > BYTES_SHARE_MAX * len(after):
         return None
-    kind = _ELEMENTS[size]
-    short, long = _gaps_of(positions)
-    moved = _folded(after.view(kind)[positions] - before.view(kind)[positions])
-    streams = [_compressed(stream) for stream in (short, long, _planes(moved, size))]
-    head = _HEAD.pack(_FORMAT, size, len(long), len(after), len(positions), *map(len, streams))
-    delta = np.frombuffer(b"".join([head, *streams]), np.uint8)
-    return delta if len(delta) <= BYTES_SHARE_MAX * len(after) else None
+    return Delta(np.frombuffer(b"".join(pieces), np.uint8), ends)
 
 
-def apply_delta(content: U8, delta: U8) -> None:
-    """Make the content before into that after, in place. `Corruption` if it is no difference of such a content."""
-    size, positions, moved = read_delta(delta, len(content))
-    elements: NDArray[Any] = content.view(_ELEMENTS[size])
-    elements[positions] += moved
+def apply_delta(content: U8, delta: U8) -> list[Moves]:
+    """Make the content before into that after, in place, and return what changed. `Corruption` if it is no difference
+    of such a content."""
+    applied = list[Moves]()
+    for moves in read_delta(delta, len(content)):
+        elements: NDArray[Any] = content.view(_ELEMENTS[moves.size])
+        elements[moves.positions] += moves.added
+        applied.append(moves)
+    return applied
 
 
-def read_delta(delta: U8, nbytes: int) -> tuple[int, NDArray[np.int64], NDArray[Any]]:
-    """The size of an element, the positions of the changed ones, ascending, and what is added to each. `Corruption` if
-    it is no difference of contents of `nbytes`."""
-    try:
-        form, size, long_gaps, content, changed, *lengths = _HEAD.unpack_from(delta.data)
-    except struct.error as error:
-        raise _damaged(f"it has {len(delta)} bytes") from error
-    if form != _FORMAT or size not in _ELEMENTS or content != nbytes or changed * size > nbytes or long_gaps > changed:
-        raise _damaged(f"format {form} of {content} bytes in elements of {size}, where {nbytes} bytes are expected")
-    if _HEAD.size + sum(lengths) > len(delta):  # a block is padded
-        raise _damaged(f"its streams have {sum(lengths)} of {len(delta)} bytes")
-    at, streams = _HEAD.size, list[U8]()
-    for length, whole in zip(lengths, (changed, 4 * long_gaps, changed * size), strict=True):
-        streams.append(_decompressed(delta[at : at + length], whole))
+def undo_delta(content: U8, delta: U8) -> None:
+    """Make the content after into that before, in place."""
+    for moves in read_delta(delta, len(content)):
+        elements: NDArray[Any] = content.view(_ELEMENTS[moves.size])
+        elements[moves.positions] -= moves.added
+
+
+def read_delta(delta: U8, nbytes: int, first: int = 0, last: int | None = None) -> Iterator[Moves]:
+    """What each section changes in contents of `nbytes`. `Corruption` if it is no difference of such a content.
+
+    Args:
+        delta: the difference, or only its sections from `first` on.
+        nbytes: bytes of the content.
+        first: the first section that is read; default 0.
+        last: the one after those that are read; default None: all.
+    """
+    step, at = section_bytes(nbytes), 0
+    for begin in range(first * step, nbytes if last is None else min(last * step, nbytes), step):
+        moves, length = _decoded(delta[at:], min(step, nbytes - begin))
         at += length
-    positions = _positions_of(streams[0], streams[1].view("<u4"))
-    if len(positions) and positions[-1] >= nbytes // size:
-        raise _damaged(f"element {positions[-1]} of {nbytes // size}")
-    return size, positions, _unfolded(np.ascontiguousarray(streams[2].reshape(size, changed).T).view(_ELEMENTS[size]))
+        yield moves._replace(positions=moves.positions + begin // moves.size)
 
 
 def _damaged(what: str) -> Corruption:
@@ -109,17 +144,47 @@ def _changed_in_sample(before: U8, after: U8, size: int) -> float:
     return changed * size / (_SAMPLES * _SAMPLE_BYTES)
 
 
-def _changed(before: U8, after: U8, size: int) -> NDArray[np.int64]:
-    """Positions of the elements that differ. Words of 8 bytes are compared first: most of them are equal."""
-    found: list[NDArray[np.int64]] = []
-    per_word = 8 // size
-    for at in range(0, len(after), _PIECE_BYTES):
-        differs = before[at : at + _PIECE_BYTES].view("<u8") ^ after[at : at + _PIECE_BYTES].view("<u8")
-        words = np.flatnonzero(differs != 0)
-        if len(words):
-            within = np.flatnonzero(differs[words].view(_ELEMENTS[size]) != 0)
-            found.append(words[within // per_word] * per_word + within % per_word + at // size)
-    return np.concatenate(found) if found else np.empty(0, np.int64)
+def _advance(content: U8, after: U8, size: int) -> Moves:
+    """What makes a section of `content` into that `after`, which it then is."""
+    old, new = content.view(_ELEMENTS[size]), after.view(_ELEMENTS[size])
+    found, differs = list[NDArray[np.int64]](), np.empty(min(len(new), _PIECE_ELEMENTS), bool)
+    for at in range(0, len(new), _PIECE_ELEMENTS):
+        piece = slice(at, at + _PIECE_ELEMENTS)
+        mask = np.not_equal(old[piece], new[piece], out=differs[: len(new[piece])])
+        found.append(np.flatnonzero(mask) + at)
+    positions = found[0] if len(found) == 1 else np.concatenate(found)
+    values = new[positions]
+    added = values - old[positions]
+    old[positions] = values
+    return Moves(size, positions, added)
+
+
+def _encoded(moves: Moves, nbytes: int) -> list[bytes]:
+    """The head and the streams of a section with `nbytes` of content."""
+    short, long = _gaps_of(moves.positions)
+    streams = [_compressed(stream) for stream in (short, long, _planes(_folded(moves.added), moves.size))]
+    return [_HEAD.pack(_FORMAT, moves.size, len(long), nbytes, len(short), *map(len, streams)), *streams]
+
+
+def _decoded(section: U8, nbytes: int) -> tuple[Moves, int]:
+    """What the section changes in its `nbytes` of content, and its length."""
+    try:
+        form, size, long_gaps, content, changed, *lengths = _HEAD.unpack_from(section.data)
+    except struct.error as error:
+        raise _damaged(f"a section of it has {len(section)} bytes") from error
+    if form != _FORMAT or size not in _ELEMENTS or content != nbytes or changed * size > nbytes or long_gaps > changed:
+        raise _damaged(f"format {form} of {content} bytes in elements of {size}, where {nbytes} bytes are expected")
+    at, streams = _HEAD.size, list[U8]()
+    if at + sum(lengths) > len(section):  # a block is padded
+        raise _damaged(f"its streams have {sum(lengths)} of {len(section)} bytes")
+    for length, whole in zip(lengths, (changed, 4 * long_gaps, changed * size), strict=True):
+        streams.append(_decompressed(section[at : at + length], whole))
+        at += length
+    positions = _positions_of(streams[0], streams[1].view("<u4"))
+    if len(positions) and positions[-1] >= nbytes // size:
+        raise _damaged(f"element {positions[-1]} of {nbytes // size}")
+    folded = np.ascontiguousarray(streams[2].reshape(size, changed).T).view(_ELEMENTS[size])
+    return Moves(size, positions, _unfolded(folded)), at
 
 
 def _gaps_of(positions: NDArray[np.int64]) -> tuple[U8, NDArray[np.uint32]]:

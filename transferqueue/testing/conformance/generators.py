@@ -13,18 +13,20 @@ may turn into a skip: the capability matrix then says no.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
+import transferqueue as tq
 from transferqueue.adapters.protocols import (
     ABORT,
     LENGTH,
     STOP,
+    Caches,
     Completion,
     Generator,
     Ids,
@@ -35,8 +37,13 @@ from transferqueue.adapters.protocols import (
     Unsupported,
     WeightSource,
 )
+from transferqueue.adapters.weights import TensorWeights, WeightUpdater
 from transferqueue.errors import DeadlineExceeded, TransferQueueError, UsageError
+from transferqueue.limits import DELTA_BYTES_MIN
 from transferqueue.testing.conformance.report import RuleBroken, require
+
+if TYPE_CHECKING:
+    import torch
 
 _TOLERANCE: Final = 1e-3
 """Log-probabilities of two implementations of one model in float32 differ by less."""
@@ -191,15 +198,109 @@ def weights_change_in_flight(subject: GeneratorSubject) -> None:
     """Completions begun under the old weights go on under the new, each token stamped with its own."""
     finished: list[Completion] = []
     for prompts in _crowds(subject):
-        with opened(subject) as engine, closing(engine.generate(prompts, _long(subject))) as completions:
-            finished = [next(completions)]
-            engine.update_weights(subject.weights(1), 1)
-            finished += completions
+        with opened(subject) as engine:
+            before = getattr(engine, "prefilled_again", None)
+            finished = _updated_in_flight(subject, engine, prompts)
+            after = getattr(engine, "prefilled_again", None)
         require(len(finished) == _asked(prompts), "none is lost by an update", len(finished))
         _check_logprobs(subject, prompts, finished)
         if any(len(each.spans) == 2 for each in finished):
+            require(before is None or after > before, "tokens that are read again are counted", (before, after))
             return
     require(False, "some were begun before and ended after", [each.spans for each in finished])
+
+
+def _updated_in_flight(subject: GeneratorSubject, engine: Generator, prompts: list[Prompt]) -> list[Completion]:
+    with closing(engine.generate(prompts, _long(subject))) as completions:
+        finished = [next(completions)]
+        engine.update_weights(subject.weights(1), 1)
+        return [*finished, *completions]
+
+
+def caches_stay_over_an_update(subject: GeneratorSubject) -> None:
+    """With `kv` at keep and salt, running completions go on without being read again, each log-prob as its token was
+    drawn. With salt, later requests with the same prompts have the log-probs of the new weights alone."""
+    for kv in (Caches.KEEP, Caches.SALT):
+        finished, crossing = list[Completion](), list[Completion]()
+        for prompts in _crowds(subject):
+            with opened(subject) as engine, _treating_caches(engine, kv):
+                before = getattr(engine, "prefilled_again", 0)
+                finished = _updated_in_flight(subject, engine, prompts)
+                require(getattr(engine, "prefilled_again", 0) == before, f"{kv.value}: nothing is read again")
+                later = _all(engine, prompts[:8], _short(subject)) if kv is Caches.SALT else []
+            require(len(finished) == _asked(prompts), "none is lost by an update", len(finished))
+            _check_logprobs(subject, prompts, later)
+            if crossing := [each for each in finished if len(each.spans) == 2]:
+                break
+        else:
+            require(False, "some were begun before and ended after", [each.spans for each in finished])
+        cut = [replace(each, ids=each.ids[:n], spans=((0, n),)) for each in crossing for n in [each.spans[0][1]]]
+        _check_logprobs(subject, prompts, [replace(each, logprobs=each.logprobs[: len(each.ids)]) for each in cut])
+        require(
+            any(_error(subject, prompts, each) > _TOLERANCE for each in crossing),
+            f"{kv.value}: tokens after the update have read states of the weights before",
+        )
+
+
+def _error(subject: GeneratorSubject, prompts: Sequence[Prompt], completion: Completion) -> float:
+    """How far the log-probs after an update are from those of the new weights alone."""
+    at = completion.spans[0][1]
+    truth = subject.logprobs(1, prompts[completion.prompt].ids, completion.ids, _short(subject))[at:]
+    return float(np.abs(completion.logprobs[at:] - truth).max(initial=0.0))
+
+
+@contextmanager
+def _treating_caches(engine: Any, kv: Caches) -> Iterator[None]:
+    if not hasattr(engine, "kv"):
+        raise Unsupported(f"{type(engine).__name__} has no attribute kv: caches are computed again")
+    engine.kv = kv
+    try:
+        yield
+    finally:
+        engine.kv = Caches.RECOMPUTE
+
+
+def versions_that_change_little(subject: GeneratorSubject) -> None:
+    """Of versions of a channel that change a few elements of each tensor, or those of one tensor, the engine ends with
+    the same weights as of the whole version."""
+    with opened(subject) as engine, tq.connect("embedded") as queue:
+        tensors = {name: tensor.clone() for name, tensor in subject.weights(1)}
+        largest = max(tensors, key=lambda name: tensors[name].numel())
+        versions = [_nudged(tensors, tensors), _nudged(tensors, [largest]), tensors]
+        channel = queue.weights("policy")
+        reads_channel = getattr(engine, "reads_channel", False)
+        updater = WeightUpdater(
+            queue, channel.name, lambda source, _: engine.update_weights(source, 1), reads_channel=reads_channel
+        )
+        prompts, seeded = _prompts(subject), replace(_short(subject), seed=1)
+        followed, loaded = list[list[Completion]](), list[list[Completion]]()
+        for version in versions:
+            engine.update_weights(TensorWeights(version), 1)
+            loaded.append(_all(engine, prompts, seeded))
+        for number, version in enumerate(versions):
+            channel.publish(number, version)
+            require(updater.follow(), "a version that was published is there")
+            followed.append(_all(engine, prompts, seeded))
+        if tensors[largest].nbytes >= DELTA_BYTES_MIN:
+            require(queue.stats().channels[channel.name].deltas > 0, "these versions are differences")
+        _check_logprobs(subject, prompts, _all(engine, prompts, _short(subject)))
+    for number, (one, other) in enumerate(zip(followed, loaded, strict=True)):
+        require(_are_alike(one, other), "what changed gives the same as the whole version", number)
+
+
+def _nudged(tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, torch.Tensor]:
+    """The tensors, with every fortieth element of some of them moved."""
+    moved = {name: tensor.clone() for name, tensor in tensors.items()}
+    for name in names:
+        moved[name].view(-1)[::40] += 0.5
+    return moved
+
+
+def _are_alike(these: Sequence[Completion], those: Sequence[Completion]) -> bool:
+    return all(
+        one.ids.tolist() == other.ids.tolist() and np.allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
+        for one, other in zip(these, those, strict=True)
+    )
 
 
 def misfitting_weights_change_nothing(subject: GeneratorSubject) -> None:
@@ -390,6 +491,8 @@ GENERATOR_CHECKS: Final[tuple[Callable[[GeneratorSubject], None], ...]] = (
     a_seed_gives_the_same_again,
     new_weights_are_stamped_and_used,
     weights_change_in_flight,
+    caches_stay_over_an_update,
+    versions_that_change_little,
     misfitting_weights_change_nothing,
     pause_keeps,
     weights_change_while_paused,

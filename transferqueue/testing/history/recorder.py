@@ -232,29 +232,32 @@ class RecordedBatch:
     def __len__(self) -> int:
         return len(self.batch)
 
-    def ack(self, rows: Any = None, *, step: int = -1, **values: Any) -> None:
+    def ack(self, rows: Any = None, *, step: int = -1, **values: Any) -> int:
         """`Batch.ack`."""
         facts, columns = split(values)
         ids = self._ids(rows)
         known = self._table.table.fields
         digests = digests_of(outgoing(columns, GivenFacts(**facts), known, len(ids))) if columns else {}
         with self._recorder.during(h.AckCall(*self._whose, ids, digests, step=step)):
-            self.batch.ack(rows, step=step, **values)
+            ended = self.batch.ack(rows, step=step, **values)
         self._take(ids)
+        return ended
 
-    def drop(self, reason: str, rows: Any = None) -> None:
+    def drop(self, reason: str, rows: Any = None) -> int:
         """`Batch.drop`."""
         ids = self._ids(rows)
         with self._recorder.during(h.AckCall(*self._whose, ids, drop=reason)):
-            self.batch.drop(reason, rows)
+            ended = self.batch.drop(reason, rows)
         self._take(ids)
+        return ended
 
-    def release(self, rows: Any = None, *, failed: bool = False, reason: str = "") -> None:
+    def release(self, rows: Any = None, *, failed: bool = False, reason: str = "") -> int:
         """`Batch.release`."""
         ids = self._ids(rows)
         with self._recorder.during(h.ReleaseCall(*self._whose, ids, failed)):
-            self.batch.release(rows, failed=failed, reason=reason)
+            released = self.batch.release(rows, failed=failed, reason=reason)
         self._take(ids)
+        return released
 
     def look(self) -> None:
         """Read all columns again, and write whether they are unchanged."""

@@ -126,7 +126,10 @@ function facts(table, moving) {
     `${rate(moving?.put_s)} in/s`, `${rate(moving?.done_s)} done/s`, `oldest ${span(table.age_s)}`, `version ${table.version}`,
   ];
   if (table.outstanding_limit !== null) parts.push(`${count(table.outstanding)} of ${count(table.outstanding_limit)} ahead`);
-  for (const [reason, rows] of Object.entries(table.dropped)) parts.push(`${count(rows)} dropped (${reason})`);
+  const ended = table.rows_done + table.rows_dropped;
+  for (const [reason, rows] of Object.entries(table.dropped)) {
+    if (rows) parts.push(`${count(rows)} dropped (${reason}, ${((100 * rows) / ended).toFixed(1)} % of ended rows)`);
+  }
   if (table.rows_one_copy) parts.push(`${count(table.rows_one_copy)} with one copy`);
   if (table.sealed) parts.push("sealed");
   return made("p", parts.join(" · "), "facts");

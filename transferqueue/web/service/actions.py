@@ -188,7 +188,7 @@ class Actions:
         return await AsyncService.join(self._queue, name=name, timeout_s=0.0)
 
     async def _settle(
-        self, name: str, rows: list[int] | None, how: str, verb: Callable[[tq.AsyncBatch], Awaitable[None]]
+        self, name: str, rows: list[int] | None, how: str, verb: Callable[[tq.AsyncBatch], Awaitable[int]]
     ) -> LeaseRemainder:
         lease = self._leases.find(name)
         async with self._turn(lease, name):

@@ -10,7 +10,8 @@ from transferqueue.wire.answers.stats import TaskError, Waiting
 
 
 class TaskDiagnosis(Answer, frozen=True, kw_only=True):
-    """A sentence about a task, or (task "") about what holds up producers, the clock and the end of its table."""
+    """A sentence about a task, or (task "") about the table: what holds up producers, its clock and its end, and which
+    share of its rows is dropped."""
 
     task: Annotated[str, 'Or "": of the table.']
     text: Annotated[str, "The sentence."]

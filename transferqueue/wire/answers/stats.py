@@ -86,6 +86,11 @@ class TableStats(RowFates, frozen=True, kw_only=True):
 
     rows_resident: Annotated[int, "Rows that are live, or finished and kept until deleted."] = 0
     rows_limit: Annotated[int, "Rows that the table may hold."] = 0
+    rows_to_record: Annotated[int, "Rows that have ended and that no file contains yet (`Recorded`)."] = 0
+    rows_recorded: Annotated[Total, "Rows that a file contains (`Recorded`)."] = 0
+    rows_unrecorded: Annotated[
+        Total, "Rows that were freed without a file, since the disk failed (`Recorded` with `required=False`)."
+    ] = 0
     bytes: Annotated[int, "Bytes of live blocks."] = 0
     bytes_limit: Annotated[int | None, "Bytes of live blocks that the table may hold."] = None
     columns_freed: Annotated[

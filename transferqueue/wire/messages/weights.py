@@ -7,7 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from transferqueue.limits import ITEMS_MAX, PUBLISH_BYTES_MAX, VERSION_PARTS_MAX
+from transferqueue.limits import DELTA_SECTIONS_MAX, ITEMS_MAX, PUBLISH_BYTES_MAX, VERSION_PARTS_MAX
 from transferqueue.wire.messages.base import Checksum, Count, Counts, DoneReply, Fields, Message, Name, Seconds, Text
 from transferqueue.wire.messages.declarations import CHANNEL, request
 from transferqueue.wire.messages.memory import BlockLocation, Unpin, WrittenBlock, unpin
@@ -35,6 +35,7 @@ class TensorDelta(Message, tag="Delta"):
     Args:
         before: checksum of the content that it applies to, which is that of a block with the whole field.
         after: checksum of the result.
+        ends: the byte at which each of its sections ends, which change successive parts of the field, of equal length.
     """
 
     field: Name
@@ -42,6 +43,7 @@ class TensorDelta(Message, tag="Delta"):
     version: Count
     before: Checksum
     after: Checksum
+    ends: Annotated[list[int], Meta(min_length=1, max_length=DELTA_SECTIONS_MAX)]
 
 
 TensorRange = TensorSlice | TensorDelta

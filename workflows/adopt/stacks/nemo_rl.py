@@ -139,7 +139,7 @@ def _answer(value: Plain, settings: Settings) -> OurValues:
 
 def _environment(value: Plain, settings: Settings) -> OurValues:
     if value != "math":
-        raise Refuse(f"{value!r} is an environment of NeMo-RL's: write it as one of yours (reward.environment)")
+        raise Refuse(f"{value!r} is an environment of NeMo-RL's: write it as one of yours (`[[environment]]`)")
     return OurValues(
         {"reward.0.function": "transferqueue.workflows.job.rewards:last_number"},
         "compares the final number; math_verify also compares formulas",
@@ -196,7 +196,7 @@ _RULES: Final = (
     kept("grpo.num_generations_per_prompt", "sampling.group_size"),
     kept("grpo.max_num_steps", "steps"),
     kept("grpo.max_num_epochs", "data.epochs"),
-    refused("grpo.max_rollout_turns", "episodes are environments here (reward.environment)", unless=(1, "1")),
+    refused("grpo.max_rollout_turns", "episodes are environments here (`[[environment]]`)", unless=(1, "1")),
     mapped("grpo.val_period", "evaluation.every", interval),
     no_effect("grpo.val_at_start", "an evaluation before the run is always made"),
     no_effect("grpo.val_at_end", "an evaluation after the run is always made"),

@@ -192,7 +192,7 @@ _RULES: Final = (
     ),
     mapped("critic.model_name_or_path", "critic.path", only_if(_is_ppo, "gae alone has a critic")),
     mapped("reward.remote_url", "reward.0.function", _remote),
-    refused("train.agent_func_path", "an agent of OpenRLHF's: write it as an environment (reward.environment)"),
+    refused("train.agent_func_path", "an agent of OpenRLHF's: write it as an environment (`[[environment]]`)"),
     refused(
         "reward.normalize_enable",
         "rewards are compared within their group, or advantages whitened (algorithm.whiten)",
@@ -344,7 +344,7 @@ _RULES: Final = (
     ),
     refused("train.enable_ema", "no mean of weights is kept", unless=(False, "false")),
     no_effect("train.ema_beta", "read with train.enable_ema"),
-    refused("train.full_determinism_enable", 'see trainer.order = "ordinal"', unless=(False, "false")),
+    refused("train.full_determinism_enable", "see reproducible = true", unless=(False, "false")),
     mapped("ckpt.save_steps", "checkpoint.every", interval, default=-1),
     kept("ckpt.max_num", "checkpoint.keep", default=3),
     no_effect("ckpt.load_enable", RESUMES),

@@ -102,7 +102,7 @@ def _rollout(value: Plain, settings: Settings) -> OurValues:
         return OurValues({}, "slime's own")
     if name == "generate_rollout_fully_async":
         return OurValues({"pacing.mode": "async"}, "generation never waits for a step")
-    raise Refuse("a rollout of your own: write it as an environment (reward.environment)")
+    raise Refuse("a rollout of your own: write it as an environment (`[[environment]]`)")
 
 
 def _source(value: Plain, settings: Settings) -> OurValues:
@@ -244,7 +244,7 @@ _RULES: Final = (
         _rollout,
         default="slime.rollout.sglang_rollout.generate_rollout",
     ),
-    refused("custom-generate-function-path", "a rollout of your own: write it as an environment (reward.environment)"),
+    refused("custom-generate-function-path", "a rollout of your own: write it as an environment (`[[environment]]`)"),
     layout("rollout-num-gpus"),
     layout("rollout-num-gpus-per-engine", default=1),
     mapped(
@@ -373,7 +373,7 @@ _RULES: Final = (
     no_effect("moe-*", _MODEL),
     refused("enable-mtp-training", "layers of several tokens are not trained", unless=(False, "false")),
     refused("mtp-*", "layers of several tokens are not trained"),
-    refused("deterministic-mode", 'see trainer.order = "ordinal"', unless=(False, "false")),
+    refused("deterministic-mode", "see reproducible = true", unless=(False, "false")),
     *(
         no_effect(name, _MODEL)
         for name in (
@@ -435,8 +435,8 @@ _RULES: Final = (
         only_if(lambda s: s.is_on("use-tensorboard"), "off", lambda v, s: ["tensorboard"]),
     ),
     no_effect("tb-*", LOGS),
-    no_effect("log-*", "see log.samples"),
-    no_effect("save-debug-*", "see log.samples"),
+    no_effect("log-*", "see `transferqueue samples RUN`"),
+    no_effect("save-debug-*", "see `transferqueue samples RUN`"),
     refused("debug-train-only", "a job generates and trains", unless=(False, "false")),
     refused("debug-rollout-only", "a job generates and trains", unless=(False, "false")),
     no_effect("use-fault-tolerance", "processes that die are started again, and their rows come again"),

@@ -281,7 +281,7 @@ _RULES: Final = (
     ),
     no_effect("ref_model_mixup_alpha", "read with sync_ref_model"),
     no_effect("ref_model_sync_steps", "read with sync_ref_model"),
-    refused("max_tool_calling_iterations", "episodes are environments here (reward.environment)"),
+    refused("max_tool_calling_iterations", "episodes are environments here (`[[environment]]`)"),
     refused("disable_dropout", "models train without dropout", unless=(True, "true", False, "false")),
     # ------------------------------------------------------------ the optimizer
     kept("learning_rate", "trainer.lr", default=1e-6),
@@ -348,9 +348,9 @@ _RULES: Final = (
     no_effect("logging_steps", "figures of every step are written"),
     no_effect("logging_strategy", "figures of every step are written"),
     no_effect("logging_first_step", "figures of every step are written"),
-    no_effect("log_completions", "see log.samples"),
-    no_effect("num_completions_to_print", "see log.samples"),
-    no_effect("log_unique_prompts", "see log.samples"),
+    no_effect("log_completions", "see `transferqueue samples RUN`"),
+    no_effect("num_completions_to_print", "see `transferqueue samples RUN`"),
+    no_effect("log_unique_prompts", "see `transferqueue samples RUN`"),
     no_effect("resume_from_checkpoint", RESUMES),
     no_effect("overwrite_output_dir", LOGS),
     no_effect("push_to_hub", "transferqueue export writes the model"),
@@ -396,6 +396,7 @@ TRL: Final = Stack(
     on_queue=(
         "trl grpo takes no rollout_func: make the trainer in a program of yours, as transferqueue docs trl shows,",
         "with GRPOTrainer(…, rollout_func=rollouts, callbacks=[rollouts]) and rollouts = QueueRollouts(queue, …)",
+        "AsyncGRPOTrainer: rollout_worker=QueueRolloutWorker(queue, …), weight_transfer and callbacks of it",
     ),
 )
 """TRL's table."""

@@ -396,11 +396,11 @@ _RULES: Final = (
     no_effect(f"{ROLLOUT}.multi_stage_wake_up", "see pacing.mode"),
     no_effect(f"{ROLLOUT}.trace.*", LOGS),
     no_effect(f"{ROLLOUT}.agent.num_workers", "see engine.count"),
-    refused(f"{ROLLOUT}.agent.*", "an agent loop of verl's: write it as an environment (reward.environment)"),
+    refused(f"{ROLLOUT}.agent.*", "an agent loop of verl's: write it as an environment (`[[environment]]`)"),
     refused(
-        f"{ROLLOUT}.multi_turn.enable", "episodes are environments here (reward.environment)", unless=(False, "false")
+        f"{ROLLOUT}.multi_turn.enable", "episodes are environments here (`[[environment]]`)", unless=(False, "false")
     ),
-    refused(f"{ROLLOUT}.multi_turn.*", "episodes are environments here (reward.environment)"),
+    refused(f"{ROLLOUT}.multi_turn.*", "episodes are environments here (`[[environment]]`)"),
     kept(f"{ROLLOUT}.engine_kwargs.vllm.*", "engine.0.options.*"),
     refused(f"{ROLLOUT}.engine_kwargs.*", "an argument of the engine by its own name: put it into engine.0.options"),
     refused(f"{ROLLOUT}.over_sample_rate", "see pacing.over_sample", unless=(0, "0")),
@@ -501,9 +501,9 @@ _RULES: Final = (
     mapped("trainer.experiment_name", "name", lambda v, s: str(v).replace("/", "-")),
     no_effect("trainer.project_name", LOGS),
     no_effect("trainer.default_local_dir", LOGS),
-    no_effect("trainer.log_val_generations", "see log.samples"),
-    no_effect("trainer.rollout_data_dir", "see log.samples"),
-    no_effect("trainer.validation_data_dir", "see log.samples"),
+    no_effect("trainer.log_val_generations", "see `transferqueue samples RUN`"),
+    no_effect("trainer.rollout_data_dir", "see `transferqueue samples RUN`"),
+    no_effect("trainer.validation_data_dir", "see `transferqueue samples RUN`"),
     layout("trainer.n_gpus_per_node", default=8),
     layout("trainer.nnodes", default=1),
     layout("rollout.n_gpus_per_node"),

@@ -137,7 +137,7 @@ def _opened(job: StageJob, context: Context) -> Iterator[Any]:
         except (UsageError, Corruption) as error:
             if type(error) not in (UsageError, Impossible, Corruption):  # NotFound: it may still be created
                 raise
-            raise StageFailedInProcess(f"{type(error).__name__}: {error}") from error
+            raise StageFailedInProcess(_in_one_line(error)) from error
         yield function
 
 
@@ -151,6 +151,12 @@ def end_with(descriptor: int, drain: DrainRequest | None = None) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def _in_one_line(error: TransferQueueError) -> str:
+    """The error as a person reads it in the output of the run, which has the last line of a dead process: errors of
+    libraries, which it may quote, have several."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -171,12 +177,9 @@ def main(arguments: list[str] | None = None) -> int:
     except StageFailedInProcess as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_FINAL
-    except DeadlineExceeded as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return EXIT_FINAL
     except TransferQueueError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return 1
+        sys.stderr.write(_in_one_line(error) + "\n")
+        return EXIT_FINAL if isinstance(error, DeadlineExceeded) else 1
     return EXIT_DRAINED if drain.requested.is_set() else 0
 
 

@@ -150,7 +150,7 @@ def _distillation_losses(responses: Responses, algorithm: AlgorithmSettings) -> 
 
 
 def _old_logprobs(responses: Responses, algorithm: AlgorithmSettings) -> Tensor:
-    if algorithm.old == "rollout":
+    if algorithm.old != "trainer":
         return responses.column("rollout_logprobs_N", 'old="rollout"').detach()
     if responses.old_logprobs_N is None:
         return responses.logprobs_N.detach()

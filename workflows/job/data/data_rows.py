@@ -198,15 +198,25 @@ def csv_rows(path: Path) -> ArrowRows:
         )
     parse = pyarrow.csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",", newlines_in_values=True)
 
+    alone = pyarrow.csv.ReadOptions(use_threads=False)  # its errors have the number of the row
+
     def read() -> pa.Table:
-        with pyarrow.csv.open_csv(path, parse_options=parse) as reader:
+        with pyarrow.csv.open_csv(path, read_options=alone, parse_options=parse) as reader:
             names = reader.schema.names
         if len(set(names)) < len(names):
             raise UsageError(f"{path} names a column twice: {listing(names)}; rename one")
+        if len(names) == 1 and {";", "\t"} & set(names[0]):
+            raise UsageError(
+                f"{path} has one column, {names[0]!r}: its values are not separated by commas; write it with commas, "
+                "or with tabs as .tsv"
+            )
         convert = pyarrow.csv.ConvertOptions(
             column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=True, null_values=[""]
         )
-        return pyarrow.csv.read_csv(path, parse_options=parse, convert_options=convert)
+        try:
+            return pyarrow.csv.read_csv(path, parse_options=parse, convert_options=convert)
+        except pa.ArrowInvalid:
+            return pyarrow.csv.read_csv(path, read_options=alone, parse_options=parse, convert_options=convert)
 
     table = read_or_refuse(path, read, "a CSV file")
     return ArrowRows(path, table.schema, table.to_batches())
@@ -218,7 +228,7 @@ def read_or_refuse(path: Path, read: Any, kind: str) -> Any:
         return read()
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
         raise UsageError(
-            f"{path} cannot be read as {kind}: {error}; write it again, or give it the ending of its kind"
+            f"{path} cannot be read as {kind}: {error}; correct it, or give it the ending of its kind"
         ) from error
 
 

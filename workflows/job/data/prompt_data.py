@@ -11,12 +11,13 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from transferqueue.adapters.stages.reward_functions import GIVEN, load_reward
-from transferqueue.errors import Impossible, InternalError, NotFound, UsageError, listing
+from transferqueue.errors import Impossible, NotFound, UsageError, listing
 from transferqueue.workflows.job.data.data_rows import DataRows
 from transferqueue.workflows.job.data.files import open_data
 from transferqueue.workflows.job.data.prompts import PromptRenderer, check_columns, near
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
-from transferqueue.workflows.job.settings.job import DataPart, DataSettings, Job
+from transferqueue.workflows.job.settings.environment_factories import environments_of
+from transferqueue.workflows.job.settings.job import DataPart, DataSettings, EnvironmentSettings, Job, RewardSettings
 
 PROMPT: Final = "prompt"
 """Key of column ``data`` with the prompt itself."""
@@ -27,12 +28,13 @@ _KEYS: Final = re.compile(r"\bdata\.(path|subset|split|prompt|template|response|
 @dataclass(frozen=True, kw_only=True)
 class DataSource:
     """One data set with what makes prompts of its rows. columns: the data's columns by the names that rewards ask for.
-    weight: of its prompts among those of all sources."""
+    weight: of its prompts among those of all sources. environment: plays its rows."""
 
     rows: DataRows
     renderer: PromptRenderer
     columns: Mapping[str, str]
     weight: float = 1.0
+    environment: str = ""
 
     def check_first(self) -> None:
         """Raise `UsageError` if the first row makes no prompt, or has a value that rewards could not get; other rows
@@ -51,7 +53,7 @@ class DataSource:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptData:
-    """The rows of one or several sources, which are numbered source after source."""
+    """The rows of one or several sources."""
 
     sources: Sequence[DataSource]
 
@@ -63,14 +65,6 @@ class PromptData:
     def renderer(self) -> PromptRenderer:
         """The renderer of the first source: all have one tokenizer and one longest prompt."""
         return self.sources[0].renderer
-
-    def source_of(self, position: int) -> tuple[DataSource, int]:
-        """Return the source of the row at `position`, and the row's position in it."""
-        for source in self.sources:
-            if position < len(source.rows):
-                return source, position
-            position -= len(source.rows)
-        raise InternalError(f"position {position} is beyond the {len(self):,} rows of the data")
 
     def check_first(self) -> None:
         """As `DataSource.check_first`, of each source."""
@@ -110,15 +104,18 @@ def open_all(job: Job) -> tuple[PromptData, list[PromptData]]:
 
 def _training(job: Job) -> list[_Part]:
     sources = enumerate(job.data.sources)
-    parts = [_Part(_of_part(job.data, part), f"data.sources.{at}", part.weight) for at, part in sources]
+    parts = [
+        _Part(_of_part(job.data, part), f"data.sources.{at}", part.weight, part.environment) for at, part in sources
+    ]
     return parts or [_Part(job.data, "data")]
 
 
 def _held_out(job: Job) -> dict[str, _Part]:
     settings = msgspec.structs.replace(job.data, split=job.evaluation.split)
-    parts = {"": _Part(_of_part(settings, job.evaluation), "evaluation")}
+    played = job.evaluation.environment
+    parts = {"": _Part(_of_part(settings, job.evaluation), "evaluation", environment=played)}
     for at, part in enumerate(job.evaluation.sets):
-        parts[part.name] = _Part(_of_part(settings, part), f"evaluation.sets.{at}")
+        parts[part.name] = _Part(_of_part(settings, part), f"evaluation.sets.{at}", environment=part.environment)
     return parts
 
 
@@ -140,6 +137,7 @@ class _Part(NamedTuple):
     settings: DataSettings
     key: str
     weight: float = 1.0
+    environment: str = ""
 
 
 def _of_part(settings: DataSettings, part: DataPart) -> DataSettings:
@@ -166,7 +164,7 @@ def _opened(job: Job, parts: Sequence[_Part], tokenizer: TextTokenizer | None) -
         with _named(part.key):
             rows_of.append(open_data(part.settings.path, split=part.settings.split, subset=part.settings.subset))
             check_columns(part.settings, rows_of[-1].columns, learns_response=learns)
-            columns_of.append(reward_columns(job, part.settings, rows_of[-1].columns))
+            columns_of.append(reward_columns(job, part.settings, rows_of[-1].columns, part.environment))
     tokenizer = tokenizer or load_tokenizer(job.model)
     return [
         _source(part, tokenizer, rows, columns, learns_response=learns)
@@ -183,7 +181,7 @@ def _source(
     for name in renderer.columns:
         if (at := rows.first_missing(name)) is not None:
             raise UsageError(f'{rows.place(at)}: column "{name}" has no value; each row needs one, for its prompt')
-    return DataSource(rows=rows, renderer=renderer, columns=columns, weight=part.weight)
+    return DataSource(rows=rows, renderer=renderer, columns=columns, weight=part.weight, environment=part.environment)
 
 
 @contextmanager
@@ -199,9 +197,9 @@ def _named(key: str) -> Iterator[None]:
 # ---------------------------------------------------------------- columns of rewards
 
 
-def reward_columns(job: Job, settings: DataSettings, has: Sequence[str]) -> dict[str, str]:
-    """Return the data's columns that the rewards of a job get, by the names that they use. Imports the modules of
-    reward functions.
+def reward_columns(job: Job, settings: DataSettings, has: Sequence[str], environment: str = "") -> dict[str, str]:
+    """Return the data's columns that the rewards of a job get, or the environment of this name (empty: the only one),
+    by the names that they use. Imports the modules of reward functions.
 
     A function gets the parameters that it names; one with ``**kwargs``, and an environment, gets the names of
     `data.columns`, or every column if there are none. Raises `NotFound` for a column that is missing.
@@ -209,10 +207,12 @@ def reward_columns(job: Job, settings: DataSettings, has: Sequence[str]) -> dict
     named = _named_columns(settings, has)
     every = list(settings.columns or named)
     wanted: list[str] = []
-    for reward in job.reward:
-        if reward.function:
-            wanted += load_reward(reward.function, reward.args).columns(named, offered=every)
-        elif reward.environment:
+    playing = [each for name, each in environments_of(job).items() if environment in ("", name)]
+    scoring: list[RewardSettings | EnvironmentSettings] = [*job.reward, *playing]
+    for scored in scoring:
+        if scored.function:
+            wanted += load_reward(scored.function, scored.args).columns(named, offered=every)
+        elif isinstance(scored, EnvironmentSettings):
             wanted += every
     return {name: named[name] for name in dict.fromkeys(wanted) if name not in (*GIVEN, PROMPT)}
 

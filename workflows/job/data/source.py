@@ -27,7 +27,7 @@ from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.prompt_data import open_prompts
 from transferqueue.workflows.job.data.sequence import NumberedPrompt, PromptSequence
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
-from transferqueue.workflows.job.graph import in_parts
+from transferqueue.workflows.job.graph import has_several_environments, in_parts
 from transferqueue.workflows.job.run_files import first_prompt
 from transferqueue.workflows.job.settings.defaults import filled
 from transferqueue.workflows.job.settings.job import IN_TURN, Job
@@ -45,6 +45,7 @@ def replaces_dropped(job: Job) -> bool:
         or job.on == "ray"  # groups whose bytes are lost with a node
         or job.pacing.on_stale == "drop"
         or any(reward.on_error == "drop" for reward in job.reward)
+        or any(environment.on_error == "drop" for environment in job.environment)
     )
 
 
@@ -78,6 +79,7 @@ class JobPrompts:
 
     def __init__(self, job: Job, sequence: PromptSequence, *, rows_put: int) -> None:
         self._size, self._in_parts = group_rows(job), in_parts(job)
+        self._names_environments = has_several_environments(job)
         self._groups_per_put = groups_per_put(job)
         self._end = None if needs_spare_prompts(job) else job.steps * job.trainer.prompts_per_step
         self._sequence = sequence
@@ -117,6 +119,8 @@ class JobPrompts:
             "prompt_ids": [prompt.ids for prompt in prompts],
             names.DATA: [prompt.data for prompt in prompts],
         }
+        if self._names_environments:
+            columns[names.ENVIRONMENT] = [prompt.environment for prompt in prompts]
         if prompts[0].response_ids is not None:
             columns["response_ids"] = [prompt.response_ids for prompt in prompts]
         if prompts[0].learned is not None:

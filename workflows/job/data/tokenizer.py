@@ -74,16 +74,25 @@ def _load(model: ModelSettings) -> TextTokenizer:
     kind = _known_class(path) or _auto_class()
     try:
         tokenizer: TextTokenizer = kind.from_pretrained(
-            path, revision=model.revision or None, trust_remote_code=model.trust_remote_code
+            path, revision=revision_of(model, path), trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError, TypeError, KeyError) as error:
-        kind = UsageError if Path(path).expanduser().is_dir() else NotFound
         first = str(error).strip().split("\n")[0]
-        raise kind(
+        if not Path(path).expanduser().is_dir():
+            raise NotFound(
+                f"model {path}: there is no such directory, and the library gives no tokenizer of that id: {first}; "
+                "set model.tokenizer to a directory with tokenizer.json, or to an id of the hub"
+            ) from error
+        raise UsageError(
             f"model {path} has no tokenizer that can be read: {first}; set model.tokenizer to a directory with "
             "tokenizer.json"
         ) from error
     return tokenizer
+
+
+def revision_of(model: ModelSettings, path: str) -> str | None:
+    """Return the revision of what is at `path`: `model.revision` is of the policy alone; None: the default branch."""
+    return model.revision or None if path == model.path else None
 
 
 def _auto_class() -> Any:

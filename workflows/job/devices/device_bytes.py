@@ -5,13 +5,14 @@ With P parameters of the model, and n bytes of a number of the named dtype:
 | process | weights | gradients | moments | copies | activations | KV cache |
 |---|---|---|---|---|---|---|
 | trainer | P · n(master) | P · 4 | 2 · P · n(master) | P · n(model), under autocast | all layers, `micro_tokens` | – |
-| scorer | P · n(model) | – | – | – | one layer, `tokens` | – |
-| engine | P · n(model) | – | – | – | one layer, a prompt in each slot | `slots` of the longest row |
+| scorer | P · n(model) | – | – | – | one layer, or the logits, of `tokens` | – |
+| engine | P · n(model) | – | – | – | one layer of prompts, or a second cache | `slots` of the longest row |
 
-Weights, gradients and moments are exact: a test compares them with torch's. A rank of ``fsdp2`` has its share of them,
-from loading on, and two layers whole in place of all copies. Under LoRA only the adapters have gradients and moments.
-Activations are an estimate for a decoder of Llama's form whose attention keeps no scores. vLLM takes its share of the
-device for all three.
+Weights, gradients and moments are exact. A rank of ``fsdp2`` has its share of them, from loading on, and two layers
+whole in place of all copies. Under LoRA only the adapters have gradients and moments. Activations are an estimate for a
+decoder of Llama's form whose attention keeps no scores. What comes once they are freed stands in their place if it is
+more: the step's own gradient where weights are not float32, and the optimizer's temporary tensors. vLLM takes its share
+of the device for all three. `tests/workflows/job/test_device_bytes.py` compares with what torch holds on a CPU.
 
 A trainer and an engine that use a device in turn (mode ``colocated``) hold what stays of both, and the larger of what
 each adds in its turn: the trainer keeps weights and moments; an engine keeps its weights, but for vLLM, which sleeps.
@@ -39,6 +40,12 @@ _BUCKET_BYTES: Final = 1 << 28
 """Gradients that ranks of ``ddp`` sum in one call."""
 _LOGITS_COPIES: Final = 3
 """Logits, their softmax and their gradient."""
+_LOGITS_SCORED: Final = 2
+"""Logits, and their exponentials in `logsumexp`."""
+BEGIN_TOKENS_MAX: Final = 16384
+"""Most tokens, padding included, of prompts that the transformers engine reads at once."""
+ROOM_TOKENS: Final = 64
+"""Room of a row in its cache beyond the tokens that it begins with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +75,24 @@ def trained(job: Job, sizes: ModelSizes, *, critic: bool = False) -> DeviceBytes
     master = NUMBER_BYTES[settings.master_dtype]
     compute = NUMBER_BYTES[job.model.dtype]
     base = compute if lora and not sharded else master
-    gradients = 4 if master == 4 else 4 + master  # float32 sums, and the gradient of the step
-    step = learned * master // ranks + (min(_BUCKET_BYTES, learned * 4) if settings.parallel == "ddp" else 0)
+    own = 0 if master == 4 else learned * master // ranks  # gradient of the step, beside the float32 sums
+    step = own + learned * master // ranks + (min(_BUCKET_BYTES, learned * 4) if settings.parallel == "ddp" else 0)
+    copies = _copies(sizes, base, compute, sharded=sharded)
     activations = _activations(
-        sizes, settings.micro_tokens, compute, residual=base, recomputed=settings.gradient_checkpointing
+        sizes,
+        settings.micro_tokens,
+        compute,
+        residual=base,
+        recomputed=settings.gradient_checkpointing,
+        copies=0 if sharded else copies,
     )
-    logits = _logits(sizes, settings.micro_tokens, NUMBER_BYTES["float32"])
+    logits = _logits(sizes, settings.micro_tokens, base, copies=_LOGITS_COPIES)
     return DeviceBytes(
         parts={
             "weights": (sizes.parameters * base + adapters * master) // ranks,
-            "gradients": learned * gradients // ranks,
+            "gradients": learned * 4 // ranks,
             "moments": 2 * learned * master // ranks,
-            "copies": _copies(sizes, base, compute, sharded=sharded),
+            "copies": copies,
             "activations": max(activations + logits, step),  # those are freed when the optimizer begins
         },
     )
@@ -97,10 +110,9 @@ def in_turn(trainer: DeviceBytes, engine: DeviceBytes, *, sleeps: bool) -> Devic
 def scored(sizes: ModelSizes, dtype: str, tokens: int) -> DeviceBytes:
     """Return the bytes of a model that makes forward passes of at most `tokens` tokens."""
     number = NUMBER_BYTES[dtype]
-    logits = _logits(sizes, tokens, NUMBER_BYTES["float32"])
-    return DeviceBytes(
-        parts={"weights": sizes.parameters * number, "activations": _layer(sizes, number, number) * tokens + logits}
-    )
+    logits = _logits(sizes, tokens, number, copies=_LOGITS_SCORED)
+    activations = max(tokens * _layer_scored(sizes, number), logits)
+    return DeviceBytes(parts={"weights": sizes.parameters * number, "activations": activations})
 
 
 def generated(job: Job, sizes: ModelSizes, engine: EngineSettings) -> DeviceBytes:
@@ -110,12 +122,18 @@ def generated(job: Job, sizes: ModelSizes, engine: EngineSettings) -> DeviceByte
     if engine.kind == "vllm":
         weights = sizes.parameters * number // engine.tensor_parallel
         return DeviceBytes(parts={"weights": weights, "KV cache": int(engine.options.get(CACHE, 0))})
-    prompts = engine.slots * job.data.prompt_tokens_max
+    prompt, longest = job.data.prompt_tokens_max, tokens_of_row(job)
+    token = engine.slots * cache_bytes(sizes, job.model.dtype)  # in each slot
+    cache, room = longest * token, ROOM_TOKENS * token
+    read = max(prompt, min(engine.slots * prompt, BEGIN_TOKENS_MAX))
+    begins = prompt * token + room + read * _layer_scored(sizes, number)
+    joins = 2 * cache + room
+    logits = _LOGITS_COPIES * engine.slots * sizes.vocabulary * NUMBER_BYTES["float32"]
     return DeviceBytes(
         parts={
             "weights": sizes.parameters * number,
-            "activations": _layer(sizes, number, number) * prompts + _logits(sizes, engine.slots, 4),
-            "KV cache": engine.slots * tokens_of_row(job) * cache_bytes(sizes, job.model.dtype),
+            "activations": max(begins, joins) - cache + logits,
+            "KV cache": cache,
         }
     )
 
@@ -135,25 +153,38 @@ def _copies(sizes: ModelSizes, base: int, compute: int, *, sharded: bool) -> int
     return 0 if base == compute else sizes.parameters * compute
 
 
-def _activations(sizes: ModelSizes, tokens: int, compute: int, *, residual: int, recomputed: bool) -> int:
-    layer = _layer(sizes, compute, residual)
+def _activations(sizes: ModelSizes, tokens: int, compute: int, *, residual: int, recomputed: bool, copies: int) -> int:
+    """With gradient checkpointing the inputs of all layers, and one layer: it is computed again when the copies of the
+    weights of the others have gone."""
+    layer = tokens * _layer(sizes, compute, residual)
     if recomputed:
-        return tokens * (sizes.layers * sizes.hidden * residual + layer)
-    return tokens * sizes.layers * layer
+        gone = copies - copies // max(1, sizes.layers)
+        return tokens * sizes.layers * sizes.hidden * residual + max(0, layer - gone)
+    return sizes.layers * layer
 
 
 def _layer(sizes: ModelSizes, compute: int, residual: int) -> int:
     """What the backward pass of a layer needs of one token: the inputs and results of both norms, which compute in
-    float32; the inputs of the linear layers; queries, keys, values and the result of attention; gate, its activation,
-    up and their product."""
+    float32, and so of those of heads; the inputs of the linear layers; queries, keys, values and the result of
+    attention; gate, its activation, up and their product."""
     norms = 2 * sizes.hidden * (4 + max(residual, compute))
+    if sizes.head_norms:
+        norms += (sizes.queries + sizes.keys) * (4 + compute)
     attention = sizes.hidden + 3 * sizes.queries + 2 * sizes.keys
     forward = sizes.hidden + 4 * sizes.inner
     return norms + compute * (attention + forward)
 
 
-def _logits(sizes: ModelSizes, tokens: int, number: int) -> int:
-    return _LOGITS_COPIES * min(tokens * sizes.vocabulary, LOGITS_MAX) * number
+def _layer_scored(sizes: ModelSizes, number: int) -> int:
+    """What a layer without a gradient holds of one token at most, before its last linear layer: its input, the sum with
+    attention, their norm and its result; the activation of the gate, up and their product."""
+    return number * (4 * sizes.hidden + 3 * sizes.inner)
+
+
+def _logits(sizes: ModelSizes, tokens: int, stored: int, *, copies: int) -> int:
+    """Logits are float32, of a part of the tokens at a time; so is then the output layer."""
+    head = 0 if stored == 4 else sizes.vocabulary * sizes.hidden * 4
+    return copies * min(tokens * sizes.vocabulary, LOGITS_MAX) * 4 + head
 
 
 def _adapted(sizes: ModelSizes) -> int:

@@ -7,11 +7,14 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from http.client import HTTPException
 from pathlib import Path
+from socket import gaierror
 from typing import Any, Final
+from urllib.error import HTTPError, URLError
+from urllib.parse import quote
 from urllib.request import Request, urlopen
 
 from transferqueue.adapters.weights import checkpoint_specs
@@ -20,9 +23,13 @@ HUB_S: Final = 5.0
 """Longest wait for the hub."""
 _CONFIG: Final = "config.json"
 _CONFIG_BYTES_MAX: Final = 1 << 20
+_HEAD_NORMS: Final = ("qwen3", "gemma3", "olmo2")
+"""Beginnings of ``model_type`` of models with such norms."""
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 _ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _PICKLED: Final = "pytorch_model*.bin"
+_REFUSED: Final = (401, 403, 404)
+"""Answers of the hub for a model, or a revision, that does not exist, or that this user may not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +44,9 @@ class ModelSizes:
         keys: numbers of a token's keys in a layer, as many as of its values.
         inner: numbers of a token within the feed-forward part.
         vocabulary: logits of a token.
+        head_norms: whether a layer normalises the queries and keys of each head; default False.
+        is_counted: whether the parameters were counted from the configuration alone, as those of a decoder of Llama's
+            form; default False.
     """
 
     parameters: int
@@ -46,13 +56,16 @@ class ModelSizes:
     keys: int = 0
     inner: int = 0
     vocabulary: int = 0
+    head_norms: bool = False
+    is_counted: bool = False
 
 
 def model_sizes(path: str, revision: str = "") -> ModelSizes | None:
     """Return the sizes of a model; None if nothing says them.
 
-    Of a model in a directory, or in the cache of the hub, the parameters are those of its files. Of another one of the
-    hub they are counted from its configuration, as those of a decoder of Llama's form.
+    Of a model in a directory, or in the cache of the hub, the parameters are those of its files; of another one of the
+    hub as many as the hub says that its safetensors have. Where it says none, they are counted from the configuration,
+    as those of a decoder of Llama's form.
 
     Args:
         path: a directory, or an id of the hub.
@@ -61,9 +74,13 @@ def model_sizes(path: str, revision: str = "") -> ModelSizes | None:
     folder, config = model_folder(path, revision), model_config(path, revision)
     inner = config.get("text_config") or config
     parameters = _parameters(folder, config) if folder else 0
-    if not parameters and not Path(path).expanduser().is_dir():
-        parameters = _counted(_sizes(0, inner), inner)
-    return _sizes(parameters, inner) if parameters else None
+    is_id = bool(config) and is_model_id(path)
+    if not parameters and is_id:
+        parameters = _said_by_hub(path, revision)
+    sizes = replace(_sizes(inner), parameters=parameters)
+    if not parameters and is_id:
+        sizes = replace(sizes, parameters=_counted(sizes, inner), is_counted=True)
+    return sizes if sizes.parameters else None
 
 
 def positions_of(path: str, revision: str = "") -> int:
@@ -96,6 +113,16 @@ def layer_names(path: str) -> set[str]:
     }
 
 
+def is_model_id(path: str) -> bool:
+    """Whether `path` is an id of the hub, and no path: one name or two, of which the first is no directory here.
+
+    >>> is_model_id("Qwen/Qwen3-0.6B"), is_model_id("./Qwen"), is_model_id("runs/sft/model")
+    (True, False, False)
+    """
+    place = Path(path)
+    return bool(_ID.fullmatch(path)) and not place.is_dir() and not (len(place.parts) > 1 and place.parent.is_dir())
+
+
 def model_folder(path: str, revision: str = "") -> Path | None:
     """Return the directory with a model's files; of an id that in the cache of the hub, or None if it has no
     ``config.json`` there.
@@ -104,9 +131,8 @@ def model_folder(path: str, revision: str = "") -> Path | None:
         path: as of `model_sizes`.
         revision: as of `model_sizes`; default "".
     """
-    folder = Path(path).expanduser()
-    if folder.is_dir() or not _ID.fullmatch(path):
-        return folder
+    if not is_model_id(path):
+        return Path(path).expanduser()
     try:
         from huggingface_hub import try_to_load_from_cache
 
@@ -126,33 +152,79 @@ def model_config(path: str, revision: str = "") -> dict[str, Any]:
     """
     folder = model_folder(path, revision)
     try:
-        text = (folder / _CONFIG).read_bytes() if folder else _from_hub(path, revision)
-        config = json.loads(text)
-    except (OSError, ValueError):
+        text = (folder / _CONFIG).read_bytes() if folder else _from_hub(path, revision).text
+    except OSError:
         return {}
-    return config if isinstance(config, dict) else {}
+    return _object(text)
+
+
+def why_not_in_hub(path: str, revision: str = "") -> str:
+    """Return why neither the cache of the hub nor the hub has a model; empty: one of them has it, `path` is no id,
+    or the hub did not answer in time, so that only the library can tell.
+
+    Args:
+        path: as of `model_sizes`.
+        revision: as of `model_sizes`; default "".
+    """
+    return "" if model_folder(path, revision) else _from_hub(path, revision).refusal
+
+
+def _said_by_hub(path: str, revision: str) -> int:
+    """The numbers in the safetensors of a model, as the hub describes it; 0: it says none."""
+    described = _object(_from_hub(path, revision, described=True).text).get("safetensors")
+    total = described.get("total") if isinstance(described, dict) else 0
+    return total if isinstance(total, int) else 0
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@dataclass(frozen=True)
+class _HubAnswer:
+    """text: what the hub gave; empty: nothing. refusal: why it cannot give it, where another try would not either."""
+
+    text: bytes = b""
+    refusal: str = ""
 
 
 @cache
-def _from_hub(path: str, revision: str) -> bytes:
-    """The library would try for half a minute to reach a hub that does not answer. Empty: it gave nothing."""
+def _from_hub(path: str, revision: str, *, described: bool = False) -> _HubAnswer:
+    """The configuration of a model, or what the hub says of its weights. The library would try for half a minute to
+    reach a hub that does not answer."""
     try:
         from huggingface_hub import constants, get_token, hf_hub_url
 
         url = hf_hub_url(path, _CONFIG, revision=revision or None)
     except (ImportError, ValueError):  # a name that no id has
-        return b""
-    if constants.HF_HUB_OFFLINE or not url.startswith(("https://", "http://")):
-        return b""
+        return _HubAnswer()
+    if described:
+        wanted = quote(revision or constants.DEFAULT_REVISION, safe="")
+        url = f"{constants.ENDPOINT}/api/models/{path}/revision/{wanted}?expand[]=safetensors"
+    if constants.HF_HUB_OFFLINE:
+        return _HubAnswer(refusal="HF_HUB_OFFLINE is set")
+    if not url.startswith(("https://", "http://")):
+        return _HubAnswer()
     request = Request(url)  # noqa: S310  (checked above)
     if token := get_token():
         request.add_unredirected_header("Authorization", f"Bearer {token}")  # not for hosts that it redirects to
     try:
         with urlopen(request, timeout=HUB_S) as answer:  # noqa: S310  (checked above)
-            text: bytes = answer.read(_CONFIG_BYTES_MAX)
-    except (OSError, HTTPException):
-        return b""
-    return text
+            return _HubAnswer(text=answer.read(_CONFIG_BYTES_MAX))
+    except (OSError, HTTPException) as error:
+        return _HubAnswer(refusal=_refusal(constants.ENDPOINT, error))
+
+
+def _refusal(hub: str, error: Exception) -> str:
+    """Empty where a later try, or the library with its own certificates, may succeed."""
+    if isinstance(error, HTTPError):
+        return f"{hub} answers {error.code} {error.reason}" if error.code in _REFUSED else ""
+    reason = error.reason if isinstance(error, URLError) else error
+    return f"{hub}: {reason}" if isinstance(reason, gaierror | ConnectionRefusedError) else ""
 
 
 def _parameters(folder: Path, config: Mapping[str, Any]) -> int:
@@ -175,17 +247,18 @@ def _counted(sizes: ModelSizes, config: Mapping[str, Any]) -> int:
     return ends + sizes.hidden + sizes.layers * layer
 
 
-def _sizes(parameters: int, config: Mapping[str, Any]) -> ModelSizes:
-    """By the names of Llama's configuration, which most decoders share, or of GPT-2's."""
+def _sizes(config: Mapping[str, Any]) -> ModelSizes:
+    """All but the parameters, by the names of Llama's configuration, which most decoders share, or of GPT-2's."""
     hidden = config.get("hidden_size") or config.get("n_embd") or 0
     heads = config.get("num_attention_heads") or config.get("n_head") or 1
     head = config.get("head_dim") or hidden // heads
     return ModelSizes(
-        parameters=parameters,
+        parameters=0,
         layers=config.get("num_hidden_layers") or config.get("n_layer") or 0,
         hidden=hidden,
         queries=heads * head,
         keys=(config.get("num_key_value_heads") or heads) * head,
         inner=config.get("intermediate_size") or config.get("n_inner") or 4 * hidden,
         vocabulary=config.get("vocab_size") or 0,
+        head_norms=str(config.get("model_type", "")).startswith(_HEAD_NORMS),
     )

@@ -102,7 +102,7 @@ class PlacedProcess:
         """Return its bytes for people."""
         if not self.held.parts:
             return f"{self.label} not known: no config.json of its model is here, or came from the hub"
-        parts = ", ".join(f"{name} {gib(size)}" for name, size in self.held.parts.items() if size)
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in self.held.parts.items() if size > 0)
         return f"{self.label} {gib(self.held.total)} ({parts})"
 
 
@@ -162,7 +162,7 @@ class Placement:
         lines = []
         for number, device in enumerate(self.devices):
             size = f" ({gib(device.free)} of {gib(device.total)} free)" if device.total else ""
-            host = f" on {device.host}" if device.host else ""
+            host = f" on node {device.host[:8]}" if device.host else ""
             held = self.on(number)
             lines.append(f"GPU {number}{host}{size}: {added(held) if held else 'no process'}")
         on_cpu = [process for process in self.processes if not process.devices]
@@ -484,7 +484,11 @@ class _Map:
             held = self._on(number)
             short = [process.label for process in held if not self._has_cache(process)]
             if device.total and (short or sum(process.held.total for process in held) > device.free):
-                cache = f"; the share of {short[0]} leaves no KV cache for the longest row" if short else ""
+                cache = (
+                    f"; the share of {short[0]} leaves no KV cache for the longest row beside its weights"
+                    if short
+                    else ""
+                )
                 raise Impossible(
                     f"GPU {number} cannot hold what is placed on it: {self._arithmetic(number)}{cache}. Name other "
                     f"devices, or set a smaller micro_tokens, slots or {SHARE}, gradient_checkpointing=true, or "

@@ -22,7 +22,7 @@ from transferqueue.workflows.job.graph import has_episodes, task_names
 from transferqueue.workflows.job.profiling.engine import MeasuredEngine, measure_engine
 from transferqueue.workflows.job.profiling.scorers import scorer_row_s
 from transferqueue.workflows.job.profiling.trainer import can_stream, measure_trainer
-from transferqueue.workflows.job.profiling.trial import STEPS_MIN, run_trials
+from transferqueue.workflows.job.profiling.trial import check_trials, run_trials
 from transferqueue.workflows.job.reward_terms.scorer import RewardScorer
 from transferqueue.workflows.job.run.preflight import preflight
 from transferqueue.workflows.job.settings.job import Job
@@ -34,6 +34,8 @@ from transferqueue.workflows.planner.profile import Profile, StageProfile
 
 PROMPTS_MAX: Final = 64
 """Prompts of the job that are drawn from."""
+DEPTHS: Final = (0, 1)
+"""Depths of pacing that plans may choose."""
 OpenEngine = Callable[[], Generator]
 
 
@@ -60,7 +62,8 @@ def profile_job(
     """
     job = checked(job)
     _check(job, devices)
-    _check_trials(trial_steps)
+    if trial_steps:
+        check_trials(job, DEPTHS, trial_steps)
     data = preflight(job, code=code)
     prompts = PromptSequence(data, job.data, seed=job.seed).take(PROMPTS_MAX)
     settings = job.engine[0]
@@ -85,7 +88,7 @@ def profile_job(
         generation=measured.generation,
         train=trained,
         stages=_stages(job, data.renderer.tokenizer, prompts, measured, clock),
-        depths=(0, 1),
+        depths=DEPTHS,
         devices=devices,
         group_rows=group_rows(job),
         streams=can_stream(job),
@@ -110,11 +113,6 @@ def _check(job: Job, devices: int) -> None:
         )
     if devices < 2:
         raise UsageError(f"devices={devices}: generation and training need one each; give 2 or more")
-
-
-def _check_trials(steps: int) -> None:
-    if steps and steps < STEPS_MIN:
-        raise UsageError(f"trial_steps={steps}: a trial needs at least {STEPS_MIN} steps; 0 runs none")
 
 
 def _stages(

@@ -129,7 +129,9 @@ def publication_s(learner: StepLearner, engine: Generator, job: Job, clock: Call
     """Seconds from the beginning of a publication until `engine` has the weights. 0 for one that takes none."""
     seconds = []
     with tq.connect(arena_bytes=int(job.queue.memory_gib * GIB)) as queue:
-        updater = WeightUpdater(queue, names.POLICY, engine.update_weights)
+        updater = WeightUpdater(
+            queue, names.POLICY, engine.update_weights, reads_channel=getattr(engine, "reads_channel", False)
+        )
         channel = queue.weights(names.POLICY, keep=job.weights.keep)
         publisher = Publisher(channel, dtype=torch_dtype(job.weights.dtype), background=False)
         try:

@@ -11,19 +11,20 @@ them, waits.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from transferqueue.errors import UsageError
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.run.folder import RunFolder
 from transferqueue.workflows.job.run.run import run_job
 from transferqueue.workflows.job.run.summary import RunSummary
 from transferqueue.workflows.job.settings.changes import apply
 from transferqueue.workflows.job.settings.job import Job
-from transferqueue.workflows.job.settings.plan_file import changes_of
+from transferqueue.workflows.job.settings.plan_file import changes_of, pacing_changes
 from transferqueue.workflows.job.settings.read import job_from_values
 from transferqueue.workflows.planner.job_plan import DevicePlan, Planned, draw_lengths, plans, predict
 from transferqueue.workflows.planner.profile import Profile, TrialFactors
@@ -33,13 +34,17 @@ STEPS_MIN: Final = 3
 """Fewer have no two whole steps between which to measure."""
 _SIMULATED: Final = 8
 _LEAN: Final = {
-    "evaluation": {"path": ""},
+    "evaluation": {"path": "", "sets": [], "patience": 0, "figure": "", "pass_at": []},
     "checkpoint": {"every": 0, "best": "", "resume": ""},
     "log": {"samples": 0, "to": []},
     "elastic": {"max": 0},
-    "queue": {"address": ""},
+    "queue": {"address": "", "record": "off"},
+    "weights": {"every": 1, "kv": "recompute"},
+    "algorithm": {"token_staleness": {"mask": 0}},
+    "pacing": {"over_sample": 1.0},
+    "trainer": {"warmup": 0},
 }
-"""A trial writes nothing that outlives it, and runs on a server of its own."""
+"""A trial writes nothing that outlives it, runs on a server of its own, and has settings that every depth allows."""
 
 
 def run_trials(
@@ -60,6 +65,14 @@ def run_trials(
     return found
 
 
+def check_trials(job: Job, depths: Sequence[int], steps: int) -> None:
+    """Raise as the rules of jobs do if a trial at one of these depths could not run, before anything is measured."""
+    if steps < STEPS_MIN:
+        raise UsageError(f"trial_steps={steps}: a trial needs at least {STEPS_MIN} steps; 0 runs none")
+    for depth in depths:
+        trial_job(job, pacing_changes(depth), steps)
+
+
 def trial_plans(profile: Profile) -> Iterator[DevicePlan]:
     """Yield the plan of the trial at each depth (rule 1)."""
     for depth in profile.depths:
@@ -75,10 +88,10 @@ def trial_plans(profile: Profile) -> Iterator[DevicePlan]:
 def trial_job(job: Job, changes: dict[str, Any], steps: int) -> Job:
     """Return the job of a trial: `job` with the changes of a plan, `steps` steps, and nothing that outlives it."""
     values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(job))
-    values["steps"] = steps
+    values |= {"steps": steps, "reproducible": False}
     for name, lean in _LEAN.items():
         values[name] |= lean
-    for key, value in changes.items():
+    for key, value in {"engine.0.site": "", **changes}.items():
         apply(values, f'{key}="{value}"' if isinstance(value, str) else f"{key}={value}")
     return job_from_values(values)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from transferqueue.adapters.stages.reward_functions import RewardCall
 from transferqueue.workflows.job.data.prompt_data import PROMPT
 from transferqueue.workflows.job.reward_terms.function_process import FunctionProcess
 from transferqueue.workflows.job.reward_terms.reward_rows import Floats, RewardRows
@@ -30,13 +31,19 @@ class FunctionTerm:
 
     def columns(self, rows: RewardRows) -> dict[str, list[Any]]:
         """Return the arguments of the function for these rows."""
-        call = self._call
         given: dict[str, Callable[[], list[Any]]] = {
             "prompts": lambda: rows.prompts,
             "completions": lambda: rows.completions,
             "completion_ids": lambda: [ids.tolist() for ids in rows.response_ids],
         }
-        has = rows.data[0].keys() - {PROMPT}
-        names = [*call.wants, *(name for name in call.takes if name in has), *(has if call.takes_all else ())]
-        columns = {name: [data.get(name) for data in rows.data] for name in dict.fromkeys(names)}
-        return columns | {name: make() for name, make in given.items() if call.takes_all or name in call.given}
+        return arguments(self._call, rows.data, given)
+
+
+def arguments(
+    call: RewardCall, data: Sequence[Mapping[str, Any]], given: Mapping[str, Callable[[], list[Any]]]
+) -> dict[str, list[Any]]:
+    """Return the arguments of a function for rows. data: values of column ``data``. given: makes those of `GIVEN`."""
+    has = data[0].keys() - {PROMPT}
+    names = [*call.wants, *(name for name in call.takes if name in has), *(has if call.takes_all else ())]
+    columns = {name: [row.get(name) for row in data] for name in dict.fromkeys(names)}
+    return columns | {name: make() for name, make in given.items() if call.takes_all or name in call.given}

@@ -21,6 +21,7 @@ from transferqueue.adapters.scoring import RewardModel, load_classifier
 from transferqueue.adapters.stages.reward_functions import checked_scores
 from transferqueue.errors import UsageError
 from transferqueue.workflows.job.data.tokenizer import Message, TextTokenizer, load_tokenizer, render
+from transferqueue.workflows.job.devices.repeat import repeat_bits
 from transferqueue.workflows.job.reward_terms.reward_rows import Floats, RewardRows
 from transferqueue.workflows.job.settings.job import Job, ModelSettings, RewardSettings
 from transferqueue.workflows.job.settings.sizes import pass_tokens
@@ -34,6 +35,7 @@ class ModelTerm:
     """The scores of a reward model. Loads it at once; raises as `load_classifier` and `load_tokenizer` do."""
 
     def __init__(self, settings: RewardSettings, job: Job, tokenizer: TextTokenizer) -> None:
+        repeat_bits(job)
         self._path = settings.model
         self._model = RewardModel(
             load_classifier(settings.model, dtype=job.model.dtype, trust_remote_code=job.model.trust_remote_code),

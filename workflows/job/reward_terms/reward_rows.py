@@ -45,11 +45,8 @@ class RewardRows:
 
     @cached_property
     def completions(self) -> list[Any]:
-        """Responses in the form of the prompt: a text, or a list with one message of the assistant."""
-        return [
-            [{"role": "assistant", "content": text}] if isinstance(prompt, list) else text
-            for prompt, text in zip(self.prompts, self.texts, strict=True)
-        ]
+        """Responses in the form of their prompts."""
+        return [completion(prompt, text) for prompt, text in zip(self.prompts, self.texts, strict=True)]
 
     def only(self, at: int) -> RewardRows:
         """Return one row."""
@@ -65,6 +62,11 @@ class RewardRows:
     def described(self, at: int) -> str:
         """Return a row for a message: its id, prompt and completion, shortened."""
         return f"row {self.ids[at]}, {described_row(self.prompts[at], self.completions[at])}"
+
+
+def completion(prompt: Any, text: str) -> Any:
+    """Return a response in the form of the prompt: a text, or a list with one message of the assistant."""
+    return [{"role": "assistant", "content": text}] if isinstance(prompt, list) else text
 
 
 class RewardTerm(Protocol):

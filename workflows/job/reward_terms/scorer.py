@@ -62,7 +62,7 @@ class RewardScorer:
 
     def __init__(self, job: Job, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._settings = [reward for reward in job.reward if not reward.environment]
+        self._settings = list(job.reward)
         with ExitStack() as opened:
             self._terms = [
                 _term(settings, f"reward.{at}", job, tokenizer, opened) for at, settings in enumerate(self._settings)

@@ -1,24 +1,27 @@
-"""Tries the reward functions of a job on a row before anything starts, in a process of its own: a function that hangs
-or crashes ends that alone."""
+"""Tries the reward functions and the environments of a job on a row before anything starts, in the processes that a run
+has them in: one that hangs or crashes ends that alone."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import closing
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
 
 import msgspec
 import numpy as np
 
 from transferqueue.adapters.protocols import Ids
-from transferqueue.adapters.stages.reward_functions import RewardFailed, load_callable
+from transferqueue.adapters.stages.reward_functions import RewardFailed
 from transferqueue.workflows.job.data.sequence import NumberedPrompt
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer
+from transferqueue.workflows.job.reward_terms.environment_call import CallFailed
+from transferqueue.workflows.job.reward_terms.environment_host import EnvironmentHost
 from transferqueue.workflows.job.reward_terms.function_process import FunctionProcess
 from transferqueue.workflows.job.reward_terms.functions import FunctionTerm
 from transferqueue.workflows.job.reward_terms.reward_rows import RewardRows
-from transferqueue.workflows.job.settings.job import Job, RewardSettings
+from transferqueue.workflows.job.settings.environment_factories import environments_of
+from transferqueue.workflows.job.settings.job import EnvironmentSettings, Job, RewardSettings
 
 COMPLETION: Final = "42"
 """The answer of the dummy rows."""
@@ -48,65 +51,61 @@ def try_rewards(job: Job, prompts: list[NumberedPrompt], tokenizer: TextTokenize
     """Call each reward function with a response "42" to each of these prompts, and take one such turn in each
     environment.
 
-    Blocks while a module is imported and called: at most `function_process.START_S` and the function's ``timeout_s``.
+    Blocks while a module is imported and called: at most `piped_process.START_S` and the function's ``timeout_s``.
     Raises `RewardFailed` if a function or an environment raises, hangs or gives no score (unless its rows may be
     dropped), and what `load_reward` raises.
     """
-    return [
-        _tried(settings, f"reward.{at}", _dummy_rows(prompts, tokenizer))
+    rows = _dummy_rows(prompts, tokenizer)
+    functions = [
+        _tried(settings.function, settings, rows, partial(_scores, settings, f"reward.{at}", rows))
         for at, settings in enumerate(job.reward)
-        if settings.function or settings.environment
+        if settings.function
+    ]
+    return functions + [
+        _tried(name, each, mine, partial(_first_turns, each, f"environment.{at}", mine))
+        for at, (name, each) in enumerate(environments_of(job).items())
+        if len(mine := _dummy_rows([one for one in prompts if one.environment in ("", name)], tokenizer))
     ]
 
 
-def _tried(settings: RewardSettings, key: str, rows: RewardRows) -> RewardTrial:
-    named = settings.function or f"{__name__}:{FirstTurns.__name__}"
-    args = settings.args if settings.function else {"environment": settings.environment, "args": settings.args}
-    name = settings.function or settings.environment
-    with FunctionProcess(named, args, timeout_s=settings.timeout_s, key=key) as process:
-        term = FunctionTerm(process)
-        started = time.monotonic()
-        try:
-            scores = term.scores(rows) if settings.function else process.scores(_episodes(rows), len(rows))
-        except RewardFailed as failure:
-            if settings.on_error == "stop":
-                text = f"{failure}; it was tried with {rows.described(0)}"
-                raise RewardFailed(text, name=name) from failure
-            return RewardTrial(name=name, failure=str(failure))
+def _tried(
+    name: str,
+    settings: RewardSettings | EnvironmentSettings,
+    rows: RewardRows,
+    score: Callable[[], tuple[Sequence[float], float]],
+) -> RewardTrial:
+    try:
+        scores, seconds = score()
+    except (RewardFailed, CallFailed) as failure:
+        text = f"environment {name}: {failure}" if isinstance(failure, CallFailed) else str(failure)
+        if settings.on_error == "stop":
+            raise RewardFailed(f"{text}; it was tried with {rows.described(0)}", name=name) from failure
+        return RewardTrial(name=name, failure=text)
     return RewardTrial(
         name=name,
         scores=[None if np.isnan(score) else float(score) for score in scores],
-        seconds=time.monotonic() - started,
-        environment=bool(settings.environment),
+        seconds=seconds,
+        environment=isinstance(settings, EnvironmentSettings),
     )
 
 
-def _episodes(rows: RewardRows) -> dict[str, list[Any]]:
-    return {"completions": [COMPLETION] * len(rows), "episodes": [dict(data) for data in rows.data]}
+def _scores(settings: RewardSettings, key: str, rows: RewardRows) -> tuple[Sequence[float], float]:
+    """Return what a function gives the rows, and the seconds that it took."""
+    with FunctionProcess(settings.function, settings.args, timeout_s=settings.timeout_s, key=key) as process:
+        term, started = FunctionTerm(process), time.monotonic()
+        return term.scores(rows).tolist(), time.monotonic() - started
 
 
-class FirstTurns:
-    """The first turn of episodes of an environment, as a reward function: `environment` names its factory."""
-
-    def __init__(self, environment: str, args: dict[str, Any]) -> None:
-        self._name, self._args = environment, args
-        self._make = load_callable(environment, "reward.environment")
-
-    def __call__(self, completions: Sequence[str], episodes: Sequence[dict[str, Any]]) -> Sequence[float]:
-        """Return the reward of the first turn of each episode. Raises `RewardFailed` for an environment that raises."""
-        doing, rewards = "made", []
-        try:
-            for number, (completion, options) in enumerate(zip(completions, episodes, strict=True)):
-                doing = "made"
-                with closing(self._make(**self._args)) as environment:
-                    doing = "reset"
-                    environment.reset(seed=number, options=options)
-                    doing = "stepped"
-                    rewards.append(float(environment.step(completion)[1]))
-        except Exception as error:
-            text = f"environment {self._name} raised {type(error).__name__} when it was {doing}: {error}"
-            raise RewardFailed(text, name=self._name) from error
-        return rewards
+def _first_turns(settings: EnvironmentSettings, key: str, rows: RewardRows) -> tuple[Sequence[float], float]:
+    """Return the rewards of a first turn for each row, and the seconds that they took."""
+    rewards: list[float] = []
+    with EnvironmentHost.of(settings, key) as host:
+        started = time.monotonic()
+        for number, data in enumerate(rows.data):
+            with host.open(time.monotonic() + settings.episode_s) as environment:
+                environment.reset(seed=number, options=dict(data))
+                rewards.append(float(environment.step(COMPLETION)[1]))
+        return rewards, time.monotonic() - started
 
 
 def _dummy_rows(prompts: list[NumberedPrompt], tokenizer: TextTokenizer) -> RewardRows:

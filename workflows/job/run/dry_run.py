@@ -15,8 +15,9 @@ from transferqueue.workflows.job.data.sequence import PromptSequence
 from transferqueue.workflows.job.devices.placement import FoundDevice
 from transferqueue.workflows.job.graph import pacing, stage_jobs, stages
 from transferqueue.workflows.job.reward_terms.trials import RewardTrial, try_rewards
+from transferqueue.workflows.job.run.machine import thread_line
 from transferqueue.workflows.job.run.on_ray import node_lines
-from transferqueue.workflows.job.run.preflight import JobBytes, bytes_of, placement_of, preflight
+from transferqueue.workflows.job.run.preflight import JobBytes, bytes_of, counted_models, placement_of, preflight
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import batch_rows, gib, row_bytes, rows_kept
 from transferqueue.workflows.job.settings.write import job_as_toml
@@ -46,8 +47,9 @@ class ShownTask(msgspec.Struct, frozen=True, kw_only=True):
 
 class DryRun(msgspec.Struct, frozen=True, kw_only=True):
     """The dry run's result. job: the resolved file. rows_ahead, rows_kept: most live rows, before the trainer and in
-    all. Bytes are upper bounds. devices: the processes with a model on each GPU, and their bytes, a line for each; on
-    Ray a line for each node too."""
+    all. Bytes are upper bounds. devices: the processes with a model on each GPU, and their bytes, a line for each; a
+    line for each model whose parameters are an estimate; on Ray a line for each node, elsewhere one with the threads of
+    the processes."""
 
     job: str
     prompts: list[ShownPrompt]
@@ -121,7 +123,11 @@ def dry_run(job: Job, *, code: Path | None = None, devices: Sequence[FoundDevice
         row_bytes_total=held.rows,
         weight_bytes=held.weights,
         memory_bytes=held.memory,
-        devices=[*placement.lines(), *(node_lines(job) if job.on == "ray" else [])],
+        devices=[
+            *placement.lines(),
+            *counted_models(job),
+            *(node_lines(job) if job.on == "ray" else [thread_line(job, placement, processes.total())]),
+        ],
     )
 
 

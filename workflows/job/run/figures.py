@@ -1,5 +1,5 @@
 """The figures of a run's steps: name, unit, meaning, how each is made, and the rule of thumb that says when it shows
-trouble.
+trouble; and those of its evaluations, which have no rules.
 
 Everything that shows a step reads this description: ``steps.jsonl`` and the loggers (all figures), the curves of the
 page, ``learning.png`` and the summary (those with `StepFigure.curve`), the warnings, and the tables of the reference
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
+from transferqueue.workflows.job.reward_terms.term_names import term_names
 from transferqueue.workflows.job.settings.job import Job
 
 Step = Mapping[str, Any]
@@ -39,6 +40,7 @@ MOVEMENT_MAX: Final = 0.5
 CLIPPED_MAX: Final = 0.3
 ENTROPY_SHARE_MIN: Final = 0.05
 DROPPED_MAX: Final = 0.1
+PREFILLED_MAX: Final = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +109,8 @@ def _equal_rewards(at: Judged) -> str:
 
 
 def _dead_term(at: Judged) -> str:
-    if at.value or at.step.get("rows", 0) < 2:
+    weights = dict(zip(term_names(at.job), (term.weight for term in at.job.environment or at.job.reward), strict=False))
+    if at.value or at.step.get("rows", 0) < 2 or weights.get(at.part) == 0:
         return ""
     return f"reward term {at.part} is {at.step[f'reward/{at.part}']:g} in every row"
 
@@ -174,6 +177,13 @@ def _dropped(at: Judged) -> str:
     return f"{at.value:,.0f} rows were dropped ({at.part}) while {rows:,.0f} were trained"
 
 
+def _prefilled(at: Judged) -> str:
+    drawn = float(at.step.get("length_mean") or 0.0) * float(at.step.get("rows") or 0.0)
+    if not drawn or at.value <= PREFILLED_MAX * drawn:
+        return ""
+    return f"engines read {at.value:,.0f} tokens again because weights changed, while {drawn:,.0f} were trained"
+
+
 _TRAINER: Final = "trainer"
 _PER_DRAWN: Final = "trainer: mean over the tokens of the loss, of several updates their mean"
 _PER_ROW: Final = "trainer: over the step's rows"
@@ -197,7 +207,7 @@ FIGURES: Final[tuple[StepFigure, ...]] = (
         rule=Rule(
             about="0, where rows have no groups",
             breaks=_equal_rewards,
-            remedy="they teach nothing; see the rewards in samples.jsonl",
+            remedy="they teach nothing; see the rewards by `transferqueue samples`",
         ),
     ),
     StepFigure(
@@ -224,10 +234,16 @@ FIGURES: Final[tuple[StepFigure, ...]] = (
         meaning="Standard deviation of its scores.",
         made=_PER_ROW,
         rule=Rule(
-            about="0: every row has the same score",
+            about="0, of a term with a weight: every row has the same score",
             breaks=_dead_term,
-            remedy="it teaches nothing; see its scores in samples.jsonl, and what it looks for",
+            remedy="it teaches nothing; see its scores by `transferqueue samples`, and what it looks for",
         ),
+    ),
+    StepFigure(
+        name="reward_share/",
+        unit="share",
+        meaning="Share of the rows to which the term applies; of several environments, of the rows that one played.",
+        made=_PER_ROW,
     ),
     StepFigure(name="length_mean", unit="tokens", meaning="Mean length of a response.", made=_PER_ROW, curve=True),
     StepFigure(name="length_p50", unit="tokens", meaning="Median length.", made=_PER_ROW),
@@ -242,7 +258,7 @@ FIGURES: Final[tuple[StepFigure, ...]] = (
         rule=Rule(
             about=f"above {TRUNCATED_MAX:g}",
             breaks=_truncated,
-            remedy="raise it, or see in samples.jsonl whether responses end at all",
+            remedy="raise it, or see by `transferqueue samples` whether responses end at all",
             patience=1,
         ),
     ),
@@ -288,7 +304,8 @@ FIGURES: Final[tuple[StepFigure, ...]] = (
         rule=Rule(
             about=f"above {CLIPPED_MAX:g}, together with `clipped_high`",
             breaks=_clipped,
-            remedy="they teach nothing more; lower trainer.lr, or take fewer updates a step",
+            remedy="they teach nothing more; lower trainer.lr, take fewer updates a step, or where rows are stale set "
+            'algorithm.old="trainer"',
         ),
     ),
     StepFigure(
@@ -329,6 +346,12 @@ FIGURES: Final[tuple[StepFigure, ...]] = (
         name="own_tokens",
         unit="tokens",
         meaning="Of `tokens`, those that the engine drew with the version that the trainer has.",
+        made="trainer: by `token_versions`",
+    ),
+    StepFigure(
+        name="stale_tokens",
+        unit="tokens",
+        meaning="Tokens that `algorithm.token_staleness` left out of the loss.",
         made="trainer: by `token_versions`",
     ),
     StepFigure(name="gradient_norm", meaning="Norm of the gradient before clipping.", made=_TRAINER, curve=True),
@@ -411,6 +434,31 @@ FIGURES: Final[tuple[StepFigure, ...]] = (
         ),
     ),
     StepFigure(
+        name="retried/",
+        unit="episodes",
+        meaning="Episodes of environments that failed for a cause, and were tried again or replaced.",
+        made="run: reports of the generating processes, since the step before",
+    ),
+    StepFigure(
+        name="failure_rate/",
+        unit="share",
+        meaning="Share of the tries of rows that failed for a cause: those that were dropped, tried again or replaced.",
+        made="run: `dropped/` and `retried/`, over these and the rows of the step",
+        curve=True,
+    ),
+    StepFigure(
+        name="prefilled_again",
+        unit="tokens",
+        meaning="Tokens of running rows that engines in these processes read again because weights changed.",
+        made="run: reports of the generating processes, since the step before",
+        curve=True,
+        rule=Rule(
+            about=f"above {PREFILLED_MAX:g} of the tokens of the step's responses",
+            breaks=_prefilled,
+            remedy='set weights.kv = "salt", which keeps their caches, or raise weights.every',
+        ),
+    ),
+    StepFigure(
         name="queue_age_s/",
         unit="s",
         meaning="Age of the next row of a task; null: none waits.",
@@ -418,6 +466,41 @@ FIGURES: Final[tuple[StepFigure, ...]] = (
     ),
 )
 """All figures of a step, in the order in which they are shown."""
+_SCORED: Final = "jobs with rewards"
+_DRAWN: Final = "jobs that generate"
+HELD_OUT_FIGURES: Final[tuple[StepFigure, ...]] = (
+    StepFigure(name="when", meaning="`before` the first step, `during` the run, or `after` the last step.", made="all"),
+    StepFigure(
+        name="step",
+        meaning="Step after which the trainer asked for it; its weights are those of `version`.",
+        made="all",
+    ),
+    StepFigure(name="version", meaning="Version of the weights.", made="all"),
+    StepFigure(
+        name="asked_version",
+        meaning="Version that the trainer asked for; only where a newer one was evaluated, since it was freed.",
+        made="all",
+    ),
+    StepFigure(name="rows", unit="rows", meaning="Responses, or episodes, of the means below.", made="all"),
+    StepFigure(name="reward", meaning="Mean reward.", made=_SCORED),
+    StepFigure(name="reward/", meaning="Mean score of a reward term, before its weight.", made=_SCORED),
+    StepFigure(
+        name="pass@",
+        meaning="Probability that one of k responses to a prompt passes, by `evaluation.pass_at` and `pass_reward`.",
+        made=_SCORED,
+    ),
+    StepFigure(name="failed", unit="rows", meaning="Rows that are left out, since their reward failed.", made=_SCORED),
+    StepFigure(
+        name="kl", unit="nats", meaning="Divergence from the teacher, a token; lower is better.", made="`distill`"
+    ),
+    StepFigure(
+        name="loss", unit="nats", meaning="−log-prob of a token of held-out responses; lower is better.", made="`sft`"
+    ),
+    StepFigure(name="tokens", unit="tokens", meaning="Mean length of a response, or of an episode.", made=_DRAWN),
+    StepFigure(name="ended", unit="share", meaning="Share of responses that drew an end token.", made=_DRAWN),
+    StepFigure(name="turns", meaning="Mean number of turns of an episode.", made="environments"),
+)
+"""All figures of an evaluation. A further set of prompts has the same, after its name: ``aime/reward``."""
 _BY_NAME: Final = {figure.name: figure for figure in FIGURES}
 
 

@@ -7,11 +7,14 @@
       plan.toml          the plan that it was changed by, if any
       run.json           when it began, with which versions, how often it was started
       logs/              output of each process; server.log is that of the queue
-      steps.jsonl  warnings.jsonl  evaluations.jsonl  samples.jsonl                  written meanwhile, and
+      steps.jsonl  warnings.jsonl  evaluations.jsonl                                 written meanwhile, and
       failed_rows.jsonl  restarts.jsonl
+      step_rows.jsonl    the rows of each step in their order, for transferqueue replay
+      samples.jsonl      responses as text, of a job that does not record its rows
       dispatch.jsonl  ranker.jsonl  elastic.jsonl                                    where a job has them
       checkpoints/       of the trainer, each a model directory too
       first-prompt       of a run that was lengthened: where its table begins in the data
+      rows/              recorded rows, by table and step (`queue.record`)
       state/ snapshots/  of the queue, until the run is finished or discarded; runtime names the directory of its socket
       model/  summary.json  summary.txt  timeline.json  learning.png      written at the end
 """
@@ -23,7 +26,7 @@ import platform
 import shutil
 import tomllib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,6 +36,7 @@ import msgspec
 
 from transferqueue.errors import AddressInUse, NotFound, UsageError
 from transferqueue.transport import FileLock
+from transferqueue.wire.versions import VERSION
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.run_files import (
     CHECKPOINTS,
@@ -125,7 +129,7 @@ class RunFolder:
         start = RunStart(
             began=datetime.now(UTC).isoformat(timespec="seconds"),
             python=platform.python_version(),
-            packages=dict(_installed()),
+            packages=installed_packages(),
             code="" if code is None else str(code.absolute()),
             place=str(Path.cwd()),
         )
@@ -179,7 +183,8 @@ class RunFolder:
         newest, again = self.checkpoint(job), ""
         if newest is not None:
             if trained > newest:
-                again = f"; steps {newest + 1} to {trained} are trained again"
+                many = f"steps {newest + 1} to {trained} are" if trained > newest + 1 else f"step {trained} is"
+                again = f"; {many} trained again"
             return f"after step {newest} of {job.steps}, that of its newest checkpoint{again}"
         if not job.checkpoint.every:
             return "with the newest weights of its queue, since checkpoint.every=0 writes no checkpoint"
@@ -202,6 +207,13 @@ class RunFolder:
         for change in changes:
             apply(values, change)
         return job_from_values(values)
+
+    @contextmanager
+    def at_its_place(self) -> Iterator[None]:
+        """Work in the directory that the paths of the job are relative to, until the block ends."""
+        starts = self.starts()
+        with chdir(starts[-1].place) if starts and Path(starts[-1].place).is_dir() else nullcontext():
+            yield
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -271,12 +283,13 @@ def _prompts_trained(checkpoint: Path, job: Job) -> int:
     return places if defaults_of(job.algorithm.kind).compares else -(-places // group_rows(job))
 
 
-def _installed() -> Iterator[tuple[str, str]]:
+def installed_packages() -> dict[str, str]:
+    """Return the versions of the packages that a run computes with, and of this one."""
+    found = {"transferqueue": VERSION}
     for package in _PACKAGES:
-        try:
-            yield package, version(package)
-        except PackageNotFoundError:
-            continue
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def _replace(path: Path, text: str) -> None:

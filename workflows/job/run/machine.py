@@ -1,4 +1,5 @@
-"""What this machine has for a job: packages of its engines and loggers, and GPUs. Looked at before the start."""
+"""What this machine has for a job: packages of its engines, environments and loggers, and GPUs. Looked at before the
+start."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Final
 
 from transferqueue.errors import UsageError
 from transferqueue.lazy import install_line
+from transferqueue.workflows.flow.flow import threads_of_any
 from transferqueue.workflows.job.devices.cores import THREADS, threads
 from transferqueue.workflows.job.devices.placement import VISIBLE, FoundDevice, Placement
 from transferqueue.workflows.job.settings.job import EngineKind, Job
@@ -28,8 +30,8 @@ _QUERY: Final = ("--query-gpu=index,uuid,memory.total,memory.free", "--format=cs
 
 
 def check_packages(job: Job) -> None:
-    """Raise `UsageError` if a package of an engine or a logger of the job, or Ray, is not installed. Imports
-    nothing."""
+    """Raise `UsageError` if a package of an engine, an environment or a logger of the job, or Ray, is not installed.
+    Imports nothing."""
     if job.on == "ray" and find_spec("ray") is None:
         raise UsageError(f'on="ray" needs ray, which is not installed here: {install_line("ray")}')
     for place, engine in enumerate(job.engine if job.algorithm.kind != "sft" else ()):
@@ -38,6 +40,12 @@ def check_packages(job: Job) -> None:
             raise UsageError(
                 f'engine.{place}.kind="{engine.kind}" needs {module}, which is not installed here: '
                 f"{install_line(extra)}, or set another kind"
+            )
+    for place, environment in enumerate(job.environment):
+        if environment.url and find_spec("aiohttp") is None:
+            raise UsageError(
+                f"environment.{place}.url={environment.url!r} needs aiohttp, which is not installed here: "
+                f"{install_line('http')}"
             )
     for logger in job.log.to:
         package = _LOGGER_PACKAGES.get(logger, "")
@@ -80,13 +88,22 @@ def _unlisted(why: str) -> UsageError:
 
 
 def process_variables(job: Job, placement: Placement) -> dict[str, dict[str, str]]:
-    """Return the variables of each process of the map, by label: its GPUs, and its threads unless ``OMP_NUM_THREADS``
-    is set."""
+    """Return the variables of each process of the map, by label: its GPUs, and its threads unless the job or
+    ``OMP_NUM_THREADS`` says those of all processes."""
     variables = placement.environments()
-    if THREADS not in os.environ:
+    if not job.threads and THREADS not in os.environ:
         for label, of_process in threads(placement.processes, job, len(os.sched_getaffinity(0))).items():
             variables[label] = variables.get(label, {}) | of_process
     return variables
+
+
+def thread_line(job: Job, placement: Placement, processes: int) -> str:
+    """Return how many threads each of so many processes has, for people."""
+    if fixed := str(job.threads or os.environ.get(THREADS, "")):
+        return f"threads: {fixed} in each process{'' if job.threads else f' ({THREADS})'}"
+    found = process_variables(job, placement)
+    shares = [f"{label} {of[THREADS]}" for label, of in found.items() if THREADS in of]
+    return f"threads: {', '.join([*shares, f'of any other process {threads_of_any(processes)}'])}"
 
 
 def devices_of(text: str, visible: str | None) -> list[FoundDevice]:

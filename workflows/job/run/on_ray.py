@@ -110,16 +110,20 @@ def _paths(environment: Mapping[str, str]) -> str:
 def actor_options(
     job: Job, processes: Sequence[StageJob], gpus: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Return the options of each process's actor. gpus: those of `reserved`, by label. Raises `UsageError` for
-    a name in `ray.options` that is no task or process of the job.
-    """
+    """Return the options of each process's actor. gpus: those of `reserved`, by label. Raises as `check_options`
+    does."""
+    check_options(job, processes)
+    labels = [*(process.label for process in processes), *gpus]
+    return {label: {**ANYWHERE, **_said(job, label), **gpus.get(label, {})} for label in labels}
+
+
+def check_options(job: Job, processes: Sequence[StageJob]) -> None:
+    """Raise `UsageError` for a name in `ray.options` that is no task or process of the job."""
     known = {process.name for process in processes} | {process.label for process in processes}
     if unknown := [name for name in job.ray.options if name not in known]:
         raise UsageError(
             f"ray.options.{unknown[0]}: the job has no such task or process; it has {listing(sorted(known))}"
         )
-    labels = [*(process.label for process in processes), *gpus]
-    return {label: {**ANYWHERE, **_said(job, label), **gpus.get(label, {})} for label in labels}
 
 
 def is_placed_by_options(job: Job, process: StageJob) -> bool:
@@ -148,9 +152,11 @@ def node_lines(job: Job) -> list[str]:
     lines = []
     for node in _nodes(ray):
         is_here, resources = node["NodeID"] == here, node["Resources"]
-        has = f"{resources.get('CPU', 0):g} cores, {gib(int(resources.get('memory', 0)))}"
+        memory = int(resources.get("memory", 0))
+        has = f"{resources.get('CPU', 0):g} cores, {gib(memory)}"
         gpus = f", {counted(_gpus(node), 'GPU')}" if _gpus(node) else ""
-        held = f"{'the server' if is_here else 'a shard'}, up to {gib(int(most[is_here] * GIB))}"
+        takes = int(most[is_here] * GIB)
+        held = f"{'the server' if is_here else 'a shard'}, up to {gib(takes)}{', more than it has' * (takes > memory)}"
         lines.append(f"node {node['NodeManagerAddress']} {node['NodeID'][:8]} ({has}{gpus}): {held}")
     return lines
 

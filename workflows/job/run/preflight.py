@@ -6,30 +6,41 @@ Rules that need no file: `transferqueue.workflows.job.settings.rules`.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 import transferqueue as tq
+from transferqueue.adapters.builtin import is_builtin
 from transferqueue.adapters.stages.reward_functions import load_callable
-from transferqueue.errors import Impossible, NotFound, PeerError, Unreachable, listing
+from transferqueue.errors import Impossible, NotFound, PeerError, Unreachable, UsageError, listing
 from transferqueue.workflows.job.data.prompt_data import PromptData, open_all
-from transferqueue.workflows.job.data.tokenizer import TextTokenizer
+from transferqueue.workflows.job.data.tokenizer import TextTokenizer, class_environment, revision_of
+from transferqueue.workflows.job.devices.cores import THREADS
 from transferqueue.workflows.job.devices.device_bytes import NUMBER_BYTES
-from transferqueue.workflows.job.devices.model_sizes import layer_names, model_sizes, positions_of
+from transferqueue.workflows.job.devices.model_sizes import (
+    is_model_id,
+    layer_names,
+    model_sizes,
+    positions_of,
+    why_not_in_hub,
+)
 from transferqueue.workflows.job.devices.placement import FoundDevice, Placement, device_map
+from transferqueue.workflows.job.devices.repeat import REPEATING
 from transferqueue.workflows.job.graph import stage_jobs
 from transferqueue.workflows.job.run.machine import check_packages, found_devices
-from transferqueue.workflows.job.run.on_ray import cluster_devices, is_placed_by_options
+from transferqueue.workflows.job.run.on_ray import check_options, cluster_devices, is_placed_by_options
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.rules import LOGGERS
 from transferqueue.workflows.job.settings.sizes import GIB, gib, row_bytes, rows_kept, tokens_of_row, versions_kept
 from transferqueue.workflows.job.stages.rollout import stop_id
 
 QUEUE_S: Final = 10.0
-"""Longest wait for the server of ``queue.address`` to answer."""
+"""Longest wait for the server of ``queue.address``, or of an engine, to answer."""
 _CONFIG: Final = "config.json"
 
 
@@ -62,10 +73,13 @@ def preflight(job: Job, *, code: Path | None = None) -> PromptData:
         check_model(key, path)
         if not key.startswith("reward"):  # their tokens are their own
             check_positions(job, key, path)
+    _check_builtin(job)
     _check_targets(job)
     for key, named in _names(job):
         if named:
             load_callable(named, key)
+    for key, path in _models(job):
+        check_id(key, path, _revision(job, path))
     _check_resume(job.checkpoint.resume)
     data, held_out = open_all(job)
     for opened in (data, *held_out):
@@ -82,11 +96,26 @@ def placement_of(job: Job, *, site: str = "", devices: Sequence[FoundDevice] | N
     machine, or with ``on = "ray"`` those of the cluster, which this process joins. A process for which ``ray.options``
     says where it is to be is not placed. Raises as `device_map` and `found_devices` do.
     """
+    if job.on == "ray":
+        check_options(job, stage_jobs(job, site=site))
     if devices is None:
         devices = cluster_devices() if job.on == "ray" else found_devices()
     processes = [process for process in stage_jobs(job, site=site) if not is_placed_by_options(job, process)]
     sizes = {path: model_sizes(path, _revision(job, path)) for _, path in _models(job)}
     return device_map(job, processes, devices, sizes)
+
+
+def counted_models(job: Job) -> list[str]:
+    """Return the models whose parameters are an estimate, a line for people for each."""
+    lines = []
+    for key, path in _models(job):
+        sizes = model_sizes(path, _revision(job, path))
+        if sizes is not None and sizes.is_counted:
+            lines.append(
+                f"{key}={path!r}: about {sizes.parameters:,} parameters, counted from its config.json as those of a "
+                "decoder of Llama's form"
+            )
+    return lines
 
 
 def check_queue(address: str) -> None:
@@ -101,6 +130,33 @@ def check_queue(address: str) -> None:
             f'queue.address="{address}": {error}; start a server there (transferqueue serve), or leave it out: the run '
             "then starts its own"
         ) from error
+
+
+def check_servers(job: Job) -> None:
+    """Raise `Unreachable` if nothing accepts connections at the `url` of an engine or an environment. Those of other
+    sites, and of a cluster, are asked there."""
+    for key, url in _servers(job):
+        address = urlsplit(url)
+        try:
+            port = address.port or (443 if address.scheme in ("https", "wss") else 80)
+            socket.create_connection((address.hostname or "", port), QUEUE_S).close()
+        except (OSError, ValueError) as error:
+            raise Unreachable(
+                f"{key}.url={url!r}: nothing accepts connections there: {error}; start the server, or give the address "
+                "of one that runs"
+            ) from error
+
+
+def _servers(job: Job) -> Iterator[tuple[str, str]]:
+    """Yield the servers that processes on this machine use, by their tables."""
+    is_asked = job.algorithm.kind != "sft" and job.on != "ray"
+    here = {f"engine.{at}": engine for at, engine in enumerate(job.engine) if is_asked and not engine.site}
+    for key, engine in here.items():
+        if engine.url:
+            yield key, engine.url
+    for place, environment in enumerate(job.environment if here else ()):
+        if environment.url:
+            yield f"environment.{place}", environment.url
 
 
 def _check_resume(path: str) -> None:
@@ -120,9 +176,11 @@ def _names(job: Job) -> Iterator[tuple[str, str]]:
     """Yield what the job names by text to be imported, by its key. It is checked before what takes longer."""
     for place, name in enumerate(job.log.to):
         yield f"log.to.{place}", "" if name in LOGGERS else name
-    for place, reward in enumerate(job.reward):
+    for reward in job.reward:
         yield "reward.function", reward.function
-        yield f"reward.{place}.environment", reward.environment
+    for place, environment in enumerate(job.environment):
+        for key in ("factory", "function", "agent"):
+            yield f"environment.{place}.{key}", getattr(environment, key)
     for place, engine in enumerate(job.engine):
         yield f"engine.{place}.factory", engine.factory
 
@@ -132,6 +190,19 @@ def import_from(code: Path | None) -> None:
     for folder in (Path.cwd(), code):
         if folder is not None and str(folder.absolute()) not in sys.path:
             sys.path.insert(0, str(folder.absolute()))
+
+
+def shared_variables(job: Job, tokenizer: TextTokenizer, code: Path | None) -> dict[str, str]:
+    """Return the variables of all processes of a job.
+
+    tokenizer: of the job. code: as of `importable`.
+    """
+    variables = importable(code) | class_environment(job.model, tokenizer)
+    if job.reproducible:
+        variables |= REPEATING
+    if job.threads:
+        variables[THREADS] = str(job.threads)
+    return variables
 
 
 def importable(code: Path | None) -> dict[str, str]:
@@ -147,9 +218,18 @@ def check_model(key: str, path: str) -> None:
     folder = Path(path).expanduser()
     if folder.is_dir() and not (folder / _CONFIG).is_file():
         raise NotFound(f"{key}={path!r}: the directory has no {_CONFIG}; give one that save_pretrained wrote")
-    looks_like_path = path.startswith((".", "/", "~")) or (len(folder.parts) > 1 and folder.parent.is_dir())
-    if looks_like_path and not folder.is_dir():
+    if not folder.is_dir() and not is_model_id(path):
         raise NotFound(f"{key}={path!r}: there is no such directory")
+
+
+def check_id(key: str, path: str, revision: str = "") -> None:
+    """Raise `NotFound` for an id, in a revision, that neither the hub nor its cache has. Blocks while the hub is asked,
+    a few seconds at most."""
+    if why := why_not_in_hub(path, revision):
+        raise NotFound(
+            f"{key}={path!r}: there is no such directory, and the hub and its cache have no such model ({why}); give "
+            "the directory of a model, the folder of a run, or an id of the hub"
+        )
 
 
 def check_positions(job: Job, key: str, path: str) -> None:
@@ -162,6 +242,16 @@ def check_positions(job: Job, key: str, path: str) -> None:
             f"sampling.tokens_max or data.prompt_tokens_max so that both are at most {positions}, or give a model with "
             "more positions"
         )
+
+
+def _check_builtin(job: Job) -> None:
+    for place, engine in enumerate(job.engine if job.algorithm.kind != "sft" else ()):
+        path = engine.model or job.model.path
+        if engine.kind == "builtin" and not is_builtin(path):
+            raise UsageError(
+                f'engine.{place}.kind="builtin" with the model {path!r}, which is no built-in one; set '
+                'kind="transformers" or "vllm"'
+            )
 
 
 def _check_targets(job: Job) -> None:
@@ -195,7 +285,7 @@ def check_memory(job: Job) -> None:
 
 
 def _revision(job: Job, path: str) -> str:
-    return job.model.revision if path == job.model.path else ""
+    return revision_of(job.model, path) or ""
 
 
 def _models(job: Job) -> Iterator[tuple[str, str]]:

@@ -24,13 +24,16 @@ from transferqueue.workflows.flow.events import PUBLISH, RESTART, WAIT, WORK, Ev
 from transferqueue.workflows.flow.loop.full_batches import ABORTED
 from transferqueue.workflows.flow.reports.chrome_trace import write_chrome_trace
 from transferqueue.workflows.flow.reports.loggers import DISPATCH, EVALUATION, RANKER, STEP
-from transferqueue.workflows.job import names
+from transferqueue.workflows.job import names, run_files
 from transferqueue.workflows.job.run.figures import described
 from transferqueue.workflows.job.run.run_warnings import RunWarning, RunWarnings
-from transferqueue.workflows.job.run_files import EVALUATIONS, STEPS, json_lines
+from transferqueue.workflows.job.run_files import EVALUATIONS, STEP_ROWS, STEPS, json_lines
 from transferqueue.workflows.job.settings.job import Job
-from transferqueue.workflows.job.stages.failed_rows import FAILED_ROWS
+from transferqueue.workflows.job.settings.sizes import records_rows
+from transferqueue.workflows.job.stages.failed_rows import FAILED_ROWS, FAILURES, RETRIED
 
+ROWS_OF_STEP: Final = "step_rows"
+"""Kind of the event with the rows of a step."""
 SAMPLES: Final = "samples"
 """Kind of the event with sample responses."""
 CHECKPOINT: Final = "checkpoint"
@@ -43,7 +46,8 @@ SPANS_MAX: Final = 200_000
 _FILES: Final = {
     STEP: STEPS,
     EVALUATION: EVALUATIONS,
-    SAMPLES: "samples.jsonl",
+    SAMPLES: run_files.SAMPLES,
+    ROWS_OF_STEP: STEP_ROWS,
     DISPATCH: "dispatch.jsonl",
     RANKER: "ranker.jsonl",
     ELASTIC: "elastic.jsonl",
@@ -77,6 +81,12 @@ class RunRecord:
         self.aborted: Counter[str] = Counter()
         """Rows that generators handed back because their batch was full (``rows``), and their ``tokens`` so far, of
         this start."""
+        self.retried: Counter[str] = Counter()
+        """Episodes that failed and were tried again, by cause, of this start."""
+        self.prefilled: Counter[str] = Counter()
+        """``tokens`` of running rows that engines read again because weights changed, of this start; empty: no engine
+        has reported any."""
+        self._counters = {ABORTED: self.aborted, RETRIED: self.retried, names.PREFILLED: self.prefilled}
         self.publish_s: list[float] = []
         self.publications: dict[str, list[dict[str, Any]]] = {}
         self.started_s = self.ended_s = 0.0
@@ -85,12 +95,18 @@ class RunRecord:
         self.warnings = self._warnings()
         self._critic: dict[str, float] = {}
         """Figures of the critic's newest step."""
+        self._retried_before: Counter[str] = Counter()
+        """Those before the last step."""
+        self._prefilled_before = 0
+        """Tokens read again before the last step."""
         self._generated_s: dict[str, float] = {}
         """Seconds that each generating process worked since the last step."""
 
     def __enter__(self) -> Self:
         for kind, name in _FILES.items():
-            self._files[kind] = (self._folder / name).open("a", encoding="utf-8")
+            if kind == (SAMPLES if records_rows(self._job) else ROWS_OF_STEP):
+                continue  # a job has either
+            self._files[kind] = _appended(self._folder / name)
         self._rewrite(STEP, self.steps.values())  # without what a killed process left of a line
         self._rewrite(EVALUATION, self.evaluations)
         return self
@@ -108,17 +124,17 @@ class RunRecord:
             self._span(label, event)
         elif isinstance(event, Failure):
             self.failures[label] += 1
-        elif event.kind == SAMPLES:
-            for sample in event.values["samples"]:
-                self._write(SAMPLES, sample)
+        elif event.kind in (SAMPLES, ROWS_OF_STEP):
+            for values in event.values.get("samples", [event.values]):
+                self._write(event.kind, values)
         elif event.kind == FAILED_ROWS:
             return [event, *self._incidents(event.kind, event.at, event.values["rows"])]
         elif event.kind == RESTART:
             return [event, *self._incidents(event.kind, event.at, [event.values])]
         elif event.kind == PUBLICATION:
             self.publications.setdefault(label, []).append(event.values)
-        elif event.kind == ABORTED:
-            self.aborted.update(event.values)
+        elif event.kind in self._counters:
+            self._counters[event.kind].update(event.values)
         elif event.kind == CHECKPOINT:
             self.checkpoints.append(int(event.values["step"]))
         elif event.kind == STEP:
@@ -136,7 +152,13 @@ class RunRecord:
         generating = self._generated_s.values()
         generated_s = sum(generating) / len(generating) if generating else 0.0
         self._generated_s = {}
-        values = completed({**event.values, "critic": self._critic}, generated_s) | {"at": event.at}
+        added: dict[str, Any] = {"critic": self._critic, "retried": dict(self.retried - self._retried_before)}
+        if self.prefilled:
+            added["prefilled_again"] = self.prefilled["tokens"] - self._prefilled_before
+            self._prefilled_before = self.prefilled["tokens"]
+        rates = {"failure_rate": failure_rates({**event.values, **added})}
+        values = completed({**event.values, **added, **rates}, generated_s) | {"at": event.at}
+        self._retried_before = self.retried.copy()
         step = int(values["step"])
         if step <= max(self.steps, default=0):
             self.steps = {each: figures for each, figures in self.steps.items() if each < step}
@@ -208,7 +230,7 @@ class RunRecord:
     def trained_s(self) -> float:
         """Seconds from the trainer's first wait for rows to its last step, of this start of the run."""
         first = self.steps[self.new_steps[0]] if self.new_steps else {}
-        begin = self.started_s or float(first.get("at", 0.0)) - float(first.get("seconds", 0.0))
+        begin = self.started_s or float(first.get("at", 0.0)) - float(first.get("step_s", 0.0))
         return max(0.0, self.ended_s - begin)
 
     def busy(self, task: str) -> float:
@@ -275,7 +297,7 @@ class RunRecord:
             partial.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
             partial.replace(path)
             self._files.pop(kind).close()
-            self._files[kind] = path.open("a", encoding="utf-8")
+            self._files[kind] = _appended(path)
 
     def _write(self, kind: str, values: Mapping[str, Any]) -> None:
         if kind in self._files:
@@ -283,8 +305,18 @@ class RunRecord:
             self._files[kind].flush()
 
 
+def _appended(path: Path) -> TextIO:
+    """Open a file for further lines, and end one that a killed process left unfinished."""
+    with path.open("ab+") as file:
+        file.seek(max(0, file.tell() - 1))
+        if file.read(1) not in (b"", b"\n"):
+            file.write(b"\n")
+    return path.open("a", encoding="utf-8")
+
+
 def _noted(warnings: RunWarnings, kind: str, incident: Mapping[str, Any]) -> list[RunWarning]:
-    return warnings.note(kind, incident["step"], incident["text"], incident.get("next", _REMEDIES[kind]))
+    remedy = incident.get("next", _REMEDIES[kind])
+    return warnings.note(kind, incident["step"], incident["text"], remedy, cause=incident.get("cause", ""))
 
 
 def completed(values: Mapping[str, Any], generated_s: float) -> dict[str, Any]:
@@ -304,6 +336,18 @@ def completed(values: Mapping[str, Any], generated_s: float) -> dict[str, Any]:
     if generated_s > 0 and "length_mean" in flat:
         flat["generation_tokens_per_s"] = flat["length_mean"] * flat["rows"] / generated_s
     return {name: None if _is_not_finite(value) else value for name, value in flat.items()}
+
+
+def failure_rates(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return by cause the share of the tries of a step's rows that failed for their reward or environment.
+
+    >>> failure_rates({"rows": 8, "dropped": {"environment_died": 1, "stale": 3}, "retried": {"environment_died": 1}})
+    {'environment_died': 0.2}
+    """
+    dropped = {cause: rows for cause, rows in values.get("dropped", {}).items() if cause.partition("/")[0] in FAILURES}
+    failed = Counter(dropped) + Counter(values.get("retried", {}))
+    tries = values.get("rows", 0) + failed.total()
+    return {cause: round(count / tries, 6) for cause, count in sorted(failed.items())}
 
 
 def critic_figures(values: Mapping[str, float]) -> dict[str, float]:

@@ -26,10 +26,9 @@ from transferqueue.errors import UsageError, listing
 from transferqueue.weights import RelayProcess
 from transferqueue.workflows.flow.flow import Flow, Observe
 from transferqueue.workflows.job import names
-from transferqueue.workflows.job.data.tokenizer import class_environment
 from transferqueue.workflows.job.graph import stage_jobs
 from transferqueue.workflows.job.run.machine import process_variables
-from transferqueue.workflows.job.run.preflight import check_queue, importable, placement_of, preflight
+from transferqueue.workflows.job.run.preflight import check_queue, placement_of, preflight, shared_variables
 from transferqueue.workflows.job.run.server import RunServer
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.read import checked
@@ -63,7 +62,7 @@ def run_remote_engines(
     placement = placement_of(job, site=site)
     tokenizer = preflight(job, code=code).renderer.tokenizer
     check_queue(job.queue.address)
-    environment = importable(code) | class_environment(job.model, tokenizer)
+    environment = shared_variables(job, tokenizer, code)
     memory = msgspec.structs.replace(job.queue, durability="memory", address="")
     with (
         RunServer(directory, memory) as server,

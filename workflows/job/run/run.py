@@ -22,6 +22,8 @@ import msgspec
 
 import transferqueue as tq
 from transferqueue.adapters.stages.reward_functions import load_callable
+from transferqueue.storage.row_files.reader import JOB_ROWS
+from transferqueue.wire.answers.stats import TableStats
 from transferqueue.workflows.elastic.scaler import Scaler
 from transferqueue.workflows.flow.events import Event
 from transferqueue.workflows.flow.flow import Flow, Observe
@@ -29,7 +31,6 @@ from transferqueue.workflows.flow.on_ray import RayFlow
 from transferqueue.workflows.flow.reports.audit import Audit, audit
 from transferqueue.workflows.flow.reports.loggers import logged, logger_named
 from transferqueue.workflows.job import names
-from transferqueue.workflows.job.data.tokenizer import class_environment
 from transferqueue.workflows.job.devices.placement import FoundDevice, Placement
 from transferqueue.workflows.job.graph import TRAINERS, create_table, generating_task, stage_jobs
 from transferqueue.workflows.job.run.elastic import scaler_of
@@ -37,7 +38,13 @@ from transferqueue.workflows.job.run.folder import PLAN, SUMMARY, RunFolder, new
 from transferqueue.workflows.job.run.machine import process_variables
 from transferqueue.workflows.job.run.on_ray import deployed, flow_on_ray, reserved
 from transferqueue.workflows.job.run.plot import can_draw, draw
-from transferqueue.workflows.job.run.preflight import check_queue, importable, placement_of, preflight
+from transferqueue.workflows.job.run.preflight import (
+    check_queue,
+    check_servers,
+    placement_of,
+    preflight,
+    shared_variables,
+)
 from transferqueue.workflows.job.run.queue_snapshots import SNAPSHOTS, QueueSnapshots, restore_if_lost
 from transferqueue.workflows.job.run.record import RunRecord
 from transferqueue.workflows.job.run.recorded import recorded
@@ -49,9 +56,12 @@ from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.plan_file import PlanFile
 from transferqueue.workflows.job.settings.read import checked
 from transferqueue.workflows.job.settings.rules import LOGGERS
-from transferqueue.workflows.job.settings.sizes import has_step_versions
+from transferqueue.workflows.job.settings.sizes import has_step_versions, records_rows
 from transferqueue.workflows.job.training.policy_critic_pair import begin_pair
 
+RECORD_S: Final = 60.0
+"""Longest wait for the files of the last rows, about a second if the disk works."""
+_LOOK_S: Final = 0.05
 RESTARTS_MAX: Final = 5
 """Restarts of one process of a run; a run may take days."""
 
@@ -106,7 +116,8 @@ def run_job(
     placement = placement_of(job, devices=devices)
     tokenizer = preflight(job, code=code).renderer.tokenizer
     check_queue(job.queue.address)
-    environment = importable(code) | class_environment(job.model, tokenizer)
+    check_servers(job)
+    environment = shared_variables(job, tokenizer, code)
     folder = folder or new_folder(job)
     with folder.locked():
         folder.begin(job, code)
@@ -115,7 +126,7 @@ def run_job(
         with RunRecord(folder.path, job) as record, _queue(job, folder, page=page) as (queue, address, server):
             if not (job.queue.address or queue.tables() or restore_if_lost(queue, folder.path)):
                 folder.begin_table(job)
-            table = create_table(queue, job)
+            table = create_table(queue, job, records=records_rows(job))
             began, run_page = time.monotonic(), RunPage(queue)
             with _loggers(job, folder, observe) as hear, _snapshots(job, queue, hear) as hear:
                 _run_processes(
@@ -129,6 +140,7 @@ def run_job(
                     lambda flow: started(_running(folder, job, flow, address, server)),
                 )
             run_page.show(record, at_once=True)
+            stats = _all_recorded(table)
             audited = audit(table)
             audited.check_finished(names.TABLE)
             summary = summarize(
@@ -138,13 +150,21 @@ def run_job(
                 starts=len(folder.starts()),
                 seconds=time.monotonic() - began,
                 predicted=folder.predicted(),
-                table=table.stats(),
+                table=stats,
             )
             files = _write_files(folder.path, record, summary)
         if not job.queue.address:
             discard_state(folder.path)
             shutil.rmtree(folder.path / SNAPSHOTS, ignore_errors=True)
         return JobOutcome(summary=summary, audit=audited, folder=folder.path, files=files)
+
+
+def _all_recorded(table: tq.Table) -> TableStats:
+    """Wait for the files of the last rows, at most `RECORD_S`. Returns the statistics of the table."""
+    until = time.monotonic() + RECORD_S
+    while (stats := table.stats()).rows_to_record and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+    return stats
 
 
 def _run_processes(
@@ -258,6 +278,7 @@ def _write_files(folder: Path, record: RunRecord, summary: RunSummary) -> list[P
             result,
             text,
             *(folder / f"{name}.jsonl" for name in ("steps", "samples")),
+            folder / JOB_ROWS,
             timeline,
             curve,
         )

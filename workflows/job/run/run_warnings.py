@@ -3,7 +3,8 @@ rows that fail and processes that die.
 
 1. A rule that breaks in `Rule.patience` steps in a row is told once. While it lasts, and when it comes back, it is told
    again only `PAUSE_STEPS` steps after it was told.
-2. Of the incidents of a kind, the first `TOLD_MAX` are told one by one, and those after them by their number.
+2. Of the incidents of a kind, the first `TOLD_MAX` are told one by one, and those after them by their number, with that
+   of all by cause.
 3. The warnings follow from the steps and incidents alone: a resumed run has those of what it read back.
 """
 
@@ -66,6 +67,8 @@ class RunWarnings:
         self._told: dict[str, int] = {}
         self._all: dict[str, RunWarning] = {}
         self._incidents: Counter[str] = Counter()
+        self._causes: dict[str, Counter[str]] = {}
+        """Incidents of each kind by cause, where they have one."""
 
     @property
     def all(self) -> list[RunWarning]:
@@ -100,14 +103,17 @@ class RunWarnings:
             if self._counts(name, wrong, rule, number) and self._is_due(name, number)
         ]
 
-    def note(self, kind: str, step: int, wrong: str, remedy: str) -> list[RunWarning]:
+    def note(self, kind: str, step: int, wrong: str, remedy: str, *, cause: str = "") -> list[RunWarning]:
         """Note an incident in a step; returns the warning to tell of now, if any."""
         self._incidents[kind] += 1
+        causes = self._causes.setdefault(kind, Counter())
+        causes.update([cause] if cause else [])
         more = self._incidents[kind] - TOLD_MAX
         name = f"{kind}/{min(self._incidents[kind], TOLD_MAX + 1)}"
         first = self._all[name].first if name in self._all else step
         if more > 0:
-            wrong = f"{more:,} more, the last: {wrong}"
+            by_cause = ", ".join(f"{count:,} {name}" for name, count in sorted(causes.items()))
+            wrong = f"{more:,} more{f' (of all: {by_cause})' if by_cause else ''}, the last: {wrong}"
         self._all[name] = RunWarning(
             figure=name, wrong=wrong, remedy=remedy, since=step, first=first, last=step, steps=step - first + 1
         )

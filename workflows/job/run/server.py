@@ -23,6 +23,7 @@ from typing import IO, Final, Self
 
 from transferqueue.errors import Unreachable
 from transferqueue.server.runtime_directory import SHARED_MEMORY
+from transferqueue.storage.row_files.reader import JOB_ROWS
 from transferqueue.workflows.job.settings.job import QueueSettings
 from transferqueue.workflows.job.settings.sizes import GIB
 
@@ -33,6 +34,7 @@ STARTS_MAX: Final = 3
 """A server that is killed before it listens is started again so often."""
 _LAST_LINES: Final = 5
 _PREFIX: Final = "transferqueue-run-"
+_SOCKET: Final = "control.sock"
 _RUNTIME: Final = "runtime"
 """File of the run's folder that names the directory of the socket, to clean up after a killed run."""
 
@@ -71,7 +73,7 @@ class RunServer:
         remove_runtime(self._directory)
         self._runtime = tempfile.mkdtemp(prefix=_PREFIX)
         (self._directory / _RUNTIME).write_text(self._runtime, encoding="utf-8")
-        self.address = f"ipc://{self._runtime}/control.sock"
+        self.address = f"ipc://{self._runtime}/{_SOCKET}"
         try:
             self._start()
         except BaseException:  # Ctrl-C too: end the started processes
@@ -147,7 +149,7 @@ class RunServer:
     def _command(self) -> list[str]:
         command = [sys.executable, "-m", "transferqueue.cli", "serve", "--address", self.address, "--lifeline"]
         command += ["--arena-bytes", str(int(self._settings.memory_gib * GIB))]
-        command += ["--snapshots", str(self._directory / "snapshots")]
+        command += ["--snapshots", str(self._directory / "snapshots"), "--records", str(self._directory / JOB_ROWS)]
         if self._settings.durability != "memory":
             command += ["--durability", self._settings.durability, "--state", str(self.state), "--supervise"]
         return [*command, *(("--web", "0") if self._page else ())]
@@ -186,6 +188,15 @@ def discard_state(directory: Path) -> int:
 def _backed_bytes(directory: Path) -> int:
     """Bytes of memory or disk behind the files of a directory."""
     return sum(512 * file.lstat().st_blocks for file in directory.rglob("*") if not file.is_dir())
+
+
+def running_address(directory: Path) -> str:
+    """The address of the server of the run in `directory`; "" if it has none, or it is gone."""
+    try:
+        socket = Path((directory / _RUNTIME).read_text(encoding="utf-8")) / _SOCKET
+    except OSError:
+        return ""
+    return f"ipc://{socket}" if socket.exists() else ""
 
 
 def remove_runtime(directory: Path) -> None:

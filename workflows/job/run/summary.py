@@ -19,33 +19,43 @@ from transferqueue.workflows.job.run.run_warnings import RunWarning
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.plan_file import Predicted
 
-MEASURES: Final = ("reward", "kl", "loss")
-"""Possible measures of an evaluation; a run has that of its kind."""
-
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a run, with the keys of ``summary.json``.
+    """The result of a run, with the keys of ``summary.json``. Times are of the last start.
 
-    measure: what the evaluations measured on held-out prompts (``reward``, or ``kl`` and ``loss`` where there is none);
-    before, after: its mean at the two ends of the run (None: not evaluated). stopped: why it took fewer steps than its
-    job has. figures: mean of each figure of a step (`run.figures`) over the first and over the last tenth of the steps.
-    warnings: the rules of thumb that broke, in
-    words. seconds: of the last start, its processes' start and evaluations included; trained_s: of that from the
-    trainer's first wait to its last step, over which samples_per_s, tokens_per_s (of responses), trainer_idle (share
-    spent waiting for rows) and busy (share that processes of a task worked on rows) are. publish_s: median time of a
-    publication. publications: what those of this start cost each trainer or rank (``train-0``, …): their number
-    (versions), bytes that it wrote and seconds that it stood still for one (means), and seconds from the update to the
-    version that readers see, or to the rank's part of it (median). staleness: rows by versions behind when the trainer
-    leased them. starts: how often the run was started. failures: calls of stages that raised. dispatch: the last
-    figures of the ranker (``recall_20``, ``recall_10``, ``recall_5`` of rows that it had not seen, ``skilled``,
-    ``plans_in_order`` of ``plans``, ``why``); empty for rows in the given order. ranker: each refit of the ranker, with
-    the rows that it had learned from and its recall over `judged_rows` rows that finished since the refit before.
-    aborted: of a job that over-samples, how often a row was handed back because its batch was full (``rows``), and
-    ``tokens`` that such rows had. staleness_in_flight: the part of staleness up to the put, in versions since a row's
-    first token; staleness_in_queue: the part after it. publish_lag_s: median time from a publication until a generating
-    process has loaded it. swaps: how long generation stood still for new weights (`flow.reports.weight_swaps`).
-    elastic: how many generating processes there were; None if their number was fixed. step_s: median time from a step
-    to the next. predicted: the prediction of the run's plan.
+    Attributes:
+        measure: What the evaluations measured on held-out prompts (`names.MEASURES`).
+        before, after: Its mean at the two ends of the run; None: not evaluated.
+        stopped: Why it took fewer steps than its job has.
+        starts: How often the run was started.
+        figures: Mean of each figure of a step (`run.figures`) over the first and over the last tenth of the steps.
+        warnings: The rules of thumb that broke, in words.
+        seconds: Of the whole start, with its processes' start and evaluations.
+        trained_s: Of them from the trainer's first wait to its last step; the next four are over these.
+        samples_per_s, tokens_per_s: Rows and tokens of responses a second.
+        trainer_idle: Share of waiting for rows.
+        busy: Share in which the processes of a task worked on rows.
+        step_s: Median time from a step to the next.
+        predicted: The prediction of the run's plan.
+        staleness: Rows by versions behind when the trainer leased them.
+        staleness_in_flight: The part of it up to the put, in versions since a row's first token.
+        staleness_in_queue: The part of it after the put.
+        publish_s: Median time of a publication.
+        publish_lag_s: Median time from a publication until a generating process has loaded it.
+        publications: What those of each trainer or rank (``train-0``, …) cost: their number (versions), bytes that it
+            wrote and seconds that it stood still for one (means), and seconds from the update to the version that
+            readers see, or to the rank's part of it (median).
+        swaps: How long generation stood still for new weights (`flow.reports.weight_swaps`).
+        failures: Calls of stages that raised.
+        retried: Episodes of environments that failed and were tried again, by cause.
+        prefilled_again: Tokens of running rows that engines in their processes read again because weights changed.
+        aborted: Of a job that over-samples, how often a row was handed back because its batch was full (``rows``), and
+            ``tokens`` that such rows had.
+        dispatch: The last figures of the ranker (``recall_20``, ``recall_10``, ``recall_5`` of rows that it had not
+            seen, ``skilled``, ``plans_in_order`` of ``plans``, ``why``); empty for rows in the given order.
+        ranker: Each refit of the ranker, with the rows that it had learned from and its recall over `judged_rows` rows
+            that finished since the refit before.
+        elastic: How many generating processes there were; None if their number was fixed.
     """
 
     name: str
@@ -76,6 +86,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     figures: dict[str, tuple[float, float]] = {}
     warnings: list[RunWarning] = []
     aborted: dict[str, int] = {}
+    retried: dict[str, int] = {}
+    prefilled_again: int = 0
     elastic: ElasticSummary | None = None
     step_s: float | None = None
     predicted: Predicted | None = None
@@ -83,6 +95,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     staleness_in_queue: dict[str, int] = {}
     publish_lag_s: float = 0.0
     swaps: Swaps = NO_SWAPS
+    rows_unrecorded: int = 0
 
     def rows(self) -> list[tuple[str, str]]:
         """Return names and values of a table for people."""
@@ -90,10 +103,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
         dropped = ", ".join(f"{rows:,} {reason}" for reason, rows in self.rows_dropped.items()) or "0"
         return [
             ("job", f"{self.name}: {self.kind}, {self.mode}, seed {self.seed}"),
-            (
-                "steps",
-                f"{self.steps:,} {self.stopped}".rstrip() + (f", in {self.starts} starts" if self.starts > 1 else ""),
-            ),
+            ("steps", _steps(self.steps, self.stopped, self.starts)),
             (f"held-out {self.measure}", _change(self.before, self.after)),
             ("seconds", f"{self.seconds:.1f}, {self.trained_s:.1f} of them training"),
             ("samples/s, tokens/s", f"{self.samples_per_s:,.1f}, {self.tokens_per_s:,.0f}"),
@@ -107,7 +117,10 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
             ("weights published in", _milliseconds(self.publish_s, "median")),
             *([("weights by rank", _by_rank(self.publications))] if len(self.publications) > 1 else []),
             ("rows put / done / dropped", f"{self.rows_put:,} / {self.rows_done:,} / {dropped}"),
+            *([("rows in no file", f"{self.rows_unrecorded:,}; server.log says why")] if self.rows_unrecorded else []),
+            *([("episodes tried again", _by_cause(self.retried))] if self.retried else []),
             *([("handed back at full batches", _aborted(self.aborted))] if self.aborted else []),
+            *([("read again after updates", self._prefilled())] if self.prefilled_again else []),
             *([("dispatch by length", _dispatched(self.dispatch))] if self.dispatch else []),
             *([("recall by refit", text)] if (text := _recalled(self.ranker)) else []),
             *([("step, predicted", _compared(self.step_s, self.predicted.step_s))] if self.predicted else []),
@@ -116,9 +129,9 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
             *(("warning", warning.text_of_all) for warning in self.warnings),
         ]
 
-    def _steps(self) -> str:
-        taken = f"{self.steps:,} {self.stopped}".rstrip()
-        return taken + (f", in {self.starts} starts" if self.starts > 1 else "")
+    def _prefilled(self) -> str:
+        share = self.prefilled_again / max(1.0, self.tokens_per_s * self.trained_s)
+        return f"{self.prefilled_again:,} tokens of running rows, {share:.0%} of the trained ones"
 
     def text(self) -> str:
         """Return the table as lines."""
@@ -166,6 +179,7 @@ def summarize(
         staleness=record.staleness(),
         staleness_in_flight=table.staleness_in_flight if table else {},
         staleness_in_queue=table.staleness_in_queue if table else {},
+        rows_unrecorded=table.rows_unrecorded + table.rows_to_record if table else 0,
         publish_lag_s=publish_lag_s(generators, trainers),
         swaps=swaps_of(generators),
         rows_put=audit.put,
@@ -176,6 +190,8 @@ def summarize(
         ranker=record.refits,
         publications=record.publication_costs(),
         aborted=dict(record.aborted),
+        retried=dict(record.retried),
+        prefilled_again=record.prefilled["tokens"],
         elastic=elastic_summary(record.elastic),
         step_s=_rounded(record.step_s()),
         predicted=predicted,
@@ -208,7 +224,8 @@ def evaluated(evaluations: list[dict[str, Any]], *, stopped: bool = False) -> tu
     at |= {evaluation["when"]: evaluation for evaluation in evaluations if evaluation.get("when") == "after"}
     if stopped and evaluations:
         at["after"] = max(evaluations, key=lambda evaluation: int(evaluation["step"]))
-    measure = next((name for name in MEASURES if any(name in evaluation for evaluation in at.values())), MEASURES[0])
+    measured = [name for name in names.MEASURES if any(name in evaluation for evaluation in at.values())]
+    measure = next(iter(measured), names.MEASURES[0])
     before, after = (at.get(when, {}).get(measure) for when in ("before", "after"))
     return measure, _rounded(before), _rounded(after)
 
@@ -237,6 +254,10 @@ def _is_drawn(name: str) -> bool:
 def _ends(name: str, ends: tuple[float, float]) -> str:
     figure = described(name)
     return f"{ends[0]:.4g} → {ends[1]:.4g}" + (f" {figure.unit}" if figure and figure.unit else "")
+
+
+def _steps(steps: int, stopped: str, starts: int) -> str:
+    return f"{steps:,} {stopped}".rstrip() + (f", in {starts} starts" if starts > 1 else "")
 
 
 def _dispatched(figures: Mapping[str, Any]) -> str:
@@ -268,6 +289,10 @@ def _recalled(refits: Sequence[Mapping[str, Any]]) -> str:
 def _share(refits: Sequence[Mapping[str, Any]], name: str) -> float:
     rows = sum(int(refit["judged_rows"]) for refit in refits)
     return sum(float(refit[name]) * int(refit["judged_rows"]) for refit in refits) / rows
+
+
+def _by_cause(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {cause}" for cause, count in sorted(counts.items()))
 
 
 def _aborted(counts: Mapping[str, int]) -> str:

@@ -44,8 +44,8 @@ def adapter_config(path: str) -> AdapterConfig:
     for name in (ADAPTER_CONFIG, _WEIGHTS):
         if not (place / name).is_file():
             raise NotFound(
-                f"trainer.lora_adapter={path!r} has no {name}; give a directory that peft, or a checkpoint step-N of a "
-                "run with adapters, has"
+                f"trainer.lora_adapter={path!r} has no {name}; give a directory that peft wrote, or the folder or a "
+                "checkpoint step-N of a run with adapters"
             )
     try:
         values = msgspec.json.decode((place / ADAPTER_CONFIG).read_bytes(), type=dict[str, Any])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -65,22 +66,33 @@ def describe(name: str) -> str | None:
     for table in tables():
         if table.name and table.name == wanted:
             return "\n".join([f"[{table.name}] {table.meaning}\n", *map(str, keys(table))])
-    every = [key for table in tables() for key in keys(table)]
+    every = _every_key()
     exact = [key for key in every if key.name == wanted]
     return "\n".join(map(str, exact or [key for key in every if key.name.endswith(f".{wanted}")])) or None
 
 
+def type_of(name: str) -> str:
+    """The type and range of the value of a key (``engine.0.count``) in words; empty if there is no such key."""
+    wanted = ".".join(part for part in name.split(".") if not part.isdigit())
+    return next((key.type for key in _every_key() if key.name == wanted), "")
+
+
 def key_names() -> list[str]:
     """Every name that `describe` knows, each once."""
-    every = [key.name for table in tables() for key in keys(table)]
+    every = [key.name for key in _every_key()]
     parts = [part for name in every for part in (name.partition(".")[0], name.rpartition(".")[2])]
     return list(dict.fromkeys([*every, *parts, *OTHER_NAMES]))
 
 
-def tables() -> Iterator[KeyTable]:
-    """Yield the tables of a job file; the keys outside tables first, and those in a table after it."""
-    yield KeyTable("", Job, _summary(Job))
-    yield from _below(Job, "")
+@cache
+def tables() -> tuple[KeyTable, ...]:
+    """Return the tables of a job file; the keys outside tables first, and those in a table after it."""
+    return (KeyTable("", Job, _summary(Job)), *_below(Job, ""))
+
+
+@cache
+def _every_key() -> tuple[Key, ...]:
+    return tuple(key for table in tables() for key in keys(table))
 
 
 def _below(table: type[msgspec.Struct], at: str) -> Iterator[KeyTable]:
@@ -131,7 +143,8 @@ def _by_kind(name: str) -> str:
     is_open = False
     for kind in KINDS:
         settings = AlgorithmSettings(kind=kind)
-        value = getattr(filled(settings), name)
+        if (value := getattr(filled(settings), name)) is None:
+            return ""  # other keys fill it in
         is_open |= value != getattr(settings, name)
         kinds.setdefault(value_as_toml(value), []).append(kind)
     *few, (common, _) = sorted(kinds.items(), key=lambda each: len(each[1]))

@@ -101,6 +101,11 @@ class DataPart(_Table):
         "Columns by the names that rewards ask for. Empty: as in `data`.",
         For("sets whose right answer has another name"),
     ] = {}
+    environment: Annotated[
+        str,
+        "Name of the environment that plays its rows. Empty: the only one.",
+        For("jobs with several environments"),
+    ] = ""
 
 
 class MixtureSource(DataPart):
@@ -245,6 +250,18 @@ class SamplingSettings(_Table):
         "Responses to each prompt. `sft` has one, and does not read it.",
         For("GRPO and its kin: cost against the noise of advantages"),
     ] = 8
+    group_min: Annotated[
+        int,
+        "Fewest responses to a prompt that are trained without the others, which were dropped since they failed.",
+        "Advantages compare these alone. 0: all; a group that lost a response is dropped, and another prompt is taken.",
+        For("tools and judges that fail now and then, with large groups"),
+    ] = 0
+    refills: Annotated[
+        int,
+        "Further responses to a prompt, one after the other, in place of one whose environment failed for good: other"
+        " tokens, in a new episode. If they fail too, `environment.on_error` and `group_min` apply. 0: none.",
+        For("tools that fail for what one response did"),
+    ] = 0
     tokens_max: Annotated[int, "Longest response, in tokens.", For("every job that generates")] = 512
     temperature: Annotated[
         float, "Divisor of the logits, for drawing and for log-probs.", For("jobs that explore more or less")
@@ -262,7 +279,7 @@ class SamplingSettings(_Table):
 
 
 class RewardSettings(_Table):
-    """A term of the reward, with exactly one of function, model and environment. `reward` is an array of these."""
+    """A term of the reward, with exactly one of function and model. `reward` is an array of these."""
 
     function: Annotated[
         str,
@@ -270,11 +287,6 @@ class RewardSettings(_Table):
         For("rewards by rule: mathematics, code, format"),
     ] = ""
     model: Annotated[str, "Directory or id of a sequence classifier with one label.", For("preferences (RLHF)")] = ""
-    environment: Annotated[
-        str,
-        "Factory of an environment, `module:factory`. Its episodes bring their rewards; it is the only term.",
-        For("agents"),
-    ] = ""
     weight: Annotated[
         float,
         "Factor of this term in the sum. 0: measured, and not rewarded.",
@@ -283,7 +295,7 @@ class RewardSettings(_Table):
     args: Annotated[
         dict[str, Any],
         'Arguments of the class or factory; of a model `output`, which is `"score"` or `"probability"`.',
-        For("agents, and reward models with a sigmoid"),
+        For("judges with an address, and reward models with a sigmoid"),
     ] = {}
     processes: Annotated[
         int,
@@ -292,15 +304,98 @@ class RewardSettings(_Table):
     ] = 1
     timeout_s: Annotated[
         float,
-        "Longest call of the function or environment, in seconds; the rows of a longer one have failed.",
+        "Longest call of the function, in seconds; the rows of a longer one have failed.",
         For("code that may hang, slow judges"),
     ] = 60.0
     on_error: Annotated[
         Literal["stop", "drop"],
         "A row for which the term fails is tried again. If it fails for good, `stop`: the run ends; `drop`: the row is"
-        " dropped, as `reward_error` or `environment_error`.",
-        For("judges and sandboxes that fail now and then"),
+        " dropped, as `reward_error`.",
+        For("judges that fail now and then"),
     ] = "stop"
+    failed_max: Annotated[
+        float,
+        "Largest share of dropped rows among the last 20 batches' rows of a process. Above it the run ends, with the"
+        " last failure. Of several terms the smallest counts.",
+        For("judges that fail often, or must not"),
+    ] = 0.5
+
+
+class EnvironmentSettings(_Table):
+    """An environment, with exactly one of factory, function, url and agent. Each row is an episode of one, which brings
+    its reward. `environment` is an array of these; of several, each data source names the one that plays its rows."""
+
+    name: Annotated[
+        str,
+        "Name, for data sources, figures and drop reasons. Empty: the last part of `factory`, `function` or `agent`, or"
+        " the host of `url`.",
+        For("several environments of one factory"),
+    ] = ""
+    factory: Annotated[
+        str,
+        "Factory of an environment in Gymnasium's form, `module:factory` or `file.py:factory`.",
+        For("agents with tools and games of their own"),
+    ] = ""
+    function: Annotated[
+        str,
+        "Reward function in TRL's form, `module:function`: episodes of one turn, scored by it.",
+        For("questions with a right answer, beside environments"),
+    ] = ""
+    url: Annotated[
+        str,
+        "Address of a server of OpenEnv's protocol, such as `http://127.0.0.1:8000`.",
+        For("environments that run elsewhere, such as in containers"),
+    ] = ""
+    agent: Annotated[
+        str,
+        "Agent that calls an OpenAI-compatible endpoint, `module:name` of a coroutine function `run(data, base_url)` or"
+        " of a class with such a method. It returns its reward.",
+        For("agents written against an endpoint"),
+    ] = ""
+    args: Annotated[
+        dict[str, Any],
+        "Arguments of the factory, function or agent. Of a `url`: `action`, the field of an action that gets the text"
+        ' of a turn (`"message"`), and `observation`, the field that is read (all, as JSON).',
+        For("environments with settings"),
+    ] = {}
+    weight: Annotated[float, "Factor of its rewards.", For("environments whose rewards differ in size")] = 1.0
+    slots: Annotated[
+        int,
+        "Most episodes that one generating process plays at a time. 0: as many as the engine has slots.",
+        For("sandboxes with a limit of their own"),
+    ] = 0
+    timeout_s: Annotated[
+        float, "Longest call, in seconds; the episode of a longer one has failed.", For("tools that may hang")
+    ] = 60.0
+    episode_s: Annotated[
+        float,
+        "Longest episode, in seconds, with all its tries; looked at before each call.",
+        For("agents with many slow calls"),
+    ] = 3600.0
+    on_error: Annotated[
+        Literal["stop", "drop"],
+        "An episode that fails is tried again. If it fails for good, `stop`: the run ends; `drop`: its row is dropped,"
+        " as `environment_` and the cause.",
+        For("sandboxes that fail now and then"),
+    ] = "stop"
+    failed_max: Annotated[
+        float,
+        "Largest share of failed episodes among its last rows, of 20 batches, of a process. Above it the run ends, with"
+        " the last failure.",
+        For("sandboxes that fail often, or must not"),
+    ] = 0.5
+
+
+class TokenStalenessSettings(_Table):
+    """Tokens whose weights are old: the staleness of a token is the version that the trainer has at the step, less that
+    of the weights that drew the token."""
+
+    mask: Annotated[
+        int,
+        "Largest staleness of the tokens in the policy's loss; older ones are left out. 0: none is.",
+        "A step whose tokens are all older leaves the weights as they are.",
+        For("asynchronous runs whose long responses begin with old tokens"),
+    ] = 0
 
 
 class AlgorithmSettings(_Table):
@@ -339,15 +434,18 @@ class AlgorithmSettings(_Table):
         For("recipes that mix the means of two kinds"),
     ] = ""
     old: Annotated[
-        Literal["rollout", "trainer"],
+        Literal["rollout", "trainer"] | None,
         "Denominator of the ratio: `rollout`: the policy that drew the tokens; `trainer`: the one before the step.",
-        For("asynchronous runs: decoupled PPO"),
-    ] = "rollout"
+        "Open: `trainer` with `tis_max`, and where a job with rewards generates ahead (`async`, `delayed`) and takes"
+        " one update a step; else `rollout`.",
+        For("comparisons: `rollout`; several updates a step: `trainer`"),
+    ] = None
     tis_max: Annotated[
-        float,
-        'Largest importance weight p_old / p_rollout of a token; needs `old = "trainer"`. 0: tokens have no weight.',
-        For("vLLM in bfloat16, asynchronous runs"),
-    ] = 0.0
+        float | None,
+        "Largest importance weight p_old / p_rollout of a token, with `old` at `trainer`. 0: tokens have no weight.",
+        "Open: 2 where a job with rewards leaves `old` open, generates ahead and takes one update a step; else 0.",
+        For("vLLM in bfloat16, several updates a step"),
+    ] = None
     entropy: Annotated[
         float,
         "Coefficient of the entropy of the policy's tokens, which is subtracted from the loss. 0: none.",
@@ -386,6 +484,7 @@ class AlgorithmSettings(_Table):
     mask_truncated: Annotated[
         bool, "Leave responses that `sampling.tokens_max` cut out of the loss.", For("DAPO's filter of cut responses")
     ] = False
+    token_staleness: TokenStalenessSettings = TokenStalenessSettings()
     gamma: Annotated[
         float, "Discount of later rewards, for each token. Read by `ppo` and `reinforce_pp`.", For("PPO for agents")
     ] = 1.0
@@ -482,12 +581,6 @@ class TrainerSettings(_Table):
         "`auto`: on, unless advantages are whitened, a step takes several updates, or the mode is `colocated`.",
         For("comparisons with a step that waits: `off`"),
     ] = "auto"
-    order: Annotated[
-        Literal["ready", "ordinal"],
-        "`ready`: take groups as they become ready; `ordinal`: in the order of the data, so that a run with a fixed"
-        " `seed` repeats bit for bit, in every mode, with any number of processes, and after their deaths.",
-        For("tests and comparisons bit for bit: `ordinal`"),
-    ] = "ready"
     at_least: Annotated[
         int,
         "Fewest groups that a streaming step takes at once; rows for `reinforce_pp`, `ppo`, `distill` and `sft`.",
@@ -512,8 +605,8 @@ class TrainerSettings(_Table):
     ] = ()
     lora_adapter: Annotated[
         str,
-        "Directory of adapters in the format of peft that training begins with; their rank, scale and layers are those"
-        " of the job. Empty: new ones.",
+        "Adapters that training begins with: a directory in the format of peft, a run's folder or checkpoint `step-N`;"
+        " their rank, scale and layers are those of the job. Empty: new ones.",
         For("LoRA after LoRA: SFT, then GRPO"),
     ] = ""
     lr: Annotated[float, "Learning rate after the warmup.", For("every job")] = 1e-6
@@ -618,7 +711,7 @@ class WeightsSettings(_Table):
     every: Annotated[int, "Steps between two versions.", For("asynchronous runs of large models on slow networks")] = 1
     keep: Annotated[
         int,
-        "Versions that the queue keeps; more where `trainer.order` is `ordinal` and rows may need them.",
+        "Versions that the queue keeps; more in a `reproducible` job whose rows may need them.",
         For("several sites, or memory for a single version"),
     ] = 2
     in_flight: Annotated[
@@ -626,12 +719,30 @@ class WeightsSettings(_Table):
         "In mode `async`, engines change weights between two tokens. `false`: running requests finish first.",
         For("comparisons with engines that finish first (StreamRL)"),
     ] = True
+    kv: Annotated[
+        Literal["recompute", "keep", "salt"],
+        "Key-value caches of running requests when weights change in flight. `recompute`: computed again with the new"
+        " weights. `keep`: they stay, for later requests with the same prefix too. `salt`: they stay, and later"
+        " requests share none of them.",
+        For("long responses, whose contexts would be read again at each version"),
+    ] = "recompute"
+    lora: Annotated[
+        Literal["adapter", "merged", ""],
+        "What a job with adapters (`trainer.lora_rank`) publishes. `adapter`: the weights of the model once, and of"
+        " each version the adapters, which engines merge. `merged`: merged weights in each version. Empty: `adapter`,"
+        " but `merged` with `fsdp2`, in mode `colocated`, and for vLLM on several devices or as a server.",
+        For("LoRA with engines of one's own that read no adapters: `merged`"),
+    ] = ""
 
 
 class CheckpointSettings(_Table):
     """Checkpoints of the trainer and its queue."""
 
-    every: Annotated[int, "Steps between two checkpoints. 0: none is written.", For("every long run")] = 50
+    every: Annotated[
+        int,
+        "Steps between two checkpoints; the last step has one too. 0: none is written, and the run leaves no model.",
+        For("every long run"),
+    ] = 50
     keep: Annotated[
         int,
         "Checkpoints, and snapshots of the queue, that stay.",
@@ -725,8 +836,9 @@ class LogSettings(_Table):
     ] = ()
     samples: Annotated[
         int,
-        "Responses of each step that are kept as text, each to another prompt.",
-        For("reading what the policy writes"),
+        "Responses of each step that are kept as text in `samples.jsonl`, each to another prompt, where `queue.record`"
+        " does not keep all.",
+        For("reading what the policy writes: `transferqueue samples`"),
     ] = 4
 
 
@@ -747,6 +859,24 @@ class QueueSettings(_Table):
     memory_gib: Annotated[
         float, "Memory for rows and weights, in GiB.", For("every job with long rows or a large model")
     ] = 8.0
+    record: Annotated[
+        Literal["on", "best_effort", "off"],
+        "Write each row that ends, with all columns and its life, into files in the folder of the run (`rows/`).",
+        "`on`: while the disk is full, rows wait, and then the job; `best_effort`: they are freed without a file, and"
+        " the summary counts them. Not with an `address` or on Ray.",
+        "Columns stay in memory until their row ends, and a step costs about ten milliseconds more.",
+        For("people who ask later what a run generated: `transferqueue query`"),
+    ] = "off"
+    record_gib: Annotated[
+        float,
+        "Most GiB of these files; the oldest go first. 0: no bound.",
+        For("disks that are small, or runs that are kept whole"),
+    ] = 16.0
+    record_days: Annotated[
+        float,
+        "Days after which such a file is removed, while the run goes on. 0: never.",
+        For("texts that may not be kept"),
+    ] = 0.0
 
 
 class RaySettings(_Table):
@@ -786,15 +916,29 @@ class Job(_Table):
         "Seed of the order of the data, of drawn tokens, minibatches and adapters.",
         For("runs that must repeat, and spreads over seeds"),
     ] = 0
+    reproducible: Annotated[
+        bool,
+        "The run repeats bit for bit with the same `seed`: in every mode, with any number of processes, whichever of"
+        " them die. A step takes prompts in the order of the data, and its number decides the weights of its rows."
+        " Engines and settings that cannot repeat are refused.",
+        For("comparisons bit for bit, and the search for a defect"),
+    ] = False
     steps: Annotated[int, "Steps of the trainer.", For("every job")] = 100
     on: Annotated[
         Literal["processes", "ray"],
         "`processes`: run on this machine; `ray`: as actors of the Ray cluster that `RAY_ADDRESS` names.",
         For("Ray clusters"),
     ] = "processes"
+    threads: Annotated[
+        int,
+        "Threads of each process, its `OMP_NUM_THREADS`. 0: as that variable says here; without it, a process that"
+        " computes on the CPU has the cores divided by those that do at the same time.",
+        For("rewards that compute, and CPU runs that repeat on other machines"),
+    ] = 0
     engine: tuple[EngineSettings, ...] = (EngineSettings(),)
     sampling: SamplingSettings = SamplingSettings()
     reward: tuple[RewardSettings, ...] = ()
+    environment: tuple[EnvironmentSettings, ...] = ()
     reference: ReferenceSettings = ReferenceSettings()
     critic: CriticSettings = CriticSettings()
     teacher: Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
@@ -50,6 +50,8 @@ OTHER_NAMES: Final = {
     "early_stopping_patience": "evaluation.patience",
     "metric_for_best_model": "evaluation.figure",
     "assistant_only_loss": "data.turns",
+    "full_determinism": "reproducible",
+    "order": "reproducible",
 }
 """What other trainers call a key of a job file."""
 
@@ -116,8 +118,9 @@ def _without_none(kind: Any) -> Any:
     return kind
 
 
-def refusal(text: str, values: Mapping[str, Any]) -> UsageError:
-    """Return the error for what msgspec could not convert: the key, its value, the rule."""
+def refusal(text: str, values: Mapping[str, Any], type_of: Callable[[str], str]) -> UsageError:
+    """Return the error for what msgspec could not convert: the key, its value, the rule. type_of: the type of a key in
+    words, empty for a table."""
     rule, _, place = text.partition(" - at `$")
     key = place.rstrip("`").replace("[...]", "").replace("[", ".").replace("]", "").lstrip(".")
     if missing := re.search(r"missing required field `(\w+)`", rule):
@@ -126,8 +129,14 @@ def refusal(text: str, values: Mapping[str, Any]) -> UsageError:
     found, kind = _found(values, key.split("."))
     allowed = _allowed(kind)
     near = get_close_matches(str(found), allowed, n=1, cutoff=_NEAR) if allowed else []
-    wanted = f"give {', '.join(allowed)}" if allowed else rule.replace("`", "").replace("Expected", "give")
-    return UsageError(f"{key}={found!r}: {wanted}" + (f"; {near[0]}?" if near else ""))
+    wanted = f"give {', '.join(allowed)}" if allowed else _wanted(type_of(key), rule)
+    return UsageError(f"{key}={found!r}: {wanted}" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def _wanted(kind: str, rule: str) -> str:
+    if kind:
+        return f"give {'an' if kind[0] in 'aeio' else 'a'} {kind}"
+    return rule.replace("`", "").replace("Expected", "give").replace("object", "a table").replace("array", "an array")
 
 
 def _example(key: str) -> str:

@@ -89,14 +89,21 @@ def changes_of(profile: Profile, plan: DevicePlan) -> dict[str, Any]:
     changes = {
         "engine.0.count": instances[GENERATE],
         "engine.0.slots": plan.slots,
-        "pacing.mode": "async" if plan.depth else "sync",
-        "pacing.depth": plan.depth,
-        "pacing.max_staleness": plan.depth,
+        **pacing_changes(plan.depth),
         "trainer.at_least": max(1, plan.micro_rows // profile.group_rows) if streams else groups,
     }
     ranks = {"trainer.ranks": instances[TRAIN]} if instances[TRAIN] > 1 else {}
     rewards = {"reward.0.processes": instances["reward"]} if instances.get("reward", 1) > 1 else {}
     return {**changes, **ranks, **rewards}
+
+
+def pacing_changes(depth: int) -> dict[str, Any]:
+    """Return those that give a job a depth."""
+    return {
+        "pacing.mode": "async" if depth else "sync",
+        "pacing.depth": depth,
+        "pacing.max_staleness": depth,
+    }
 
 
 def _check(profile: Profile) -> None:

@@ -49,6 +49,7 @@ _ANY: Final = NumberRange(0)
 RANGES: Final[dict[str, NumberRange]] = {
     "seed": NumberRange(0, 2**63 - 1),
     "steps": NumberRange(1, 1e9),
+    "threads": NumberRange(0, 1024, why="0 divides the cores"),
     "data.sources.weight": _POSITIVE,
     "data.epochs": NumberRange(0, why="0 goes over the data as often as the steps need"),
     "data.prompt_tokens_max": _COUNT,
@@ -56,6 +57,8 @@ RANGES: Final[dict[str, NumberRange]] = {
     "engine.tensor_parallel": _COUNT,
     "engine.slots": NumberRange(1, 65_536),
     "sampling.group_size": _COUNT,
+    "sampling.group_min": NumberRange(2, or_zero=True, why="a response that is alone is compared with nothing"),
+    "sampling.refills": NumberRange(0, 8, why="each may take a whole episode's time"),
     "sampling.tokens_max": _COUNT,
     "sampling.temperature": NumberRange(
         0, above=True, why="responses to learn from are drawn, not the most probable ones"
@@ -63,6 +66,11 @@ RANGES: Final[dict[str, NumberRange]] = {
     "sampling.budget": NumberRange(0, why="0 is no bound"),
     "reward.processes": _PROCESSES,
     "reward.timeout_s": _POSITIVE,
+    "environment.slots": NumberRange(0, why="0 is the engine's"),
+    "environment.timeout_s": _POSITIVE,
+    "environment.episode_s": _POSITIVE,
+    "environment.failed_max": _SHARE,
+    "reward.failed_max": _SHARE,
     "algorithm.clip_low": NumberRange(0, 1, below=True, why="0 takes the one of the kind"),
     "algorithm.clip_high": NumberRange(0, why="0 takes the one of the kind"),
     "algorithm.dual_clip": NumberRange(1, above=True, or_zero=True),
@@ -71,6 +79,7 @@ RANGES: Final[dict[str, NumberRange]] = {
     "algorithm.kl": _ANY,
     "algorithm.overlong_buffer": _ANY,
     "algorithm.overlong_penalty": _ANY,
+    "algorithm.token_staleness.mask": NumberRange(0, why="0 leaves no token out"),
     "algorithm.gamma": _SHARE,
     "algorithm.lam": _SHARE,
     "algorithm.value_clip": _ANY,
@@ -117,6 +126,8 @@ RANGES: Final[dict[str, NumberRange]] = {
     "evaluation.patience": NumberRange(0, why="0 takes all steps"),
     "log.samples": _ANY,
     "queue.memory_gib": NumberRange(0, 1 << 20, above=True),
+    "queue.record_gib": NumberRange(0, 1 << 20, why="0 is no bound"),
+    "queue.record_days": NumberRange(0, 36_500, why="0 keeps them"),
     "ray.replicas": NumberRange(1, 8),
     "ray.shard_gib": NumberRange(0, 1 << 20, why="0 is as much as queue.memory_gib"),
 }

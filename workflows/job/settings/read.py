@@ -19,6 +19,7 @@ import msgspec
 
 from transferqueue.errors import NotFound, UsageError
 from transferqueue.workflows.job.settings.changes import apply
+from transferqueue.workflows.job.settings.describe import type_of
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.keys import check_keys, refusal
 from transferqueue.workflows.job.settings.resolve import resolve
@@ -59,7 +60,7 @@ def job_from_values(values: Mapping[str, Any], *, named: str = "") -> Job:
     try:
         job = msgspec.convert(values, Job, strict=True)
     except msgspec.ValidationError as error:
-        raise refusal(str(error), values) from error
+        raise refusal(str(error), values, type_of) from error
     return checked(job, named=named)
 
 

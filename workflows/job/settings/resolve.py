@@ -11,20 +11,28 @@ from typing import Final, TypeVar
 from msgspec.structs import replace
 
 from transferqueue.errors import UsageError
-from transferqueue.workflows.job.run_files import model_directory
+from transferqueue.workflows.job.run_files import adapter_directory, model_directory
 from transferqueue.workflows.job.settings.adapter_config import adapter_config
-from transferqueue.workflows.job.settings.defaults import filled, updates
-from transferqueue.workflows.job.settings.job import Job, ScorerSettings, TrainerSettings
+from transferqueue.workflows.job.settings.defaults import defaults_of, filled, updates
+from transferqueue.workflows.job.settings.job import (
+    IN_TURN,
+    AlgorithmSettings,
+    Job,
+    ScorerSettings,
+    TrainerSettings,
+)
 
 Scorer = TypeVar("Scorer", bound=ScorerSettings)
 
 _AHEAD: Final = {"sync": 0, "colocated": 0, "delayed": 1, "async": 1}
 """Depth of each mode."""
+TIS_MAX: Final = 2.0
+"""`algorithm.tis_max` of a job that generates ahead and leaves it open."""
 
 
 def resolve(job: Job) -> Job:
     """Return `job` with nothing left open that the job itself decides. Resolving twice changes nothing."""
-    algorithm = filled(job.algorithm)
+    algorithm = filled(_corrected(job))
     job = replace(job, algorithm=algorithm, name=job.name or f"{algorithm.kind}-{_last(job.model.path)}")
     path = model_directory(job.model.path)
     tokenizer = model_directory(job.model.tokenizer or path)
@@ -37,6 +45,18 @@ def resolve(job: Job) -> Job:
         critic=_scorer(job.critic),
         teacher=_scorer(job.teacher),
     )
+
+
+def _corrected(job: Job) -> AlgorithmSettings:
+    """Choose the old policy. Where rows are generated ahead it is the trainer's, with importance weights: else the clip
+    would stop rows for what the policy has moved since they were drawn. A step of one update needs no process for that.
+    """
+    algorithm = job.algorithm
+    rewarded = defaults_of(algorithm.kind).rewarded
+    corrects = algorithm.old is None and job.pacing.mode not in IN_TURN and updates(algorithm) == 1 and rewarded
+    old = algorithm.old or ("trainer" if corrects or algorithm.tis_max else "rollout")
+    usual = TIS_MAX if corrects else 0.0
+    return replace(algorithm, old=old, tis_max=usual if algorithm.tis_max is None else algorithm.tis_max)
 
 
 def _last(path: str) -> str:
@@ -70,9 +90,14 @@ def _with_adapters(trainer: TrainerSettings) -> TrainerSettings:
     """Take rank, scale and layers from the adapters that training begins with."""
     if not trainer.lora_adapter:
         return trainer
-    found = adapter_config(trainer.lora_adapter)
+    adapter = adapter_directory(trainer.lora_adapter)
+    found = adapter_config(adapter)
     filled_in = replace(
-        trainer, lora_rank=found.rank, lora_alpha=found.alpha, lora_targets=tuple(sorted(found.targets))
+        trainer,
+        lora_adapter=adapter,
+        lora_rank=found.rank,
+        lora_alpha=found.alpha,
+        lora_targets=tuple(sorted(found.targets)),
     )
     for key in ("lora_rank", "lora_alpha", "lora_targets"):
         given, own = getattr(trainer, key), getattr(filled_in, key)

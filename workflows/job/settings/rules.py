@@ -10,18 +10,24 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from typing import Any, Final
+from urllib.parse import urlsplit
 
-from transferqueue.errors import Impossible, UsageError
+from transferqueue.errors import Impossible, UsageError, listing
 from transferqueue.workflows.job.settings.defaults import KINDS, defaults_of, filled, updates
+from transferqueue.workflows.job.settings.environment_factories import environment_name
 from transferqueue.workflows.job.settings.job import IN_TURN, Devices, Job, RaySettings
 from transferqueue.workflows.job.settings.ranges import check_ranges
 from transferqueue.workflows.job.settings.sizes import (
     GIB,
     batch_rows,
+    depth,
     gib,
     group_rows,
     has_step_versions,
+    merged_for,
+    records_rows,
     row_bytes,
     rows_ahead,
     rows_kept,
@@ -32,12 +38,16 @@ _FUNCTION: Final = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|.+\.py):[A-Za
 _SERVED: Final = ("vllm_server", "sglang_server", "openai")
 _APART: Final = ("builtin", "transformers")
 """Engines of one device, which can compute each request apart from all others."""
+_KEEPS_CACHES: Final = ("builtin", "transformers", "vllm", "vllm_server", "factory")
+"""Engines that can go on with the caches of running requests under new weights; one of a factory may."""
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 LOGGERS: Final = ("tensorboard", "wandb", "mlflow")
 _OF_THE_CALL: Final = ("tools", "tokenize", "add_generation_prompt", "continue_final_message", "conversation")
 """Arguments of a tokenizer's ``apply_chat_template`` that ``model.template_args`` may not have."""
 _SET: Final = re.compile(r"[A-Za-z][\w-]{0,63}")
 """Name of a set of held-out prompts."""
+_ENVIRONMENT: Final = re.compile(r"\w[\w-]{0,63}", re.ASCII)
+"""Name of an environment: it may be that of a function, or of a host. Drop reasons end with it."""
 
 
 def check(job: Job) -> None:
@@ -169,27 +179,32 @@ def _adapters(job: Job) -> None:
 # ---------------------------------------------------------------- rewards and sampling
 
 
+def _published_adapters(job: Job) -> None:
+    if not job.weights.lora:
+        return
+    if not job.trainer.lora_rank and not job.trainer.lora_adapter:
+        raise UsageError(f'weights.lora="{job.weights.lora}" with lora_rank=0: there are no adapters; leave it out')
+    if job.weights.lora == "adapter" and (what := merged_for(job)):
+        raise UsageError(f'weights.lora="adapter" with {what}, which takes merged weights alone; leave it out')
+
+
 def _rewards(job: Job) -> None:
     kind = job.algorithm.kind
-    if defaults_of(kind).rewarded and not job.reward:
+    if defaults_of(kind).rewarded and not job.reward and not job.environment:
         raise UsageError(f'kind={kind!r} needs a reward: reward = [{{ function = "module:function" }}]')
-    if kind == "sft" and job.reward:
+    for key in ("reward", "environment"):
+        if kind == "sft" and getattr(job, key):
+            raise UsageError(
+                f'{key} with kind="sft": it learns from data.response, and nothing is generated that could be scored; '
+                "leave it out"
+            )
+    if job.reward and job.environment:
         raise UsageError(
-            'reward with kind="sft": it learns from data.response, and nothing is generated that could be scored; '
-            "leave it out"
+            "reward with environment: episodes bring their own rewards; leave reward out, or make a function an "
+            'environment of one turn: [[environment]] function = "module:function"'
         )
     for place, reward in enumerate(job.reward):
-        given = [name for name in ("function", "model", "environment") if getattr(reward, name)]
-        if len(given) != 1:
-            raise UsageError(
-                f"reward.{place} has {' and '.join(given) or 'none'} of function, model and environment; give exactly "
-                "one"
-            )
-        named = reward.function or reward.environment
-        if named and not _FUNCTION.fullmatch(named):
-            raise UsageError(
-                f'reward.{place}.{given[0]}={named!r} is not named as "module:function" or "file.py:function"'
-            )
+        _one_of(f"reward.{place}", reward, ("function", "model"))
         if not math.isfinite(reward.weight):
             raise UsageError(
                 f"reward.{place}.weight={reward.weight}: give a finite number; 0 measures without rewarding"
@@ -198,11 +213,65 @@ def _rewards(job: Job) -> None:
             _model_arguments(f"reward.{place}.args", reward.args)
     if job.reward and not any(reward.weight for reward in job.reward):
         raise UsageError(f"reward.0.weight={job.reward[0].weight}: every weight is 0, so nothing is rewarded; set one")
-    if len(job.reward) > 1 and any(reward.environment for reward in job.reward):
+
+
+def _one_of(key: str, table: object, names: tuple[str, ...]) -> None:
+    """Raise unless exactly one of these keys is given, and functions are named so that they can be found."""
+    given = [name for name in names if getattr(table, name)]
+    if len(given) != 1:
+        raise UsageError(f"{key} has {' and '.join(given) or 'none'} of {listing(names)}; give exactly one")
+    named = getattr(table, given[0])
+    if given[0] in ("function", "factory", "agent") and not _FUNCTION.fullmatch(named):
+        raise UsageError(f'{key}.{given[0]}={named!r} is not named as "module:function" or "file.py:function"')
+
+
+def _environments(job: Job) -> None:
+    for place, environment in enumerate(job.environment):
+        key = f"environment.{place}"
+        _one_of(key, environment, ("factory", "function", "url", "agent"))
+        if environment.url and not _is_address(environment.url):
+            raise UsageError(f'{key}.url={environment.url!r}: give an address such as "http://127.0.0.1:8000"')
+        if environment.url and (unknown := environment.args.keys() - {"action", "observation"}):
+            raise UsageError(f"{key}.args.{min(unknown)}: with a url, args has action and observation alone")
+        if not math.isfinite(environment.weight) or not environment.weight:
+            raise UsageError(f"{key}.weight={environment.weight}: give a finite number that is not 0")
+        if not _ENVIRONMENT.fullmatch(name := environment_name(environment)):
+            raise UsageError(f"{key}.name={name!r}: give up to 64 ASCII letters, digits, _ and -, but no - at first")
+    known = [environment_name(environment) for environment in job.environment]
+    if len(set(known)) < len(known):
+        raise UsageError(f"environment has the names {listing(known)}; give each another one (environment.name)")
+    _environments_of_data(job, known)
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https", "ws", "wss") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+def _environments_of_data(job: Job, known: list[str]) -> None:
+    named = {f"data.sources.{at}": source.environment for at, source in enumerate(job.data.sources)}
+    if len(known) > 1 and not named:
         raise UsageError(
-            f"reward has {len(job.reward)} terms, one of them an environment, whose episodes bring their own rewards; "
-            "give it alone"
+            f"{len(known)} environments, and data.path for all: give each its data and its share of the prompts, "
+            f'data.sources = [{{ path = "...", environment = "{known[0]}", weight = 1.0 }}, ...]'
         )
+    played = set(named.values())
+    if job.evaluation.path:
+        named["evaluation"] = job.evaluation.environment
+    named |= {f"evaluation.sets.{at}": each.environment for at, each in enumerate(job.evaluation.sets)}
+    for key, name in named.items():
+        if name and name not in known:
+            close = get_close_matches(name, known, n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            raise UsageError(f"{key}.environment={name!r}: the job has {listing(known)}{meant}")
+    if missing := [name for name in known if len(known) > 1 and name not in played]:
+        raise UsageError(f"no data source names environment {missing[0]}: it would play no row; leave it out")
+    for key, name in named.items():
+        if not name and len(known) > 1:
+            raise UsageError(f"{key}.environment: required with several environments; give one of {listing(known)}")
 
 
 def _model_arguments(key: str, arguments: Mapping[str, Any]) -> None:
@@ -220,6 +289,18 @@ def _groups(job: Job) -> None:
         raise Impossible(
             f"group_size=1 with {kind}: all advantages are 0; set sampling.group_size=8, or a kind without groups: "
             f"{others}"
+        )
+    least = job.sampling.group_min
+    if least > size:
+        raise Impossible(
+            f"group_min={least} with group_size={size}: no group has so many responses; give at most {size}"
+        )
+    if least and not defaults_of(kind).compares:
+        raise UsageError(f"group_min={least} with kind={kind!r}, whose rows are trained one by one; leave it out")
+    if job.sampling.refills and not job.environment:
+        raise UsageError(
+            f"sampling.refills={job.sampling.refills} without an environment: only a response whose environment failed "
+            "is replaced; leave it out"
         )
     if job.algorithm.filter_equal and size == 1:
         raise Impossible("filter_equal with group_size=1: the rewards of every group are equal, and all are dropped")
@@ -250,14 +331,37 @@ def _corrections(job: Job) -> None:
         )
     if algorithm.kind in ("sft", "distill") and (algorithm.tis_max or algorithm.dual_clip):
         raise UsageError(
-            f"tis_max={algorithm.tis_max:g}, dual_clip={algorithm.dual_clip:g} with kind={algorithm.kind!r}: its loss "
-            "has no ratio; leave them out"
+            f"tis_max={algorithm.tis_max or 0:g}, dual_clip={algorithm.dual_clip:g} with kind={algorithm.kind!r}: its "
+            "loss has no ratio; leave them out"
         )
     if algorithm.clip_high and algorithm.clip_low and algorithm.clip_high < algorithm.clip_low:
         raise UsageError(
             f"clip_high={algorithm.clip_high:g} is below clip_low={algorithm.clip_low:g}: a better action could grow "
             "less than a worse one shrinks"
         )
+
+
+def _token_staleness(job: Job) -> None:
+    mask, kind, pacing = job.algorithm.token_staleness.mask, job.algorithm.kind, job.pacing
+    if mask and kind == "sft":
+        raise UsageError(f'token_staleness.mask={mask} with kind="sft": no version drew its tokens; leave it out')
+    if mask and has_step_versions(job):
+        raise UsageError(
+            f"token_staleness.mask={mask} with reproducible=true: all tokens of a step have the same version, so it "
+            "would leave out none or all of them; leave it out, or set reproducible=false"
+        )
+    oldest = _oldest(job)
+    if mask and mask >= oldest:
+        raise UsageError(
+            f"token_staleness.mask={mask} with mode={pacing.mode!r} and max_staleness={oldest}: no token of a step is "
+            f"older than {oldest}, so none would be left out; give less, or leave it out"
+        )
+
+
+def _oldest(job: Job) -> int:
+    """The most versions between the weights of a row and the step that trains it."""
+    staleness = job.pacing.max_staleness
+    return math.ceil(depth(job)) if staleness is None else staleness
 
 
 def _entropy(job: Job) -> None:
@@ -381,42 +485,88 @@ def _engines(job: Job) -> None:
             )
 
 
-def _order(job: Job) -> None:
-    """In the order of the data a run repeats bit for bit: what depends on the time is refused."""
-    if job.trainer.order != "ordinal":
+def _caches(job: Job) -> None:
+    kv = job.weights.kv
+    if kv == "recompute":
         return
+    if job.algorithm.kind == "sft" or job.pacing.mode != "async" or not job.weights.in_flight:
+        raise UsageError(
+            f'weights.kv="{kv}": no request runs while weights change, unless pacing.mode="async" and '
+            "weights.in_flight=true; leave it out"
+        )
+    for place, engine in enumerate(job.engine):
+        if engine.kind not in _KEEPS_CACHES:
+            raise UsageError(
+                f'weights.kv="{kv}" with engine.{place}.kind="{engine.kind}", which cannot do that; kinds that can: '
+                f"{', '.join(_KEEPS_CACHES)}"
+            )
+
+
+def _weights_of_servers(job: Job) -> None:
+    """How a server gets new weights, and which serves none."""
+    if job.algorithm.kind == "sft":
+        return
+    for place, engine in enumerate(job.engine):
+        if engine.kind == "sglang_server" and not engine.options.get("weights"):
+            raise UsageError(
+                f'engine.{place}.options has no "weights": give an empty folder that the server sees under the same '
+                "path; new weights are written there"
+            )
+        if engine.kind == "openai" and (oldest := _oldest(job)) < job.steps - 1:
+            raise Impossible(
+                f'engine.{place}.kind="openai": an endpoint takes no weights, so all rows are of version 0, and step '
+                f"{job.steps} would train rows that are {job.steps - 1} versions old; pacing.max_staleness={oldest} "
+                f'allows {oldest + 1} steps: set kind="vllm_server", or pacing.max_staleness={job.steps - 1} to train '
+                "on the rows of a fixed policy"
+            )
+
+
+def _order(job: Job) -> None:
+    """A reproducible run repeats bit for bit, whatever dies: what depends on the time is refused."""
+    if not job.reproducible:
+        return
+    if not job.checkpoint.every:
+        raise UsageError(
+            "reproducible=true with checkpoint.every=0: a trainer that dies would go on with new moments of the "
+            "optimizer; give checkpoint.every, or set reproducible=false"
+        )
     if job.evaluation.patience:
         raise UsageError(
-            f'order="ordinal" with evaluation.patience={job.evaluation.patience}: training goes on while evaluations '
-            'are made, so the time would decide the last step; leave it out, or set trainer.order="ready"'
+            f"reproducible=true with evaluation.patience={job.evaluation.patience}: training goes on while evaluations "
+            "are made, so the time would decide the last step; leave it out, or set reproducible=false"
         )
     if job.algorithm.kind == "sft":
         return
     for place, engine in enumerate(job.engine):
         if engine.kind not in _APART:
             raise UsageError(
-                f'order="ordinal" with engine.{place}.kind={engine.kind!r}, which batches requests as they come, so '
+                f"reproducible=true with engine.{place}.kind={engine.kind!r}, which batches requests as they come, so "
                 "that a run does not repeat bit for bit. It would with one sequence at a time, or with kernels whose "
-                'sums do not depend on the batch, and a job cannot ask for either; set trainer.order="ready", or '
+                "sums do not depend on the batch, and a job cannot ask for either; set reproducible=false, or "
                 'kind="transformers"'
             )
         first = job.engine[0]
         if (engine.kind, engine.model, engine.options) != (first.kind, first.model, first.options):
             raise UsageError(
-                f'order="ordinal" with engine.{place}, whose kind, model or options are not those of engine.0: the '
-                'time decides which engine generates a row; make them equal, or set trainer.order="ready"'
+                f"reproducible=true with engine.{place}, whose kind, model or options are not those of engine.0: the "
+                "time decides which engine generates a row; make them equal, or set reproducible=false"
             )
     if job.reference.sync_every:
         raise UsageError(
-            f'order="ordinal" with reference.sync_every={job.reference.sync_every}: the time would decide which '
-            'version the reference takes; leave it out, or set trainer.order="ready"'
+            f"reproducible=true with reference.sync_every={job.reference.sync_every}: the time would decide which "
+            "version the reference takes; leave it out, or set reproducible=false"
+        )
+    if job.sampling.refills:
+        raise UsageError(
+            f"reproducible=true with sampling.refills={job.sampling.refills}: an environment that is late once would "
+            "give the row other tokens; leave it out, or set reproducible=false"
         )
     parts = {"sampling.budget": job.sampling.budget, "pacing.over_sample": job.pacing.over_sample}
     for key, value in parts.items():
         if value > (1 if key == "pacing.over_sample" else 0):
             raise UsageError(
-                f'order="ordinal" with {key}={value:g}: responses would be generated in parts, whose ends depend on '
-                'the time; set trainer.order="ready", or leave it out'
+                f"reproducible=true with {key}={value:g}: responses would be generated in parts, whose ends depend on "
+                "the time; set reproducible=false, or leave it out"
             )
 
 
@@ -427,15 +577,19 @@ def _order_ahead(job: Job) -> None:
         return
     drops = {
         "algorithm.filter_equal=true": bool(filled(job.algorithm).filter_equal),
-        **{f'reward.{place}.on_error="drop"': term.on_error == "drop" for place, term in enumerate(job.reward)},
+        **{
+            f'{table}.{place}.on_error="drop"': term.on_error == "drop"
+            for table in ("reward", "environment")
+            for place, term in enumerate(getattr(job, table))
+        },
         'on="ray" and ray.replicas=1': job.on == "ray" and job.ray.replicas == 1,
     }
     for key, may_drop in drops.items():
         if may_drop:
             raise UsageError(
-                f'order="ordinal" and mode={job.pacing.mode!r} with {key}: later prompts would take the places of rows '
-                'that are dropped, with weights that the time decides; set pacing.mode="sync", or '
-                'trainer.order="ready"'
+                f"reproducible=true and mode={job.pacing.mode!r} with {key}: later prompts would take the places of "
+                'rows that are dropped, with weights that the time decides; set pacing.mode="sync", or leave '
+                "reproducible out"
             )
 
 
@@ -446,10 +600,10 @@ def _dispatch(job: Job) -> None:
     by_length = job.dispatch.kind == "length"
     if by_length and job.algorithm.kind == "sft":
         raise UsageError('dispatch.kind="length" with kind="sft": nothing is generated; leave it out')
-    if by_length and job.trainer.order == "ordinal":
+    if by_length and job.reproducible:
         raise UsageError(
-            'dispatch.kind="length" with order="ordinal": rows would be generated in an order that depends on the '
-            'time; set trainer.order="ready"'
+            'dispatch.kind="length" with reproducible=true: rows would be generated in an order that depends on the '
+            "time; set reproducible=false"
         )
 
 
@@ -510,6 +664,19 @@ def _on_ray(job: Job) -> None:
         raise UsageError(
             'queue.durability="disk" with on="ray": rows lie in the memory of several nodes, and a snapshot beside '
             "each checkpoint keeps them; leave it out"
+        )
+
+
+def _record(job: Job) -> None:
+    if not records_rows(job):
+        return
+    given = f'queue.record="{job.queue.record}"'
+    if job.on == "ray":
+        raise UsageError(f'{given} with on="ray": the server of a run on Ray has no directory of records; leave it out')
+    if job.queue.address:
+        raise UsageError(
+            f'{given} with queue.address="{job.queue.address}": that server has a directory of records of '
+            "its own; leave one of both out"
         )
 
 
@@ -729,23 +896,29 @@ _RULES: Final[tuple[Callable[[Job], None], ...]] = (
     _mixture,
     _models_of_the_kind,
     _adapters,
+    _published_adapters,
     _rewards,
+    _environments,
     _groups,
     _sampling,
     _corrections,
+    _token_staleness,
     _entropy,
     _kl,
     _distillation,
     _updates,
     _ranks,
     _engines,
+    _caches,
     _order,
     _order_ahead,
     _dispatch,
     _elastic,
     _sites,
     _on_ray,
+    _record,
     _pacing,
+    _weights_of_servers,
     _colocated,
     _loggers,
     _evaluation,

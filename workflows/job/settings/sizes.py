@@ -35,6 +35,23 @@ def gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB" if size >= GIB // 10 else f"{size / MIB:.2f} MiB"
 
 
+def publishes_adapters(job: Job) -> bool:
+    """Whether a job publishes its adapters apart from the weights that they belong to, which its engines merge."""
+    if not job.trainer.lora_rank or job.weights.lora == "merged":
+        return False
+    return job.weights.lora == "adapter" or not (merged_for(job) or any(e.kind == "vllm_server" for e in job.engine))
+
+
+def merged_for(job: Job) -> str:
+    """What of a job takes merged weights alone; empty: nothing."""
+    if job.trainer.parallel == "fsdp2":
+        return 'trainer.parallel="fsdp2"'
+    if job.pacing.mode == "colocated":
+        return 'pacing.mode="colocated"'
+    parallel = next((place for place, engine in enumerate(job.engine) if engine.tensor_parallel > 1), None)
+    return "" if parallel is None else f"engine.{parallel}.tensor_parallel={job.engine[parallel].tensor_parallel}"
+
+
 def group_rows(job: Job) -> int:
     """Rows of a prompt: the samples of its group; for sft, the example."""
     return 1 if job.algorithm.kind == "sft" else job.sampling.group_size
@@ -56,7 +73,7 @@ def depth(job: Job) -> float:
 
 def has_step_versions(job: Job) -> bool:
     """Whether the step of a row decides its version: of a job that generates ahead and repeats bit for bit."""
-    return job.trainer.order == "ordinal" and job.pacing.mode not in IN_TURN and job.algorithm.kind != "sft"
+    return job.reproducible and job.pacing.mode not in IN_TURN and job.algorithm.kind != "sft"
 
 
 def version_lag(job: Job) -> int:
@@ -81,6 +98,11 @@ def surplus_prompts(job: Job) -> int:
     return -int(-job.pacing.over_sample * prompts // 1) - prompts
 
 
+def records_rows(job: Job) -> bool:
+    """Whether all rows of the job are recorded."""
+    return job.queue.record != "off"
+
+
 def rows_ahead(job: Job) -> int:
     """Rows that may be live and not yet trained."""
     return round((depth(job) + 1) * batch_rows(job))
@@ -100,7 +122,7 @@ def row_bytes(job: Job) -> int:
 def has_loss_mask(job: Job) -> bool:
     """Whether rows say which tokens of their response are learned: those of episodes, and of conversations whose turns
     sft learns."""
-    return job.data.turns == "all" or any(reward.environment for reward in job.reward)
+    return job.data.turns == "all" or bool(job.environment)
 
 
 def token_bytes(algorithm: AlgorithmSettings) -> int:
@@ -129,4 +151,4 @@ def pass_tokens(job: Job, tokens: int) -> int:
     In the order of the data each row has a pass of its own (1: no two rows fit). Which rows are ready together depends
     on the time, and the last bits of a row's numbers on the rows beside it: a run would not repeat bit for bit.
     """
-    return 1 if job.trainer.order == "ordinal" else tokens
+    return 1 if job.reproducible else tokens

@@ -11,7 +11,7 @@ of any step (`NumberedStepRows`). So a run with fixed seeds repeats bit for bit,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -63,7 +63,7 @@ def advantage(context: Context) -> Iterator[Work]:
         order = np.argsort(batch.ordinal, kind="stable")
         at, equal = order[taught_B[order]], order[~taught_B[order]]
         if at.size:
-            rows = _scored_rows(batch, job, at)
+            rows = scored_rows(job, lambda name: list(batch[name]), batch.group_id, at.tolist(), batch.fields)
             columns = advantage_columns_of(rows, algorithm, tokens_max=job.sampling.tokens_max)
             yield PartialResult(at=at, columns=columns)
         if equal.size:
@@ -77,7 +77,7 @@ def _whole_steps(context: Context, job: Job) -> StepRows | NumberedStepRows | No
     """Return what holds the stage to the rows of one step; None where any rows of a batch are whitened."""
     if has_step_versions(job):
         return NumberedStepRows(context, job)
-    is_in_turn = job.trainer.order == "ordinal" and job.pacing.mode in IN_TURN and not depth(job)
+    is_in_turn = job.reproducible and job.pacing.mode in IN_TURN and not depth(job)
     return StepRows(context) if is_in_turn else None
 
 
@@ -155,27 +155,36 @@ def _differ(rewards_B: npt.NDArray[np.float32], group_B: npt.NDArray[np.int64]) 
     return np.isin(group_B, group_B[centred_B != 0])
 
 
-def _scored_rows(batch: tq.Batch, job: Job, at: npt.NDArray[np.intp]) -> ScoredRows:
-    """Return the inputs of these rows' advantages. Log-probs are the proximal policy's where the job has them."""
+def scored_rows(
+    job: Job,
+    column: Callable[[str], Sequence[Any]],
+    group_id: npt.NDArray[np.int64],
+    at: Sequence[int],
+    fields: Collection[str],
+) -> ScoredRows:
+    """Return the inputs of advantages. Log-probs are the proximal policy's where the job has them.
+
+    column: returns a column of all rows by its name. group_id: of all rows. at: positions of the rows that are wanted,
+    in their order. fields: names of the columns that there are.
+    """
     read = columns_of(job.algorithm)["advantage"]
     policy = "prox_logprobs" if "prox_logprobs" in read else "rollout_logprobs"
-    has_mask = "loss_mask" in batch.fields
+
+    def chosen(name: str) -> list[Any]:
+        values = column(name)
+        return [values[row] for row in at]
+
     return ScoredRows(
-        rewards=batch["rewards"].numpy()[at],
-        group_id=batch.group_id[at],
-        masks=_rows(batch, "loss_mask", at) if has_mask else _all_chosen(batch, read, at),
-        logprobs=_rows(batch, policy, at) if policy in read else (),
-        ref_logprobs=_rows(batch, "ref_logprobs", at) if "ref_logprobs" in read else (),
-        values=_rows(batch, "values", at) if "values" in read else (),
+        rewards=np.array(chosen("rewards"), np.float32),
+        group_id=group_id[at],
+        masks=chosen("loss_mask") if "loss_mask" in fields else _all_chosen(read, chosen),
+        logprobs=chosen(policy) if policy in read else (),
+        ref_logprobs=chosen("ref_logprobs") if "ref_logprobs" in read else (),
+        values=chosen("values") if "values" in read else (),
     )
 
 
-def _all_chosen(batch: tq.Batch, read: tuple[str, ...], at: npt.NDArray[np.intp]) -> list[npt.NDArray[np.bool_]]:
+def _all_chosen(read: tuple[str, ...], chosen: Callable[[str], list[Any]]) -> list[npt.NDArray[np.bool_]]:
     """Return the masks of rows whose tokens are all the policy's; none where the algorithm reads no tokens."""
     tokens = next((name for name in ("response_ids", "ref_logprobs") if name in read), None)
-    return [] if tokens is None else [np.ones(len(row), bool) for row in _rows(batch, tokens, at)]
-
-
-def _rows(batch: tq.Batch, name: str, at: npt.NDArray[np.intp]) -> list[npt.NDArray[Any]]:
-    column = list(batch[name])
-    return [column[row] for row in at.tolist()]
+    return [] if tokens is None else [np.ones(len(row), bool) for row in chosen(tokens)]

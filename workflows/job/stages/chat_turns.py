@@ -13,8 +13,8 @@ from typing import Any, Final
 import numpy as np
 
 from transferqueue.adapters.protocols import Ids
-from transferqueue.errors import UsageError
-from transferqueue.workflows.job.data.tokenizer import TextTokenizer, render
+from transferqueue.errors import UsageError, listing
+from transferqueue.workflows.job.data.tokenizer import Message, TextTokenizer, render
 
 _ANSWER: Final = "ANSWER-OF-THE-MODEL"
 
@@ -29,19 +29,20 @@ class ChatTurns:
         """Return the ids of an observation and of the beginning of the next answer: int32 ``[tokens]``; none for an
         observation of None or "".
 
-        observation: a text. drawn: the tokens that the model drew before it. Without a chat template the ids are those
-        of the text. Raises `UsageError` if it is no text.
+        observation: a text, or messages. drawn: the tokens that the model drew before it. Without a chat template the
+        ids are those of the text. Raises `UsageError` if it is neither.
         """
-        if observation is None or observation == "":
+        if observation in (None, "", []):
             return np.empty(0, np.int32)
-        if not isinstance(observation, str):
+        if not isinstance(observation, str | list):
             raise UsageError(
-                f"the environment gave an observation of {type(observation).__name__} in turn {turn}; give a text, or "
-                "None if there is nothing to read"
+                f"the environment gave an observation of {type(observation).__name__} in turn {turn}; give a text, "
+                "messages, or None if there is nothing to read"
             )
+        said = observation if isinstance(observation, list) else [{"role": self._role, "content": observation}]
         if not self._tokenizer.chat_template:
-            return self._ids(observation)
-        ids = self._ids(self._after_answer(observation))
+            return self._ids("".join(message["content"] for message in said))
+        ids = self._ids(self._after_answer(said))
         ended = len(drawn) and len(ids) and int(drawn[-1]) == int(ids[0]) and int(drawn[-1]) in self._stop_ids
         return ids[1:] if ended else ids
 
@@ -49,13 +50,10 @@ class ChatTurns:
         """Return the text of an action, without its end token and other special tokens."""
         return self._tokenizer.decode(drawn.tolist(), skip_special_tokens=True)
 
-    def _after_answer(self, observation: str) -> str:
-        messages = [
-            {"role": "user", "content": "-"},
-            {"role": "assistant", "content": _ANSWER},
-            {"role": self._role, "content": observation},
-        ]
-        text = render(self._tokenizer, messages, f"observation as a message of {self._role}", prompt=True)
+    def _after_answer(self, said: list[Message]) -> str:
+        messages = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _ANSWER}, *said]
+        roles = listing(dict.fromkeys(message["role"] for message in said))
+        text = render(self._tokenizer, messages, f"observation as a message of {roles}", prompt=True)
         _, answer, after = text.partition(_ANSWER)
         if not answer:
             raise UsageError(

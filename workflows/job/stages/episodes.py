@@ -1,27 +1,38 @@
 """The play stage of a job: each row is an episode of an environment, played by the engine that the job names.
 
-An environment is in Gymnasium's form, with texts. ``reward = [{ environment = "module:factory", args = {...} }]`` names
-a function (or class) that is called with `args` for each episode:
+An environment is in Gymnasium's form, with texts. ``environment = [{ factory = "module:factory", args = {...} }]``
+names a function (or class) that is called with `args` for each episode:
 
 - ``reset(seed=, options=)``: options is the row's column ``data`` (the prompt, and the columns of the data); seed is
   the same for all responses to a prompt, which are compared, so they begin alike. Returns ``(observation, info)``. The
-  prompt of the data comes first; a first observation is a further message, None is nothing.
+  prompt of the data comes first; a first observation is a further message, or a list of them, None is nothing.
 - ``step(action)``: the text that the model drew in this turn. Returns
   ``(observation, reward, terminated, truncated, info)``.
-- ``close()``. A call that does not return within ``timeout_s`` is left alone in its thread, and its episode has failed.
-  An attribute ``role`` says what observations are: "user" (the default), or "tool".
+- ``close()``. An attribute ``role`` says what observations are: "user" (the default), or "tool".
+
+Environments have processes of their own (`reward_terms.environment_host`). A call that raises, hangs, returns what is
+no answer, or ends its process fails its episode, which is tried again (`Tries`). A row whose episode fails for good is
+no answer of the policy: others may take its place (`sampling.refills`); then the job drops it, with the cause as its
+reason, or ends.
+
+A reward function is an environment of one turn (`reward_terms.one_turn`), a server of OpenEnv's protocol one whose
+calls go there (`adapters.stages.openenv`), an agent one whose observations are its requests to an endpoint
+(`adapters.stages.agent_environment`). Of several environments, the column `environment` names that of a row: the shares
+of a batch are those of the data sources, each of which has one. Each environment has its processes, its limits, its
+number of episodes at a time, and its guard against too many failures. The drop reason has its name.
 
 A row's response is everything after its prompt: the model's tokens, and between them the observations, whose tokens
-have `loss_mask` False. It has at most `sampling.tokens_max` tokens. `rewards` is the term's weight times the sum over
-the turns, which `turn_rewards` keeps.
+have `loss_mask` False. It has at most `sampling.tokens_max` tokens. `rewards` is the environment's weight times the sum
+over the turns, which `turn_rewards` keeps; of several environments, `reward_terms` has the sum at the place of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
-from functools import partial
-from typing import Any, Final, SupportsFloat, cast
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 
@@ -29,99 +40,111 @@ import transferqueue as tq
 from transferqueue.adapters.protocols import Generator, PartialResult, Sampling
 from transferqueue.adapters.stages.environments import Episode, EpisodeEnded, EpisodePlayer, as_they_end
 from transferqueue.adapters.stages.generation import row_seed
-from transferqueue.adapters.stages.reward_functions import load_callable
-from transferqueue.errors import FlowSignal, PeerError, UsageError
+from transferqueue.errors import UsageError
 from transferqueue.workflows.flow.loop.runner import StageFailedInProcess
 from transferqueue.workflows.flow.stage import Context, Work
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
-from transferqueue.workflows.job.graph import engine_of
-from transferqueue.workflows.job.reward_terms.call_thread import CallThread, HungCalls
+from transferqueue.workflows.job.graph import engine_of, has_several_environments
+from transferqueue.workflows.job.reward_terms.environment_call import CallFailed
+from transferqueue.workflows.job.reward_terms.environment_host import EnvironmentHost, HostedEnvironment
 from transferqueue.workflows.job.reward_terms.tries import Tries
-from transferqueue.workflows.job.settings.job import Job, RewardSettings
+from transferqueue.workflows.job.settings.environment_factories import environments_of
+from transferqueue.workflows.job.settings.job import EnvironmentSettings, Job
 from transferqueue.workflows.job.stages.all_dropped_guard import AllDroppedGuard
 from transferqueue.workflows.job.stages.chat_turns import ChatTurns
-from transferqueue.workflows.job.stages.failed_rows import report_failed
+from transferqueue.workflows.job.stages.failed_rows import report_failed, report_retried
 from transferqueue.workflows.job.stages.policy_weights import PolicyWeights
 from transferqueue.workflows.job.stages.rollout import generating
 from transferqueue.workflows.job.stages.samples import SampleReporter
 
 _SHOWN_CHARS: Final = 300
-FAILED: Final = "environment_error"
-"""Drop reason of rows whose environment raised, for an environment with ``on_error = "drop"``."""
 
 
 @contextmanager
 def episodes(context: Context) -> Iterator[Work]:
     """Factory of ``play``: like `rollout`, for episodes. Each row is yielded as soon as its episode ends."""
     job = context.settings(Job)
-    environments = environment_of(job)
     with generating(context, job) as (engine, weights, sampling, chosen):
         tokenizer = load_tokenizer(job.model)
-        yield chosen(
-            JobEpisodes(
-                environments,
-                engine,
-                weights,
-                sampling,
-                job,
-                slots=engine_of(job, context.instance).slots,
-                tokenizer=tokenizer,
-                samples=SampleReporter(context, tokenizer),
-                failed=lambda row, why: report_failed(context, {row: f"row {row}, {why}"}),
-            )
-        )
-
-
-def environment_of(job: Job) -> RewardSettings:
-    """Return the environment of a job. Raises `UsageError` if it has none."""
-    for reward in job.reward:
-        if reward.environment:
-            return reward
-    raise UsageError('the job has no environment: give reward = [{ environment = "module:factory" }]')
+        with JobEpisodes(
+            engine,
+            weights,
+            sampling,
+            job,
+            slots=engine_of(job, context.instance).slots,
+            tokenizer=tokenizer,
+            samples=SampleReporter(context, tokenizer, recorded=isinstance(context.table.retention, tq.Recorded)),
+            failed=lambda row, why: report_failed(context, {row: f"row {row}, {why.text}"}, why.cause),
+            retried=lambda cause: report_retried(context, cause),
+        ) as play:
+            yield chosen(play)
 
 
 class EnvironmentFailed(StageFailedInProcess):
-    """An environment raised, and the job says "stop": it ends the run. Its cause is the error."""
+    """An environment failed, and the job says "stop": it ends the run."""
 
 
-class LimitedEnvironment:
-    """An environment whose calls raise `TimeoutError` if they take too long. calls: makes them."""
+class FailedEpisode(NamedTuple):
+    """An episode that failed for good. cause: the drop reason of its row."""
 
-    def __init__(self, make: Callable[[], Any], calls: CallThread) -> None:
-        self._calls = calls
-        self._environment = calls.call("the factory", make)
-        self.role: Final = getattr(self._environment, "role", "user")
+    cause: str
+    text: str
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Mapping[str, Any]]:
-        """Start an episode."""
-        returned = self._calls.call("reset", lambda: self._environment.reset(seed=seed, options=options))
-        return cast(tuple[Any, Mapping[str, Any]], returned)
 
-    def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, Mapping[str, Any]]:
-        """Act. An error of the environment gets a note with the policy's text."""
-        try:
-            returned = self._calls.call("step", lambda: self._environment.step(action))
-        except Exception as error:
-            error.add_note(f"the policy had said {str(action)[:_SHOWN_CHARS]!r}")
-            raise
-        return cast(tuple[Any, SupportsFloat, bool, bool, Mapping[str, Any]], returned)
+class PlayedEpisode(NamedTuple):
+    """A row to play: the tokens and the data of its prompt, the prompt's number, the row's ordinal, and the name of its
+    environment (empty: the only one)."""
 
-    def close(self) -> None:
-        """Free its resources; nothing after a call that hangs."""
-        if not self._calls.is_hung:
-            self._calls.call("close", self._environment.close)
+    prompt: Any
+    data: Mapping[str, Any]
+    number: int
+    ordinal: int
+    environment: str = ""
+
+
+class JobEnvironment:
+    """One environment of a job: its processes, its limits, and its failures. key: of its settings, for messages."""
+
+    def __init__(self, name: str, settings: EnvironmentSettings, job: Job, *, key: str, slots: int) -> None:
+        self.name, self.settings = name, settings
+        self.host = EnvironmentHost.of(settings, key)
+        self.turn = threading.BoundedSemaphore(settings.slots or slots)
+        self._is_one_of_several = has_several_environments(job)
+        self._guard = AllDroppedGuard(
+            job,
+            f"environment {name} failed",
+            "see failed_rows.jsonl in the folder of the run",
+            most=(f"{key}.failed_max", settings.failed_max),
+        )
+
+    @property
+    def place(self) -> str:
+        """For messages."""
+        settings = self.settings
+        return settings.factory or settings.function or settings.url or settings.agent
+
+    def cause(self, failure: CallFailed) -> str:
+        """The drop reason of a row that fails so."""
+        return f"{failure.cause}/{self.name}" if self._is_one_of_several else failure.cause
+
+    def count(self, played: Episode | FailedEpisode) -> None:
+        """Count an episode. Raises as `AllDroppedGuard.count` does."""
+        is_kept = isinstance(played, Episode)
+        last = "" if isinstance(played, Episode) else played.text
+        self._guard.count(kept=int(is_kept), dropped=int(not is_kept), last=last)
 
 
 class JobEpisodes:
-    """The function of ``play``. Loads the factory of environments; may be called from several threads at once.
+    """The function of ``play``. Starts the processes of its environments; may be called from several threads at once. A
+    context manager.
 
-    samples, failed: get rows as they end (None: nothing does); `failed` the row id of a dropped one and why.
+    samples: gets rows as they end (None: nothing does). failed: gets the row id of a dropped one, and why. retried:
+    gets the cause of each failure that another try, or another response, follows.
     """
 
     def __init__(
         self,
-        settings: RewardSettings,
         engine: Generator,
         weights: PolicyWeights,
         sampling: Sampling,
@@ -130,104 +153,165 @@ class JobEpisodes:
         slots: int,
         tokenizer: TextTokenizer | None = None,
         samples: SampleReporter | None = None,
-        failed: Callable[[int, str], None] = lambda row, why: None,
+        failed: Callable[[int, FailedEpisode], None] = lambda row, why: None,
+        retried: Callable[[str], None] = lambda cause: None,
     ) -> None:
-        self._hung, self._failed = HungCalls(), failed
-        self._settings, self._weights, self._job, self._slots = settings, weights, job, slots
-        self._guard = AllDroppedGuard(
-            job, "their environments failed", "see failed_rows.jsonl in the folder of the run"
-        )
-        self._factory = load_callable(settings.environment, "reward.environment")
+        self._failed, self._retried = failed, retried
+        self._weights, self._job, self._slots = weights, job, slots
+        self._environments: dict[str, JobEnvironment] = {}
+        try:
+            for at, (name, settings) in enumerate(environments_of(job).items()):
+                self._environments[name] = JobEnvironment(name, settings, job, key=f"environment.{at}", slots=slots)
+        except BaseException:
+            self.close()
+            raise
         self._engine, self._sampling, self._samples = engine, sampling, samples
         self._tokenizer = tokenizer or load_tokenizer(job.model)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes of its environments."""
+        for environment in self._environments.values():
+            environment.host.close()
+
+    def environment(self, name: str) -> JobEnvironment:
+        """The environment of this name; empty: the first."""
+        return self._environments[name] if name else next(iter(self._environments.values()))
+
     def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:
         """Yield each row as its episode ends; rows that wait for newer weights come last."""
-        prompts, data = [np.asarray(ids, np.int32) for ids in batch["prompt_ids"]], batch[names.DATA].list()
-        ordinals, size = batch.ordinal.tolist(), self._job.sampling.group_size
+        episodes = self._episodes(batch)
         for version, rows in self._weights.turns(batch):
             with self._weights.at(version):
-
-                def played(at: int, given_up: Callable[[], bool], rows: list[int] = rows) -> Episode | str:
-                    row = rows[at]
-                    return self.episode(prompts[row], data[row], ordinals[row] // size, ordinals[row], given_up)
-
-                for at, episode in as_they_end(played, len(rows), self._slots):
-                    row = rows[at]
-                    part = self._part(row, len(prompts[row]), episode)
+                for at, episode in self.played([episodes[row] for row in rows], counts=True):
+                    row, wanted = rows[at], episodes[rows[at]]
+                    part = self._part(row, wanted, episode)
                     yield part
-                    if isinstance(episode, str):
+                    if isinstance(episode, FailedEpisode):
                         self._failed(int(batch.rows[row]), episode)
                     elif self._samples is not None:
                         ids, reward = part.columns["response_ids"][0], float(part.columns["rewards"][0])
                         reason = part.columns["finish_reason"][0]
-                        self._samples.report_row(version, data[row], ids, reward, ordinals[row], reason)
-                    is_kept = isinstance(episode, Episode)
-                    self._guard.count(kept=int(is_kept), dropped=int(not is_kept))
+                        self._samples.report_row(version, wanted.data, ids, reward, wanted.ordinal, reason)
+                    self.environment(wanted.environment).count(episode)
 
-    def episode(
-        self, prompt: Any, data: Mapping[str, Any], number: int, ordinal: int, given_up: Callable[[], bool]
-    ) -> Episode | str:
-        """Play one row; returns why its environment failed if it did and the job drops such rows. number: of its
-        prompt, which the environment's seed is made from.
+    def _episodes(self, batch: tq.Batch) -> list[PlayedEpisode]:
+        size, several = self._job.sampling.group_size, has_several_environments(self._job)
+        played_by = batch[names.ENVIRONMENT].list() if several else [""] * len(batch)
+        return [
+            PlayedEpisode(np.asarray(ids, np.int32), data, ordinal // size, ordinal, environment)
+            for ids, data, ordinal, environment in zip(
+                batch["prompt_ids"], batch[names.DATA].list(), batch.ordinal.tolist(), played_by, strict=True
+            )
+        ]
 
-        An environment that raises, or whose call takes too long, gets other tries (`Tries`).
+    def played(
+        self, episodes: Sequence[PlayedEpisode], *, counts: bool = False
+    ) -> Iterator[tuple[int, Episode | FailedEpisode]]:
+        """Play rows side by side, and yield each with its place among them as it ends. counts: responses that others
+        replace count as dropped. Raises as `as_they_end` does, and `EnvironmentFailed`."""
+
+        def play(at: int, given_up: Callable[[], bool]) -> Episode | FailedEpisode:
+            return self._play(episodes[at], given_up, counts=counts)
+
+        return as_they_end(play, len(episodes), self._slots)
+
+    def reward(self, wanted: PlayedEpisode, episode: Episode) -> float:
+        """Return the reward of a row: the sum over its turns, times the weight of its environment."""
+        return self.environment(wanted.environment).settings.weight * sum(episode.rewards)
+
+    def _play(self, episode: PlayedEpisode, given_up: Callable[[], bool], *, counts: bool) -> Episode | FailedEpisode:
+        """Play one row, when its environment has a place. If the environment fails for good, up to `sampling.refills`
+        other responses to the prompt take the place of this one.
+
+        Raises `EnvironmentFailed` if the last of them fails for good and the environment's settings say "stop".
         """
-        tries = Tries()
+        environment, draws = self.environment(episode.environment), row_seed(self._job.seed, episode.ordinal)
+        with environment.turn:
+            played = self._member(environment, episode, draws, given_up)
+            for refill in range(1, self._job.sampling.refills + 1):
+                if isinstance(played, Episode):
+                    break
+                self._retried(played.cause)
+                if counts:
+                    environment.count(played)
+                played = self._member(environment, episode, row_seed(draws, refill), given_up)
+        if isinstance(played, FailedEpisode) and environment.settings.on_error == "stop":
+            raise EnvironmentFailed(f'{played.text}; set on_error = "drop" to go on without such rows')
+        return played
+
+    def _member(
+        self, environment: JobEnvironment, episode: PlayedEpisode, draws: int, given_up: Callable[[], bool]
+    ) -> Episode | FailedEpisode:
+        """Play an episode, with further tries. draws: the seed of its tokens."""
+        tries, alone, until = Tries(), False, time.monotonic() + environment.settings.episode_s
         while True:
             try:
-                return self._play(prompt, data, number, ordinal, given_up)
-            except (PeerError, FlowSignal, EpisodeEnded, StageFailedInProcess):
-                raise
-            except Exception as error:
-                if tries.failed(f"{type(error).__name__}: {error}") and not given_up():
+                with environment.host.open(until, alone=alone) as hosted:
+                    return self._turns(environment, hosted, episode, draws, given_up)
+            except CallFailed as failure:
+                if tries.failed(str(failure), may_pass=failure.may_pass) and time.monotonic() < until:
+                    if given_up():
+                        raise EpisodeEnded from failure
+                    self._retried(environment.cause(failure))
+                    alone = failure.was_running
                     tries.pause()
                     continue
-                text = self._failure(error, tries.count, ordinal, data)
-                if self._settings.on_error == "drop" and not given_up():
-                    return text
-                raise EnvironmentFailed(f'{text}; set on_error = "drop" to go on without such rows') from error
+                return FailedEpisode(environment.cause(failure), _described(environment, failure, tries.count, episode))
 
-    def _play(
-        self, prompt: Any, data: Mapping[str, Any], number: int, ordinal: int, given_up: Callable[[], bool]
+    def _turns(
+        self,
+        environment: JobEnvironment,
+        hosted: HostedEnvironment,
+        episode: PlayedEpisode,
+        draws: int,
+        given_up: Callable[[], bool],
     ) -> Episode:
-        make = partial(self._factory, **self._settings.args)
-        with (
-            CallThread(self._settings.timeout_s, self._hung) as calls,
-            closing(LimitedEnvironment(make, calls)) as environment,
-        ):
-            turns = ChatTurns(self._tokenizer, self._sampling.stop_ids, environment.role)
-            player = EpisodePlayer(
-                self._engine,
-                self._sampling,
-                encode=turns.encode,
-                decode=turns.decode,
-                tokens_max=self._job.sampling.tokens_max,
-            )
+        turns = ChatTurns(self._tokenizer, self._sampling.stop_ids, hosted.role)
+        player = EpisodePlayer(
+            self._engine,
+            self._sampling,
+            encode=turns.encode,
+            decode=turns.decode,
+            tokens_max=self._job.sampling.tokens_max,
+        )
+        try:
             return player.play(
-                environment,
-                begin=prompt,
-                seed=row_seed(self._job.seed, number),
-                options=dict(data),
-                draws=row_seed(self._job.seed, ordinal),
+                hosted,
+                begin=episode.prompt,
+                seed=row_seed(self._job.seed, episode.number),
+                options=dict(episode.data),
+                draws=draws,
                 given_up=given_up,
             )
+        except UsageError as error:  # such as a chat template that leaves turns out: no try helps
+            raise StageFailedInProcess(f"environment {environment.place}: {error}") from error
 
-    def _failure(self, error: Exception, attempts: int, ordinal: int, data: Mapping[str, Any]) -> str:
-        notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
-        return (
-            f"reward.environment {self._settings.environment}: the episode of ordinal {ordinal} failed with "
-            f"{type(error).__name__}: {error} (try {attempts}){notes}; its data is {str(dict(data))[:_SHOWN_CHARS]}"
-        )
-
-    def _part(self, at: int, prompt: int, episode: Episode | str) -> PartialResult:
-        if isinstance(episode, str):
-            return PartialResult(at=np.array([at]), columns={}, drop=FAILED)
+    def _part(self, at: int, wanted: PlayedEpisode, episode: Episode | FailedEpisode) -> PartialResult:
+        if isinstance(episode, FailedEpisode):
+            return PartialResult(at=np.array([at]), columns={}, drop=episode.cause)
+        prompt, environment = len(wanted.prompt), self.environment(wanted.environment)
         columns = {name: [value] for name, value in episode.trajectory.response(prompt).items()}
-        rewards = {
-            "rewards": np.array([self._settings.weight * sum(episode.rewards)], np.float32),
+        rewards: dict[str, Any] = {
+            "rewards": np.array([self.reward(wanted, episode)], np.float32),
             "turn_rewards": [np.array(episode.rewards, np.float32)],
             "finish_reason": [episode.finish_reason],
         }
+        if has_several_environments(self._job):
+            own = [sum(episode.rewards) if name == environment.name else np.nan for name in self._environments]
+            rewards[names.REWARD_TERMS] = [np.array(own, np.float32)]
         facts = {**episode.trajectory.facts(), "tokens": len(episode.trajectory.ids) - prompt}
         return PartialResult(at=np.array([at]), columns=columns | rewards, facts=facts)
+
+
+def _described(environment: JobEnvironment, failure: CallFailed, attempts: int, episode: PlayedEpisode) -> str:
+    place = f"; it is {failure.place}" if failure.place else ""
+    return (
+        f"environment {environment.place}: the episode of ordinal {episode.ordinal} failed: {failure} "
+        f"(try {attempts}){place}; its data is {str(dict(episode.data))[:_SHOWN_CHARS]}"
+    )

@@ -19,13 +19,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Self
 
 import msgspec
 import numpy as np
 
 from transferqueue.adapters.protocols import STOP, Completion, Generator, Ids, Prompt, Sampling, WeightSource
-from transferqueue.adapters.stages.environments import Episode, as_they_end
+from transferqueue.adapters.stages.environments import Episode
 from transferqueue.adapters.stages.generation import row_seed
 from transferqueue.adapters.weights import copy_weights
 from transferqueue.errors import UsageError, listing
@@ -34,7 +34,7 @@ from transferqueue.workflows.job.data.sequence import NumberedPrompt, held_out_p
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
 from transferqueue.workflows.job.reward_terms.scorer import RewardScorer
 from transferqueue.workflows.job.settings.job import EvaluationSettings, Job, ScorerSettings
-from transferqueue.workflows.job.stages.episodes import JobEpisodes, environment_of
+from transferqueue.workflows.job.stages.episodes import JobEpisodes, PlayedEpisode
 from transferqueue.workflows.job.stages.policy_weights import FixedWeights
 from transferqueue.workflows.job.stages.rollout import sampling_of
 
@@ -102,8 +102,9 @@ def _measure(job: Job, open_engine: OpenEngine, tokenizer: TextTokenizer) -> Ite
     with open_engine() as engine:
         if job.algorithm.kind == "distill":
             yield TeacherDivergence(job, engine, sampling)
-        elif any(reward.environment for reward in job.reward):
-            yield EpisodeReward(job, engine, sampling, tokenizer)
+        elif job.environment:
+            with EpisodeReward(job, engine, sampling, tokenizer) as measure:
+                yield measure
         else:
             with RewardScorer(job, tokenizer) as scorer:
                 yield ResponseReward(job, engine, sampling, scorer)
@@ -163,37 +164,45 @@ class ResponseReward(_Drawing):
 
 
 class EpisodeReward(_Drawing):
-    """The mean reward of episodes, by the environment of the job."""
+    """The mean reward of episodes, by the environment of each prompt."""
 
     def __init__(self, job: Job, engine: Generator, sampling: Sampling, tokenizer: TextTokenizer) -> None:
         super().__init__(job, engine, sampling)
-        self._at_once = max(each.slots for each in job.engine)
-        self._environment = environment_of(job)
+        slots = max(each.slots for each in job.engine)
         held_out_job = msgspec.structs.replace(job, seed=job.seed + _SEED)
-        self._play = JobEpisodes(
-            self._environment, engine, FixedWeights(), sampling, held_out_job, slots=self._at_once, tokenizer=tokenizer
-        )
+        self._play = JobEpisodes(engine, FixedWeights(), sampling, held_out_job, slots=slots, tokenizer=tokenizer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._play.close()
 
     def figures(self, prompts: Sequence[NumberedPrompt], samples: int) -> dict[str, Any]:
         """``rows``, ``reward``, ``pass@k``, ``turns`` and ``tokens`` (means); ``failed`` if an environment did."""
-
-        def played(at: int, given_up: Callable[[], bool]) -> Any:
-            prompt = prompts[at // samples]
-            ordinal = prompt.number * samples + at % samples
-            return self._play.episode(prompt.ids, prompt.data, prompt.number, ordinal, given_up)
-
-        ended = list(as_they_end(played, len(prompts) * samples, self._at_once))
-        whole = [(at // samples, episode) for at, episode in ended if isinstance(episode, Episode)]
+        rows = [
+            PlayedEpisode(prompt.ids, prompt.data, prompt.number, prompt.number * samples + sample, prompt.environment)
+            for prompt in prompts
+            for sample in range(samples)
+        ]
+        ended = list(self._play.played(rows))
+        whole = [(at, episode) for at, episode in ended if isinstance(episode, Episode)]
         episodes = [episode for _, episode in whole]
-        rewards = np.array([self._environment.weight * sum(episode.rewards) for episode in episodes])
+        rewards = np.array([self._play.reward(rows[at], episode) for at, episode in whole])
         failed = {"failed": len(ended) - len(episodes)} if len(episodes) < len(ended) else {}
         return {
             **_mean("reward", rewards),
-            **pass_figures([prompt for prompt, _ in whole], rewards, self._job.evaluation),
-            "turns": float(np.mean([episode.turns for episode in episodes])),
-            "tokens": float(np.mean([sum(episode.trajectory.drawn) for episode in episodes])),
+            **pass_figures([at // samples for at, _ in whole], rewards, self._job.evaluation),
+            **(_lengths_of(episodes) if episodes else {}),
             **failed,
         }
+
+
+def _lengths_of(episodes: Sequence[Episode]) -> dict[str, float]:
+    return {
+        "turns": float(np.mean([episode.turns for episode in episodes])),
+        "tokens": float(np.mean([sum(episode.trajectory.drawn) for episode in episodes])),
+    }
 
 
 class TeacherDivergence(_Drawing):

@@ -22,13 +22,13 @@ from typing import Final, Protocol
 
 import transferqueue as tq
 from transferqueue.adapters.protocols import GENERATE_S, Generator, Pause, Unsupported, WeightSource
-from transferqueue.adapters.weights import ChannelWeights, WeightUpdater
+from transferqueue.adapters.weights import WeightUpdater
 from transferqueue.errors import DeadlineExceeded, NotFound, PeerError
 from transferqueue.workflows.flow.events import SWAP, WEIGHTS
 from transferqueue.workflows.flow.loop.full_batches import Due, nothing_due
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job.graph import engine_of
-from transferqueue.workflows.job.names import POLICY
+from transferqueue.workflows.job.names import POLICY, PREFILLED
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import has_step_versions
 from transferqueue.workflows.job.stages.device_turns import DeviceTurns
@@ -64,7 +64,8 @@ def policy_weights(context: Context, engine: Generator, job: Job, due: Due = not
         with context.shared.hosting(context, engine, engine_of(job, context.instance).kind):
             yield HandedWeights(context.shared)
         return
-    updater = WeightUpdater(context.weights, POLICY, _updating(context, engine, SWAP))
+    reads_channel = getattr(engine, "reads_channel", False)
+    updater = WeightUpdater(context.weights, POLICY, _updating(context, engine, SWAP), reads_channel=reads_channel)
     try:
         if not updater.follow(FIRST_S):
             raise DeadlineExceeded(
@@ -75,16 +76,19 @@ def policy_weights(context: Context, engine: Generator, job: Job, due: Due = not
         yield FixedWeights()
         return
     if job.pacing.mode != "async" or has_step_versions(job):
-        yield ExactWeights(context, engine, job, updater.version, due)
+        yield ExactWeights(context, job, updater, due)
         return
-    with followed_weights(context, engine, job, updater.version) as weights:
+    with followed_weights(context, engine, job, updater) as weights:
         yield weights
 
 
 def _updating(context: Context, engine: Generator, span: str) -> Callable[[WeightSource, int], None]:
     def update(source: WeightSource, version: int) -> None:
+        before = getattr(engine, "prefilled_again", 0)
         with context.span(span, version):
             engine.update_weights(source, version)
+        if again := getattr(engine, "prefilled_again", 0) - before:
+            context.figures(PREFILLED, tokens=again)
 
     return update
 
@@ -153,15 +157,15 @@ class VersionGate:
 class ExactWeights:
     """Rule 3: rows of a step have one version."""
 
-    def __init__(self, context: Context, engine: Generator, job: Job, version: int, due: Due = nothing_due) -> None:
+    def __init__(self, context: Context, job: Job, updater: WeightUpdater, due: Due = nothing_due) -> None:
         self._due = due
-        self._address, self._channel = context.weights.address, context.weights.weights(POLICY)
+        self._channel = context.weights.weights(POLICY)
         self._at_home = context.queue.weights(POLICY)
-        self._update = _updating(context, engine, SWAP)
+        self._updater = updater
         self._job = job
         self._by_step = step_versions(context.queue, job) if has_step_versions(job) else None
-        self._gate = VersionGate(self._load, version, exact=self._by_step is not None)
-        self._newest = version
+        self._gate = VersionGate(self._load, updater.version, exact=self._by_step is not None)
+        self._newest = updater.version
         self._one: list[str] | None = None
         """A tensor, by which a wait for a version pulls no others; None: none is known yet."""
 
@@ -195,18 +199,16 @@ class ExactWeights:
         return min(max(step - 1, clock - 1, 0), clock)
 
     def _load(self, version: int) -> int:
-        with self._pulled(version) as weights:
-            self._update(ChannelWeights(self._address, weights), weights.version)
-        self._channel.applied(weights.version)
-        return weights.version
+        self._updater.apply(self._pulled(version))
+        return self._updater.version
 
     def _pulled(self, version: int) -> tq.Weights:
         try:
-            return self._channel.pull(version=version, timeout_s=NEWER_S)
+            return self._updater.pull(version=version, timeout_s=NEWER_S)
         except NotFound:
             if self._by_step is not None:
                 return pull_exactly(self._at_home, version, NEWER_S)  # a relay may pass over a version
-            return self._channel.pull(above=version, timeout_s=NEWER_S)  # freed
+            return self._updater.pull(above=version, timeout_s=NEWER_S)  # freed
 
 
 # ---------------------------------------------------------------- handed versions
@@ -275,13 +277,15 @@ class _StageOver(Exception):
 
 
 @contextmanager
-def followed_weights(context: Context, engine: Generator, job: Job, version: int) -> Iterator[FollowedWeights]:
+def followed_weights(
+    context: Context, engine: Generator, job: Job, updater: WeightUpdater
+) -> Iterator[FollowedWeights]:
     """Update weights in a thread until the block ends.
 
     Leaving waits for an update that has begun: a thread inside an engine's C++ code aborts the process when Python
     ends.
     """
-    weights = FollowedWeights(job.pacing.max_staleness or 0, version)
+    weights = FollowedWeights(job.pacing.max_staleness or 0, updater.version)
     load = _updating(context, engine, WEIGHTS)
     ended, updating = threading.Event(), threading.Lock()
 
@@ -305,7 +309,7 @@ def followed_weights(context: Context, engine: Generator, job: Job, version: int
         except Exception as failure:  # noqa: BLE001  (`FollowedWeights.at` raises it)
             weights.failed(failure)
 
-    updater = WeightUpdater(context.weights, POLICY, update, version)
+    updater.update = update
     threading.Thread(target=follow, name="weights", daemon=True).start()
     try:
         yield weights

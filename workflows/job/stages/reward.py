@@ -33,8 +33,11 @@ def reward(context: Context) -> Iterator[Work]:
 def reward_with(context: Context, tokenizer: TextTokenizer) -> Iterator[Work]:
     """Load the rewards. Rows that are dropped are reported (`failed_rows`)."""
     job = context.settings(Job)
-    guard = AllDroppedGuard(job, "their rewards failed", "see failed_rows.jsonl in the folder of the run")
-    samples = SampleReporter(context, tokenizer)
+    most = min((reward.failed_max for reward in job.reward), default=1.0)
+    guard = AllDroppedGuard(
+        job, "their rewards failed", "see failed_rows.jsonl in the folder of the run", most=("reward.failed_max", most)
+    )
+    samples = SampleReporter(context, tokenizer, recorded=isinstance(context.table.retention, tq.Recorded))
 
     def score(batch: tq.Batch) -> Iterator[PartialResult]:
         try:
@@ -50,8 +53,9 @@ def reward_with(context: Context, tokenizer: TextTokenizer) -> Iterator[Work]:
         yield from _parts(scores)
         failed = len(scores.failures)
         if failed:
-            report_failed(context, {int(batch.rows[at]): text for at, text in sorted(scores.failures.items())})
-        guard.count(kept=len(batch) - failed, dropped=failed)
+            failures = {int(batch.rows[at]): text for at, text in sorted(scores.failures.items())}
+            report_failed(context, failures, DROPPED)
+        guard.count(kept=len(batch) - failed, dropped=failed, last=next(iter(scores.failures.values()), ""))
 
     with RewardScorer(job, tokenizer) as scorer:
         yield score

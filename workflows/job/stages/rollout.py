@@ -107,7 +107,7 @@ class EngineRollout:
             parts=in_parts(job),
             max_staleness=job.pacing.max_staleness,
             seed=job.seed,
-            whole_groups=job.sampling.group_size if job.trainer.order == "ordinal" and not in_parts(job) else 0,
+            whole_groups=job.sampling.group_size if job.reproducible and not in_parts(job) else 0,
         )
 
     def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:

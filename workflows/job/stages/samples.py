@@ -1,4 +1,4 @@
-"""Sample responses of a run as text: the model's text beside its reward."""
+"""Sample responses of a run as text: the model's text beside its reward, of a job that does not record its rows."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class SampleReporter:
 
     A sample has the prompt, the response, its reward and the score of each term, the columns of the data file (the
     right answer is among them), finish reason, length in tokens, and the step that rows are gathered for when it is
-    reported.
+    reported. recorded: the table keeps all rows, so none is reported.
     """
 
-    def __init__(self, context: Context, tokenizer: TextTokenizer) -> None:
+    def __init__(self, context: Context, tokenizer: TextTokenizer, *, recorded: bool = False) -> None:
         job = context.settings(Job)
         self._context, self._tokenizer = context, tokenizer
-        self._each, self._terms = job.log.samples, term_names(job)
+        self._each, self._terms = 0 if recorded else job.log.samples, term_names(job)
         self._size = group_rows(job)
         self._version: int | None = None
         self._prompts: set[int] = set()

@@ -21,10 +21,12 @@ import transferqueue as tq
 from transferqueue.adapters.protocols import WeightSource
 from transferqueue.adapters.scoring.load import load_causal_lm, load_value_model
 from transferqueue.adapters.scoring.stages import LogProbs, TeacherTopK, Turns, Values
-from transferqueue.adapters.weights import WeightUpdater, copy_weights
+from transferqueue.adapters.weights import ModuleLoader, WeightUpdater
 from transferqueue.errors import DeadlineExceeded
 from transferqueue.workflows.flow.events import SWAP
 from transferqueue.workflows.flow.stage import Context
+from transferqueue.workflows.job.data.tokenizer import revision_of
+from transferqueue.workflows.job.devices.repeat import repeat_bits
 from transferqueue.workflows.job.names import CRITIC, POLICY, TRAIN, TRAIN_CRITIC
 from transferqueue.workflows.job.settings.job import IN_TURN, Job, ModelSettings, ScorerSettings
 from transferqueue.workflows.job.settings.sizes import has_step_versions, pass_tokens
@@ -41,6 +43,7 @@ def reference(context: Context) -> Iterator[LogProbs]:
     """Yield the stage that gives ``ref_logprobs``, by the model of ``reference.path`` (default: the policy as it was),
     which takes the newest weights every ``reference.sync_every`` steps."""
     job = context.settings(Job)
+    repeat_bits(job)
     model = load_scorer(load_causal_lm, job.reference, job.model)
     every = job.reference.sync_every
     yield LogProbs(
@@ -56,6 +59,7 @@ def reference(context: Context) -> Iterator[LogProbs]:
 def proximal(context: Context) -> Iterator[LogProbs]:
     """Yield the stage that gives ``prox_logprobs``, by the policy as it is trained."""
     job = context.settings(Job)
+    repeat_bits(job)
     policy = ScorerSettings(tokens=job.trainer.micro_tokens)
     model = load_scorer(load_causal_lm, policy, job.model)
     newest = _followed(context, POLICY, model)
@@ -73,6 +77,7 @@ def proximal(context: Context) -> Iterator[LogProbs]:
 def value(context: Context) -> Iterator[Values]:
     """Yield the stage that gives ``values``, by the critic as it is trained."""
     job = context.settings(Job)
+    repeat_bits(job)
     model = load_scorer(load_value_model, job.critic, job.model)
     newest = _followed(context, CRITIC, model)
 
@@ -90,6 +95,7 @@ def teacher(context: Context) -> Iterator[TeacherTopK]:
     """Yield the stage that gives ``teacher_ids`` and ``teacher_logprobs``: ``top_k`` most probable tokens, or the drawn
     one alone."""
     job = context.settings(Job)
+    repeat_bits(job)
     yield TeacherTopK(
         load_scorer(load_causal_lm, job.teacher, job.model),
         k=job.algorithm.top_k,
@@ -104,7 +110,7 @@ def load_scorer(load: Callable[..., Any], scorer: ScorerSettings, policy: ModelS
     return load(
         path,
         dtype=policy.dtype,
-        revision=policy.revision if path == policy.path else "",
+        revision=revision_of(policy, path) or "",
         trust_remote_code=policy.trust_remote_code,
     )
 
@@ -150,9 +156,12 @@ def _synchronised(context: Context, model: Any, every: int) -> Callable[[tq.Batc
 
 
 def _updater(context: Context, channel: str, model: Any) -> WeightUpdater:
+    loader = ModuleLoader(model)
+
     def update(source: WeightSource, version: int) -> None:
         with context.span(SWAP, version):
-            copy_weights(source, model)
+            loader.check(source)
+            loader.load(source)
 
     return WeightUpdater(context.queue, channel, update)
 

@@ -1,5 +1,5 @@
 """Which version of the weights a row is generated and scored with, in a job that generates ahead and repeats bit for
-bit (``trainer.order = "ordinal"`` in the modes ``delayed`` and ``async``).
+bit (``reproducible = true`` in the modes ``delayed`` and ``async``).
 
 1. Version k is the weights after k steps. Prompts are trained in their order, so the number of a prompt says which step
    trains its rows, and with it their version: `sizes.version_lag` steps before. Timing decides when a row is generated,
@@ -97,7 +97,7 @@ def pull_exactly(channel: tq.WeightChannel, version: int, timeout_s: float) -> t
         return channel.pull(version=version, timeout_s=timeout_s)
     except NotFound as error:
         raise StageFailedInProcess(
-            f'version {version} of channel "{channel.name}" is gone, and with trainer.order="ordinal" its rows get no '
+            f'version {version} of channel "{channel.name}" is gone, and with reproducible=true its rows get no '
             f"other: {error}; begin a new run with a larger weights.keep"
         ) from error
 

@@ -12,14 +12,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.run_files import CHECKPOINTS, EVALUATIONS, STATE, checkpoint_path, json_lines
 from transferqueue.workflows.job.settings.job import Job
-
-_USUAL: Final = ("reward", "kl", "loss")
-_LOWER_IS_BETTER: Final = ("kl", "loss")
 
 
 class _Judged(NamedTuple):
@@ -71,8 +68,8 @@ def _evaluations(folder: Path, figure: str) -> dict[int, _Judged]:
     """The last evaluation of each step."""
     judged: dict[int, _Judged] = {}
     for values in json_lines(folder / EVALUATIONS):
-        measure = figure or next((name for name in _USUAL if name in values), "")
+        measure = figure or next((name for name in names.MEASURES if name in values), "")
         if measure in values:
-            sign = -1.0 if measure.rpartition("/")[2] in _LOWER_IS_BETTER else 1.0
+            sign = -1.0 if measure.rpartition("/")[2] in names.LOWER_IS_BETTER else 1.0
             judged[values["step"]] = _Judged(values["version"], sign * values[measure])
     return judged

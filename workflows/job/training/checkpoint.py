@@ -192,6 +192,12 @@ def checked_weights(path: Path, state: CheckpointState) -> TensorFiles:
     return checked_files(path, state, _by_kind(state)[0])
 
 
+def checkpoint_tensors(path: Path, state: CheckpointState) -> TensorFiles:
+    """Return all tensors of the checkpoint at `path`, weights and moments, once the checksums of their files are
+    verified. Raises `Corruption`."""
+    return checked_files(path, state, sorted(state.checksums))
+
+
 def _by_kind(state: CheckpointState) -> tuple[list[str], list[str]]:
     """The files with weights, and those with moments, each in the order of the ranks that wrote them."""
     names = sorted(state.checksums)

@@ -110,6 +110,11 @@ def saved_weights(model: nn.Module) -> dict[str, Tensor]:
     return {peft_name(name): tensor for name, tensor in saved.items() if tensor.requires_grad}
 
 
+def saved_tensors(learner: StepLearner) -> dict[str, Tensor]:
+    """Return the weights and moments that a checkpoint of the learner has, by name."""
+    return {**saved_weights(learner.model), **_moments(learner)}
+
+
 # ---------------------------------------------------------------- weights
 
 

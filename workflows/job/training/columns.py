@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from transferqueue.errors import UsageError
@@ -51,18 +52,36 @@ def lengths(columns: RowColumns) -> list[int]:
     return [len(prompt) + len(response) for prompt, response in pairs]
 
 
-def loss_columns(columns: RowColumns, algorithm: AlgorithmSettings, device: torch.device) -> dict[str, Tensor]:
+def stale_tokens(columns: RowColumns, algorithm: AlgorithmSettings, version: int) -> NDArray[np.bool_] | None:
+    """Return which response tokens older weights drew than the algorithm allows in the loss of a step, ``[N]``; None if
+    it allows all. version: of the weights before the step. Tokens whose version is not known (-1) are none of them."""
+    oldest = version - algorithm.token_staleness.mask
+    if not algorithm.token_staleness.mask or "token_versions" not in columns:
+        return None
+    counts = [len(response) for response in columns["response_ids"]]
+    _check(columns["token_versions"], counts, "token_versions")
+    versions_N = np.concatenate([np.asarray(row) for row in columns["token_versions"]])
+    return (versions_N >= 0) & (versions_N < oldest)
+
+
+def loss_columns(
+    columns: RowColumns,
+    algorithm: AlgorithmSettings,
+    device: torch.device,
+    stale_N: NDArray[np.bool_] | None = None,
+) -> dict[str, Tensor]:
     """Return what `Responses` takes beside the log-probs: mask, offsets, and every column of `columns` that a loss
     reads.
 
-    Tokens are masked where ``loss_mask`` is False and, with ``mask_truncated``, in rows whose ``finish_reason`` is
-    ``length``. `UsageError` for a column whose row has another number of values than its response.
+    Tokens are masked where ``loss_mask`` is False, with ``mask_truncated`` in rows whose ``finish_reason`` is
+    ``length``, and where ``stale_N`` is True (`stale_tokens`). `UsageError` for a column whose row has another
+    number of values than its response.
     """
     counts = [len(response) for response in columns["response_ids"]]
     offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
     tensors = {
         "offsets_R1": torch.from_numpy(offsets).to(device),
-        "mask_N": _mask(columns, counts, algorithm).to(device),
+        "mask_N": _mask(columns, counts, algorithm, stale_N).to(device),
     }
     for name, tensor in _PER_TOKEN.items():
         if name in columns:
@@ -75,14 +94,17 @@ def loss_columns(columns: RowColumns, algorithm: AlgorithmSettings, device: torc
     return tensors
 
 
-def _mask(columns: RowColumns, counts: Sequence[int], algorithm: AlgorithmSettings) -> Tensor:
+def _mask(
+    columns: RowColumns, counts: Sequence[int], algorithm: AlgorithmSettings, stale_N: NDArray[np.bool_] | None
+) -> Tensor:
     masks = columns.get("loss_mask") or [np.ones(count, bool) for count in counts]
     _check(masks, counts, "loss_mask")
     if algorithm.mask_truncated and "finish_reason" in columns:
         masks = [
             np.asarray(mask) & (why != TRUNCATED) for mask, why in zip(masks, columns["finish_reason"], strict=True)
         ]
-    return torch.from_numpy(np.concatenate([np.asarray(mask, bool) for mask in masks]))
+    mask_N = np.concatenate([np.asarray(mask, bool) for mask in masks])
+    return torch.from_numpy(mask_N if stale_N is None else mask_N & ~stale_N)
 
 
 def _flat(name: str, column: Sequence[Any], counts: Sequence[int]) -> Tensor:

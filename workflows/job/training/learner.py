@@ -40,12 +40,20 @@ from transferqueue.workflows.job.algorithms.losses import policy_loss, value_los
 from transferqueue.workflows.job.algorithms.responses import Responses
 from transferqueue.workflows.job.settings.defaults import filled
 from transferqueue.workflows.job.settings.job import AlgorithmSettings, TrainerSettings
-from transferqueue.workflows.job.training.columns import RowColumns, lengths, loss_columns, rows_of, select
+from transferqueue.workflows.job.training.columns import (
+    RowColumns,
+    lengths,
+    loss_columns,
+    rows_of,
+    select,
+    stale_tokens,
+)
 from transferqueue.workflows.job.training.rank_shards import RankShards
 from transferqueue.workflows.job.training.ranks import ALONE, Ranks
 
 _OF: Final = {"engine_error": "own_tokens", "policy_movement": "other_tokens"}
 """Figures that are means over a part of the tokens, and the sum that counts it."""
+_COUNTS: Final = ("own_tokens", "stale_tokens")
 
 
 def rate_share(step: int, *, steps: int, warmup: int = 0, schedule: str = "constant") -> float:
@@ -141,13 +149,21 @@ class StepLearner(ABC):
 
         ``loss`` and the loss's figures are means over its weight or over tokens; ``tokens``, ``rows``, ``passes`` are
         sums; ``gradient_norm`` is from before clipping; ``lr``. counts False: further updates of the same step follow.
+        If all tokens were too old (`stale_tokens`), the weights stay, and there is no loss and no gradient.
         `UsageError` if no rank has accumulated a row.
         """
         sums = self.ranks.summed(self._sums)
-        if not sums.get("weight", 0.0) > 0:
+        has_weight = sums.get("weight", 0.0) > 0
+        if not has_weight and not sums.get("stale_tokens"):
             raise UsageError(
                 "a step was taken with no rows, or with rows whose tokens are all masked; accumulate rows first"
             )
+        figures = self._update(sums) if has_weight else _counts(sums)
+        self.steps_taken += counts
+        self.discard()
+        return figures
+
+    def _update(self, sums: Mapping[str, float]) -> dict[str, float]:
         share = rate_share(
             self.steps_taken, steps=self._steps, warmup=self._trainer.warmup, schedule=self._trainer.schedule
         )
@@ -158,8 +174,6 @@ class StepLearner(ABC):
         norm = _whole(nn.utils.clip_grad_norm_(self.trained, self._trainer.gradient_norm_max))
         self.optimizer.step()
         self.version = -1
-        self.steps_taken += counts
-        self.discard()
         return {**_means(sums), "gradient_norm": float(norm), "lr": self._lr * share}
 
     def weights(self) -> WeightSource:
@@ -224,6 +238,8 @@ class PolicyLearner(StepLearner):
         near = rows_near if self.algorithm.aggregate == "rows" else rows_near * max(1, tokens_max)
         super().__init__(model, trainer, steps=steps, lr=trainer.lr, weight_near=near, compute=compute, ranks=ranks)
         self._temperature, self._tokens_max = temperature, tokens_max
+        self._step_version = -1
+        """The version before the step; all its updates have it, while `version` is -1 after the first."""
 
     def loss(self, columns: RowColumns) -> LossSum:
         """See `StepLearner`."""
@@ -236,7 +252,9 @@ class PolicyLearner(StepLearner):
             at_ids=columns["teacher_ids"] if self.algorithm.top_k else None,
         )
         logprobs_N = scores.logprobs_N
-        others: dict[str, Tensor | None] = dict(loss_columns(columns, self.algorithm, logprobs_N.device))
+        self._step_version = max(self._step_version, self.version)
+        stale = stale_tokens(columns, self.algorithm, self._step_version)
+        others: dict[str, Tensor | None] = dict(loss_columns(columns, self.algorithm, logprobs_N.device, stale))
         responses = Responses(
             logprobs_N=logprobs_N,
             logprobs_NK=scores.logprobs_NK,
@@ -244,7 +262,8 @@ class PolicyLearner(StepLearner):
             **others,  # type: ignore[arg-type]
         )
         loss = policy_loss(responses, self.algorithm, tokens_max=self._tokens_max)
-        return LossSum(loss.total, loss.weight, {**loss.figures, **self._differences(responses, columns)})
+        left_out = {} if stale is None else {"stale_tokens": float(stale.sum())}
+        return LossSum(loss.total, loss.weight, {**loss.figures, **left_out, **self._differences(responses, columns)})
 
     def _entropies(self, scores: ResponseScores) -> Tensor | None:
         """The entropy at each token, with a gradient where it is in the loss; else its estimate by the drawn tokens."""
@@ -294,12 +313,16 @@ class ValueLearner(StepLearner):
 
 
 def _means(sums: Mapping[str, float]) -> dict[str, float]:
-    counts = {name: sums[name] for name in ("tokens", "rows", "passes", "own_tokens") if name in sums}
+    counts = _counts(sums)
     tokens = max(1.0, sums.get("tokens", sums["weight"]))
     left_out = {"loss", "weight", "other_tokens", *_OF, *counts}
     means = {name: value / tokens for name, value in sums.items() if name not in left_out}
     parts = {name: sums[name] / sums[count] for name, count in _OF.items() if sums.get(count)}
     return {"loss": sums["loss"] / sums["weight"], **counts, **means, **parts}
+
+
+def _counts(sums: Mapping[str, float]) -> dict[str, float]:
+    return {name: sums[name] for name in ("tokens", "rows", "passes", *_COUNTS) if name in sums}
 
 
 def _whole(value: Tensor) -> Tensor:

@@ -18,8 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from safetensors.torch import save_file
-
 from transferqueue.adapters.builtin.model import BuiltinModel
 from transferqueue.adapters.scoring import load_causal_lm
 from transferqueue.adapters.scoring.load import torch_device, torch_dtype
@@ -35,6 +33,7 @@ from transferqueue.adapters.weight_files import (
     dtype_name,
     model_weight_files,
     specs_bytes,
+    write_tensors,
     write_weights,
 )
 from transferqueue.errors import UsageError
@@ -159,7 +158,7 @@ def export_checkpoint(
         tensors = {name: files.tensor(name, dtype) for name in files.names}
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         with _written(out, nbytes, free_bytes) as unfinished:
-            save_file(tensors, unfinished / ADAPTERS, metadata={"format": "pt"})
+            write_tensors(unfinished / ADAPTERS, tensors)
             _copy_others(checkpoint, unfinished)
         return nbytes
     weights = _merged(checkpoint, job, files, dtype) if merge else _trained(checkpoint, job, files, dtype)

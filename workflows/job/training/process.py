@@ -18,8 +18,11 @@ import numpy as np
 import torch
 
 import transferqueue as tq
+from transferqueue.adapters.lora_weights import LORA_SCALE
+from transferqueue.adapters.protocols import WeightSource
 from transferqueue.adapters.scoring import load_adapter, load_value_model
 from transferqueue.adapters.scoring.load import checkpoint_gradients, torch_dtype
+from transferqueue.adapters.scoring.lora import AdapterWeights
 from transferqueue.adapters.weights import TensorWeights, copy_weights
 from transferqueue.errors import DeadlineExceeded, NotFound, UsageError
 from transferqueue.workflows.flow.loop.full_batches import tell_full
@@ -27,12 +30,20 @@ from transferqueue.workflows.flow.loop.serving import StageFailedInProcess
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job import graph, names
 from transferqueue.workflows.job.data.tokenizer import load_tokenizer
+from transferqueue.workflows.job.devices.repeat import repeat_bits
 from transferqueue.workflows.job.reward_terms.term_names import term_names
 from transferqueue.workflows.job.run_files import CHECKPOINTS, MODEL, checkpoint_path, first_prompt
 from transferqueue.workflows.job.settings.defaults import defaults_of
 from transferqueue.workflows.job.settings.job import IN_TURN, Job
 from transferqueue.workflows.job.settings.resolve import resolve
-from transferqueue.workflows.job.settings.sizes import batch_rows, depth, group_rows, has_step_versions, versions_kept
+from transferqueue.workflows.job.settings.sizes import (
+    batch_rows,
+    depth,
+    group_rows,
+    has_step_versions,
+    publishes_adapters,
+    versions_kept,
+)
 from transferqueue.workflows.job.stages.device_turns import DeviceTurns
 from transferqueue.workflows.job.stages.evaluate import end_evaluations, request_evaluation
 from transferqueue.workflows.job.stages.step_versions import begin_versions
@@ -73,6 +84,7 @@ def train_critic(context: Context) -> Iterator[Callable[[], None]]:
 
 def policy_learner(job: Job, ranks: Ranks = ALONE) -> PolicyLearner:
     """Load the policy of a resolved job, or this rank's part of it, and return its learner."""
+    repeat_bits(job)
     settings = job.trainer
     if settings.lora_rank:
         torch.manual_seed(job.seed)  # the same adapters on every rank, and in every life without a checkpoint
@@ -95,6 +107,7 @@ def policy_learner(job: Job, ranks: Ranks = ALONE) -> PolicyLearner:
 
 def value_learner(job: Job) -> ValueLearner:
     """Load the critic of a resolved job and return its learner."""
+    repeat_bits(job)
     critic = job.critic
     model = load_value_model(
         critic.path,
@@ -121,7 +134,7 @@ def _prepare(model: Any, job: Job) -> None:
 def _loop(context: Context, job: Job, learner: StepLearner, task: str) -> Callable[[], None]:
     """Return the loop of this process."""
     checkpoints = _checkpoints(context, job, learner, task)
-    state = _resumed(job, learner, checkpoints)
+    state = resumed(job, learner, checkpoints)
     channel = context.queue.weights(names.POLICY if task == names.TRAIN else names.CRITIC, keep=versions_kept(job))
     turns = context.shared if isinstance(context.shared, DeviceTurns) else None
     publisher = _publisher(context, job, channel, learner, turns)
@@ -141,9 +154,9 @@ def _loop(context: Context, job: Job, learner: StepLearner, task: str) -> Callab
         stream=_stream(context, job, task, position),
         passes=_passes(job, learner, turns),
         publisher=publisher,
-        weights=learner.own_weights,
+        weights=_weights(job, learner, task),
         checkpoints=checkpoints,
-        terms=_terms(job, task, checkpoints),
+        terms=_terms(job, task, checkpoints, tells_rows=isinstance(context.table.retention, tq.Recorded)),
         figures=context.figures,
         evaluations=_evaluations(context, job, task),
         partner=_partner(context, job, task),
@@ -156,6 +169,13 @@ def _loop(context: Context, job: Job, learner: StepLearner, task: str) -> Callab
     if turns is not None:
         turns.hand(trainer.version, learner.own_weights())
     return trainer.run if task == names.TRAIN_CRITIC else lambda: _to_the_end(trainer, context, job)
+
+
+def _weights(job: Job, learner: StepLearner, task: str) -> Callable[[], WeightSource]:
+    """Return what gives the weights that this process publishes."""
+    if task == names.TRAIN and publishes_adapters(job):
+        return lambda: AdapterWeights(learner.model)
+    return learner.own_weights
 
 
 def _to_the_end(trainer: Trainer, context: Context, job: Job) -> None:
@@ -182,7 +202,7 @@ def _announcing(context: Context, job: Job, task: str) -> Callable[[int, Sequenc
     return announce
 
 
-def _terms(job: Job, task: str, checkpoints: Checkpoints | None) -> TrainerTerms:
+def _terms(job: Job, task: str, checkpoints: Checkpoints | None, *, tells_rows: bool) -> TrainerTerms:
     is_policy = task == names.TRAIN
     return TrainerTerms(
         task=task,
@@ -196,6 +216,7 @@ def _terms(job: Job, task: str, checkpoints: Checkpoints | None) -> TrainerTerms
         evaluate_every=job.evaluation.every,
         in_turn=not is_policy and job.pacing.mode in IN_TURN and depth(job) == 0,
         by_step=has_step_versions(job),
+        tells_rows=is_policy and tells_rows,
     )
 
 
@@ -310,7 +331,7 @@ def stream_terms(job: Job, task: str, fields: tuple[str, ...]) -> StreamTerms:
             units=units,
             at_least=min(settings.at_least, units),
             stream=settings.stream == "on",
-            order=settings.order,
+            order="ordinal" if job.reproducible else "ready",
             window=window,
         ),
         whole=whole,
@@ -350,7 +371,7 @@ def _checkpoints(context: Context, job: Job, learner: StepLearner, task: str) ->
     )
 
 
-def _resumed(job: Job, learner: StepLearner, checkpoints: Checkpoints | None) -> CheckpointState | None:
+def resumed(job: Job, learner: StepLearner, checkpoints: Checkpoints | None) -> CheckpointState | None:
     """Load the checkpoint that the trainer goes on from: the newest of this run, else the one that the job names. None:
     there is none."""
     resume = job.checkpoint.resume
@@ -365,7 +386,8 @@ def _taken_up(
 ) -> tuple[int, StreamPosition]:
     """Go on from the newest weights that a trainer without checkpoints published; the optimizer begins anew."""
     with channel.pull(timeout_s=0) as weights:
-        copy_weights(TensorWeights(weights.torch()), learner.model)
+        tensors = {name: tensor for name, tensor in weights.torch().items() if name != LORA_SCALE}
+        copy_weights(TensorWeights(tensors), learner.model)
         learner.steps_taken = min(weights.version, job.steps)
         return weights.version, StreamPosition(
             context.table.cursor() // (group_rows(job) if _is_whole(job, task) else 1)

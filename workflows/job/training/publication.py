@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from queue import SimpleQueue
 from typing import Any, Final
 
@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 import transferqueue as tq
+from transferqueue.adapters.lora_weights import LORA_SCALE, is_adapter
 from transferqueue.adapters.protocols import WeightSource
+from transferqueue.adapters.scoring.lora import AdapterWeights
 from transferqueue.errors import UsageError
 from transferqueue.workflows.flow.events import PUBLISH, Event, TimeSpan
 from transferqueue.workflows.job.training.rank_shards import RankShards
@@ -54,24 +56,28 @@ class HostCopy:
 
     def take(self, source: WeightSource) -> dict[str, Tensor]:
         """Copy the tensors and return the copies, which are valid until the next call. Floating tensors get the dtype
-        of this object.
+        of this object, but for adapters. Tensors that no step changes are copied once.
 
         Blocks until the copies are there.
         """
+        frozen: Collection[str] = source.frozen if isinstance(source, AdapterWeights) else ()
         if self._updated is None:
-            return {name: self._copied(name, tensor) for name, tensor in source}
+            return {name: self._copied(name, tensor, frozen) for name, tensor in source}
         self._stream = self._stream or torch.cuda.Stream()
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._updated)
-            copies = {name: self._copied(name, tensor) for name, tensor in source}
+            copies = {name: self._copied(name, tensor, frozen) for name, tensor in source}
         self._stream.synchronize()
         return copies
 
-    def _copied(self, name: str, tensor: Tensor) -> Tensor:
+    def _copied(self, name: str, tensor: Tensor, frozen: Collection[str]) -> Tensor:
+        if name in frozen and name in self._buffers:
+            return self._buffers[name]
         return self._buffer(name, tensor).copy_(tensor.detach(), non_blocking=tensor.is_cuda)
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
-        dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+        cast = self._dtype is not None and tensor.is_floating_point() and not is_adapter(name) and name != LORA_SCALE
+        dtype = self._dtype if cast else tensor.dtype
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != dtype:
             buffer = torch.empty(tensor.shape, dtype=dtype, pin_memory=tensor.is_cuda)

@@ -1,8 +1,8 @@
 """The weights of a model as its publisher names them, made a tensor or a layer at a time.
 
 Some modules of transformers keep weights in other parts than their files (mixtures of experts stack those of all
-experts). Weights of such a model are converted layer by layer. A layer is all weights whose names agree up to their
-first number; that it is enough is tried before on tensors without memory.
+experts). Weights of such a model are converted layer by layer (`layer_of`); that it is enough is tried before on
+tensors without memory.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from transferqueue.adapters.builtin.model import BuiltinModel
-from transferqueue.adapters.scoring.lora import adapted_weights, with_product
+from transferqueue.adapters.lora_weights import with_product
+from transferqueue.adapters.scoring.lora import adapted_weights
 from transferqueue.adapters.weight_files import Spec, TensorFiles, dtype_name
+from transferqueue.adapters.weights import layer_of
 from transferqueue.errors import UsageError
 
 
@@ -98,7 +100,5 @@ def _specs(tensors: Mapping[str, Tensor]) -> dict[str, Spec]:
 def _layers(specs: Mapping[str, Spec]) -> list[list[str]]:
     layers: dict[str, list[str]] = {}
     for name in specs:
-        parts = name.split(".")
-        number = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts))
-        layers.setdefault(".".join(parts[: number + 1]), []).append(name)
+        layers.setdefault(layer_of(name), []).append(name)
     return list(layers.values())

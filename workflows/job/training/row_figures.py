@@ -40,7 +40,10 @@ def row_figures(batches: Sequence[tq.Batch], terms: Sequence[str]) -> dict[str, 
         figures |= _group_figures(rewards_B, np.concatenate([batch.group_id for batch in batches]))
     if REWARD_TERMS in fields and terms:
         for name, scores_B in zip(terms, np.stack(list(_column(batches, REWARD_TERMS)), axis=1), strict=True):
-            figures |= _spread("reward", f"/{name}", scores_B[~np.isnan(scores_B)].astype(np.float64))
+            applies_B = ~np.isnan(scores_B)
+            figures |= _spread("reward", f"/{name}", scores_B[applies_B].astype(np.float64))
+            if not applies_B.all():
+                figures[f"reward_share/{name}"] = float(applies_B.mean())
     return figures
 
 

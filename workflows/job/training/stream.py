@@ -135,19 +135,19 @@ class RowStream:
                 continue  # released as failed
 
     def ack(self, gathered: GatheredStep, step: int) -> int:
-        """Ack all rows with their step, in one commit. Returns how many rows were lost meanwhile, which is 0 unless a
-        lease was."""
+        """Ack all rows with their step, in one commit. Returns how many rows were lost meanwhile, by a lost lease or
+        dropped."""
         lost: list[int] = []
-        batches = gathered.batches
+        batches, dropped = gathered.batches, 0
         while batches:
             try:
-                self.table.ack(batches, step=step)
+                dropped = sum(map(len, batches)) - self.table.ack(batches, step=step)
                 break
             except (LeaseExpired, tq.BatchEnded):
                 lost += [int(row) for batch in batches if batch.ended for row in batch.rows]
                 batches = [batch for batch in batches if not batch.ended]
         self._learned.update(dict.fromkeys(lost, step))
-        return len(lost)
+        return len(lost) + dropped
 
     # ------------------------------------------------------------ leases
 
@@ -218,7 +218,7 @@ class RowStream:
         if self.terms.shape.order == "ordinal" and int(batch.ordinal.min()) < 0:
             raise UsageError(
                 f'row {int(batch.rows[batch.ordinal.argmin()])} of table "{self.table.name}" has no ordinal, which '
-                'order="ordinal" needs; put rows with ordinal=, or set trainer.order="ready"'
+                "reproducible=true needs; put rows with ordinal=, or set reproducible=false"
             )
         order = np.lexsort((batch.rows, batch.ordinal))
         if not self.terms.whole:

@@ -1,7 +1,8 @@
 """The loop of a trainer: gather a step, update, publish, ack, save; and how it begins and ends.
 
 1. In order for each step k: update, publish the version that learned from the rows, ack the rows with step k; every so
-   often a checkpoint of k, and then ``checkpointed(k)``. Without checkpoints the ack is final at once.
+   often a checkpoint of k, and then ``checkpointed(k)``. Without checkpoints ``checkpointed(k)`` follows the ack at
+   once, and a trainer that begins says it again for the step of its weights.
 2. A trainer that begins loads the newest checkpoint c, says ``checkpointed(c)`` again (the death may have been between
    the two), and then ``rollback(c)``: rows of later steps come again, and leases of an earlier life end. Versions only
    rise: if a version after that of c was published, the weights of c are published again under the next number. Rows of
@@ -29,11 +30,15 @@ import transferqueue as tq
 from transferqueue.adapters.protocols import WeightSource
 from transferqueue.errors import NotFound, Sealed
 from transferqueue.workflows.job.training.checkpoint import Checkpoints
+from transferqueue.workflows.job.training.columns import RowColumns
 from transferqueue.workflows.job.training.passes import Passes
 from transferqueue.workflows.job.training.publication import Publisher, next_version
 from transferqueue.workflows.job.training.row_figures import row_figures
+from transferqueue.workflows.job.training.step_rows import TakenRows, computes_on
 from transferqueue.workflows.job.training.stream import GatheredStep, RowStream
 
+STEP_ROWS: Final = "step_rows"
+"""Kind of the event with the rows of a step."""
 SURPLUS: Final = "surplus"
 """Why rows end that were generated ahead of a trainer that needs no more."""
 
@@ -46,7 +51,7 @@ class TrainerTerms:
     endless: go on after the last step, until the table ends. kind: of the event that reports a step. reward: whether
     rows bring rewards. seals: the table ends with this trainer. evaluate_every: steps between two evaluations (0:
     before and after only). in_turn: rows of a step are taken only if the weights of the step before generated them
-    (rule 5). by_step: versions are the numbers of steps (rule 2).
+    (rule 5). by_step: versions are the numbers of steps (rule 2). tells_rows: report the rows of each step.
     """
 
     task: str
@@ -60,6 +65,7 @@ class TrainerTerms:
     evaluate_every: int = 0
     in_turn: bool = False
     by_step: bool = False
+    tells_rows: bool = False
 
 
 class Evaluations(Protocol):
@@ -134,6 +140,7 @@ class Trainer:
     _reported_at: float = 0.0
     _in_turn: bool = False
     _trained: list[Any] = field(default_factory=list)
+    _rows: TakenRows = field(default_factory=TakenRows)
 
     def begin(self, *, resumed: bool) -> None:
         """Bring table and channel to the step of the weights. resumed: from a checkpoint (rule 2)."""
@@ -142,6 +149,8 @@ class Trainer:
                 self._confirm()
                 self._saved = self.step
             self.table.rollback(self.step, task=self.terms.task)
+        else:
+            self.table.checkpointed(self.step, task=self.terms.task)
         self._in_turn = self.terms.in_turn and self._begins_with_partner
         self._publish_first()
         self.passes.version = self.version
@@ -155,7 +164,7 @@ class Trainer:
         trainer."""
         try:
             while not self._has_all_steps:
-                gathered = self.stream.step(self.passes.compute, version_from=self.version if self._in_turn else -1)
+                gathered = self.stream.step(self._compute, version_from=self.version if self._in_turn else -1)
                 if gathered is None:
                     break
                 if gathered.is_held:
@@ -163,6 +172,7 @@ class Trainer:
                     self._stalled = not self._has_all_steps and self.evaluations.stalled()
                 else:
                     self.passes.discard()
+                    self._rows = TakenRows()
                     self.stream.give_up(gathered)
             if self._stalled:
                 self._evaluate_last()
@@ -199,9 +209,15 @@ class Trainer:
 
     # ------------------------------------------------------------ a step
 
+    def _compute(self, columns: RowColumns, ids: list[int]) -> None:
+        if self.terms.tells_rows:
+            self._rows.add(columns, ids)
+        self.passes.compute(columns, ids)
+
     def _take(self, gathered: GatheredStep) -> None:
         self.full(next_version(self.latest, self.step + 1), gathered.rows)
         self.publisher.wait_copied()
+        taken, self._rows = {"version": self.passes.version, **self._rows.values()}, TakenRows()
         metrics = self.passes.update()
         self.stream.finish()
         self.step += 1
@@ -209,8 +225,12 @@ class Trainer:
         report = self._report(gathered, metrics, self._next_version() if publishes else self.version)
 
         def ack() -> None:
-            lost = self.stream.ack(gathered, step if self.terms.save_every else -1)
+            lost = self.stream.ack(gathered, step)
+            if not self.terms.save_every:
+                self.table.checkpointed(step, task=self.terms.task)
             self.figures(self.terms.kind, **report, lost_rows=lost)
+            if self.terms.tells_rows:
+                self.figures(STEP_ROWS, step=step, **computes_on(), **taken)
             if self._evaluates(step):
                 self.evaluations.request(step, report["version"])
 

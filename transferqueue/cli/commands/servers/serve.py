@@ -130,6 +130,14 @@ SnapshotsOption = Annotated[
         panel=MEMORY,
     ),
 ]
+RecordsOption = Annotated[
+    Path | None,
+    directory_option(
+        "--records",
+        "Directory under which tables record their rows. Default: $TRANSFERQUEUE_RECORDS, else ./records.",
+        panel=MEMORY,
+    ),
+]
 CoordinatorOption = Annotated[
     str | None,
     typer.Option(
@@ -203,6 +211,7 @@ def serve(
     state: StateOption = None,
     accept_loss: AcceptLossOption = False,
     snapshots: SnapshotsOption = None,
+    records: RecordsOption = None,
     spill_dir: SpillDirOption = None,
     spill_bytes: SpillBytesOption = None,
     coordinator: CoordinatorOption = None,
@@ -242,6 +251,7 @@ def serve(
             state=state,
             accept_loss=accept_loss,
             snapshots=snapshots,
+            records=records,
             coordinator=coordinator,
             spill_dir=spill_dir,
             spill_bytes=size_in_bytes(spill_bytes),

@@ -1,0 +1,13 @@
+"""`transferqueue samples` shows what a person compares a response with."""
+
+from transferqueue.cli.commands.looking.samples import sample_lines
+from transferqueue.workflows.job.run.samples import SampleRow
+
+
+def test_below_a_response_are_the_columns_of_the_data_such_as_the_right_answer():
+    data = {"right": "5", "question": "2+3", "note": None, "source": "a " * 200}
+    row = {"row": 3, "step": 1, "fate": "done", "version": 0, "ordinal": 3, "tokens": 1, "finish_reason": "stop"}
+    sample = SampleRow(prompt="2+3", response="6", reward=0.0, terms={"exact": 0.0}, data=data, **row)
+    head, prompt, response, columns, empty = (line.plain for line in sample_lines(sample))
+    assert (head, prompt, response, empty) == ("reward 0  step 1, row 3, version 0, 1 tokens, stop", "2+3", "6", "")
+    assert columns == "right: 5; source: " + ("a " * 200)[:200] + "…"

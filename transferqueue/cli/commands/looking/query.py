@@ -1,0 +1,90 @@
+"""`transferqueue query`: one SELECT over the rows that a run has recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from transferqueue.cli.options import json_option
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+EXAMPLES = (
+    ("transferqueue query records/math-7", "the tables, and how many rows each has"),
+    ('transferqueue query records/math-7 "select _fate, count(*) from rollouts group by 1"', "one SELECT"),
+    ('transferqueue query records/math-7 "select * from rollouts limit 5" --json', "for a machine"),
+)
+CELL_CHARS: Final = 60
+"""A longer value is cut; `--json` has it whole."""
+ROWS_SHOWN: Final = 1000
+
+
+def query(
+    run: Annotated[
+        Path, typer.Argument(show_default=False, help="The directory of a record, or the folder of a job's run.")
+    ],
+    sql: Annotated[
+        str | None, typer.Argument(show_default=False, help="One SELECT of DuckDB. Default: count rows by table.")
+    ] = None,
+    json: Annotated[bool, json_option("Print the rows as JSON, whole.")] = False,
+) -> None:
+    """Ask the recorded rows of a run, while it goes on or afterwards.
+
+    Tables have their names. A row has its columns and its lineage (`_step`, `_fate`, `_events` and others, see
+    `transferqueue docs record`). Nothing is written, and nothing but the record is read. Files and row groups that are
+    damaged are named on stderr; the rest is asked.
+    """
+    from transferqueue.cli.screens.terminal import console, say, show, show_json
+    from transferqueue.storage.row_files.reader import open_run
+
+    record = open_run(run)
+    answer = record.sql(sql or _counts(record.tables))
+    for damage in record.damaged:
+        say(f"left out: {damage}", err=True)
+    if json:
+        show_json(answer.to_pylist())
+    else:
+        show(_lines(answer), console())
+
+
+def _counts(tables: list[str]) -> str:
+    if not tables:
+        return "select 'no table has files yet' as record"
+    return " union all ".join(
+        f"""select '{name}' as "table", count(*) as "rows", count(distinct _step) as steps from "{name}" """  # noqa: S608  (a name that tables may have)
+        for name in tables
+    )
+
+
+def _lines(answer: Any) -> list[Text]:
+    from rich.text import Text
+
+    from transferqueue.cli.screens.layout import GridColumn, grid_line, heading
+
+    shown = answer.slice(0, ROWS_SHOWN)
+    columns = [
+        GridColumn(
+            heading=name,
+            cells=[Text(_cell(value)) for value in column.to_pylist()],
+            left=not _is_number(column.type),
+        )
+        for name, column in zip(shown.column_names, shown.columns, strict=True)
+    ]
+    lines = [heading(columns), *(grid_line(columns, row) for row in range(shown.num_rows))]
+    if answer.num_rows > ROWS_SHOWN:
+        lines.append(Text(f"{answer.num_rows - ROWS_SHOWN:,} more rows; --json prints all", style="dim"))
+    return lines
+
+
+def _is_number(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind))
+
+
+def _cell(value: object) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else "" if value is None else str(value)
+    return text if len(text) <= CELL_CHARS else f"{text[: CELL_CHARS - 3]}..."

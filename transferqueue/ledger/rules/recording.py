@@ -1,0 +1,138 @@
+"""Rows that ended in a table with `Recorded`: what their file says of them, and their end in memory.
+
+1. Rows that have their fate stay resident until `rows_recorded`, and count towards the limits of the table. So a disk
+   that is slow, full or broken slows production, and loses nothing.
+2. `next_batch` copies all that a file needs but the values, whose blocks the rows keep.
+3. `rows_recorded` frees rows: files contain them, or none ever will (`number` 0).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from transferqueue.errors import InternalError
+from transferqueue.ledger.arrays import AnyArray, BoolArray, IntArray
+from transferqueue.ledger.attributes import Columns
+from transferqueue.ledger.rows import LIVE, EndedRows, RowRecord, TableEvent
+from transferqueue.ledger.rules.finish import free_rows
+from transferqueue.ledger.table_state import TableState
+from transferqueue.policies import Recorded, Tags
+from transferqueue.schema import Field
+from transferqueue.wire.messages import BlockLocation
+
+
+@dataclass(slots=True)
+class EndedBatch:
+    """Rows to be written. Columns are in the order of `rows`.
+
+    Args:
+        number: of the first file that contains some of them.
+        now: the time as of which `put_age_s` is. `ended`: fates, reasons, steps and times.
+        facts: numeric facts by name.
+        attempts: by task, leases that failed.
+        has: which rows have a field. `inline`: the values of inline fields; `places`: block and slot of the others.
+        events: the history of the table; `workers`: names of its sessions.
+    """
+
+    table: str
+    terms: Recorded
+    life: str
+    number: int
+    now: float
+    rows: IntArray
+    ended: list[EndedRows]
+    put_age_s: AnyArray
+    facts: Columns
+    attempts: Columns
+    tags: dict[int, Tags]
+    fields: dict[str, Field]
+    has: dict[str, BoolArray]
+    inline: Columns
+    places: dict[str, tuple[IntArray, AnyArray]]
+    blocks: dict[int, BlockLocation]
+    events: list[TableEvent]
+    workers: dict[int, str]
+
+
+CROWDED_SHARE: Final = 8
+"""A table is crowded when one of so many of its rows waits for its file, or all but one of so many bytes are taken."""
+
+
+def is_crowded(table: TableState) -> bool:
+    """Whether rows that wait for their file take much of the room of the table."""
+    bytes_max = table.limits.bytes_max
+    full = bytes_max is not None and table.usage.bytes * CROWDED_SHARE > bytes_max * (CROWDED_SHARE - 1)
+    return full or _record_of(table).waiting * CROWDED_SHARE >= table.limits.rows
+
+
+def next_batch(table: TableState, most: int, now: float) -> EndedBatch | None:
+    """The rows that ended first, about `most`; None if there are none. Changes nothing."""
+    record = _record_of(table)
+    ended = record.next_rows(most)
+    if not ended:
+        return None
+    rows = np.concatenate([one.rows for one in ended])
+    at, store = table.rows.pages.index(rows), table.rows
+    has = {name: store.has_all(at, store.mask((name,))) for name in store.fields}
+    places = {name: _places(table, name, at, has[name]) for name in store.fields if name not in store.inline}
+    numbers = np.unique(np.concatenate([blocks for blocks, _ in places.values()])) if places else np.empty(0, np.int64)
+    known = table.core.blocks.blocks
+    return EndedBatch(
+        table=table.name,
+        terms=terms_of(table),
+        life=record.life,
+        number=record.files + 1,
+        now=now,
+        rows=rows,
+        ended=ended,
+        put_age_s=now - store.put_at.a[at],
+        facts={name: column.a[at] for name, column in store.facts.items()},
+        attempts={name: task.attempts.a[at] for name, task in table.tasks.items()},
+        tags={row: store.tags[row] for row in store.tags.keys() & rows.tolist()} if store.tags else {},
+        fields=dict(store.fields),
+        has=has,
+        inline={name: column.a[at] for name, column in store.inline.items()},
+        places=places,
+        blocks={number: known[number].at for number in numbers.tolist() if number},
+        events=table.history.since(0, table.history.end),
+        workers=record.workers | table.core.labels,
+    )
+
+
+def _places(table: TableState, name: str, at: IntArray, has: BoolArray) -> tuple[IntArray, AnyArray]:
+    (places,) = table.column_groups.locate([name], at)
+    return np.where(has, places.blocks, 0), places.slots
+
+
+def rows_recorded(table: TableState, number: int, rows: IntArray) -> int:
+    """Files up to `number` contain these rows (0: none ever will). Frees those that are still here; returns their
+    number."""
+    record, rows = _record_of(table), np.unique(rows)
+    at, here = table.rows.pages.find(rows)
+    here &= table.rows.pages.fate.a[at] != LIVE
+    rows, at = rows[here], at[here]
+    record.recorded(number, rows)
+    if number:
+        table.rows_recorded += rows.size
+    else:
+        table.rows_unrecorded += rows.size
+    if rows.size:
+        free_rows(table, rows, at)
+        table.wake_room()
+    return int(rows.size)
+
+
+def terms_of(table: TableState) -> Recorded:
+    """The retention of a table that records its rows."""
+    if not isinstance(table.retention, Recorded):
+        raise InternalError(f'table "{table.name}" records no rows')
+    return table.retention
+
+
+def _record_of(table: TableState) -> RowRecord:
+    if table.record is None:
+        raise InternalError(f'table "{table.name}" records no rows')
+    return table.record

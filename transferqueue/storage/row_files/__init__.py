@@ -1,0 +1,1 @@
+"""Files with the rows of a table that ended (`Recorded`): their names, and their reader."""
