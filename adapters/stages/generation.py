@@ -186,7 +186,7 @@ class Generate:
         unfinished: list[Completion] = []
         with closing(self._generator.generate(requested, sampling, timeout_s=self._timeout_s)) as completions:
             for completion in completions:
-                (unfinished if self._goes_on(completion) else finished).append(
+                (unfinished if self._goes_on(completion, tokens_max) else finished).append(
                     replace(completion, prompt=rows[completion.prompt])
                 )
                 if len(finished) >= self._part_rows:
@@ -197,9 +197,11 @@ class Generate:
         if unfinished:
             yield _hand_back(unfinished)
 
-    def _goes_on(self, completion: Completion) -> bool:
-        short = completion.finish_reason == LENGTH and len(completion.ids) < self._sampling.tokens_max
-        return self._parts and (short or completion.finish_reason == ABORT)
+    def _goes_on(self, completion: Completion, tokens_max: int) -> bool:
+        """Whether another lease continues it: it has all tokens that this one allowed. An engine may end one before,
+        at its own limit, and would do so again."""
+        allowed = completion.finish_reason == LENGTH and tokens_max <= len(completion.ids) < self._sampling.tokens_max
+        return self._parts and (allowed or completion.finish_reason == ABORT)
 
     def _part(self, finished: Sequence[Completion]) -> PartialResult:
         columns = {
