@@ -47,6 +47,14 @@ class SaysItsSeed(Answers):
         return "", float(self.seed % 1009), True, False, {}
 
 
+class BeginsLong(Answers):
+    """The first observation of the row that fails is longer than a whole response may be."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed, options=options)
+        return ("so " * 100 if self.question == FAILS else None), {}
+
+
 class Gated(Answers):
     """Waits until a file is there."""
 

@@ -406,6 +406,7 @@ def test_a_step_that_keeps_the_interpreter_is_ended_with_its_process(tokenizer: 
     ("environment", "cause", "words"),
     [
         ("TooLong", "output", "step('2') gave a text of 1,048,577 characters; give at most 1,048,576"),
+        ("BeginsLong", "output", "tokens, of at most 60 for observations and answers: none is left for an answer"),
         ("HalfACharacter", "error", r"step('2') gave a text with half a character, '\ud800' at 1; decode bytes with"),
         ("RaisesHalfACharacter", "error", r"step('2') raised RuntimeError: a\ud800, in fails, line"),
         ("RaisesWithoutText", "error", "step('2') raised ErrorWithoutText: an error whose text raised KeyError"),
