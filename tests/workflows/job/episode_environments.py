@@ -111,6 +111,27 @@ class HalfACharacter(Answers):
         return "a\ud800", 0.0, False, False, {}
 
 
+class MessageWith(Answers):
+    """Its message has a further key, of one kind."""
+
+    further: Any = None
+
+    def fails(self, action: str) -> Any:
+        return [{"role": "tool", "content": "a", "name": self.further}], 0.0, False, False, {}
+
+
+class AnObject(MessageWith):
+    further = Answers()
+
+
+class ALongNumber(MessageWith):
+    further = 1 << 64
+
+
+class HalfAName(MessageWith):
+    further = "a\ud800"
+
+
 class RaisesHalfACharacter(Answers):
     def fails(self, action: str) -> Any:
         raise RuntimeError("a\ud800")
