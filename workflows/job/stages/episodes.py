@@ -203,7 +203,7 @@ class JobEpisodes:
                     elif self._samples is not None:
                         ids, reward = part.columns["response_ids"][0], float(part.columns["rewards"][0])
                         reason = part.columns["finish_reason"][0]
-                        self._samples.report_row(version, wanted.data, ids, reward, wanted.ordinal, reason)
+                        self._samples.report_row(batch.version, wanted.data, ids, reward, wanted.ordinal, reason)
                     self.environment(wanted.environment).count(episode)
 
     def _episodes(self, batch: tq.Batch) -> list[PlayedEpisode]:
