@@ -72,7 +72,8 @@ log = { samples = 0 }
 queue = { memory_gib = 0.5 }
 """
 GROUPS: Final = Path("/sys/fs/cgroup/cpu")
-PERIOD_US: Final = 10_000
+PERIOD_US: Final = 20_000
+"""A quota is at least 1,000 µs, and the smallest share is 0.09."""
 RUN_S: Final = 900.0
 
 Runs = Mapping[str, tuple[Planned, Sequence[float]]]

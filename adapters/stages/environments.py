@@ -75,6 +75,10 @@ class EpisodeEnded(Exception):
     """This episode was abandoned because another one of the batch failed."""
 
 
+class ObservationTooLong(UsageError):
+    """The first observation leaves the model no token of the episode."""
+
+
 class EpisodePlayer:
     """Plays episodes with one generator. Safe from several threads, one for each episode.
 
@@ -114,14 +118,20 @@ class EpisodePlayer:
         given_up: Callable[[], bool] = lambda: False,
     ) -> Episode:
         """Play one episode to its end. Blocks. `begin` has the tokens before the first observation, `draws` the seed of
-        its tokens. Raises `EpisodeEnded` between two turns once `given_up` returns True, and the environment's
-        exceptions.
+        its tokens. Raises `EpisodeEnded` between two turns once `given_up` returns True, `ObservationTooLong` if the
+        first observation leaves no token of ``tokens_max``, and the environment's exceptions.
         """
         episode = Episode()
         episode.trajectory.add_input(begin)
         limit = None if self._tokens_max is None else len(begin) + self._tokens_max
         observation, _ = environment.reset(seed=seed, options=options)
-        episode.trajectory.add_input(self._encode(observation, 0, np.empty(0, np.int32)))
+        ids = self._encode(observation, 0, np.empty(0, np.int32))
+        if limit is not None and len(begin) + len(ids) >= limit:
+            raise ObservationTooLong(
+                f"the first observation has {len(ids)} tokens, of at most {self._tokens_max} for observations and "
+                "answers: none is left for an answer; shorten it, or raise sampling.tokens_max"
+            )
+        episode.trajectory.add_input(ids)
         while not episode.finish_reason:
             if given_up():
                 raise EpisodeEnded

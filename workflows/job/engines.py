@@ -81,7 +81,10 @@ def _with_caches(engine: Generator, job: Job, key: str) -> Generator:
 def model_directory(settings: EngineSettings, job: Job) -> str:
     """Return the directory of the engine's model; a model that is named by an id is looked up in (or loaded into) the
     local cache of the hub."""
-    path = settings.model or job.model.path
+    return _directory(settings.model or job.model.path, job)
+
+
+def _directory(path: str, job: Job) -> str:
     if Path(path).expanduser().is_dir():
         return str(Path(path).expanduser())
     from huggingface_hub import snapshot_download
@@ -147,15 +150,18 @@ def _vllm(settings: EngineSettings, job: Job, key: str) -> Generator:
 def _vllm_server(settings: EngineSettings, job: Job, key: str) -> Generator:
     from transferqueue.adapters.vllm.server import VllmServer
 
-    arguments = {"checkpoint": _local(job), "connections_max": settings.slots, **settings.options}
-    return VllmServer(settings.url, **arguments)
+    return VllmServer(settings.url, **_server_arguments(settings, job))
 
 
 def _sglang_server(settings: EngineSettings, job: Job, key: str) -> Generator:
     from transferqueue.adapters.engines.sglang_server import SglangServer
 
-    arguments = {"checkpoint": _local(job), "connections_max": settings.slots, **settings.options}
-    return SglangServer(settings.url, **arguments)
+    return SglangServer(settings.url, **_server_arguments(settings, job))
+
+
+def _server_arguments(settings: EngineSettings, job: Job) -> dict[str, Any]:
+    given = {"connections_max": settings.slots, **settings.options}
+    return given if "checkpoint" in given else {"checkpoint": local_checkpoint(job), **given}
 
 
 def _openai(settings: EngineSettings, job: Job, key: str) -> Generator:
@@ -198,7 +204,10 @@ _EXTRA: Final[Mapping[EngineKind, str]] = {
 }
 
 
-def _local(job: Job) -> str | None:
-    """The directory of the model if it is on this machine: new weights are checked against it before they are sent."""
-    path = Path(job.model.path).expanduser()
-    return str(path) if path.is_dir() else None
+def local_checkpoint(job: Job) -> str | None:
+    """Return the directory of the job's model, against which new weights are checked before a server gets them. None:
+    it is neither on this machine nor on the hub; then the directory that the server reports counts."""
+    try:
+        return _directory(job.model.path, job)
+    except (UsageError, ImportError):
+        return None

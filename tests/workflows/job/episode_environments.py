@@ -47,6 +47,14 @@ class SaysItsSeed(Answers):
         return "", float(self.seed % 1009), True, False, {}
 
 
+class BeginsLong(Answers):
+    """The first observation of the row that fails is longer than a whole response may be."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed, options=options)
+        return ("so " * 100 if self.question == FAILS else None), {}
+
+
 class Gated(Answers):
     """Waits until a file is there."""
 
@@ -101,6 +109,27 @@ class TooLong(Answers):
 class HalfACharacter(Answers):
     def fails(self, action: str) -> Any:
         return "a\ud800", 0.0, False, False, {}
+
+
+class MessageWith(Answers):
+    """Its message has a further key, of one kind."""
+
+    further: Any = None
+
+    def fails(self, action: str) -> Any:
+        return [{"role": "tool", "content": "a", "name": self.further}], 0.0, False, False, {}
+
+
+class AnObject(MessageWith):
+    further = Answers()
+
+
+class ALongNumber(MessageWith):
+    further = 1 << 64
+
+
+class HalfAName(MessageWith):
+    further = "a\ud800"
 
 
 class RaisesHalfACharacter(Answers):

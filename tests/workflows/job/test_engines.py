@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from tests.workflows.job.policies import job_of
 from transferqueue.adapters.protocols import Prompt, Sampling
 from transferqueue.errors import TransferQueueError, UsageError
-from transferqueue.workflows.job.engines import model_directory, open_engine
+from transferqueue.workflows.job.engines import local_checkpoint, model_directory, open_engine
 from transferqueue.workflows.job.settings.job import EngineSettings
 from transferqueue.workflows.job.tiny_model.make import make
 
@@ -101,6 +101,10 @@ def test_the_revision_of_the_policy_is_not_that_of_another_model(
     job = job_of(Path("unused"), model={"path": "lab/policy", "revision": "v2"})
     assert Path(model_directory(EngineSettings(kind="transformers"), job)).name == "c1"
     assert Path(model_directory(EngineSettings(kind="transformers", model="lab/draft"), job)).name == "c2"
+    checkpoint = local_checkpoint(job)
+    assert checkpoint is not None
+    assert Path(checkpoint).name == "c1"
+    assert local_checkpoint(job_of(Path("unused"), model={"path": "lab/nowhere"})) is None
 
 
 def test_a_model_that_is_nowhere_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

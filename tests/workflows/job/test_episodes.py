@@ -29,7 +29,7 @@ from transferqueue.workflows.job.reward_terms import environment_host, tries
 from transferqueue.workflows.job.reward_terms.environment_call import CallFailed
 from transferqueue.workflows.job.reward_terms.environment_host import EnvironmentHost
 from transferqueue.workflows.job.reward_terms.tries import TRIES_MAX
-from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.settings.job import Job, LogSettings
 from transferqueue.workflows.job.stages.all_dropped_guard import BATCHES_MAX
 from transferqueue.workflows.job.stages.episodes import EnvironmentFailed, FailedEpisode, JobEpisodes
 from transferqueue.workflows.job.stages.measures import EpisodeReward
@@ -130,7 +130,19 @@ def test_episodes_are_among_the_samples_of_a_run(tokenizer: Any) -> None:
     assert all(sample["reward"] % 2 == 0 for sample in kept.samples)  # as the row has it: times the weight
 
 
-def played(episodes: JobEpisodes, settings: Job, tokenizer: Any, questions: Sequence[str]) -> dict[int, PartialResult]:
+def test_each_step_has_its_samples_of_episodes_though_leases_of_two_clocks_end_in_turn(tokenizer: Any) -> None:
+    settings = msgspec.structs.replace(job(ENVIRONMENTS + "SaysItsSeed"), log=LogSettings(samples=1))
+    kept = KeepsSamples(settings)
+    reporter = SampleReporter(kept, tokenizer)  # type: ignore[arg-type]
+    episodes = episodes_of(settings, Scripted(tokenizer, {"game": ["x"]}), tokenizer, samples=reporter)
+    for clock in (0, 2, 1, 2):
+        played(episodes, settings, tokenizer, ["game"], clock=clock)
+    assert [(sample["step"], sample["version"]) for sample in kept.samples] == [(1, 0), (3, 2)]
+
+
+def played(
+    episodes: JobEpisodes, settings: Job, tokenizer: Any, questions: Sequence[str], *, clock: int = 0
+) -> dict[int, PartialResult]:
     with tq.connect() as queue:
         table = queue.create_table(
             "t", fields=[tq.Field(names.DATA, "value")], tasks=[tq.Task("play", needs=["prompt_ids", names.DATA])]
@@ -144,6 +156,8 @@ def played(episodes: JobEpisodes, settings: Job, tokenizer: Any, questions: Sequ
             data=[{"prompt": text, "question": text} for text in questions],
             ordinal=np.arange(len(questions)),
         )
+        if clock:
+            table.advance(clock)
         with table.lease("play", rows=len(questions), timeout_s=10) as batch:
             return {int(part.at[0]): part for part in episodes(batch)}  # type: ignore[index]
 
@@ -406,7 +420,11 @@ def test_a_step_that_keeps_the_interpreter_is_ended_with_its_process(tokenizer: 
     ("environment", "cause", "words"),
     [
         ("TooLong", "output", "step('2') gave a text of 1,048,577 characters; give at most 1,048,576"),
+        ("BeginsLong", "output", "tokens, of at most 60 for observations and answers: none is left for an answer"),
         ("HalfACharacter", "error", r"step('2') gave a text with half a character, '\ud800' at 1; decode bytes with"),
+        ("AnObject", "error", "step('2') gave a message with content, name, role that cannot be sent: TypeError"),
+        ("ALongNumber", "error", "step('2') gave a message with content, name, role that cannot be sent: Overflow"),
+        ("HalfAName", "error", "step('2') gave a message with content, name, role that cannot be sent: Unicode"),
         ("RaisesHalfACharacter", "error", r"step('2') raised RuntimeError: a\ud800, in fails, line"),
         ("RaisesWithoutText", "error", "step('2') raised ErrorWithoutText: an error whose text raised KeyError"),
         ("NoTuple", "error", "step('2') returned 'done'; give the tuple (observation, reward, terminated"),

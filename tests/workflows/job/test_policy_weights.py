@@ -13,12 +13,14 @@ import pytest
 import transferqueue as tq
 from tests.workflows.job.policies import context_of
 from transferqueue.adapters.protocols import Pause, Unsupported
-from transferqueue.errors import DeadlineExceeded, SchemaError
+from transferqueue.errors import DeadlineExceeded, SchemaError, UsageError
 from transferqueue.workflows.flow.loop.serving import StageFailedInProcess
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.settings.job import (
     AlgorithmSettings,
     DataSettings,
+    EngineKind,
+    EngineSettings,
     Job,
     ModelSettings,
     PacingSettings,
@@ -64,8 +66,16 @@ class Endpoint(Engine):
         raise Unsupported("an endpoint takes no weights")
 
 
-def job(mode: Any = "async", *, in_flight: bool = True, staleness: int = 1, reproducible: bool = False) -> Job:
+def job(
+    mode: Any = "async",
+    *,
+    in_flight: bool = True,
+    staleness: int = 1,
+    reproducible: bool = False,
+    kind: EngineKind = "transformers",
+) -> Job:
     return Job(
+        engine=(EngineSettings(kind=kind),),
         model=ModelSettings(path="m"),
         data=DataSettings(path="d"),
         algorithm=AlgorithmSettings(kind="grpo"),
@@ -365,9 +375,22 @@ def test_an_update_that_has_begun_ends_before_its_engine_does(queue: tq.Queue, c
     assert engine.log == [0, 1]
 
 
-def test_an_endpoint_keeps_its_weights(queue: tq.Queue, channel: tq.WeightChannel) -> None:
+@pytest.mark.parametrize("kind", ["vllm_server", "sglang_server", "vllm", "transformers"])
+def test_an_engine_that_takes_weights_does_not_go_on_with_its_own(
+    queue: tq.Queue, channel: tq.WeightChannel, kind: EngineKind
+) -> None:
     publish(channel, 0)
-    with opened(queue, Endpoint(), job()) as weights:
+    with (
+        pytest.raises(UsageError, match=f'engine.kind="{kind}" of generating process 0 did not take .*checkpoint'),
+        opened(queue, Endpoint(), job(kind=kind)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["openai", "factory"])
+def test_an_endpoint_keeps_its_weights(queue: tq.Queue, channel: tq.WeightChannel, kind: EngineKind) -> None:
+    publish(channel, 0)
+    with opened(queue, Endpoint(), job(kind=kind)) as weights:
         assert isinstance(weights, FixedWeights)
         [(version, rows)] = weights.turns(Rows([0, 0, 1], 4))  # type: ignore[arg-type]
         with weights.at(version):

@@ -250,6 +250,31 @@ def test_rows_lost_after_the_update_are_acked_when_they_come_again_and_not_learn
     assert table.checkpointed(2, task="train") == GROUP
 
 
+def test_lost_rows_that_come_again_with_new_ones_are_not_learned_twice(table: tq.Table) -> None:
+    put(table, 0)
+    rows, computed = stream(table, 2), Computed()
+
+    def compute(columns: Any, ids: list[int]) -> None:
+        computed(columns, ids)
+        if len(computed.calls) == 1:
+            put(table, 1)
+
+    first = rows.step(compute)
+    assert first is not None
+    rows.finish()
+    first.batches[1].release()  # gives its rows back, as a lease that runs out would
+    assert rows.ack(first, 1) == GROUP
+    put(table, 2, 3)  # the next lease has a known group and a new one
+    second = rows.step(computed)
+    assert second is not None
+    rows.finish()
+    assert rows.ack(second, 2) == 0
+    assert computed.calls == [[0, 1], [2, 3], [4, 5, 6, 7]]
+    assert table.checkpointed(1, task="train") == 2 * GROUP
+    assert table.checkpointed(2, task="train") == 2 * GROUP
+    assert table.audit().balanced
+
+
 def test_the_leases_of_a_step_are_acked_even_if_one_is_lost(table: tq.Table) -> None:
     put(table, 0)
     rows = stream(table, 2)

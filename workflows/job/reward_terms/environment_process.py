@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from transferqueue.adapters.stages.reward_functions import load_callable, may_pass
-from transferqueue.errors import NotFound, UsageError
+from transferqueue.errors import NotFound, UsageError, listing
 from transferqueue.errors.text import visible
 from transferqueue.workflows.job.reward_terms.environment_call import (
     CLOSE,
@@ -108,9 +108,10 @@ class EnvironmentCalls:
     def _end(self, call: EnvironmentCall, answer: ResultReply | FailureReply) -> bool:
         """Answer a call. Returns whether its episode makes further ones; a call that was late has its answer."""
         with self._changed:
-            if self._running.pop(call.episode, None) is None:
+            if call.episode not in self._running:
                 return False
             self._reply(answer)
+            del self._running[call.episode]
             if call.name == CLOSE:
                 del self._episodes[call.episode]
             self._changed.notify_all()
@@ -220,7 +221,8 @@ def _observation(given: Any) -> str | list[dict[str, str]] | None:
     whole = [_whole(text) for text in texts]
     if isinstance(given, list):
         return [
-            {**each, "role": _whole(each["role"]), "content": text} for each, text in zip(given, whole, strict=True)
+            _sent({**each, "role": _whole(each["role"]), "content": text})
+            for each, text in zip(given, whole, strict=True)
         ]
     return None if given is None else whole[0]
 
@@ -228,6 +230,18 @@ def _observation(given: Any) -> str | list[dict[str, str]] | None:
 def _content(message: Any) -> Any:
     """Return the text of a message; None if it is none."""
     return message.get("content") if isinstance(message, dict) and isinstance(message.get("role"), str) else None
+
+
+def _sent(message: dict[str, Any]) -> dict[str, Any]:
+    """The message, if its further keys can be sent."""
+    try:
+        msgspec.msgpack.encode(message)
+    except Exception as error:
+        raise BadAnswer(
+            f"gave a message with {listing(message)} that cannot be sent: {type(error).__name__}: {_said(error)}; give "
+            "role, content, and keys with plain values"
+        ) from error
+    return message
 
 
 def _whole(text: str) -> str:

@@ -129,14 +129,17 @@ def refusal(text: str, values: Mapping[str, Any], type_of: Callable[[str], str])
     found, kind = _found(values, key.split("."))
     allowed = _allowed(kind)
     near = get_close_matches(str(found), allowed, n=1, cutoff=_NEAR) if allowed else []
-    wanted = f"give {', '.join(allowed)}" if allowed else _wanted(type_of(key), rule)
+    wanted = f"give {', '.join(allowed)}" if allowed else _wanted(key, type_of(key), rule)
     return UsageError(f"{key}={found!r}: {wanted}" + (f"; did you mean {near[0]}?" if near else ""))
 
 
-def _wanted(kind: str, rule: str) -> str:
-    if kind:
+def _wanted(key: str, kind: str, rule: str) -> str:
+    """What the value of a key must be. kind: its type in words. rule: msgspec's, about the value or one in it."""
+    if kind and (kind != "table" or rule.startswith("Expected `object`")):
         return f"give {'an' if kind[0] in 'aeio' else 'a'} {kind}"
-    return rule.replace("`", "").replace("Expected", "give").replace("object", "a table").replace("array", "an array")
+    if kind:
+        return "its values: " + rule.replace("`", "").replace("Expected", "give")
+    return f"give an array of tables: [[{key}]]" if rule.startswith("Expected `array`") else "give a table"
 
 
 def _example(key: str) -> str:

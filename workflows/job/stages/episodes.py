@@ -38,7 +38,13 @@ import numpy as np
 
 import transferqueue as tq
 from transferqueue.adapters.protocols import Generator, PartialResult, Sampling
-from transferqueue.adapters.stages.environments import Episode, EpisodeEnded, EpisodePlayer, as_they_end
+from transferqueue.adapters.stages.environments import (
+    Episode,
+    EpisodeEnded,
+    EpisodePlayer,
+    ObservationTooLong,
+    as_they_end,
+)
 from transferqueue.adapters.stages.generation import row_seed
 from transferqueue.errors import UsageError
 from transferqueue.workflows.flow.loop.runner import StageFailedInProcess
@@ -46,7 +52,7 @@ from transferqueue.workflows.flow.stage import Context, Work
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
 from transferqueue.workflows.job.graph import engine_of, has_several_environments
-from transferqueue.workflows.job.reward_terms.environment_call import CallFailed
+from transferqueue.workflows.job.reward_terms.environment_call import OUTPUT, CallFailed
 from transferqueue.workflows.job.reward_terms.environment_host import EnvironmentHost, HostedEnvironment
 from transferqueue.workflows.job.reward_terms.tries import Tries
 from transferqueue.workflows.job.settings.environment_factories import environments_of
@@ -197,7 +203,7 @@ class JobEpisodes:
                     elif self._samples is not None:
                         ids, reward = part.columns["response_ids"][0], float(part.columns["rewards"][0])
                         reason = part.columns["finish_reason"][0]
-                        self._samples.report_row(version, wanted.data, ids, reward, wanted.ordinal, reason)
+                        self._samples.report_row(batch.version, wanted.data, ids, reward, wanted.ordinal, reason)
                     self.environment(wanted.environment).count(episode)
 
     def _episodes(self, batch: tq.Batch) -> list[PlayedEpisode]:
@@ -289,6 +295,8 @@ class JobEpisodes:
                 draws=draws,
                 given_up=given_up,
             )
+        except ObservationTooLong as error:
+            raise CallFailed(str(error), cause=OUTPUT) from error
         except UsageError as error:  # such as a chat template that leaves turns out: no try helps
             raise StageFailedInProcess(f"environment {environment.place}: {error}") from error
 

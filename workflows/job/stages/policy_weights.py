@@ -23,7 +23,7 @@ from typing import Final, Protocol
 import transferqueue as tq
 from transferqueue.adapters.protocols import GENERATE_S, Generator, Pause, Unsupported, WeightSource
 from transferqueue.adapters.weights import WeightUpdater
-from transferqueue.errors import DeadlineExceeded, NotFound, PeerError
+from transferqueue.errors import DeadlineExceeded, NotFound, PeerError, UsageError
 from transferqueue.workflows.flow.events import SWAP, WEIGHTS
 from transferqueue.workflows.flow.loop.full_batches import Due, nothing_due
 from transferqueue.workflows.flow.stage import Context
@@ -39,6 +39,8 @@ FIRST_S: Final = 3600.0
 NEWER_S: Final = 3600.0
 """Longest wait of a row for weights that are new enough for it, in which the trainer finishes a step."""
 _FOLLOW_S: Final = 3600.0
+_MAY_BE_FIXED: Final = ("openai", "factory")
+"""Kinds of engines that may refuse weights; the job then trains on rows of a fixed policy."""
 
 
 class PolicyWeights(Protocol):
@@ -55,10 +57,11 @@ class PolicyWeights(Protocol):
 
 @contextmanager
 def policy_weights(context: Context, engine: Generator, job: Job, due: Due = nothing_due) -> Iterator[PolicyWeights]:
-    """Load the first version into `engine` and yield the weights that the job's mode asks for. An engine that takes no
-    weights keeps its own. due: of a job that over-samples.
+    """Load the first version into `engine` and yield the weights that the job's mode asks for. An endpoint, or
+    an engine of a factory, that takes no weights keeps its own. due: of a job that over-samples.
 
-    Blocks for the first version, at most `FIRST_S`. Raises `DeadlineExceeded` if none comes.
+    Blocks for the first version, at most `FIRST_S`. Raises `DeadlineExceeded` if none comes, and `UsageError` if
+    another engine refuses it.
     """
     if isinstance(context.shared, DeviceTurns):
         with context.shared.hosting(context, engine, engine_of(job, context.instance).kind):
@@ -72,7 +75,8 @@ def policy_weights(context: Context, engine: Generator, job: Job, due: Due = not
                 f'no weights came on channel "{POLICY}" within {FIRST_S:g} s; the trainer publishes them before its '
                 "first step"
             )
-    except Unsupported:
+    except Unsupported as refused:
+        _check_fixed(job, context.instance, refused)
         yield FixedWeights()
         return
     if job.pacing.mode != "async" or has_step_versions(job):
@@ -80,6 +84,16 @@ def policy_weights(context: Context, engine: Generator, job: Job, due: Due = not
         return
     with followed_weights(context, engine, job, updater) as weights:
         yield weights
+
+
+def _check_fixed(job: Job, instance: int, refused: Unsupported) -> None:
+    """`UsageError` if an engine that refused weights is of a kind that takes them."""
+    kind = engine_of(job, instance).kind
+    if kind not in _MAY_BE_FIXED:
+        raise UsageError(
+            f'engine.kind="{kind}" of generating process {instance} did not take the weights of channel "{POLICY}": '
+            f"{refused}; for a server give the directory of model.path on its machine as engine.options.checkpoint"
+        ) from refused
 
 
 def _updating(context: Context, engine: Generator, span: str) -> Callable[[WeightSource, int], None]:

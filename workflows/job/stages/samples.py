@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -28,7 +29,8 @@ class SampleReporter:
 
     A sample has the prompt, the response, its reward and the score of each term, the columns of the data file (the
     right answer is among them), finish reason, length in tokens, and the step that rows are gathered for when it is
-    reported. recorded: the table keeps all rows, so none is reported.
+    reported. Rows of a version before the newest reported one are passed over. recorded: the table keeps all rows, so
+    none is reported. May be used from several threads.
     """
 
     def __init__(self, context: Context, tokenizer: TextTokenizer, *, recorded: bool = False) -> None:
@@ -36,12 +38,17 @@ class SampleReporter:
         self._context, self._tokenizer = context, tokenizer
         self._each, self._terms = 0 if recorded else job.log.samples, term_names(job)
         self._size = group_rows(job)
-        self._version: int | None = None
+        self._version = -1
         self._prompts: set[int] = set()
+        self._lock = threading.Lock()
 
     def report(self, batch: tq.Batch, rewards_B: npt.NDArray[Any], terms_BF: npt.NDArray[Any]) -> None:
         """Report rows of `batch` of as many prompts as its version has not had enough of. Rows without a reward (NaN)
         are passed over. terms_BF: the score of each term, NaN where one does not apply."""
+        with self._lock:
+            self._report(batch, rewards_B, terms_BF)
+
+    def _report(self, batch: tq.Batch, rewards_B: npt.NDArray[Any], terms_BF: npt.NDArray[Any]) -> None:
         rows_of: dict[int, list[int]] = {}
         for row in np.flatnonzero(np.isfinite(rewards_B)).tolist():
             rows_of.setdefault(int(batch.ordinal[row]) // self._size, []).append(row)
@@ -64,11 +71,14 @@ class SampleReporter:
         self, version: int, data: Mapping[str, Any], ids: Ids, reward: float, ordinal: int, reason: str
     ) -> None:
         """Report one row, of these response ids, if its version has not had enough yet, nor another of its prompt."""
-        if self._wanted(version) and ordinal // self._size not in self._prompts:
-            self._send([self._sample(version, data, ids, reward, ordinal, reason)])
+        with self._lock:
+            if self._wanted(version) and ordinal // self._size not in self._prompts:
+                self._send([self._sample(version, data, ids, reward, ordinal, reason)])
 
     def _wanted(self, version: int) -> int:
-        if version != self._version:
+        if version < self._version:
+            return 0
+        if version > self._version:
             self._version, self._prompts = version, set()
         return self._each - len(self._prompts)
 

@@ -6,7 +6,8 @@
 3. If a lease is lost before the update (the process was stopped for long, or the task was rolled back), others have its
    rows: the step is abandoned, its gradient is discarded, and its other rows are released.
 4. If a lease is lost after the update, the model has learned from rows that may come again. Those that still exist are
-   acked as soon as they come again, with the step that learned from them, and are not computed with.
+   acked as soon as they come again, with the step that learned from them, and are not computed with. Rows that come in
+   one lease with them are released, and leased again.
 5. A wait for rows ends with rows, at the end of the table, when a place that it waits for is gone, or at its deadline.
    The server says which: the lease names the places (``awaited``), and that its rows are not given back (``but_held``).
 """
@@ -161,7 +162,7 @@ class RowStream:
             self._emit(TimeSpan(name=WAIT, start=started, end=ended))
         if batch is None:
             self._gatherer.end()
-        elif not self._is_known(batch):
+        elif not self._ended_known(batch):
             for place, unit in self._units(batch, len(gathered.batches)):
                 self._gatherer.add(place, unit)
             gathered.batches.append(batch)
@@ -205,13 +206,20 @@ class RowStream:
         rows = self._unit_rows
         return [(place * rows, (place + 1) * rows - 1) for place in self._gatherer.missing()[:SPANS_AWAITED_MAX]]
 
-    def _is_known(self, batch: tq.Batch) -> bool:
-        """Whether the model has learned from these rows before; they are then acked with the step that did."""
-        steps = [self._learned.get(int(row)) for row in batch.rows] if self._learned else []
-        if not steps or None in steps:
-            return False
-        batch.ack(step=max(step for step in steps if step is not None))
-        return True
+    def _ended_known(self, batch: tq.Batch) -> bool:
+        """Whether the model has learned from units of this batch before. They are then acked with the step that did,
+        and the other rows released: the next lease has them alone."""
+        known: dict[int, list[int]] = {}
+        for _, unit in self._units(batch, 0) if self._learned else ():
+            rows = batch.rows[unit.rows].tolist()
+            steps = [self._learned[row] for row in rows if row in self._learned]
+            if len(steps) == len(rows):
+                known.setdefault(max(steps), []).extend(rows)
+        for step, rows in known.items():
+            batch.ack(rows, step=step)
+        if known and not batch.ended:
+            batch.release()
+        return bool(known)
 
     def _units(self, batch: tq.Batch, number: int) -> Iterator[tuple[int, Unit]]:
         """The units of a batch, with their places."""
