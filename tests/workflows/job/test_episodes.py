@@ -523,6 +523,14 @@ def test_a_factory_that_is_nowhere_is_named(tokenizer: Any) -> None:
         episodes_of(settings, Scripted(tokenizer, {}), tokenizer)
 
 
+@pytest.mark.parametrize("kind", ["agent", "function"])
+def test_a_file_of_an_agent_or_function_is_imported_before_any_call_has_its_time(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("1 / 0")
+    settings = job("", environment={kind: f"{tmp_path / 'broken.py'}:f"}).environment[0]
+    with pytest.raises(tq.UsageError, match=r"broken\.py:f: its module raised ZeroDivisionError"):
+        EnvironmentHost.of(settings, "environment.0")
+
+
 def test_the_columns_are_those_of_the_graph(tokenizer: Any) -> None:
     """What the graph declares for play is what the stage gives."""
     settings = job(TEXT["calculator"])
