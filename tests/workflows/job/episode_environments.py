@@ -157,6 +157,17 @@ class NotANumber(Answers):
         return "", float("nan"), True, False, {}
 
 
+class LeavesAChild(Answers):
+    """Its child is in a group of its own, and has the files of its process; the observation is its process id."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        child = os.fork()
+        if not child:
+            os.setsid()
+            signal.pause()
+        return str(child), {}
+
+
 class Exits(Answers):
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         if options["question"] == FAILS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import signal
 import sys
 import threading
 import time
@@ -494,6 +495,20 @@ def test_a_process_in_which_many_calls_hang_is_replaced(monkeypatch: pytest.Monk
                 other.reset(options={"question": "2+2="})
                 assert other.process_id != works.process_id == hangs.process_id
                 assert other.step("2")[1] == works.step("2")[1] == 1.0
+
+
+def test_a_host_closes_while_a_child_of_an_environment_lives_on() -> None:
+    host = EnvironmentHost(ENVIRONMENTS + "LeavesAChild", {}, timeout_s=60.0, episode_s=60.0)
+    with host.open(time.monotonic() + 60) as hosted:
+        child = int(hosted.reset()[0])
+    closing = threading.Thread(target=host.close, daemon=True)
+    try:
+        closing.start()
+        closing.join(60.0)
+        os.kill(child, 0)
+        assert not closing.is_alive()
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 def test_a_process_with_many_open_files_has_environments_too() -> None:

@@ -279,7 +279,7 @@ class EnvironmentProcess:
         self._reader.join(max(0.0, deadline - time.monotonic()))
         if self._reader.is_alive():
             self._process.kill()
-            self._reader.join()
+            self._reader.join(LATER_S)
 
     def _send(self, call: EnvironmentCall, deadline: float) -> None:
         with self._sending:
