@@ -55,6 +55,13 @@ class BeginsLong(Answers):
         return ("so " * 100 if self.question == FAILS else None), {}
 
 
+class Begins(Answers):
+    """Has a first observation."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return "look", super().reset(seed=seed, options=options)[1]
+
+
 class Gated(Answers):
     """Waits until a file is there."""
 

@@ -182,6 +182,17 @@ def test_an_episode_is_one_sequence_with_the_tokens_of_the_tool_masked(tokenizer
     assert len({seed for _, seed, _ in engine.requests}) == 2
 
 
+def test_a_first_observation_is_a_message_after_an_empty_answer(tokenizer: Any) -> None:
+    settings = job(ENVIRONMENTS + "Begins")
+    engine = Scripted(tokenizer, {"2+2=": ["", "4"]})
+    part = played(episodes_of(settings, engine, tokenizer), settings, tokenizer, ["2+2="])[0]
+    response, mask = part.columns["response_ids"][0], part.columns["loss_mask"][0]
+    assert tokenizer.decode(response.tolist()) == (
+        "<|im_end|>\n<|im_start|>user\nlook<|im_end|>\n<|im_start|>assistant\n4<|im_end|>"
+    )
+    assert tokenizer.decode(response[mask].tolist()) == "4<|im_end|>"
+
+
 def test_an_episode_whose_last_turn_was_cut_was_cut_though_the_environment_ended_it(tokenizer: Any) -> None:
     settings = job(ENVIRONMENTS + "SaysItsSeed")
     for end, reason in ((True, "stop"), (False, "length")):
