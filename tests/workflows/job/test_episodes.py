@@ -407,7 +407,7 @@ def failing(environment: str, tokenizer: Any, **limits: Any) -> Failing:
     episodes = episodes_of(settings, engine, tokenizer, failed=failed.__setitem__, retried=retried.append)
     parts = played(episodes, settings, tokenizer, ["2+2=", "1+1="])
     assert parts[0].columns["rewards"].tolist() == [2.0]
-    assert list(failed) == [1]
+    assert list(failed) == [1], parts
     return Failing(parts[1].drop, failed[1].text, retried)
 
 
