@@ -43,6 +43,16 @@ def newest(ladders: Sequence[str], records: Path = RECORDS) -> list[MeasurementR
     return [found[key] for key in sorted(found, key=str)]
 
 
+def tables(ladders: Sequence[str], records: Path = RECORDS) -> str:
+    """The tables of these ladders (none: of all that have a record). Raises `SystemExit` if one has no record."""
+    found = newest(ladders or [*TITLES], records)
+    known = {record.details["ladder"] for record in found}
+    missing = [name for name in ladders or TITLES if name not in known]
+    if missing and (ladders or not found):
+        raise SystemExit(f"no record of {', '.join(missing)}: python -m bench.ladder NAME --into bench/records")
+    return "\n\n".join(map(markdown, found))
+
+
 def markdown(record: MeasurementRecord) -> str:
     """The table of one ladder."""
     details, results = record.details, {result.name: result for result in record.results}
@@ -95,14 +105,16 @@ def _cell(result: MeasuredResult | None) -> str:
 def main() -> None:
     """Print the tables, or write them into the page."""
     parser = argparse.ArgumentParser(prog="python -m bench.gains", description=__doc__)
-    parser.add_argument("ladders", nargs="*", metavar="LADDER", help=f"of {', '.join(TITLES)} (default: all)")
+    parser.add_argument(
+        "ladders", nargs="*", metavar="LADDER", help=f"of {', '.join(TITLES)} (default: all with a record)"
+    )
     parser.add_argument("--into", type=Path)
     chosen = parser.parse_args()
-    tables = "\n\n".join(map(markdown, newest(chosen.ladders or [*TITLES])))
+    text = tables(chosen.ladders)
     if chosen.into:
-        chosen.into.write_text(insert(chosen.into.read_text(), tables))
+        chosen.into.write_text(insert(chosen.into.read_text(), text))
     else:
-        print(tables)
+        print(text)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -44,6 +45,8 @@ _SHOWN_CHARS: Final = 200
 _ERROR_CHARS: Final = 500
 
 
+_importing = threading.RLock()
+"""Held while a file is imported, which may import others so."""
 _OF_HTTP: Final = frozenset({"TransportError", "ClientConnectionError", "APIConnectionError"})
 """Errors of httpx, aiohttp and openai that are no OSError: no answer came."""
 
@@ -318,8 +321,11 @@ def _file_module(path: Path, named: str) -> ModuleType:
     if not path.is_file():
         raise NotFound(f"{named}: there is no file {path}")
     name = f"reward_function_{path.stem}_{abs(hash(path))}"
-    if name in sys.modules:
-        return sys.modules[name]
+    with _importing:  # a module that another thread imports is there before it has its functions
+        return sys.modules[name] if name in sys.modules else _executed(name, path, named)
+
+
+def _executed(name: str, path: Path, named: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UsageError(f"{named}: {path} is not a Python file")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.gains import markdown, newest
+from bench.gains import markdown, newest, tables
 from bench.given_lengths import difficulty_of, length_of, published_lengths
 from bench.ladder import KEPT, PLAIN, RungRun, begin, bound_s, keep, kept, reached_s, results
+from bench.run_record import RECORDS
 from transferqueue.adapters.protocols import Prompt
 from transferqueue.observe.measurement_record import Measurement
 from transferqueue.workflows.dispatch.ranker_accuracy import recall
@@ -100,6 +102,16 @@ def test_the_table_of_rewards_has_a_line_a_rung(tmp_path: Path) -> None:
     )
     assert table[2] == "| synchronous | 0.8 (0.72 to 0.88) |  | 0.9 (0.82 to 0.98) | 0 (0 to 0) |"
     assert table[3].startswith("| asynchronous | 0.725 (0.665 to 0.785) | 0.075 (")
+
+
+def test_a_ladder_without_a_record_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no record of modes, asyncflow, streamrl, elastic, reward: "):
+        tables([], tmp_path)
+    shutil.copy(next(RECORDS.glob("ladder-reward-*.json")), tmp_path)
+    said = re.escape("no record of asyncflow, streamrl: python -m bench.ladder NAME --into bench/records")
+    with pytest.raises(SystemExit, match=said):
+        tables(["asyncflow", "reward", "streamrl"], tmp_path)
+    assert tables(["reward"], tmp_path) == tables([], tmp_path)
 
 
 def test_a_folder_keeps_the_runs_of_one_setting(tmp_path: Path) -> None:

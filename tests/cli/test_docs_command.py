@@ -9,6 +9,7 @@ from transferqueue.cli.app import PANELS, run
 from transferqueue.cli.contracts import contract, contract_like, names
 from transferqueue.cli.doc_pages import page, pages
 from transferqueue.errors import NotFound
+from transferqueue.workflows.job.settings.describe import tables
 
 NAMED = {
     (str(path.relative_to(ROOT)), name)
@@ -88,6 +89,13 @@ def test_the_name_of_a_command_shows_its_page_or_its_help(name, capsys):
     assert run(["docs", name]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("# ") if name in pages() else f"Usage: transferqueue {name} " in shown
+
+
+@pytest.mark.parametrize("name", [table.name for table in tables() if table.name])
+def test_the_name_of_a_table_of_a_job_file_shows_its_keys(name, capsys):
+    """Also where a page or a class has that name."""
+    assert run(["docs", name]) == 0
+    assert f"\n[{name}] " in f"\n{capsys.readouterr().out}"
 
 
 def test_the_help_of_a_command_names_the_functions_of_its_name(capsys):

@@ -28,7 +28,7 @@ from transferqueue.workflows.job.tiny_model.make import make
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500), pytest.mark.filterwarnings("ignore")]  # of the stacks
 STEPS = 60
-SHORTEST, LONGEST = 12, 400
+SHORTEST, LONGEST, TOKENS = 12, 400, 16
 REWARD = """
 def even(completion_ids):
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
@@ -50,7 +50,8 @@ def engine_of(kind: str, model: Path) -> Iterator[dict[str, Any]]:
 def test_a_plain_job_runs_and_learns_with_an_engine_by_its_kind_alone(kind: str, tmp_path: Path) -> None:
     if kind not in ("builtin", "transformers"):
         pytest.importorskip("vllm")
-    make(tmp_path / "model", kind="builtin" if kind == "builtin" else "qwen3")
+    sizes: dict[str, Any] = {"kind": "builtin", "max_position_embeddings": 512 + TOKENS} if kind == "builtin" else {}
+    make(tmp_path / "model", **sizes)
     draws, lengths = np.random.default_rng(0), np.linspace(SHORTEST, LONGEST, 128).astype(int)
     texts = ["".join(map(chr, draws.integers(97, 123, length))) for length in draws.permutation(lengths)]
     (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"question": text}) for text in texts))
@@ -74,7 +75,7 @@ def test_a_plain_job_runs_and_learns_with_an_engine_by_its_kind_alone(kind: str,
                     "overlong": "refuse",
                 },
                 "engine": [engine],
-                "sampling": {"tokens_max": 16},
+                "sampling": {"tokens_max": TOKENS},
                 "reward": [{"function": "even_reward:even"}],
                 "algorithm": {"kind": "grpo"},
                 "trainer": {"prompts_per_step": 8, "lr": 1e-3},

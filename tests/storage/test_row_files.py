@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
@@ -15,6 +17,8 @@ from typer.testing import CliRunner
 import transferqueue as tq
 from tests.markdown import ROOT, blocks
 from transferqueue.cli.app import app
+from transferqueue.cli.app import run as command
+from transferqueue.cli.commands.looking.query import check_names
 from transferqueue.storage.row_files import files
 
 STEPS = 4
@@ -141,6 +145,31 @@ def test_the_three_questions_of_the_page(tmp_path: Path, monkeypatch: pytest.Mon
     if find_spec("polars") and find_spec("datasets"):
         (read,) = (block.code for block in page if block.info == "py")
         exec(compile(read, "record.md", "exec"), {})  # noqa: S102  (the page)
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_query_whose_columns_have_one_name_is_refused(
+    form: list[str], run: tq.Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("duckdb")
+    monkeypatch.chdir(run.path)
+    joined = 'from "a/b" a join "a/b" b on a._row = b._row order by a._row limit 1'
+    assert command(["query", ".", f"select a._row, b._row {joined}", *form]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "name them, select a._row as a, b._row as b, or {'row': _row, 'step': _step}" in said.err
+    named = "a._row as a, b._row as b, {'row': a._row, 'step': b._step} as c"
+    assert command(["query", ".", f"select {named} {joined}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [{"a": 0, "b": 0, "c": {"row": 0, "step": 0}}]
+
+
+def test_struct_fields_of_one_name_are_refused_at_any_depth() -> None:
+    """DuckDB before 2.0 gives the fields of `row(_row, _step)` no names."""
+    twice, named = (pa.struct([(name, pa.int64()) for name in names]) for names in (["", ""], ["row", "step"]))
+    for kind in (twice, pa.list_(twice), pa.map_(pa.int64(), twice), pa.struct([("x", pa.list_(twice))])):
+        with pytest.raises(tq.UsageError, match="two columns or struct fields with one name"):
+            check_names(pa.schema([("x", kind)]))
+    check_names(pa.schema([("x", named), ("y", pa.list_(pa.map_(pa.int64(), named)))]))
 
 
 def test_sql_leaves_out_what_is_damaged(run: tq.Run) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import transferqueue as tq
 from transferqueue.cli.doc_pages import folder
 from transferqueue.errors import NotFound
-from transferqueue.workflows.job.settings.describe import describe, key_names
+from transferqueue.workflows.job.settings.describe import describe, key_names, tables
 
 _KINDS: Final = {"scorer": "testing.conformance.scorers.Scorer", "stage": "adapters.protocols.StageFunction"}
 """Contracts of adapters that have another name than their kind; generator, learner and producer are the names of
@@ -34,6 +34,11 @@ def contract_like(name: str) -> str | None:
     """As `contract`, for a name in other letters (``task``, ``batch.ack``), a kind of adapter, a method alone
     (``lease``), and for the last part of a key (``lr``) or a table of a job file."""
     return "\n\n".join(filter(None, (_public_like(name), describe(name)))) or None
+
+
+def table_keys(name: str) -> str:
+    """The keys of the table of a job file that has this name; "" if there is none."""
+    return (describe(name) or "") if name in {table.name for table in tables()} else ""
 
 
 def _public_like(name: str) -> str | None:

@@ -55,6 +55,13 @@ class BeginsLong(Answers):
         return ("so " * 100 if self.question == FAILS else None), {}
 
 
+class Begins(Answers):
+    """Has a first observation."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return "look", super().reset(seed=seed, options=options)[1]
+
+
 class Gated(Answers):
     """Waits until a file is there."""
 
@@ -155,6 +162,17 @@ class NoTuple(Answers):
 class NotANumber(Answers):
     def fails(self, action: str) -> Any:
         return "", float("nan"), True, False, {}
+
+
+class LeavesAChild(Answers):
+    """Its child is in a group of its own, and has the files of its process; the observation is its process id."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        child = os.fork()
+        if not child:
+            os.setsid()
+            signal.pause()
+        return str(child), {}
 
 
 class Exits(Answers):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import signal
 import sys
 import threading
 import time
@@ -179,6 +180,17 @@ def test_an_episode_is_one_sequence_with_the_tokens_of_the_tool_masked(tokenizer
     assert part.facts == {"policy_version": 3, "policy_version_max": 3, "tokens": len(response)}
     assert engine.requests[1][0] == engine.requests[0][0] + tokenizer.decode(response[:-3].tolist())
     assert len({seed for _, seed, _ in engine.requests}) == 2
+
+
+def test_a_first_observation_is_a_message_after_an_empty_answer(tokenizer: Any) -> None:
+    settings = job(ENVIRONMENTS + "Begins")
+    engine = Scripted(tokenizer, {"2+2=": ["", "4"]})
+    part = played(episodes_of(settings, engine, tokenizer), settings, tokenizer, ["2+2="])[0]
+    response, mask = part.columns["response_ids"][0], part.columns["loss_mask"][0]
+    assert tokenizer.decode(response.tolist()) == (
+        "<|im_end|>\n<|im_start|>user\nlook<|im_end|>\n<|im_start|>assistant\n4<|im_end|>"
+    )
+    assert tokenizer.decode(response[mask].tolist()) == "4<|im_end|>"
 
 
 def test_an_episode_whose_last_turn_was_cut_was_cut_though_the_environment_ended_it(tokenizer: Any) -> None:
@@ -395,7 +407,7 @@ def failing(environment: str, tokenizer: Any, **limits: Any) -> Failing:
     episodes = episodes_of(settings, engine, tokenizer, failed=failed.__setitem__, retried=retried.append)
     parts = played(episodes, settings, tokenizer, ["2+2=", "1+1="])
     assert parts[0].columns["rewards"].tolist() == [2.0]
-    assert list(failed) == [1]
+    assert list(failed) == [1], parts
     return Failing(parts[1].drop, failed[1].text, retried)
 
 
@@ -496,6 +508,21 @@ def test_a_process_in_which_many_calls_hang_is_replaced(monkeypatch: pytest.Monk
                 assert other.step("2")[1] == works.step("2")[1] == 1.0
 
 
+def test_a_host_closes_while_a_child_of_an_environment_lives_on() -> None:
+    threads = set(threading.enumerate())
+    host = EnvironmentHost(ENVIRONMENTS + "LeavesAChild", {}, timeout_s=60.0, episode_s=60.0)
+    with host.open(time.monotonic() + 60) as hosted:
+        child = int(hosted.reset()[0])
+    closing = threading.Thread(target=host.close, daemon=True)
+    try:
+        closing.start()
+        closing.join(60.0)
+        os.kill(child, 0)
+        assert set(threading.enumerate()) <= threads
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
 def test_a_process_with_many_open_files_has_environments_too() -> None:
     """The pipes keep their numbers in the environments' process; `select` takes none over 1023."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -521,6 +548,14 @@ def test_a_factory_that_is_nowhere_is_named(tokenizer: Any) -> None:
     settings = job("nowhere_at_all:make")
     with pytest.raises(tq.NotFound, match="nowhere_at_all"):
         episodes_of(settings, Scripted(tokenizer, {}), tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["agent", "function"])
+def test_a_file_of_an_agent_or_function_is_imported_before_any_call_has_its_time(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("1 / 0")
+    settings = job("", environment={kind: f"{tmp_path / 'broken.py'}:f"}).environment[0]
+    with pytest.raises(tq.UsageError, match=r"broken\.py:f: its module raised ZeroDivisionError"):
+        EnvironmentHost.of(settings, "environment.0")
 
 
 def test_the_columns_are_those_of_the_graph(tokenizer: Any) -> None:

@@ -1,6 +1,7 @@
 """The reward stage: what functions return is weighted and kept by term; what fails names the function, the row and its
 text."""
 
+import sys
 from copy import deepcopy
 
 import msgspec
@@ -247,6 +248,22 @@ def test_a_file_is_named_by_its_path_and_imports_what_lies_beside_it(tmp_path):
     )
     call = load_reward(f"{tmp_path / 'mine.py'}:f")
     assert call({"completions": ["a"]}, rows=1).tolist() == [7.0]
+
+
+def test_a_file_that_another_thread_imports_is_waited_for(tmp_path):
+    (tmp_path / "slow.py").write_text(
+        "import threading\n"
+        "from transferqueue.adapters.stages.reward_functions import load_reward\n"
+        "calls = []\n"
+        "other = threading.Thread(target=lambda: calls.append(load_reward(__file__ + ':f')))\n"
+        "other.start()\n"
+        "other.join(0.2)\n"
+        "def f(completions): return [2.0] * len(completions)\n"
+    )
+    first = load_reward(f"{tmp_path / 'slow.py'}:f")
+    module = sys.modules[first.function.__module__]
+    module.other.join()
+    assert [call.function for call in module.calls] == [first.function]
 
 
 def test_a_module_that_fails_says_how(tmp_path):

@@ -580,7 +580,7 @@ def test_a_written_job_keeps_every_value(job_file):
     assert read == checked(odd)
 
 
-# ---------------------------------------------------------------- adapters that training begins with
+# ---------------------------------------------------------------- adapters
 
 ADAPTER = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["v_proj", "q_proj"], "lora_dropout": 0.1}
 
@@ -589,6 +589,22 @@ def adapter(tmp_path, **values):
     (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER | values))
     (tmp_path / "adapter_model.safetensors").touch()
     return f'trainer.lora_adapter="{tmp_path}"'
+
+
+@pytest.mark.parametrize(
+    ("changes", "published"),
+    [
+        ([], ""),
+        (["trainer.lora_rank=4"], "adapter"),
+        (["trainer.lora_rank=4", "pacing.mode=colocated"], "merged"),
+        (["trainer.lora_rank=4", "engine.0.kind=vllm_server", "engine.0.url=http://h:1"], "merged"),
+        (["trainer.lora_rank=4", "weights.lora=merged"], "merged"),
+    ],
+)
+def test_a_resolved_job_says_what_it_publishes_of_adapters(job_file, changes, published):
+    job = job_from_file(job_file(GRPO), set=changes)
+    assert job.weights.lora == published
+    assert checked(job) == job
 
 
 def test_rank_scale_and_layers_are_those_of_the_adapters(job_file, tmp_path):

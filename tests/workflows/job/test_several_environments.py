@@ -27,11 +27,13 @@ from transferqueue.workflows.job.data.sequence import PromptSequence, held_out_p
 from transferqueue.workflows.job.data.source import JobPrompts
 from transferqueue.workflows.job.graph import create_table
 from transferqueue.workflows.job.reward_terms import tries
+from transferqueue.workflows.job.run.dry_run import dry_run
 from transferqueue.workflows.job.settings.changes import apply
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.read import job_from_values
 from transferqueue.workflows.job.stages.episodes import FailedEpisode, JobEpisodes
 from transferqueue.workflows.job.stages.policy_weights import FixedWeights
+from transferqueue.workflows.job.tiny_model.make import make
 from transferqueue.workflows.job.tiny_model.tokenizer import build_tokenizer
 from transferqueue.workflows.job.training.row_figures import row_figures
 
@@ -109,6 +111,17 @@ def test_held_out_prompts_name_their_environment(tmp_path: Path) -> None:
     )
     taken = held_out_prompts(open_held_out(settings, ByteTokenizer()), settings)
     assert {name: prompts[0].environment for name, prompts in taken.items()} == {"": "sums", "g": "exact"}
+
+
+@pytest.mark.slow
+def test_a_dry_run_takes_a_turn_in_each_environment(served: tuple[str, Calculator], tmp_path: Path) -> None:
+    """Also in those that play none of the two prompts that it shows."""
+    make(tmp_path / "model")
+    settings = job_in(tmp_path, served[0], f'model.path="{tmp_path / "model"}"')
+    found = dry_run(settings, devices=[])
+    assert [trial.name for trial in found.rewards] == [*WEIGHTS]
+    assert all(trial.scores for trial in found.rewards)
+    assert len(found.prompts) == 2
 
 
 class Played:

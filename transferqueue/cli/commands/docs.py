@@ -69,12 +69,12 @@ def _show_same(name: str) -> None:
 
 def _text_of(name: str, commands: Iterable[str]) -> str:
     """The contract of exactly this name, else its page, else the contract of a similar name, else the pages that
-    speak of it.
+    speak of it. A page with the name of a table of the job file is followed by the keys of the table.
 
     Raises:
         NotFound: There is none of them; the message lists up to five near names.
     """
-    from transferqueue.cli.contracts import contract, contract_like, names
+    from transferqueue.cli.contracts import contract, contract_like, names, table_keys
     from transferqueue.cli.doc_pages import page, pages
 
     text = contract(name)
@@ -82,7 +82,8 @@ def _text_of(name: str, commands: Iterable[str]) -> str:
         return text
     known = [*names(), *commands]
     try:
-        return page(name, besides=known).read_text(encoding="utf-8")
+        shown = page(name, besides=known).read_text(encoding="utf-8")
+        return "\n".join(filter(None, (shown, table_keys(name))))
     except NotFound:
         misspelt = get_close_matches(name.lower(), [each.lower() for each in [*pages(), *known]], cutoff=_MISSPELT)
         text = contract_like(name) or ("" if misspelt else _mentions(name))

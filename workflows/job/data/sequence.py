@@ -8,7 +8,7 @@ once: a run that starts again at number n reads the prompts before it, at most o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -91,6 +91,11 @@ class SourceSequence:
         self._tokens_max = tokens_max
         self._fits = np.full(len(source.rows), _UNKNOWN, np.int8)
         self._place = 0
+
+    @property
+    def environment(self) -> str:
+        """Name of the one that plays the prompts; empty: the only one, if any."""
+        return self._source.environment
 
     @property
     def dropped(self) -> int:
@@ -225,6 +230,13 @@ class PromptSequence:
         taken = [replace(prompt, number=number) for number, prompt in enumerate(prompts, self.number)]
         self.number += len(taken)
         return taken
+
+    def take_one_of_each(self, besides: Collection[str]) -> list[NumberedPrompt]:
+        """Return a prompt of each environment but `besides`, for a trial: the next of its first source. These sources
+        are ahead of their order then."""
+        first = {source.environment: source for source in reversed(self._sources)}
+        drawn = [prompt for name, source in first.items() if name not in besides for prompt in source.take(1)]
+        return [replace(prompt, number=number) for number, prompt in enumerate(drawn, self.number)]
 
     def skip(self, count: int) -> int:
         """Go `count` prompts ahead, as if they had been taken; return how many there were, fewer if the data ends."""

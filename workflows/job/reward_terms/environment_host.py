@@ -61,12 +61,20 @@ class EnvironmentHost:
         timeout_s: longest call in seconds.
         episode_s: longest episode in seconds.
         key: of its settings, for messages.
+        used: the callable that the factory loads, named as it is; default: none.
     """
 
     def __init__(
-        self, named: str, args: Mapping[str, Any], *, timeout_s: float, episode_s: float, key: str = "environment.0"
+        self,
+        named: str,
+        args: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        episode_s: float,
+        key: str = "environment.0",
+        used: str = "",
     ) -> None:
-        self._named, self._args = named, msgspec.json.encode(args).decode()
+        self._words = named, msgspec.json.encode(args).decode(), used
         self.timeout_s, self.episode_s, self.key = timeout_s, episode_s, key
         self._lock = threading.Lock()
         self._alone = threading.BoundedSemaphore(ALONE_MAX)
@@ -79,7 +87,8 @@ class EnvironmentHost:
     def of(cls, settings: EnvironmentSettings, key: str) -> Self:
         """Start that of an environment of a job."""
         factory, args = factory_of(settings)
-        return cls(factory, args, timeout_s=settings.timeout_s, episode_s=settings.episode_s, key=key)
+        used = settings.function or settings.agent
+        return cls(factory, args, timeout_s=settings.timeout_s, episode_s=settings.episode_s, key=key, used=used)
 
     def __enter__(self) -> Self:
         return self
@@ -135,7 +144,7 @@ class EnvironmentHost:
                 process.finish()
 
     def _started(self) -> EnvironmentProcess:
-        process = EnvironmentProcess(self._named, self._args, gone=self._forget)
+        process = EnvironmentProcess(*self._words, gone=self._forget)
         self._processes.add(process)
         return process
 
@@ -220,9 +229,9 @@ class EnvironmentProcess:
     `takes_more` and `episodes` belong to the host.
     """
 
-    def __init__(self, named: str, args: str, *, gone: Callable[[EnvironmentProcess], None]) -> None:
-        self._process = PipedProcess(_MODULE, named, args)
-        self._process.loaded(FactoryLoaded, f"environment {named}")
+    def __init__(self, named: str, args: str, used: str, *, gone: Callable[[EnvironmentProcess], None]) -> None:
+        self._process = PipedProcess(_MODULE, named, args, used)
+        self._process.loaded(FactoryLoaded, f"environment {used or named}")
         self._gone = gone
         self.takes_more, self.episodes = True, 0
         self._hung = 0
@@ -270,7 +279,7 @@ class EnvironmentProcess:
         self._reader.join(max(0.0, deadline - time.monotonic()))
         if self._reader.is_alive():
             self._process.kill()
-            self._reader.join()
+            self._reader.join(LATER_S)
 
     def _send(self, call: EnvironmentCall, deadline: float) -> None:
         with self._sending:

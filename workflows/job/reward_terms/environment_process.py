@@ -1,9 +1,9 @@
 """The process that has the environments of episodes: each in a thread of its own.
 
-``python -m transferqueue.workflows.job.reward_terms.environment_process FACTORY ARGS REQUESTS REPLIES`` makes calls
-(`environment_call`) for `environment_host`, each for at most its time. Python cannot stop a thread: a call that hangs
-keeps its thread, and the other end replaces a process that has several of them. The process ends when its requests do,
-after the calls that run then.
+``python -m transferqueue.workflows.job.reward_terms.environment_process FACTORY ARGS CALLABLE REQUESTS REPLIES`` makes
+calls (`environment_call`) for `environment_host`, each for at most its time. CALLABLE is that which the factory loads,
+or empty. Python cannot stop a thread: a call that hangs keeps its thread, and the other end replaces a process that has
+several of them. The process ends when its requests do, after the calls that run then.
 """
 
 from __future__ import annotations
@@ -52,12 +52,14 @@ _REWARD_MAX: Final = float(np.finfo(np.float32).max)
 _WORDS_MAX: Final = 1000
 
 
-def main(named: str, args: str, requests: str, replies: str) -> None:
-    """Load the factory, and make calls until the other end closes."""
+def main(named: str, args: str, used: str, requests: str, replies: str) -> None:
+    """Load the factory and what it uses, and make calls until the other end closes."""
     threading.Thread(target=end_with_stdin, name="lifeline", daemon=True).start()
     reply = partial(write_message, partial(os.write, int(replies)))
     try:
         make = load_callable(named, "environment.factory")
+        if used:  # here, since an import may take longer than a call may
+            load_callable(used, "environment")
     except UsageError as error:
         reply(Refused(str(error), isinstance(error, NotFound)))
         return

@@ -54,6 +54,7 @@ class PipedProcess:
                 pass_fds=(requests, replies),
                 process_group=0,
             )
+            self._death = os.pidfd_open(self._process.pid)
         except BaseException:
             os.close(self._requests)
             os.close(self._replies)
@@ -82,12 +83,16 @@ class PipedProcess:
                 write_message(write, message)
 
     def receive(self, kind: Any, deadline: float = math.inf) -> Any:
-        """Wait for a message of a type. Raises `EOFError` if the process has ended, and `TimeoutError`."""
+        """Wait for a message of a type. Raises `EOFError` if the process has ended, and `TimeoutError`.
+
+        A child that left the group of the process may outlive it, and keep the pipe open.
+        """
 
         def read(size: int) -> bytes:
-            if not is_ready(self._replies, select.POLLIN, deadline - time.monotonic()):
+            ready = ready_of((self._replies, self._death), select.POLLIN, deadline - time.monotonic())
+            if not ready:
                 raise TimeoutError
-            return os.read(self._replies, size)
+            return os.read(self._replies, size) if self._replies in ready else b""
 
         return read_message(read, kind)
 
@@ -126,9 +131,7 @@ class PipedProcess:
     def end(self) -> int:
         """End the process; returns its exit code, negative for a signal. One that wrote its last words has ended."""
         if not self._is_closed:
-            death = os.pidfd_open(self._process.pid)
-            is_ready(death, select.POLLIN, LATER_S)  # not waited for: until `close`, its number is that of its group
-            os.close(death)
+            is_ready(self._death, select.POLLIN, LATER_S)  # not waited for: until `close`, it has the group's number
             self.close()
         return int(self._process.returncode)
 
@@ -143,13 +146,21 @@ class PipedProcess:
             self._process.stdin.close()
         self.finish()
         os.close(self._replies)
+        os.close(self._death)
 
 
 def is_ready(descriptor: int, event: int, seconds: float) -> bool:
     """Wait for a file descriptor, whatever its number; an engine's process may have thousands."""
+    return bool(ready_of((descriptor,), event, seconds))
+
+
+def ready_of(descriptors: tuple[int, ...], event: int, seconds: float) -> list[int]:
+    """Wait for one of some file descriptors, and return those that are ready; none after so many seconds."""
     poll = select.poll()
-    poll.register(descriptor, event)
-    return bool(poll.poll(None if math.isinf(seconds) else min(max(0.0, seconds * 1000), _POLL_MS_MAX)))
+    for descriptor in descriptors:
+        poll.register(descriptor, event)
+    wait_ms = None if math.isinf(seconds) else min(max(0.0, seconds * 1000), _POLL_MS_MAX)
+    return [descriptor for descriptor, _ in poll.poll(wait_ms)]
 
 
 def ended(code: int) -> str:

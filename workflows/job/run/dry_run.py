@@ -93,14 +93,17 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def dry_run(job: Job, *, code: Path | None = None, devices: Sequence[FoundDevice] | None = None) -> DryRun:
-    """Check `job` with its files, call its rewards with dummy responses, and return its tasks and bytes.
+    """Check `job` with its files, call its rewards and environments with dummy responses, and return its tasks and
+    bytes.
 
     devices: as of `placement_of`. Raises as `placement_of`, `preflight` and `try_rewards` do. Starts nothing that
     goes on, and writes nothing.
     """
     placement = placement_of(job, devices=devices)
     data = preflight(job, code=code)
-    prompts = PromptSequence(data, job.data, seed=job.seed, tokens_max=job.sampling.tokens_max).take(PROMPTS)
+    sequence = PromptSequence(data, job.data, seed=job.seed, tokens_max=job.sampling.tokens_max)
+    prompts = sequence.take(PROMPTS)
+    others = sequence.take_one_of_each(besides={prompt.environment for prompt in prompts})
     held: JobBytes = bytes_of(job)
     processes = Counter(process.name for process in stage_jobs(job))
     return DryRun(
@@ -113,7 +116,7 @@ def dry_run(job: Job, *, code: Path | None = None, devices: Sequence[FoundDevice
             )
             for prompt in prompts
         ],
-        rewards=try_rewards(job, prompts, data.renderer.tokenizer),
+        rewards=try_rewards(job, prompts + others, data.renderer.tokenizer),
         tasks=[_task(stage, processes[stage.task.name]) for stage in stages(job)],
         processes=dict(processes),
         batch_rows=batch_rows(job),

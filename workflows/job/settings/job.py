@@ -861,7 +861,7 @@ class QueueSettings(_Table):
     ] = 8.0
     record: Annotated[
         Literal["on", "best_effort", "off"],
-        "Write each row that ends, with all columns and its life, into files in the folder of the run (`rows/`).",
+        "Write each row that ends, with all columns and its lineage, into files in the folder of the run (`rows/`).",
         "`on`: while the disk is full, rows wait, and then the job; `best_effort`: they are freed without a file, and"
         " the summary counts them. Not with an `address` or on Ray.",
         "Columns stay in memory until their row ends, and a step costs about ten milliseconds more.",

@@ -21,6 +21,7 @@ from transferqueue.workflows.job.settings.job import (
     ScorerSettings,
     TrainerSettings,
 )
+from transferqueue.workflows.job.settings.sizes import publishes_adapters
 
 Scorer = TypeVar("Scorer", bound=ScorerSettings)
 
@@ -39,6 +40,7 @@ def resolve(job: Job) -> Job:
     job = replace(job, model=replace(job.model, path=path, tokenizer=tokenizer))
     job = replace(job, pacing=replace(job.pacing, depth=_depth(job), max_staleness=_staleness(job)))
     job = replace(job, trainer=_with_adapters(replace(job.trainer, stream=_stream(job))))
+    job = replace(job, weights=replace(job.weights, lora=_lora(job)))
     return replace(
         job,
         reference=_scorer(job.reference, job.model.path if algorithm.kl > 0 else ""),
@@ -84,6 +86,12 @@ def _stream(job: Job) -> str:
         return job.trainer.stream
     whole = job.algorithm.whiten or updates(job.algorithm) > 1 or job.pacing.mode == "colocated"
     return "off" if whole else "on"
+
+
+def _lora(job: Job) -> str:
+    if job.weights.lora or not job.trainer.lora_rank:
+        return job.weights.lora
+    return "adapter" if publishes_adapters(job) else "merged"
 
 
 def _with_adapters(trainer: TrainerSettings) -> TrainerSettings:

@@ -5,7 +5,8 @@ names a function (or class) that is called with `args` for each episode:
 
 - ``reset(seed=, options=)``: options is the row's column ``data`` (the prompt, and the columns of the data); seed is
   the same for all responses to a prompt, which are compared, so they begin alike. Returns ``(observation, info)``. The
-  prompt of the data comes first; a first observation is a further message, or a list of them, None is nothing.
+  prompt of the data comes first; a first observation is a further message, or a list of them, after an empty answer of
+  the model, since a prompt ends where an answer begins; None is nothing.
 - ``step(action)``: the text that the model drew in this turn. Returns
   ``(observation, reward, terminated, truncated, info)``.
 - ``close()``. An attribute ``role`` says what observations are: "user" (the default), or "tool".

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from transferqueue.cli.options import json_option
+from transferqueue.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -42,6 +44,7 @@ def query(
 
     record = open_run(run)
     answer = record.sql(sql or _counts(record.tables))
+    check_names(answer.schema)
     for damage in record.damaged:
         say(f"left out: {damage}", err=True)
     if json:
@@ -57,6 +60,27 @@ def _counts(tables: list[str]) -> str:
         f"""select '{name}' as "table", count(*) as "rows", count(distinct _step) as steps from "{name}" """  # noqa: S608  (a name that tables may have)
         for name in tables
     )
+
+
+def check_names(schema: Any) -> None:
+    """Raise `UsageError` if two columns, or two fields of a struct, have one name: rows by name would lose one."""
+    for names in (schema.names, *(names for kind in schema.types for names in _field_names(kind))):
+        if len(set(names)) < len(names):
+            raise UsageError(
+                "the result has two columns or struct fields with one name: name them, select a._row as a, b._row as "
+                "b, or {'row': _row, 'step': _step}"
+            )
+
+
+def _field_names(kind: Any) -> Iterator[list[str]]:
+    """Yield the names of the fields of each struct in a type."""
+    import pyarrow as pa
+
+    fields = [kind.field(at) for at in range(kind.num_fields)]
+    if pa.types.is_struct(kind):
+        yield [field.name for field in fields]
+    for field in fields:
+        yield from _field_names(field.type)
 
 
 def _lines(answer: Any) -> list[Text]:
