@@ -116,6 +116,8 @@ class Completion:
             ``[tokens]``.
         finish_reason: ``"stop"``, ``"length"`` or ``"abort"``.
         spans: pairs of a version and a number of tokens, in order, which cover all tokens.
+        more: the next completion of the request is finished too, so that asking for it does not wait; default False:
+            unknown.
     """
 
     prompt: int
@@ -124,6 +126,7 @@ class Completion:
     logprobs: Logprobs
     finish_reason: str
     spans: tuple[tuple[int, int], ...]
+    more: bool = False
 
     @property
     def policy_version(self) -> int:

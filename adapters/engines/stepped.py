@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 from transferqueue.adapters.engines.completion import check_request
@@ -239,7 +240,7 @@ class SteppedGenerator(ABC):
                 raise self._late(timeout_s) from None
         if isinstance(result, BaseException):
             raise result
-        return result
+        return result if request.finished.empty() else replace(result, more=True)
 
     def _leave(self, request: SteppedRequest) -> None:
         """Forget the request; its unfinished rows leave the batch between two tokens: now, or after the turn that the

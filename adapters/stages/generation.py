@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import transferqueue as tq
 
 PART_ROWS: Final = 16
-"""Completions are yielded in parts of this many, so that the next stage works while the rest is generated."""
+"""Least completions of a part: the next stage works on them while the rest is generated."""
 
 BEGUN: Final = ("begun_ids", "begun_logprobs", "begun_versions")
 """Columns of an unfinished completion, one value a token; empty if the completion has not begun."""
@@ -50,8 +50,8 @@ def row_seed(seed: int, ordinal: int) -> int:
 class Generate:
     """The stage ``generate``: a completion for each row, by any `Generator`.
 
-    It may be called from several threads at once. Rows come back in parts of `part_rows`, each stamped with the
-    versions of its tokens. With `whole_groups` each request is one whole group (ordinals ``n * whole_groups`` and the
+    It may be called from several threads at once. Rows come back in parts of `part_rows`, and of all that are finished
+    if those are more; each row is stamped with the versions of its tokens. With `whole_groups` each request is one whole group (ordinals ``n * whole_groups`` and the
     next ones), even if the lease has a part of it; the other rows are generated and not used. With an engine that keeps
     requests apart, tokens and log-probabilities are then the same, bit for bit, however rows were leased.
 
@@ -59,7 +59,7 @@ class Generate:
         generator: the engine.
         sampling: how tokens are drawn.
         prompt_field: name of the field with the prompt's token ids; default ``"prompt_ids"``.
-        part_rows: rows of a part; default 16.
+        part_rows: least rows of a part but the last; default 16.
         token_versions: give the version of each token as a column, for weights that change in flight; default False.
         budget: the most tokens that one lease adds to a completion; default 0: no bound.
         parts: release completions that were cut short with their tokens, and read begun ones from the columns `BEGUN`;
@@ -189,7 +189,7 @@ class Generate:
                 (unfinished if self._goes_on(completion, tokens_max) else finished).append(
                     replace(completion, prompt=rows[completion.prompt])
                 )
-                if len(finished) >= self._part_rows:
+                if len(finished) >= self._part_rows and not completion.more:
                     yield self._part(finished)
                     finished = []
         if finished:
