@@ -246,3 +246,16 @@ def test_no_changed_bit_goes_unseen(run: tq.Run) -> None:
 def test_sql_says_what_to_install(run: tq.Run) -> None:
     with pytest.raises(tq.UsageError, match=r"SQL needs DuckDB: pip install .*\[query\].*open_run\(PATH\)"):
         run.sql("select 1")
+
+
+def test_tables_of_folders_with_quotes_are_counted(tmp_path: Path) -> None:
+    pytest.importorskip("duckdb")
+    with tq.connect("embedded") as queue:
+        table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])], retention=tq.Recorded(str(tmp_path)))
+        table.put(x=[1, 2])
+        table.lease("train", rows=2).ack(step=1)
+        table.checkpointed(1)
+    (tmp_path / "t").rename(tmp_path / "its%20%22%27")
+    said = CliRunner().invoke(app, ["query", str(tmp_path), "--json"])
+    assert said.exit_code == 0, said.output
+    assert json.loads(said.stdout) == [{"table": "its \"'", "rows": 2, "steps": 1}]

@@ -78,7 +78,7 @@ class DataOrder:
 
 
 class SourceSequence:
-    """Yields the prompts of one source in order, numbered 0.
+    """Yields the prompts of one source in order. Each has the number 0; `PromptSequence` gives the numbers of the run.
 
     named: the source, for messages. tokens_max: most tokens of a response that is learned (sft). `dropped` counts rows
     with too many tokens, as far as they have been read. Raises as `PromptSequence` does.

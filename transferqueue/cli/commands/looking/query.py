@@ -54,12 +54,15 @@ def query(
 
 
 def _counts(tables: list[str]) -> str:
+    """Return the SQL that counts the rows of each table. Names are those of folders, which may have quotes."""
     if not tables:
         return "select 'no table has files yet' as record"
-    return " union all ".join(
-        f"""select '{name}' as "table", count(*) as "rows", count(distinct _step) as steps from "{name}" """  # noqa: S608  (a name that tables may have)
-        for name in tables
-    )
+    return " union all ".join(map(_count, tables))
+
+
+def _count(table: str) -> str:
+    text, name = table.replace("'", "''"), table.replace('"', '""')
+    return f"""select '{text}' as "table", count(*) as "rows", count(distinct _step) as steps from "{name}" """  # noqa: S608
 
 
 def check_names(schema: Any) -> None:
