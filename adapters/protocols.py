@@ -239,7 +239,7 @@ class Generator(Protocol):
             DeadlineExceeded: not all completions were finished in time.
             UsageError: a request that the engine cannot carry out, such as one longer than its context.
             Unsupported: the engine does not have an option of `sampling`.
-            Disconnected: the generator was closed, or its server is gone.
+            Disconnected: the generator was closed, its server is gone, or an update left weights of two versions.
         """
 
     def pause(self, mode: Pause, *, timeout_s: float = PAUSE_S) -> None:
@@ -260,7 +260,8 @@ class Generator(Protocol):
         """Replace the weights between two tokens; tokens drawn after the return are stamped `version`.
 
         Completions that are being generated continue under the new weights. Their context is computed again, unless the
-        engine has an attribute ``kv`` that says otherwise (`Caches`). After an error the old weights stay.
+        engine has an attribute ``kv`` that says otherwise (`Caches`). After an error the old weights stay whole, or, if
+        some had changed, requests raise `Disconnected` until a later call has loaded a version.
 
         Args:
             source: the tensors.

@@ -22,7 +22,7 @@ import transferqueue as tq
 from transferqueue.adapters.lora_weights import is_adapter
 from transferqueue.adapters.protocols import Unsupported
 from transferqueue.adapters.weights import in_layers_of
-from transferqueue.errors import SchemaError, listing
+from transferqueue.errors import SchemaError, UsageError, listing
 
 Box = list[tuple[int, int]]
 """The wanted range of each dimension of a tensor."""
@@ -139,6 +139,8 @@ class PartsLoader:
         self._published: dict[str, tq.Field] = {}
         self._taken: dict[str, Box | None] = {}
         self._held: tq.Weights | None = None
+        self._pulled: tq.Weights | None = None
+        self._timeout_s = 0.0
 
     @property
     def parts(self) -> dict[str, tq.Slice | None]:
@@ -146,17 +148,45 @@ class PartsLoader:
         return {name: _slice_of(box, self._published[name]) for name, box in self._taken.items() if box is not None}
 
     def load(self, load_weights: LoadWeights, *, version: int, timeout_s: float) -> None:
-        """Load one version. It is held until `unpin`, and as long as any tensor passed to `load_weights`.
-
-        Before anything is loaded it raises the errors of `WeightChannel.pull`, later those of `load_weights`.
+        """Load one version: `pull`, then `load_pulled`.
 
         Args:
             load_weights: takes the tensors of the model by name, as ``load_weights`` of vLLM's models does.
             version: to load.
             timeout_s: seconds to wait for it.
         """
-        before, self._held = self._held, None  # after a load that fails, the next one is whole
-        weights = self._pull(version, timeout_s, before)
+        self.pull(version=version, timeout_s=timeout_s)
+        self.load_pulled(load_weights)
+
+    def pull(self, *, version: int, timeout_s: float) -> None:
+        """Pull one version for `load_pulled`, in place of another that was pulled and not loaded.
+
+        Raises the errors of `WeightChannel.pull`, and `Unsupported` for a version with adapters apart.
+
+        Args:
+            version: to pull.
+            timeout_s: seconds to wait for it.
+        """
+        if self._pulled is not None:
+            self._pulled.release()
+            self._pulled = None
+        self._pulled, self._timeout_s = self._pull(version, timeout_s, self._held), timeout_s
+
+    def load_pulled(self, load_weights: LoadWeights) -> None:
+        """Load the version of the last `pull`. It is held until `unpin`, and as long as any tensor passed to
+        `load_weights`.
+
+        Args:
+            load_weights: takes the tensors of the model by name, as ``load_weights`` of vLLM's models does. Its errors
+                are raised.
+
+        Raises:
+            UsageError: no version was pulled since the last load.
+        """
+        if self._pulled is None:
+            raise UsageError("no version was pulled since the last load: call pull first")
+        self._held = None  # after a load that fails, the next one is whole
+        weights, self._pulled = self._pulled, None
         held = {name: self._taken[name] or _whole(self._published[name]) for name in weights}
         names = in_layers_of(weights.changed(), self._published) if self._layers else list(self._published)
         load_weights(_Loading(weights, held, self._published, self._taken, self._more).tensors(names))
@@ -185,7 +215,8 @@ class PartsLoader:
 
     def _more(self, version: int, name: str, box: Box) -> Tensor:
         """Parts that the worker took of no earlier version."""
-        with self._channel.pull(version=version, only={name: _slice_of(box, self._published[name])}) as weights:
+        only = {name: _slice_of(box, self._published[name])}
+        with self._channel.pull(version=version, only=only, timeout_s=self._timeout_s) as weights:
             return weights.torch()[name].clone()
 
 

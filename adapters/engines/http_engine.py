@@ -50,15 +50,17 @@ class Endpoint:
 
     @asynccontextmanager
     async def request(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, may_fail: bool = False
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send one request and yield its successful response. It has no time limit of its own.
+        """Send one request and yield its successful response. It has no time limit of its own. may_fail: use its
+        connection for no other request; a server may close that of a request that failed.
 
         Raises `UsageError` for 4xx and `PeerError` for 5xx, with the server's text; `Unreachable` and `Disconnected`
         for network errors.
         """
         try:
-            async with self._open().request(method, self.url + path, json=body) as answer:
+            headers = {"Connection": "close"} if may_fail else None
+            async with self._open().request(method, self.url + path, json=body, headers=headers) as answer:
                 if answer.status >= 400:
                     text = (await answer.text())[:_ERROR_CHARACTERS]
                     kind = UsageError if answer.status < 500 and answer.status not in (408, 429) else PeerError
@@ -69,9 +71,11 @@ class Endpoint:
         except aiohttp.ClientError as error:
             raise Disconnected(f"{method} {self.url}{path} ended without an answer: {error}") from error
 
-    async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Send one request and return the JSON of its response."""
-        async with self.request(method, path, body) as answer:
+    async def ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, may_fail: bool = False
+    ) -> Any:
+        """Send one request (see `request`) and return the JSON of its response."""
+        async with self.request(method, path, body, may_fail=may_fail) as answer:
             try:
                 return await answer.json(content_type=None)
             except ValueError as error:

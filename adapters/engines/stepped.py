@@ -96,6 +96,8 @@ class SteppedGenerator(ABC):
         self._left: list[SteppedRequest] = []
         """Requests whose callers have gone while the drawing thread had its turn."""
         self._closed = False
+        self._half_loaded: BaseException | None = None
+        """The error of a load that left some weights of two versions; None: they are whole."""
 
     # ------------------------------------------------------------ of the engine
 
@@ -113,7 +115,7 @@ class SteppedGenerator(ABC):
 
     @abstractmethod
     def _load(self, source: WeightSource, version: int, timeout_s: float) -> None:
-        """Take weights that fit. Called between two steps."""
+        """Take weights that fit. Called between two steps. What changes them stands in `_changing_weights`."""
 
     def _still(self, mode: Pause) -> None:  # noqa: B027  (not every engine has more to do)
         """A pause is in force. Called between two steps."""
@@ -138,7 +140,7 @@ class SteppedGenerator(ABC):
 
         Raises:
             DeadlineExceeded: not all completions were finished in time.
-            Disconnected: the generator was closed.
+            Disconnected: the generator was closed, or an update left weights of two versions.
             UsageError: a request that the engine cannot carry out.
         """
         check_request(prompts, sampling, self._context_max)
@@ -191,6 +193,9 @@ class SteppedGenerator(ABC):
         Raises:
             DeadlineExceeded: it took longer; the old weights stay.
             SchemaError: a tensor does not fit the model; the old weights stay.
+
+        After an error while the weights change, requests raise `Disconnected`, those that run and those that come,
+        until a later call has loaded a version.
         """
         deadline = time.monotonic() + timeout_s
         self._check(source)
@@ -203,6 +208,23 @@ class SteppedGenerator(ABC):
             self._load(source, version, max(0.0, deadline - time.monotonic()))
             self._version, self._stepped = version, False
             self.prefilled_again += cached if self.kv is Caches.RECOMPUTE else 0
+
+    @contextmanager
+    def _changing_weights(self) -> Iterator[None]:
+        """The weights change in this block. An error in it ends all requests until another block has ended well."""
+        try:
+            yield
+        except BaseException as failure:
+            self._half_loaded = failure
+            self._end_all(self._half())
+            raise
+        self._half_loaded = None
+
+    def _half(self) -> Disconnected:
+        return Disconnected(
+            f"the {self._name} has weights of two versions, since an update failed ({self._half_loaded}); update them "
+            "again, or open it anew"
+        )
 
     def close(self) -> None:
         """Abort the running requests; they raise `Disconnected`. Waits for the token that is being drawn."""
@@ -225,6 +247,8 @@ class SteppedGenerator(ABC):
                 raise Disconnected(f"the {self._name} was closed")
             if not in_time:
                 raise self._late(timeout_s)
+            if self._half_loaded is not None:
+                raise self._half() from self._half_loaded
             batch = self._batch(request)
             batch.add(request.rows)
             self._running[request] = batch
@@ -328,10 +352,13 @@ class SteppedGenerator(ABC):
     def _fail(self, failure: BaseException) -> None:
         """The engine failed: every request gets the error."""
         with self._ended_turn():
-            for request, batch in list(self._running.items()):
-                batch.take(request)
-                request.finished.put(failure)
-            self._running.clear()
+            self._end_all(failure)
+
+    def _end_all(self, failure: BaseException) -> None:
+        for request, batch in list(self._running.items()):
+            batch.take(request)
+            request.finished.put(failure)
+        self._running.clear()
 
     def _busy(self) -> str:
         rows = sum(request.left for request in self._running)

@@ -56,4 +56,5 @@ class TransformersGenerator(SteppedGenerator):
         self._loader.check(source)
 
     def _load(self, source: WeightSource, version: int, timeout_s: float) -> None:
-        self._loader.load(source)
+        with self._changing_weights():
+            self._loader.load(source)

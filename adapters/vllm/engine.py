@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -120,7 +120,8 @@ class _Batch:
         if not names:
             return []
         if self._failure is None:
-            self._engine.engine_core.abort_requests(list(names))
+            with suppress(EngineDeadError):
+                self._engine.engine_core.abort_requests(list(names))
         ends = [EngineCoreOutput(name, [], finish_reason=FinishReason.ABORT) for name in names]
         return self._finished(self._engine.output_processor.process_outputs(ends).request_outputs)
 
@@ -163,6 +164,8 @@ class VllmGenerator(SteppedGenerator):
         super().__init__("vLLM engine", version)
         self._wanted = checkpoint_specs(Path(model))
         self._channel: tuple[str, str] | None = None
+        self._update_begun = False
+        """Whether vLLM is in an update of weights, since the end of one failed."""
         self._relay = WeightHandoff()
         self._sleeps = bool(engine.get("enable_sleep_mode")) and not current_platform.is_cpu()
         with _variables(arguments):
@@ -171,6 +174,8 @@ class VllmGenerator(SteppedGenerator):
         config = self._engine.vllm_config
         in_parts = config.scheduler_config.enable_chunked_prefill
         self._context_max = config.model_config.max_model_len
+        self._several = config.parallel_config.world_size > 1
+        """Whether there are several workers: then an error of one ends them."""
         self._rows = _Batch(
             self._engine, takes_seeds=not (current_platform.is_cpu() and in_parts), salt=lambda: salt_of(self)
         )
@@ -226,15 +231,19 @@ class VllmGenerator(SteppedGenerator):
                 address, channel = place
                 self._workers("init_weight_transfer_engine", init_info={"address": address, "channel": channel})
                 self._channel = place
-            self._core("pause_scheduler", "keep", self.kv is Caches.RECOMPUTE)
-            try:
+            if not self._update_begun:
                 self._workers("start_weight_update")
+            self._update_begun = False  # an error of the next call ends vLLM's update
+            with self._changing_weights() if self._several else nullcontext():
                 self._workers("update_weights", update_info={"version": version_there, "timeout_s": timeout_s})
+            self._update_begun = True
+            self._core("pause_scheduler", "keep", self.kv is Caches.RECOMPUTE)
+            with self._changing_weights():
                 self._workers("finish_weight_update")
                 self._engine.engine_core.set_weight_version(str(version))
-            finally:
-                if self._paused is None:
-                    self._going()
+            self._update_begun = False
+            if self._paused is None:
+                self._going()
 
     def _workers(self, call: str, **arguments: Any) -> None:
         self._engine.collective_rpc(call, kwargs=arguments)

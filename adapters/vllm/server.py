@@ -6,8 +6,9 @@ package installed::
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model DIR --enable-scale-out \
         --logprobs-mode processed_logprobs --weight-transfer-config '{"backend": "transferqueue"}'
 
-Its workers read weights directly from a channel of the queue (`adapters.vllm.weights`); only the version number travels
-over HTTP. The server reports which version drew which token.
+Its workers read weights directly from a channel of the queue (`adapters.vllm.weight_transfer`); only the version number
+travels over HTTP. The server reports which version drew which token. While its weights change, it is paused and calls
+its version `LOADING`: it stays so if a load fails, and then no client takes tokens from it until a load succeeded.
 
 On a CPU, vLLM (0.32) dies of a request with a seed whose prompt it computes in parts (`adapters.vllm.engine`). Such a
 server, as ``/server_info`` describes it, gets no seeds; with ``--no-enable-chunked-prefill`` it does.
@@ -17,7 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,7 +36,7 @@ from transferqueue.adapters.protocols import (
 )
 from transferqueue.adapters.vllm.plugin import BACKEND
 from transferqueue.adapters.weights import WeightHandoff
-from transferqueue.errors import ProtocolError
+from transferqueue.errors import Disconnected, PeerError, ProtocolError
 
 SERVER_ARGUMENTS: Final = (
     "--enable-scale-out",
@@ -48,6 +50,8 @@ ABORTED_S: Final = 5.0
 """Time limit for the answer to an aborted request. The server answers these at once; a request without an answer by
 then arrived after the pause and waits there.
 """
+LOADING: Final = "loading"
+"""Version that a server says whose weights may be of two versions."""
 _GENERATE: Final = "/inference/v1/generate"
 
 
@@ -84,6 +88,8 @@ class VllmServer(ServerEngine):
         self._relay = WeightHandoff()
         self._channel: tuple[str, str] | None = None
         self._held = False
+        self._half_loaded = False
+        """Whether the server's weights may be of two versions, since a load did not end well."""
         self._takes_seeds = True
         self._asked: set[asyncio.Future[Any]] = set()
         super().__init__(url, api_key=api_key, version=version, checkpoint=checkpoint, connections_max=connections_max)
@@ -92,6 +98,8 @@ class VllmServer(ServerEngine):
         server_version = (await self._endpoint.ask("GET", "/weight_info"))["weight_version"]
         if server_version.isdecimal():
             self._version = int(server_version)
+        elif server_version == LOADING:
+            self._half_loaded = True
         else:
             await self._endpoint.ask("POST", "/update_weight_version", {"new_version": str(self._version)})
         self._takes_seeds = takes_seeds(await self._endpoint.ask("GET", "/server_info?config_format=json"))
@@ -101,6 +109,7 @@ class VllmServer(ServerEngine):
 
     async def _complete(self, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> Completion:
         """Generate one completion; vLLM batches concurrent ones, and aborts one whose connection ends."""
+        self._check_whole()
         parameters = {
             "max_tokens": tokens_left(prompt, sampling),
             "temperature": sampling.temperature,
@@ -114,14 +123,18 @@ class VllmServer(ServerEngine):
         body = {"token_ids": context(prompt).tolist(), "sampling_params": parameters, **salted}
         answer = await self._answered(body)
         if answer is None:
+            self._check_whole()
             return completed(index, sample, prompt, (), (), ABORT, ())
         try:
             return _completion(index, sample, prompt, answer["choices"][0])
         except (KeyError, IndexError, TypeError) as error:
             raise ProtocolError(f"{self._endpoint.url} gave a completion without {error}") from error
+        except ValueError as error:  # of a version that is no number, as `LOADING`
+            raise self._half() from error
 
     async def _answered(self, body: Mapping[str, Any]) -> Any:
-        """Return the server's answer; None for a request that arrived after a pause and that `_pause` took back."""
+        """Return the server's answer; None for a request that was taken back here: it arrived after a pause, or the
+        server's weights are of two versions."""
         answer = asyncio.ensure_future(self._endpoint.ask("POST", _GENERATE, body))
         self._asked.add(answer)
         try:
@@ -132,6 +145,16 @@ class VllmServer(ServerEngine):
             return None
         finally:
             self._asked.discard(answer)
+
+    def _check_whole(self) -> None:
+        if self._half_loaded:
+            raise self._half()
+
+    def _half(self) -> Disconnected:
+        return Disconnected(
+            f"the server at {self._endpoint.url} has weights of two versions, since an update failed; update them "
+            "again, or start it anew"
+        )
 
     # ------------------------------------------------------------ control
 
@@ -152,7 +175,8 @@ class VllmServer(ServerEngine):
 
     async def _resume(self) -> None:
         async with self._control:
-            await self._endpoint.ask("POST", "/resume")
+            if not self._half_loaded:
+                await self._endpoint.ask("POST", "/resume")
             self._held = False
 
     def _send_weights(self, source: WeightSource, version: int, timeout_s: float) -> None:
@@ -170,17 +194,29 @@ class VllmServer(ServerEngine):
                 init = {"init_info": {"address": place[0], "channel": place[1]}}
                 await ask("POST", "/init_weight_transfer_engine", init)
                 self._channel = place
-            if not self._held:
-                await ask("POST", f"/pause?mode=keep{self._clearing()}")
-            try:
-                await ask("POST", "/start_weight_update")
-                await ask(
-                    "POST", "/update_weights", {"update_info": {"version": version_there, "timeout_s": timeout_s}}
-                )
-                await ask("POST", "/finish_weight_update", {"weight_version": str(version)})
-            finally:
+            with suppress(PeerError):  # an update that did not end is started still; the next request says if not
+                await ask("POST", "/start_weight_update", may_fail=True)
+            info = {"version": version_there, "timeout_s": timeout_s}
+            await ask("POST", "/update_weights", {"update_info": info}, may_fail=True)
+            with self._changing_weights():
                 if not self._held:
-                    await ask("POST", "/resume")
+                    await ask("POST", f"/pause?mode=keep{self._clearing()}")
+                await ask("POST", "/update_weight_version", {"new_version": LOADING})
+                await ask("POST", "/finish_weight_update", {"weight_version": str(version)}, may_fail=True)
+            if not self._held:
+                await ask("POST", "/resume")
+
+    @contextmanager
+    def _changing_weights(self) -> Iterator[None]:
+        """The weights change in this block. An error in it ends all requests until another block has ended well."""
+        try:
+            yield
+        except BaseException:
+            self._half_loaded = True
+            for request in self._asked:
+                request.cancel()
+            raise
+        self._half_loaded = False
 
     def close(self) -> None:
         """Abort the running requests. The server keeps running."""

@@ -4,6 +4,11 @@ Each worker of the engine opens its own session with the queue and reads a versi
 number travels through vLLM (`adapters.vllm.plugin` registers the back end). Loading uses vLLM's layer-wise reload,
 since some devices re-pack linear weights, which may then not be written in place.
 
+``update_weights`` fetches a version, and ``finish_weight_update`` loads it: until then the model keeps its weights. An
+error in the first leaves the old ones whole. One in the second leaves the model with some of each: the caller lets it
+compute nothing until it has loaded a version whole. vLLM (0.32) mixes up the answers of several workers after an error
+of one, so there a worker with an error ends, and vLLM's engine with it.
+
 The worker holds the version that it loaded last, in its own memory: of the next one it fetches differences. It loads
 all tensors of every layer of the checkpoint that has a changed tensor, since vLLM reloads a layer whole or not at all:
 of one whose weights are joined (queries, keys and values; gates and up projections) no part may be missing. A quantised
@@ -16,7 +21,7 @@ version on (`adapters.tensor_parallel.PartsLoader`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -29,6 +34,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 import transferqueue as tq
 from transferqueue.adapters.tensor_parallel import PartsLoader
@@ -69,8 +75,8 @@ class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore
         self._channel: tq.WeightChannel | None = None
         self._parts: PartsLoader | None = None
         self._held: tq.Weights | None = None
+        self._fetched: tq.Weights | None = None
         self._is_whole = self.model_config.quantization is not None
-        self._reloading = False
         if self._is_whole:
             _log.info("vLLM's weights are quantised (%s): each version is loaded whole", self.model_config.quantization)
 
@@ -87,46 +93,77 @@ class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore
         """Do nothing: a reload begins when the version is here."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load a version. When this returns, the version is on the device."""
-        self.receive_weights(self.parse_update_info(update_info))
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+        """Fetch a version. The model keeps its weights until `finish_weight_update`."""
+        with self._answers():
+            self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: VersionOf) -> None:
-        """Load the changed layers, or this worker's part of them, from the channel into the model."""
+        """Fetch a version, or this worker's part of it, from the channel."""
         if self._channel is None:
             raise RuntimeError("weights arrived before init_weight_transfer_engine named their channel")
         if self._parts is not None:
-            self._begin()
-            self._parts.load(self.model.load_weights, version=update_info.version, timeout_s=update_info.timeout_s)
+            self._parts.pull(version=update_info.version, timeout_s=update_info.timeout_s)
             return
-        weights = self._channel.pull(version=update_info.version, since=self._held, timeout_s=update_info.timeout_s)
-        before, self._held = self._held, None  # after a load that fails, the next one is whole
+        if self._fetched is not None:
+            self._fetched.release()
+            self._fetched = None
+        self._fetched = self._channel.pull(
+            version=update_info.version, since=self._held, timeout_s=update_info.timeout_s
+        )
+
+    def finish_weight_update(self) -> None:
+        """Load the changed layers of the version that was fetched. When this returns, it is on the device, and
+        computation uses it."""
+        with self._answers():
+            if self._parts is not None:
+                self._parts.load_pulled(self._load)
+                self._parts.unpin()
+            elif self._fetched is not None:
+                self._load_fetched(self._fetched)
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
+
+    def _load_fetched(self, weights: tq.Weights) -> None:
+        before, self._held, self._fetched = self._held, None, None  # after a load that fails, the next one is whole
         source = ChannelWeights(self._address, weights)
         names = in_layers_of(source.metadata() if self._is_whole else source.changed(), source.metadata())
         if names:
-            self._begin()
             # One tensor at a time is put together of its slices, or merged with its adapter.
-            self.model.load_weights((name, source.tensor(name)) for name in names)
+            self._load((name, source.tensor(name)) for name in names)
         self._held = weights
+        weights.unpin()
         if before is not None:
             before.release()
 
-    def _begin(self) -> None:
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Reload the layers of these tensors. An error ends vLLM's reload, so that a later one begins anew."""
         initialize_layerwise_reload(self.model)
-        self._reloading = True
+        try:
+            self.model.load_weights(tensors)
+        except BaseException:
+            for layer in self.model.modules():  # so that the tensors that they compute with are put back
+                layer_info = get_layerwise_info(layer)
+                layer_info.load_numel = 0
+                layer_info.loaded_weights.clear()
+            self._end_reload()
+            raise
+        self._end_reload()
+        self._repack_tied()
 
-    def finish_weight_update(self) -> None:
-        """End the reload: computation from here on uses the new weights."""
-        if self._reloading:
-            self._reloading = False
-            with _layers_may_stay():
-                finalize_layerwise_reload(self.model, self.model_config)
-            self._repack_tied()
-        if self._held is not None:
-            self._held.unpin()
-        if self._parts is not None:
-            self._parts.unpin()
+    def _end_reload(self) -> None:
+        with _layers_may_stay():
+            finalize_layerwise_reload(self.model, self.model_config)
+
+    @contextmanager
+    def _answers(self) -> Iterator[None]:
+        """Raise an error in the block to vLLM, if this worker is the only one; of several, end the process."""
+        try:
+            yield
+        except Exception as error:
+            if self.parallel_config.world_size == 1:
+                raise
+            _log.exception("this worker of several did not take new weights, and ends")
+            raise SystemExit(f"new weights were not taken: {error}") from error
 
     def _repack_tied(self) -> None:
         """Repack output layers that are tied to the embedding: they get no weights of their own, so the reload passes
@@ -139,7 +176,7 @@ class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore
         """Close the session."""
         if self._queue is not None:
             self._queue.close()
-            self._queue = self._channel = self._parts = self._held = None
+            self._queue = self._channel = self._parts = self._held = self._fetched = None
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,10 @@ import pytest
 
 from transferqueue.adapters.engines.stepped import SteppedGenerator, SteppedRequest
 from transferqueue.adapters.protocols import STOP, Completion, Prompt, Sampling, WeightSource
+from transferqueue.adapters.weights import TensorWeights
+from transferqueue.errors import Disconnected
+
+torch = pytest.importorskip("torch", exc_type=ImportError)
 
 
 @dataclass(eq=False)
@@ -70,7 +74,10 @@ class GatedGenerator(SteppedGenerator):
 
     def _check(self, source: WeightSource) -> None: ...
 
-    def _load(self, source: WeightSource, version: int, timeout_s: float) -> None: ...
+    def _load(self, source: WeightSource, version: int, timeout_s: float) -> None:
+        with self._changing_weights():
+            for _ in source:
+                pass
 
 
 @pytest.mark.parametrize("finishes", [False, True])
@@ -92,6 +99,45 @@ def test_a_caller_that_leaves_during_a_step_waits_for_none(finishes: bool) -> No
         assert len(list(generated(samples=3))) == 3
         assert len(batch.taken) == (0 if finishes else 1)
         assert batch.rows == []
+    finally:
+        batch.gate.set()
+        generator.close()
+
+
+class GatedUntilControlled(GatedGenerator):
+    """The gate opens when another thread asks for the turn after the second step."""
+
+    def _control(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        self.batch.gate.set()
+        return super()._control(ready, timeout_s)
+
+
+class BrokenWeights(TensorWeights):
+    """Of which only the first tensor can be read."""
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        yield next(super().__iter__())
+        raise RuntimeError("out of memory")
+
+
+def test_no_token_is_drawn_with_weights_of_two_versions() -> None:
+    """A load that fails half way ends the requests that run and refuses others, until one succeeds."""
+    batch = GatedBatch(finishes=False)
+    generator = GatedUntilControlled(batch)
+    prompt, tensors = Prompt(ids=np.array([1], np.int32), samples=2), {"one": torch.ones(1), "other": torch.ones(1)}
+    try:
+        running = generator.generate([prompt], Sampling(tokens_max=1), timeout_s=60)
+        next(running)
+        assert batch.waits.wait(60)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            generator.update_weights(BrokenWeights(tensors), 1)
+        for completions in (running, generator.generate([prompt], Sampling(tokens_max=1), timeout_s=60)):
+            with pytest.raises(Disconnected, match=r"weights of two versions.*\(out of memory\); update them again"):
+                next(completions)
+        assert (generator.version, batch.rows) == (0, [])
+        generator.update_weights(TensorWeights(tensors), 2)
+        assert len(list(generator.generate([prompt], Sampling(tokens_max=1), timeout_s=60))) == 2
+        assert generator.version == 2
     finally:
         batch.gate.set()
         generator.close()

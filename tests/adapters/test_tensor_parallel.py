@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch", exc_type=ImportError)
 
 from transferqueue.adapters.protocols import Unsupported  # noqa: E402
 from transferqueue.adapters.tensor_parallel import PartsLoader, copy_parts, parts_of  # noqa: E402
+from transferqueue.errors import UsageError  # noqa: E402
 
 RANKS = 2
 
@@ -127,6 +128,30 @@ def test_a_worker_that_takes_more_gets_it_and_pulls_it_from_then_on(channel: tq.
             assert torch.equal(worker.its.pop("unused"), model(version)["unused"])
             assert loader.parts["unused"] is None
         assert right(worker, version)
+
+
+def test_a_version_that_cannot_be_pulled_touches_no_weights(queue: tq.Queue, name: str) -> None:
+    channel, worker = queue.weights(name, keep=1), Worker(0)
+    loader, given = PartsLoader(channel), list[str]()
+
+    def load_weights(tensors: Iterable[tuple[str, Any]]) -> None:
+        given.append("begun")
+        worker.load_weights(tensors)
+
+    channel.publish(0, model(0))
+    loader.load(load_weights, version=0, timeout_s=20)
+    channel.publish(1, model(1))
+    channel.publish(2, model(2))
+    with pytest.raises(tq.NotFound, match="version 1"):
+        loader.load(load_weights, version=1, timeout_s=20)
+    assert given == ["begun"], "nothing was begun for the version that is gone"
+    with pytest.raises(UsageError, match="call pull first"):
+        loader.load_pulled(load_weights)
+    assert right(worker, 0)
+    loader.pull(version=2, timeout_s=20)
+    assert right(worker, 0)
+    loader.load_pulled(load_weights)
+    assert right(worker, 2)
 
 
 def test_another_model_is_pulled_whole_again(queue: tq.Queue, name: str) -> None:

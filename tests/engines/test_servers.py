@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.engines.conform import against, conform
 from tests.engines.tiny import TinySubject
@@ -27,8 +29,8 @@ from transferqueue.adapters.protocols import ABORT, LENGTH, STOP, Completion, Ge
 from transferqueue.adapters.stages.callables import Agents
 from transferqueue.adapters.stages.recording_proxy import RecordingProxy
 from transferqueue.adapters.vllm.server import VllmServer
-from transferqueue.adapters.weights import WeightUpdater
-from transferqueue.errors import UsageError
+from transferqueue.adapters.weights import TensorWeights, WeightUpdater
+from transferqueue.errors import Disconnected, PeerError, UsageError
 from transferqueue.testing.conformance.generators import GENERATOR_CHECKS, GeneratorSubject
 from transferqueue.workflows.flow.loop.runner import run_stage
 from transferqueue.workflows.flow.stage import Stage
@@ -170,6 +172,37 @@ def test_a_request_that_a_pause_overtakes_is_handed_out_as_it_was(served: Served
     assert whole.finish_reason in (LENGTH, STOP)  # its own last token ends it, too
     assert len(whole.ids) > 0
     assert (len(overtaken.ids), overtaken.finish_reason) == (0, ABORT)
+
+
+def test_no_client_takes_tokens_of_weights_of_two_versions(served: Served, url: str, tmp_path: Path) -> None:
+    """Weights that fit the directory that a client names, and not the model: the server fails half way."""
+    engine, prompt = served.open(), Prompt(ids=served.prompts()[0])
+    wrong = {name: tensor.contiguous() for name, tensor in served.weights(1)}
+    wrong["model.layers.1.mlp.down_proj.weight"] = torch.zeros(3, 3)
+    save_file(wrong, tmp_path / "model.safetensors")
+    misled = VllmServer(url, checkpoint=tmp_path)
+    other = None
+    try:
+        with pytest.raises(PeerError, match="finish_weight_update"):
+            misled.update_weights(TensorWeights(wrong), 8)
+        other = VllmServer(url)
+        for client in (misled, other):
+            client.resume()
+            with pytest.raises(Disconnected, match="weights of two versions"):
+                next(iter(client.generate([prompt], Sampling(tokens_max=4))))
+        engine.resume()  # a client that does not know
+        with pytest.raises(Disconnected, match="weights of two versions"):
+            next(iter(engine.generate([prompt], Sampling(tokens_max=4))))
+        other.update_weights(served.weights(1), 9)
+        for client in (engine, other):
+            found = next(iter(client.generate([prompt], Sampling(tokens_max=4))))
+            assert found.spans == ((9, len(found.ids)),)
+            truth = served.logprobs(1, prompt.ids, found.ids, Sampling(tokens_max=4))
+            np.testing.assert_allclose(found.logprobs, truth, atol=1e-3)
+    finally:
+        misled.close()
+        if other is not None:
+            other.close()
 
 
 class Talker:

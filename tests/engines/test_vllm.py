@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -83,6 +84,12 @@ def test_two_workers_load_their_parts_of_version_after_version(tmp_path: Path, m
                 expected = torch.log_softmax(logits, -1).gather(1, ids[len(prompt.ids) :, None])[:, 0]
                 assert torch.allclose(expected, torch.from_numpy(drawn.logprobs), atol=1e-4)
                 assert drawn.spans == ((version, 12),)
+            with channel.pull(version=1) as weights:
+                channel.publish(3, dict(ModuleWeights(model(0))))
+                with pytest.raises((tq.Disconnected, RuntimeError)):
+                    engine.update_weights(ChannelWeights(queue.address, weights), 1)
+            with pytest.raises(tq.Disconnected):
+                next(iter(engine.generate([prompt], Sampling(tokens_max=12))))
         finally:
             engine.close()
 
@@ -147,6 +154,67 @@ def test_only_the_layers_that_changed_are_loaded_and_each_tensor_is_that_of_a_wh
     assert loaded[2:] == [["model.norm.weight"], ["model.embed_tokens.weight"]]
     assert len(differing(found[0], found[1])) == 1, "queries, keys and values are one tensor"
     assert "Failed to load weights" not in caplog.text
+
+
+@pytest.mark.slow
+def test_a_version_that_is_not_kept_leaves_the_old_weights_and_one_that_fails_half_way_ends_all_requests(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until a whole load succeeds: a running request and a new one raise, and then the engine draws as before."""
+    engine = subject.open()
+    prompt, sampling = Prompt(ids=np.arange(5, 12, dtype=np.int32)), Sampling(tokens_max=8)
+    (model_runs,) = engine._engine.collective_rpc(lambda worker: worker.get_model())  # type: ignore[attr-defined]
+    load_weights = model_runs.load_weights
+
+    def breaks(weights: Any) -> Any:
+        def few() -> Iterator[Any]:
+            for position, named in enumerate(weights):
+                if position == 9:
+                    raise RuntimeError("out of memory")
+                yield named
+
+        return load_weights(few())
+
+    def is_version(version: int, which: int) -> bool:
+        (drawn,) = engine.generate([prompt], sampling)
+        truth = subject.logprobs(which, prompt.ids, drawn.ids, sampling)
+        return drawn.spans == ((version, len(drawn.ids)),) and bool(np.allclose(drawn.logprobs, truth, atol=1e-4))
+
+    with tq.connect() as queue:
+        channel = queue.weights("policy", keep=1)
+        channel.publish(1, dict(subject.weights(1)))
+        with channel.pull(version=1) as weights:
+            channel.publish(2, dict(subject.weights(0)))
+            with pytest.raises(tq.NotFound, match="version 1"):
+                engine.update_weights(ChannelWeights(queue.address, weights), 1)
+        assert is_version(0, 0), "nothing was there to load"
+        channel.publish(3, dict(subject.weights(1)))
+        with channel.pull(version=3) as weights:
+            source = ChannelWeights(queue.address, weights)
+            begun = engine.generate([Prompt(ids=prompt.ids, samples=64)], Sampling(tokens_max=200))
+            failures = list[BaseException]()
+
+            def run() -> None:
+                with pytest.raises(tq.Disconnected) as raised:
+                    list(begun)
+                failures.append(raised.value)
+
+            running = threading.Thread(target=run)
+            running.start()
+            with monkeypatch.context() as patched:
+                patched.setattr(model_runs, "load_weights", breaks)
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    engine.update_weights(source, 3)
+            running.join(60)
+            assert engine.version == 0
+            with pytest.raises(tq.Disconnected, match=r"two versions.*\(out of memory\); update them again"):
+                next(iter(engine.generate([prompt], sampling)))
+            assert len(failures) == 1, "a request that ran"
+            engine.update_weights(source, 3)
+        assert is_version(3, 1), "all of it was loaded again"
+        (whole,) = engine._engine.collective_rpc(tensors)  # type: ignore[attr-defined]
+        engine.update_weights(subject.weights(1), 4)
+        assert differing(whole, engine._engine.collective_rpc(tensors)[0]) == []  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
