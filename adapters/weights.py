@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -16,6 +17,10 @@ from transferqueue.lazy import renamed_names
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+
+_TRIES: Final = 3
+"""How often a version is applied whose engine finds that it is kept no longer, each time a newer one."""
 
 
 class TensorWeights:
@@ -361,9 +366,13 @@ class WeightUpdater:
         self._reads_channel = reads_channel
         self._held: tq.Weights | None = None
         self._only: list[str] | None = None
+        """The smallest tensor, by which a wait for a version pulls no others; None: no version was applied yet."""
 
     def follow(self, timeout_s: float = 0.0) -> bool:
         """Apply the newest version of the channel, if it is newer than the current one.
+
+        An engine that reads the channel itself asks for the version by its number. If the channel keeps that version no
+        longer, the newest one is applied instead.
 
         Args:
             timeout_s: seconds to wait for one; default 0: not at all.
@@ -371,11 +380,40 @@ class WeightUpdater:
         Returns:
             Whether there was one.
         """
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                weights = self.pull(above=self.version, timeout_s=timeout_s)
+            except tq.DeadlineExceeded:
+                return False
+            try:
+                self.apply(weights)
+            except Exception:
+                if not tries_left or not self._reads_channel or self._is_kept(weights.version):
+                    raise
+            else:
+                break
+        return True
+
+    def newer(self, timeout_s: float) -> bool:
+        """Wait for a version that is newer than the current one, and apply nothing.
+
+        Args:
+            timeout_s: seconds to wait for one.
+
+        Returns:
+            Whether there is one.
+        """
         try:
-            weights = self.pull(above=self.version, timeout_s=timeout_s)
+            self._channel.pull(above=self.version, only=self._only, since=self._held, timeout_s=timeout_s).release()
         except tq.DeadlineExceeded:
             return False
-        self.apply(weights)
+        return True
+
+    def _is_kept(self, version: int) -> bool:
+        try:
+            self._channel.pull(version=version, only=self._only, timeout_s=0.0).release()
+        except tq.NotFound:
+            return False
         return True
 
     def pull(self, *, above: int = -1, version: int | None = None, timeout_s: float | None = None) -> tq.Weights:
@@ -415,7 +453,8 @@ class WeightUpdater:
     def _hold(self, weights: tq.Weights) -> None:
         """Hold the version in place of the one before, without memory of the server."""
         before, self._held = self._held, weights
-        self._only = [next(iter(weights))]
+        fields = weights.published()
+        self._only = [min(weights, key=lambda name: prod(fields[name].fixed))]
         weights.unpin()
         if before is not None:
             before.release()

@@ -120,8 +120,43 @@ def test_for_an_engine_that_reads_the_channel_itself_one_tensor_is_pulled(queue:
         assert updater.follow()
     assert sources[1].place == (queue.address, "policy", 1)
     assert sources[1].metadata().keys() == published[1].keys()
-    with pytest.raises(tq.UsageError, match='version 1 of channel "policy" is here without bias, down; pull all of it'):
+    with pytest.raises(tq.UsageError, match='version 1 of channel "policy" is here without down, up; pull all of it'):
         dict(sources[1])
+
+
+def test_an_engine_that_finds_its_version_gone_gets_the_newest(queue: tq.Queue) -> None:
+    """As engines that read the channel themselves: the trainer publishes while one is about to."""
+    channel, published = queue.weights("policy", keep=1), versions(1)[0]
+    asked = list[int]()
+
+    def update(source: Any, version: int) -> None:
+        asked.append(version)
+        if len(asked) == 1:
+            channel.publish(version + 1, published)
+        with channel.pull(version=version, timeout_s=0):
+            pass
+
+    updater = WeightUpdater(queue, "policy", update, reads_channel=True)
+    channel.publish(0, published)
+    assert updater.follow()
+    assert (asked, updater.version) == ([0, 1], 1)
+    assert not updater.newer(timeout_s=0)
+    channel.publish(2, published)
+    assert updater.newer(timeout_s=0)
+    assert updater.version == 1
+
+
+def test_an_error_that_is_not_of_a_version_that_is_gone_is_raised(queue: tq.Queue) -> None:
+    def update(source: Any, version: int) -> None:
+        channel.publish(version + 1, versions(1)[0])
+        raise RuntimeError("out of memory")
+
+    channel = queue.weights("policy", keep=2)
+    updater = WeightUpdater(queue, "policy", update, reads_channel=True)
+    channel.publish(0, versions(1)[0])
+    with pytest.raises(RuntimeError, match="out of memory"):
+        updater.follow()
+    assert updater.version == -1
 
 
 # ---------------------------------------------------------------- adapters

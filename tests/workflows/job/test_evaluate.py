@@ -14,12 +14,15 @@ transformers = pytest.importorskip("transformers")
 
 import transferqueue as tq  # noqa: E402
 from tests.workflows.job.policies import context_of, job_of, publish, table_of  # noqa: E402
+from transferqueue.adapters.weights import ChannelWeights  # noqa: E402
 from transferqueue.errors import UsageError  # noqa: E402
 from transferqueue.workflows.flow.events import Event, Figures  # noqa: E402
 from transferqueue.workflows.job.graph import evaluation_engine  # noqa: E402
+from transferqueue.workflows.job.names import POLICY  # noqa: E402
 from transferqueue.workflows.job.run.figures import HELD_OUT_FIGURES  # noqa: E402
 from transferqueue.workflows.job.settings.job import Job  # noqa: E402
 from transferqueue.workflows.job.stages.evaluate import (  # noqa: E402
+    HeldWeights,
     end_evaluations,
     evaluate,
     request_evaluation,
@@ -72,6 +75,20 @@ def figures(queue: tq.Queue, settings: Job) -> list[dict[str, Any]]:
     found = [event.values for event in events if isinstance(event, Figures)]
     assert [name for each in found for name in each if not is_described(name.removeprefix("hard/"))] == []
     return found
+
+
+def test_the_first_version_is_handed_over_when_the_channel_keeps_it_no_longer(queue: tq.Queue) -> None:
+    """An engine that reads the channel itself would not find it there."""
+    channel = queue.weights(POLICY, keep=1)
+    channel.publish(0, {"w": np.zeros(4, np.float32)})
+    with HeldWeights(queue) as held:
+        channel.publish(1, {"w": np.ones(4, np.float32)})
+        with held.at(0) as (source, version):
+            assert not isinstance(source, ChannelWeights)
+            assert (version, dict(source)["w"].tolist()) == (0, [0.0] * 4)
+        with held.at(1) as (source, version):
+            assert isinstance(source, ChannelWeights)
+            assert (version, dict(source)["w"].tolist()) == (1, [1.0] * 4)
 
 
 def test_each_request_is_measured_with_its_version(queue: tq.Queue, directory: Path) -> None:

@@ -334,6 +334,26 @@ def test_weights_follow_between_requests(queue: tq.Queue, channel: tq.WeightChan
     assert engine.log == [0, "wait", 1, "resume"]
 
 
+def test_between_requests_the_engine_gets_the_version_that_is_newest_then(
+    queue: tq.Queue, channel: tq.WeightChannel
+) -> None:
+    """The trainer publishes more versions than the channel keeps while the requests that run are finished."""
+
+    class Busy(Engine):
+        def pause(self, mode: Any, *, timeout_s: float = 60) -> None:
+            if not self.log[1:]:
+                for version in range(2, 8):
+                    publish(channel, version)
+            super().pause(mode, timeout_s=timeout_s)
+
+    engine = Busy()
+    publish(channel, 0)
+    with opened(queue, engine, job(in_flight=False)):
+        publish(channel, 1)
+        engine.wait_for("resume")
+    assert engine.log == [0, "wait", 7, "resume"]
+
+
 def test_a_row_waits_for_weights_that_it_may_be_trained_with(queue: tq.Queue, channel: tq.WeightChannel) -> None:
     engine = Engine()
     publish(channel, 0)

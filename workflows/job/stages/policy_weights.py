@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final, Protocol
 
 import transferqueue as tq
@@ -286,10 +286,6 @@ class FollowedWeights:
             self._changed.notify_all()
 
 
-class _StageOver(Exception):
-    """A version arrived after the end of the stage."""
-
-
 @contextmanager
 def followed_weights(
     context: Context, engine: Generator, job: Job, updater: WeightUpdater
@@ -304,22 +300,23 @@ def followed_weights(
     ended, updating = threading.Event(), threading.Lock()
 
     def update(source: WeightSource, new: int) -> None:
-        with updating:
-            if ended.is_set():
-                raise _StageOver
-            if job.weights.in_flight:
-                load(source, new)
-            else:
-                with _between_requests(engine):
-                    load(source, new)
+        load(source, new)
         weights.loaded(new)
+
+    def follow_newer() -> None:
+        """Which version it is counts when no request runs: until then the channel may keep this one no longer."""
+        with updating:
+            if not ended.is_set():
+                with nullcontext() if job.weights.in_flight else _between_requests(engine):
+                    updater.follow()
 
     def follow() -> None:
         try:
             while not ended.is_set():
-                updater.follow(_FOLLOW_S)
-        except (PeerError, _StageOver):
-            return  # the queue is closed, or the stage is over
+                if updater.newer(_FOLLOW_S):
+                    follow_newer()
+        except PeerError:
+            return  # the queue is closed
         except Exception as failure:  # noqa: BLE001  (`FollowedWeights.at` raises it)
             weights.failed(failure)
 
