@@ -170,40 +170,61 @@ class RecordingProxy:
     async def _record(self, recording: Recording, request: web.Request, path: str) -> web.StreamResponse:
         body = {**await request_body(request), **_ASKED[path]}
         began = self._version()
-        answers = _Answers()
+        answers = _Answers(_choices(body))
+
+        def keep() -> None:
+            if not answers.kept:
+                answers.keep(recording, (began, self._version()))
+
         if body.get("stream"):
-            response = await self._stream(request, path, body, answers)
-        else:
-            answer = await self._upstream.ask("POST", f"/{path}", body)
-            answers.add(answer)
-            response = web.json_response(answer)
-        answers.keep(recording, (began, self._version()))
-        return response
+            return await self._stream(request, path, body, answers, keep)
+        answer = await self._upstream.ask("POST", f"/{path}", body)
+        answers.add(answer)
+        keep()
+        return web.json_response(answer)
 
     async def _stream(
-        self, request: web.Request, path: str, body: Mapping[str, Any], answers: _Answers
+        self,
+        request: web.Request,
+        path: str,
+        body: Mapping[str, Any],
+        answers: _Answers,
+        keep: Callable[[], None],
     ) -> web.StreamResponse:
+        """Forward the stream. An agent may leave at the finish reason, and call again or end its session at once: the
+        answer is kept before the agent gets it."""
         async with self._upstream.request("POST", f"/{path}", body) as answer:
             response = await event_stream(request)
             try:
                 async for chunk in events(answer):
                     answers.add(chunk)
+                    if answers.are_finished():
+                        keep()
                     await response.write(event(chunk))
+                keep()
             except PeerError as error:  # the agent has begun to read: report it in the stream
-                answers.broken = True
                 await response.write(event(error_body(502, str(error))))
         await response.write(STREAM_END)
         return response
 
 
-class _Answers:
-    """The choices of one call, joined from their chunks."""
+def _choices(body: Mapping[str, Any]) -> int:
+    """How many choices a request asks for."""
+    prompt, count = body.get("prompt"), int(body.get("n") or 1)
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        count *= len(prompt)
+    return count
 
-    def __init__(self) -> None:
+
+class _Answers:
+    """The choices of one call, joined from their chunks. `count`: how many there will be."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
         self._prompt_ids: Sequence[int] | None = None
         self._drawn: dict[int, SampledTokens] = {}
         self._refusal: TransferQueueError | None = None
-        self.broken = False
+        self.kept = False
 
     def add(self, answer: Mapping[str, Any]) -> None:
         """Add an answer, or a chunk of one. Missing ids do not disturb the agent: reading the recording raises
@@ -216,10 +237,13 @@ class _Answers:
             except Unsupported as error:
                 self._refusal = error
 
+    def are_finished(self) -> bool:
+        """Whether each choice has its finish reason."""
+        return len(self._drawn) >= self._count and all(each.finish_reason for each in self._drawn.values())
+
     def keep(self, recording: Recording, versions: tuple[int, int]) -> None:
-        """Add the calls to the recording; none if the answer broke off, since the agent got an error."""
-        if self.broken:
-            return
+        """Add the choices to the recording, once."""
+        self.kept = True
         if self._prompt_ids is None:
             self._refusal = Unsupported(
                 "the endpoint says no token ids (return_token_ids); use one that does, such as vLLM"

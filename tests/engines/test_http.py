@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -272,6 +273,24 @@ def test_calls_are_recorded_with_their_versions(endpoint: Endpoint) -> None:
         assert recording.columns()["input_ids"].tolist() == [9, 5, 6, 7]
         assert recording.columns()["loss_mask"].tolist() == [False, True, True, True]
         assert recording.facts() == {"policy_version": 4, "policy_version_max": 5, "tokens": 4}
+
+
+def test_an_answer_that_an_agent_has_is_recorded_though_it_leaves_before_the_end_of_the_stream(
+    endpoint: Endpoint,
+) -> None:
+    """It leaves at the finish reason, before ``[DONE]``, and its session ends."""
+    left = asyncio.Event()
+    endpoint.answer = stream(*WHOLE, then=left.wait)
+    with RecordingProxy(endpoint.url) as recorder, recorder.session() as recording:
+        host, _, rest = recording.base_url.removeprefix("http://").partition("/")
+        with closing(HTTPConnection(host, timeout=20)) as connection:
+            connection.request("POST", f"/{rest}/completions", json.dumps({"prompt": "p", "stream": True}))
+            answer = connection.getresponse()
+            while b'"finish_reason": "length"' not in answer.readline():
+                pass
+            answer.close()
+            assert recording.columns()["input_ids"].tolist() == [9, 5, 6, 7]
+        assert recording.columns()["loss_mask"].tolist() == [False, True, True, True]
 
 
 def test_an_endpoint_that_names_no_tokens_serves_the_agent_but_gives_no_columns(endpoint: Endpoint) -> None:
