@@ -230,8 +230,8 @@ class ServerEngine(HttpEngine):
         connections_max: int,
     ) -> None:
         super().__init__(url, api_key=api_key, version=version, connections_max=connections_max)
-        self._control = asyncio.Lock()
-        """Held while the server is paused, resumed or given weights."""
+        self._control = asyncio.Condition()
+        """Held while the server is paused, resumed or given weights; a resume notifies."""
         self._wanted: Mapping[str, TensorSpec] = {}
         try:
             self._beside.wait(self._greet(checkpoint), _ANSWER_S, f"{url} did not answer")

@@ -109,7 +109,6 @@ class VllmServer(ServerEngine):
 
     async def _complete(self, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> Completion:
         """Generate one completion; vLLM batches concurrent ones, and aborts one whose connection ends."""
-        self._check_whole()
         parameters = {
             "max_tokens": tokens_left(prompt, sampling),
             "temperature": sampling.temperature,
@@ -119,8 +118,8 @@ class VllmServer(ServerEngine):
             "logprobs": 0,
             "detokenize": False,
         }
-        salted = {"cache_salt": f"version {self._version}"} if self.kv is Caches.SALT else {}
-        body = {"token_ids": context(prompt).tolist(), "sampling_params": parameters, **salted}
+        body = {"token_ids": context(prompt).tolist(), "sampling_params": parameters, **await self._salt()}
+        self._check_whole()
         answer = await self._answered(body)
         if answer is None:
             self._check_whole()
@@ -131,6 +130,15 @@ class VllmServer(ServerEngine):
             raise ProtocolError(f"{self._endpoint.url} gave a completion without {error}") from error
         except ValueError as error:  # of a version that is no number, as `LOADING`
             raise self._half() from error
+
+    async def _salt(self) -> Mapping[str, str]:
+        """Return what keeps a request from caches of older weights. Waits for the end of a pause or an update: the
+        server would take the request during one, and compute it with newer weights than its salt says."""
+        if self.kv is not Caches.SALT:
+            return {}
+        async with self._control:
+            await self._control.wait_for(lambda: not self._held)
+            return {"cache_salt": f"version {self._version}"}
 
     async def _answered(self, body: Mapping[str, Any]) -> Any:
         """Return the server's answer; None for a request that was taken back here: it arrived after a pause, or the
@@ -178,6 +186,7 @@ class VllmServer(ServerEngine):
             if not self._half_loaded:
                 await self._endpoint.ask("POST", "/resume")
             self._held = False
+            self._control.notify_all()
 
     def _send_weights(self, source: WeightSource, version: int, timeout_s: float) -> None:
         """The server's workers read weights of a channel directly; other weights are published once to a queue that
@@ -185,7 +194,6 @@ class VllmServer(ServerEngine):
         place, version_there = self._relay.place(source)
         updating = self._update(place, version_there, version, timeout_s)
         self._beside.wait(updating, timeout_s, f"weights of version {version} were not loaded")
-        self._version = version
 
     async def _update(self, place: tuple[str, str], version_there: int, version: int, timeout_s: float) -> None:
         ask = self._endpoint.ask
@@ -193,16 +201,18 @@ class VllmServer(ServerEngine):
             if place != self._channel:
                 init = {"init_info": {"address": place[0], "channel": place[1]}}
                 await ask("POST", "/init_weight_transfer_engine", init)
-                self._channel = place
+            self._channel = None  # an error may mean that another client has named another channel since
             with suppress(PeerError):  # an update that did not end is started still; the next request says if not
                 await ask("POST", "/start_weight_update", may_fail=True)
             info = {"version": version_there, "timeout_s": timeout_s}
             await ask("POST", "/update_weights", {"update_info": info}, may_fail=True)
+            self._channel = place
             with self._changing_weights():
                 if not self._held:
                     await ask("POST", f"/pause?mode=keep{self._clearing()}")
                 await ask("POST", "/update_weight_version", {"new_version": LOADING})
                 await ask("POST", "/finish_weight_update", {"weight_version": str(version)}, may_fail=True)
+            self._version = version
             if not self._held:
                 await ask("POST", "/resume")
 

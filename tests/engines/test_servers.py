@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from aiohttp import web
 import transferqueue as tq
 from tests.engines.served import serve
 from transferqueue.adapters.engines.openai import OpenAIGenerator
-from transferqueue.adapters.protocols import ABORT, LENGTH, STOP, Completion, Generator, Pause, Prompt, Sampling
+from transferqueue.adapters.protocols import ABORT, LENGTH, STOP, Caches, Completion, Generator, Pause, Prompt, Sampling
 from transferqueue.adapters.stages.callables import Agents
 from transferqueue.adapters.stages.recording_proxy import RecordingProxy
 from transferqueue.adapters.vllm.server import VllmServer
@@ -48,6 +50,7 @@ class Served(TinySubject):
 
     def open(self) -> Generator:
         self.engine.resume()
+        self.engine._channel = None  # another client may have named its own
         self.engine.update_weights(self.weights(0), 0)
         return self.engine
 
@@ -150,6 +153,65 @@ class Late:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
         await site.stop()
         await runner.cleanup()
+
+
+class Watched(Late):
+    """A way to the server that notes its control requests and the salts of the others. An update is held back until a
+    request for tokens comes, or does not for a second."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.held = 1
+        self.said: list[str] = []
+        self.is_loading = threading.Event()
+        self._asked = asyncio.Event()
+
+    async def _pass(self, request: web.Request) -> web.Response:
+        if request.path.endswith("/generate"):
+            self.said.append((await request.json())["cache_salt"])
+            self._asked.set()
+        elif request.path == "/finish_weight_update":
+            self.is_loading.set()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._asked.wait(), 1.0)
+        answer = await super()._pass(request)
+        if request.path in ("/pause", "/finish_weight_update", "/resume"):
+            self.said.append(request.path)
+        return answer
+
+
+def test_a_request_during_an_update_or_a_pause_has_the_salt_of_the_weights_that_it_is_computed_with(
+    served: Served, url: str
+) -> None:
+    sampling = Sampling(tokens_max=4)
+
+    def ask(engine: VllmServer) -> tuple[tuple[int, int], ...]:
+        return next(iter(engine.generate([Prompt(ids=served.prompts()[0])], sampling, timeout_s=60))).spans
+
+    def follow(way: str, watched: Watched) -> list[tuple[tuple[int, int], ...]]:
+        engine = VllmServer(way)
+        engine.kv = Caches.SALT
+        with closing(engine), ThreadPoolExecutor(2) as threads:
+            updating = threads.submit(engine.update_weights, served.weights(1), 1)
+            assert watched.is_loading.wait(60)
+            during = threads.submit(ask, engine)
+            updating.result(60)
+            found = [during.result(60)]
+            engine.pause(Pause.KEEP)
+            paused = threads.submit(ask, engine)
+            engine.update_weights(served.weights(0), 2)
+            engine.resume()
+            return [*found, paused.result(60)]
+
+    async def run(watched: Watched) -> list[tuple[tuple[int, int], ...]]:
+        async with watched.listening() as way:
+            return await asyncio.wait_for(asyncio.to_thread(follow, way, watched), 240)
+
+    served.open()
+    first, second = asyncio.run(run(watched := Watched(url)))
+    assert ({version for version, _ in first}, {version for version, _ in second}) == ({1}, {2})
+    update, change = ["/pause", "/finish_weight_update", "/resume"], ["/pause", "/finish_weight_update"]
+    assert watched.said == [*update, "version 1", *change, "/resume", "version 2"]
 
 
 def test_a_request_that_a_pause_overtakes_is_handed_out_as_it_was(served: Served, url: str) -> None:
