@@ -340,6 +340,23 @@ def test_a_wrong_difference_is_never_given_to_a_reader_and_the_next_version_is_w
     assert channel.publish(3, versions[3]) < 0.05 * WHOLE
 
 
+def test_a_publication_that_fails_or_is_of_an_adapter_keeps_no_wrong_difference(queue: tq.Queue) -> None:
+    channel, versions = queue.weights("policy"), steps(5)
+    channel.publish(0, versions[0])
+    queue._client.published["policy"].held["_up"].memory[5] ^= 1  # memory of the publisher fails
+    channel.publish(1, versions[1])
+    with pytest.raises(tq.Corruption, match='tensor "_up" of version 1'):
+        channel.pull(timeout_s=0)
+    with pytest.raises(tq.UsageError, match="version 1"):
+        channel.publish(1, versions[2])
+    channel.publish(2, {"lora_A": versions[2]["embed"]}, adapter="style")
+    channel.publish(3, versions[1])  # all ranges are as they were
+    with channel.pull(timeout_s=0) as weights:
+        assert same(weights, versions[1])
+    channel.publish(4, versions[2])
+    assert channel.publish(5, versions[3]) < 0.05 * WHOLE
+
+
 def test_a_relay_that_makes_whole_tensors_finds_a_wrong_difference_and_carries_the_next_version() -> None:
     versions = steps(5)
     with tq.connect() as origin, tq.connect() as here:

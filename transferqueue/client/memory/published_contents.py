@@ -17,9 +17,9 @@ class PublishedContent(NamedTuple):
 
 
 class PublishedContents:
-    """Contents of one weight channel, by field. `refused`: differences of it that readers had refused at the last
-    publication."""
+    """Contents of one weight channel, by field. `refused`: for each adapter, and None for the base, how many of the
+    channel's differences readers had refused when it was published last."""
 
     def __init__(self) -> None:
         self.held: dict[str, PublishedContent] = {}
-        self.refused = 0
+        self.refused: dict[str | None, int] = {}

@@ -181,14 +181,15 @@ def _publish(
         ranges = stored_ranges(newest.fields, newest.blocks, newest.ranges)
         beside = [] if adapter is None else _beside(channel, adapter, newest)
         basis = Newest.of(ranges, newest.extents, kept.deltas, len(writers))
-        updates = list[RangeUpdate]()
+        updates, distrust = list[RangeUpdate](), newest.refused > contents.refused.get(adapter, 0)
         yield BlockingWork(
             sum(writer.nbytes for writer in writers),
-            lambda: updates.extend(plan_updates(contents, writers, basis, number, newest.refused)),
+            lambda: updates.extend(plan_updates(contents, writers, basis, number, distrust)),
         )
         with OnFailure(take_back, contents, updates):
             commit = commit_updates(client, channel, kept, number, newest.version, updates, beside, deadline, terms)
             reply = yield from commit
+        contents.refused[adapter] = newest.refused
         written[0] = sum(writer.nbytes for writer in new_blocks(updates))
         return reply
 

@@ -121,10 +121,10 @@ def worth_keeping(updates: Sequence[RangeUpdate], newest: Newest) -> set[str]:
 
 
 def plan_updates(
-    contents: PublishedContents, writers: Sequence[NewTensor], newest: Newest, version: int, refused: int
+    contents: PublishedContents, writers: Sequence[NewTensor], newest: Newest, version: int, distrust: bool
 ) -> list[RangeUpdate]:
-    """What each writer's range becomes. Reads all of their bytes. `refused`: differences that readers refused."""
-    distrust, contents.refused = refused > contents.refused, refused
+    """What each writer's range becomes. Reads all of their bytes. `distrust`: readers refused differences since these
+    ranges were published."""
     if distrust:
         contents.held.clear()
     room, found = _Room(writers), dict[str, RangeUpdate]()
