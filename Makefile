@@ -155,8 +155,8 @@ soak: test-long ## test-long, then simulator, fuzz, damaged files, chaos, all lo
 	$(BIN)/python -m tests.fuzz --frames 5000000 --messages 1000000 --attacks 20000 --seed $(SEED)
 	$(BIN)/python -m tests.damage state --count 10000 --seed $(SEED)
 	$(BIN)/python -m tests.damage snapshots --count 10000 --seed $(SEED)
-	$(BIN)/transferqueue chaos --seconds 180 --seed $(SEED)
-	$(BIN)/transferqueue chaos --seconds 60 --seed $(SEED) --spill
+	$(BIN)/python -m tests.chaos --seconds 180 --seed $(SEED)
+	$(BIN)/python -m tests.chaos --seconds 60 --seed $(SEED) --spill
 
 $(SHIMMED): tests/engines/shim.txt pyproject.toml
 	@test -x $(SHIM)/bin/python || { echo 'shim: creating $(SHIM) with TransferQueue 0.1.11 and Ray'; $(PYTHON) -m venv $(SHIM); }
