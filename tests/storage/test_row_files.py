@@ -56,6 +56,19 @@ def test_files_are_in_the_order_in_which_their_rows_ended(run: tq.Run) -> None:
     assert run.table("a/b").arrow(["_step"])["_step"].to_pylist() == [step for step in range(STEPS) for _ in range(100)]
 
 
+def test_the_folder_of_a_jobs_run_opens_the_tables_in_its_rows(run: tq.Run, tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "rows").mkdir()
+    (tmp_path / "a%2Fb").rename(tmp_path / "job" / "rows" / "a%2Fb")
+    assert tq.open_run(tmp_path / "job").tables == ["a/b"]
+
+
+def test_a_table_whose_files_are_gone_is_one_without_rows(run: tq.Run) -> None:
+    for path in run.table().files:
+        path.unlink()
+    assert (run.tables, run.table().arrow(["_row", "_step"]).num_rows) == (["a/b"], 0)
+
+
 def test_a_cut_file_is_named_and_the_rest_is_read(run: tq.Run) -> None:
     rows = run.table()
     cut = rows.files[1]

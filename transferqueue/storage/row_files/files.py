@@ -6,7 +6,7 @@
 - `LIFE` and `NUMBER` say which file of which life of the table it is.
 - `FOOTER` and `BODY` are digests of the file's footer and of all before it. Each reader compares the first, and the
   pages with checksums of their own; `RecordedRows.check` compares both.
-- A file has the rows that ended in some time, in the order of their steps. Files may lie in folders below the table's.
+- A file has the rows that ended in some time, in the order of their steps.
 """
 
 from __future__ import annotations
@@ -57,15 +57,16 @@ def directory_of(root: Path, table: str) -> Path:
 
 
 def tables_in(root: Path) -> list[str]:
-    """The tables that have files."""
-    return sorted(unquote(each.name) for each in root.iterdir() if any(each.rglob("*.parquet")))
+    """The tables that have files, had some, or will."""
+    found = (each for each in root.iterdir() if (each / ASIDE).is_dir() or any(each.glob("*.parquet")))
+    return sorted(unquote(each.name) for each in found)
 
 
 def files_in(directory: Path) -> list[RecordedFile]:
     """The whole files of a table, in the order in which they were written."""
     return sorted(
         RecordedFile(match[1], int(match[2]), match[3], match[4], path)
-        for path in directory.rglob("*.parquet")
+        for path in directory.glob("*.parquet")
         if (match := _NAME.fullmatch(path.name))
     )
 
