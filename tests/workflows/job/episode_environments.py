@@ -66,10 +66,11 @@ class Gated(Answers):
     """Waits until a file is there."""
 
     def __init__(self, gate: str = "/nowhere") -> None:
-        self.gate = Path(gate)
+        self.gate = gate
 
     def step(self, action: str) -> Step:
-        while self.question == FAILS and not self.gate.exists():
+        # Calls of C alone: a late call is in `step`, not in a function of pathlib.
+        while self.question == FAILS and not os.access(self.gate, os.F_OK):
             time.sleep(0.005)
         return "", 1.0, True, False, {}
 

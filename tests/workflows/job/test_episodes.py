@@ -411,11 +411,13 @@ def failing(environment: str, tokenizer: Any, **limits: Any) -> Failing:
     return Failing(parts[1].drop, failed[1].text, retried)
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_fails_its_episode_alone(tokenizer: Any) -> None:
-    row = failing("Gated", tokenizer, timeout_s=0.5)
+    row = failing("Gated", tokenizer, timeout_s=1.0)
     assert row.drop == "environment_timeout"
+    # On a loaded machine another call may be late too: its episode is tried once more.
     assert re.search(
-        r"ordinal 1 failed: step\('2'\) did not return within environment.0.timeout_s=0.5 s; .* \(try 2\); "
+        r"ordinal 1 failed: step\('2'\) did not return within environment.0.timeout_s=1 s; .* \(try \d\); "
         r"it is in step, line \d+ of .*episode_environments.py; its data is \{.*1\+1=",
         row.text,
     )
@@ -492,9 +494,10 @@ def test_a_share_of_failed_rows_that_is_too_large_ends_the_job(tokenizer: Any) -
         played(episodes, settings, tokenizer, questions)
 
 
+@pytest.mark.slow
 def test_a_process_in_which_many_calls_hang_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment_host, "HUNG_MAX", 1)
-    with EnvironmentHost(ENVIRONMENTS + "Gated", {}, timeout_s=0.3, episode_s=60.0) as host:
+    with EnvironmentHost(ENVIRONMENTS + "Gated", {}, timeout_s=1.0, episode_s=60.0) as host:
         until = time.monotonic() + 60
         with host.open(until) as works:
             works.reset(options={"question": "2+2="})
