@@ -58,8 +58,22 @@ class BeginsLong(Answers):
 class Begins(Answers):
     """Has a first observation."""
 
+    def __init__(self, said: Any = "look") -> None:
+        self.said = said
+
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        return "look", super().reset(seed=seed, options=options)[1]
+        return self.said, super().reset(seed=seed, options=options)[1]
+
+    def fails(self, action: str) -> Any:
+        return "", 1.0, True, False, {}
+
+
+class BeginsOne(Begins):
+    """One of two questions has a first observation."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        said, info = super().reset(seed=seed, options=options)
+        return (said if self.question == FAILS else None), info
 
 
 class Gated(Answers):
