@@ -76,6 +76,18 @@ class BeginsOne(Begins):
         return (said if self.question == FAILS else None), info
 
 
+class Twice(Answers):
+    """Two turns."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self.turns = 0
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: str) -> Step:
+        self.turns += 1
+        return "1", 1.0, self.turns == 2, False, {}
+
+
 class Gated(Answers):
     """Waits until a file is there."""
 

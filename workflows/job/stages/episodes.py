@@ -46,7 +46,7 @@ from transferqueue.adapters.stages.environments import (
     ObservationTooLong,
     as_they_end,
 )
-from transferqueue.adapters.stages.generation import row_seed
+from transferqueue.adapters.stages.generation import routes_of, row_seed
 from transferqueue.errors import UsageError
 from transferqueue.workflows.flow.loop.runner import StageFailedInProcess
 from transferqueue.workflows.flow.stage import Context, Work
@@ -319,6 +319,8 @@ class JobEpisodes:
         if has_several_environments(self._job):
             own = [sum(episode.rewards) if name == environment.name else np.nan for name in self._environments]
             rewards[names.REWARD_TERMS] = [np.array(own, np.float32)]
+        if self._job.algorithm.router_replay and episode.trajectory.last is not None:
+            rewards["routes"] = [routes_of(episode.trajectory.last)]
         facts = {**episode.trajectory.facts(), "tokens": len(episode.trajectory.ids) - prompt}
         return PartialResult(at=np.array([at]), columns=columns | rewards, facts=facts)
 
