@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Final
 
 import msgspec
@@ -145,13 +146,16 @@ def _are_alike(held: Sequence[Any]) -> bool:
 
 
 def _interleaved_jagged(held: Sequence[Any], order: npt.NDArray[np.intp]) -> Tensor:
-    """Rows of jagged tensors, picked from their values at once."""
+    """Rows of jagged tensors, copied a run of neighbours at a time."""
     lengths = np.concatenate([column.offsets().diff().numpy() for column in held])
-    starts = np.cumsum(lengths) - lengths
+    ends = np.cumsum(lengths)
     offsets = np.zeros(len(order) + 1, np.int64)
     np.cumsum(lengths[order], out=offsets[1:])
-    places = np.repeat(starts[order] - offsets[:-1], lengths[order]) + np.arange(offsets[-1])
-    values = torch.cat([column.values() for column in held])[torch.from_numpy(places)]
+    values = torch.cat([column.values() for column in held])
+    runs = [*np.flatnonzero(np.diff(order, prepend=-2) != 1).tolist(), len(order)]
+    if len(runs) > 2:  # else the parts one after the other are in order
+        starts, stops = (ends - lengths)[order], ends[order]
+        values = torch.cat([values[starts[first] : stops[after - 1]] for first, after in pairwise(runs)])
     jagged: Tensor = as_jagged(values, offsets)
     return jagged
 
