@@ -93,7 +93,8 @@ def process_variables(job: Job, placement: Placement) -> dict[str, dict[str, str
     variables = placement.environments()
     if not job.threads and THREADS not in os.environ:
         for label, of_process in threads(placement.processes, job, len(os.sched_getaffinity(0))).items():
-            variables[label] = variables.get(label, {}) | of_process
+            unset = {name: value for name, value in of_process.items() if name not in os.environ}
+            variables[label] = variables.get(label, {}) | unset
     return variables
 
 

@@ -931,8 +931,8 @@ class Job(_Table):
     ] = "processes"
     threads: Annotated[
         int,
-        "Threads of each process, its `OMP_NUM_THREADS`. 0: as that variable says here; without it, a process that"
-        " computes on the CPU has the cores divided by those that do at the same time.",
+        "Threads of each process, its `OMP_NUM_THREADS`. 0: as that variable says here; without it, trainers on"
+        " the CPU divide the cores, and so do all processes with a model that work at once.",
         For("rewards that compute, and CPU runs that repeat on other machines"),
     ] = 0
     engine: tuple[EngineSettings, ...] = (EngineSettings(),)
