@@ -139,8 +139,8 @@ class HeldWeights:
     def at(self, version: int) -> Iterator[tuple[WeightSource, int]]:
         """Yield the weights of `version`, or the newest if it was freed, and their version.
 
-        The first one may be held here and kept no longer by the channel, which an engine could then not read: its
-        tensors are handed over.
+        The channel may have freed the first version, which this object still holds. An engine that reads the channel
+        would not find it, so its tensors are yielded in place of a reference to the channel.
         """
         if self._first is not None and self._first.version == version:
             held = ChannelWeights(self._address, self._first)

@@ -304,7 +304,8 @@ def followed_weights(
         weights.loaded(new)
 
     def follow_newer() -> None:
-        """Which version it is counts when no request runs: until then the channel may keep this one no longer."""
+        """Apply the newest version at a time when no request runs. The channel may free the version that was announced
+        while requests end, so the version is chosen after that."""
         with updating:
             if not ended.is_set():
                 with nullcontext() if job.weights.in_flight else _between_requests(engine):

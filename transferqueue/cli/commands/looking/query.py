@@ -62,7 +62,8 @@ def _counts(tables: list[str]) -> str:
 
 def _count(table: str) -> str:
     text, name = table.replace("'", "''"), table.replace('"', '""')
-    return f"""select '{text}' as "table", count(*) as "rows", count(distinct _step) as steps from "{name}" """  # noqa: S608
+    counts = 'count(*) as "rows", count(distinct _step) as steps'
+    return f"""select '{text}' as "table", {counts} from "{name}" """  # noqa: S608
 
 
 def check_names(schema: Any) -> None:
