@@ -142,7 +142,7 @@ test-engines: $(ENGINED) ## the adapters against real engines: vLLM (CPU), trans
 
 engines-matrix: $(ENGINED) ## test-engines, and the tables of docs/reference/engines.md from what the conformance kits found
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(ENGINES)/bin/python -m pytest -m '' tests/engines --conformance docs/conformance $(ARGS)
-	$(ENGINES)/bin/python -m transferqueue.testing.conformance.matrix --records docs/conformance --into docs/reference/engines.md
+	$(ENGINES)/bin/python -m tests.engines.matrix --records docs/conformance --into docs/reference/engines.md
 
 fuzz: $(STAMP) ## typed extremes and kills, attacks on the bulk port, mutated frames, garbage (2 minutes; ARGS: --messages N, --seed N, ...)
 	$(BIN)/python -m tests.fuzz $(ARGS)
@@ -155,8 +155,8 @@ soak: test-long ## test-long, then simulator, fuzz, damaged files, chaos, all lo
 	$(BIN)/python -m tests.fuzz --frames 5000000 --messages 1000000 --attacks 20000 --seed $(SEED)
 	$(BIN)/python -m tests.damage state --count 10000 --seed $(SEED)
 	$(BIN)/python -m tests.damage snapshots --count 10000 --seed $(SEED)
-	$(BIN)/transferqueue chaos --seconds 180 --seed $(SEED)
-	$(BIN)/transferqueue chaos --seconds 60 --seed $(SEED) --spill
+	$(BIN)/python -m tests.chaos --seconds 180 --seed $(SEED)
+	$(BIN)/python -m tests.chaos --seconds 60 --seed $(SEED) --spill
 
 $(SHIMMED): tests/engines/shim.txt pyproject.toml
 	@test -x $(SHIM)/bin/python || { echo 'shim: creating $(SHIM) with TransferQueue 0.1.11 and Ray'; $(PYTHON) -m venv $(SHIM); }

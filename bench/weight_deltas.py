@@ -31,11 +31,11 @@ from typing import Any, Final
 import torch
 
 import transferqueue as tq
+from bench.measurement_record import MeasuredResult, Measurement, single, summarize
 from bench.run_record import into_option, save_record, show
 from bench.server import Server
 from transferqueue.adapters.protocols import TensorSpec
 from transferqueue.adapters.weights import spec
-from transferqueue.observe.measurement_record import MeasuredResult, Measurement, single, summarize
 from transferqueue.workflows.job.training.publication import Publisher
 
 WAYS: Final = {"delta": {}, "whole": {"deltas": 0}}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import transferqueue as tq
+from tests.engines import matrix
 from transferqueue.adapters.engines.completion import completed
 from transferqueue.adapters.protocols import (
     ABORT,
@@ -28,7 +29,6 @@ from transferqueue.adapters.protocols import (
 )
 from transferqueue.adapters.weights import TensorWeights
 from transferqueue.errors import UsageError
-from transferqueue.testing.conformance import matrix
 from transferqueue.testing.conformance.generators import (
     GeneratorSubject,
     another_goes_on_under_other_weights,

@@ -328,6 +328,7 @@ REFUSED = [
     ),
     (GRPO, "pacing.mode=sync ; pacing.depth=1", "mode='sync' with depth=1"),
     (GRPO, "pacing.mode=delayed ; pacing.depth=2", "a one-step delay is 1 of both"),
+    (GRPO, "pacing.over_sample=1.25", "over_sample=1.25 with mode='async'"),
     (
         GRPO,
         "pacing.max_staleness=0",

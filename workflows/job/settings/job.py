@@ -695,11 +695,6 @@ class ElasticSettings(_Table):
     max: Annotated[
         int, "Most processes. 0: always the counts of `engine`.", For("responses that grow or shrink while they train")
     ] = 0
-    threshold: Annotated[
-        float,
-        "A process is added when generation takes longer than training by this share of the time that it would save.",
-        For("those for whom a step's time counts more than a device, or less"),
-    ] = 1.0
 
 
 class WeightsSettings(_Table):
