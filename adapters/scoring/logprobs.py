@@ -11,8 +11,8 @@ from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+from transferqueue.adapters.routes import placed_routes, replayed_routes, routers_of
 from transferqueue.adapters.scoring.forward_rows import ForwardRows
 from transferqueue.adapters.scoring.plan import inputs, lay_out, limits_of, plan_for, unwrapped
 from transferqueue.errors import UsageError
@@ -89,6 +90,7 @@ def response_scores(
     entropy: bool = False,
     top_k: int = 0,
     at_ids: Iterable[Any] | None = None,
+    routes: Sequence[Any] | None = None,
 ) -> ResponseScores:
     """Return log-probabilities, and other scores of the same logits, as `response_logprobs`.
 
@@ -100,9 +102,12 @@ def response_scores(
         entropy: return the entropy of each response token's distribution, in nats; default False.
         top_k: how many most probable tokens to return; default 0: none.
         at_ids: integers ``[T, K]`` of each row, whose log-probabilities are returned too; default None.
+        routes: int16 ``[P + T - 1, layers, experts a token]`` of each row: the experts that a mixture of experts is to
+            choose (`adapters.routes`); default None: its own.
 
     Raises:
-        UsageError: rows that the model cannot take, a temperature of 0 or less, or `top_k` above the vocabulary.
+        UsageError: rows that the model cannot take, a temperature of 0 or less, `top_k` above the vocabulary, or routes
+            of a model of another shape.
         Unsupported: a model that is not causal.
     """
     if not temperature > 0:
@@ -115,7 +120,8 @@ def response_scores(
         raise UsageError(f"top_k={top_k}; give 0 to {vocabulary}, the size of the vocabulary")
     wanted = _Wanted(temperature, entropy, top_k, _at_ids(rows, at_ids))
     tops: list[tuple[Tensor, Tensor]] = []
-    columns_NC = _run(model, rows, wanted, tops)
+    with nullcontext() if routes is None else _replaying(model, rows, routes):
+        columns_NC = _run(model, rows, wanted, tops)
     one, others = 1, 0 if wanted.at_NK is None else wanted.at_NK.shape[1]
     return ResponseScores(
         logprobs_N=columns_NC[:, 0],
@@ -124,6 +130,15 @@ def response_scores(
         top_logprobs_NK=tops[0][1] if top_k else None,
         logprobs_NK=columns_NC[:, one : one + others] if at_ids is not None else None,
     )
+
+
+def _replaying(model: nn.Module, rows: ForwardRows, routes: Sequence[Any]) -> AbstractContextManager[None]:
+    inner = unwrapped(model)
+    routers_of(inner)  # raises for a model whose rows share their prompts: it has none
+    before_R = rows.positions_BT.flatten()[rows.last_R]  # tokens before the last one of each row
+    starts = (rows.last_R - before_R).tolist()
+    placed = placed_routes(inner, routes, (before_R + 1).tolist(), starts, rows.ids_BT.numel())
+    return replayed_routes(inner, placed)
 
 
 @torch.no_grad()

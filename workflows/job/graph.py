@@ -102,6 +102,7 @@ _FIELDS: Final[dict[str, tq.Field]] = {
         tq.Field("token_versions", "int32", RAGGED),
         tq.Field("rollout_logprobs", "float32", RAGGED),
         tq.Field("finish_reason", "str"),
+        tq.Field("routes", "int16", (None, None, None)),
         tq.Field("loss_mask", "bool", RAGGED),
         tq.Field("rewards", "float32"),
         tq.Field("turn_rewards", "float32", RAGGED),
@@ -268,14 +269,15 @@ def _columns(task: str, job: Job) -> tuple[tuple[str, ...], tuple[str, ...]]:
     begun = BEGUN if in_parts(job) else ()
     mask = ("loss_mask",) if has_loss_mask(job) else ()
     ranked = (names.EXPECTED_TOKENS,) if by_length(job) else ()
+    routes = ("routes",) if job.algorithm.router_replay else ()
     several = has_several_environments(job)
     generates = {
         names.RANK: (("prompt_ids",), (names.EXPECTED_TOKENS, names.RANKER_VERSION)),
         names.LENGTHS: (("prompt_ids", "response_ids", *ranked), ()),
-        names.ROLLOUT: (("prompt_ids", *begun, *ranked), _GENERATED),
+        names.ROLLOUT: (("prompt_ids", *begun, *ranked), (*_GENERATED, *routes)),
         names.PLAY: (
             ("prompt_ids", names.DATA, *([names.ENVIRONMENT] if several else []), *ranked),
-            (*_GENERATED, *mask, "rewards", "turn_rewards", *([names.REWARD_TERMS] if several else [])),
+            (*_GENERATED, *routes, *mask, "rewards", "turn_rewards", *([names.REWARD_TERMS] if several else [])),
         ),
         names.REWARD: ((*_TEXT, names.DATA, "finish_reason"), ("rewards", names.REWARD_TERMS)),
         names.REFERENCE: (_TEXT, ("ref_logprobs",)),

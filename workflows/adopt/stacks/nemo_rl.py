@@ -353,7 +353,7 @@ _RULES: Final = (
     refused("policy.draft.enabled", "no draft model is trained", unless=_OFF),
     no_effect("policy.draft.*", "read with policy.draft.enabled"),
     no_effect("policy.optimizer", "Megatron trains"),
-    refused("policy.router_replay.enabled", "routes of experts are not replayed", unless=_OFF),
+    refused("policy.router_replay.enabled", "routes of vLLM are not replayed", unless=_OFF),
     no_effect("policy.router_replay.*", "read with router_replay.enabled"),
     refused("policy.quant_*", "models are not quantized"),
     no_effect("policy.refit_buffer_size_gb", "weights come by the queue's channel"),

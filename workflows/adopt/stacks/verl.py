@@ -316,7 +316,7 @@ _RULES: Final = (
     no_effect(f"{ACTOR}.fsdp_config.*", SHARDED),
     no_effect(f"{ACTOR}.megatron.*", SHARDED),
     no_effect(f"{ACTOR}.strategy", SHARDED),
-    refused(f"{ACTOR}.veomni.router_replay.*", "routes of experts are not replayed", unless=("disabled", "null")),
+    refused(f"{ACTOR}.veomni.router_replay.*", "routes of vLLM are not replayed", unless=("disabled", "null")),
     no_effect(f"{ACTOR}.veomni.*", SHARDED),
     no_effect(f"{ACTOR}.engine.*", SHARDED),
     no_effect(f"{ACTOR}.pad_to_length", PACKED),
@@ -329,7 +329,7 @@ _RULES: Final = (
     no_effect(f"{ACTOR}.profiler.*", "profiling: see transferqueue profile and trace"),
     no_effect(f"{ACTOR}.shuffle", "minibatches are drawn by seed"),
     refused(f"{ACTOR}.freeze_vision_tower", IMAGES, unless=(False, "false")),
-    refused(f"{ACTOR}.router_replay.*", "routes of experts are not replayed", unless=("disabled", "null")),
+    refused(f"{ACTOR}.router_replay.*", "routes of vLLM are not replayed", unless=("disabled", "null")),
     # ------------------------------------------------------------ the model
     kept(f"{MODEL}.path", "model.path", default="~/models/deepseek-llm-7b-chat"),
     kept(f"{MODEL}.tokenizer_path", "model.tokenizer"),
@@ -407,7 +407,7 @@ _RULES: Final = (
     kept(f"{ROLLOUT}.enable_prefix_caching", f"{_ENGINE}enable_prefix_caching"),
     mapped(f"{ROLLOUT}.dtype", "model.dtype", one_of(DTYPES)),
     refused(f"{ROLLOUT}.quantization", "models are not quantized", unless=("null",)),
-    refused(f"{ROLLOUT}.enable_rollout_routing_replay", "routes of experts are not replayed", unless=(False, "false")),
+    refused(f"{ROLLOUT}.enable_rollout_routing_replay", "routes of vLLM are not replayed", unless=(False, "false")),
     no_effect(f"{ROLLOUT}.disable_log_stats", LOGS),
     no_effect(f"{ROLLOUT}.data_parallel_size", "see engine.count"),
     refused(

@@ -485,6 +485,12 @@ class AlgorithmSettings(_Table):
         bool, "Leave responses that `sampling.tokens_max` cut out of the loss.", For("DAPO's filter of cut responses")
     ] = False
     token_staleness: TokenStalenessSettings = TokenStalenessSettings()
+    router_replay: Annotated[
+        bool,
+        "Train with the experts that the engine chose for each token and layer (R3), in a column `routes`.",
+        "It takes engines of kind `transformers`, and 2 bytes a token, layer and chosen expert.",
+        For("mixtures of experts whose `engine_error` is high"),
+    ] = False
     gamma: Annotated[
         float, "Discount of later rewards, for each token. Read by `ppo` and `reinforce_pp`.", For("PPO for agents")
     ] = 1.0
