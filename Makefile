@@ -177,7 +177,7 @@ $(VERLED): tests/engines/verl.txt pyproject.toml
 	@touch $@
 
 test-verl: $(VERLED) ## verl 0.9.1's agent loop, replay buffer, bridge, padding and checkpoint on the drop-in; its losses beside ours (a minute)
-	$(VERL)/bin/python -m pytest tests/engines/test_verl.py tests/engines/test_loss_agreement.py $(ARGS)
+	$(VERL)/bin/python -m pytest tests/engines/test_verl.py tests/engines/test_loss_agreement.py tests/engines/test_adopt_stacks.py $(ARGS)
 
 # verl's trainer whole, beside the original: its Ray workers import one or the other by their PYTHONPATH.
 $(STACKED): tests/engines/stacks.txt pyproject.toml
@@ -216,7 +216,7 @@ $(SLIMED): $(NEMOED)
 	@touch $@
 
 test-slime: $(SLIMED) ## slime's data source with its buffer in the queue, on slime's code (minutes; SLIME_AT=main: as it is today)
-	PYTHONPATH=$(NEMO)/slime $(NEMO)/bin/python -m pytest tests/engines/test_slime.py $(ARGS)
+	PYTHONPATH=$(NEMO)/slime $(NEMO)/bin/python -m pytest tests/engines/test_slime.py tests/engines/test_adopt_stacks.py $(ARGS)
 
 test-ray: $(SHIMMED) ## a deployment, and a training job, on Ray clusters of several nodes (minutes)
 	$(SHIM)/bin/python -m pytest tests/cluster tests/deploy $(ARGS)

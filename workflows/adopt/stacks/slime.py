@@ -10,6 +10,7 @@ from transferqueue.workflows.adopt.mapping import (
     KERNELS,
     KL_ESTIMATORS,
     LOGS,
+    OWN_QUEUE,
     PACKED,
     RESUMES,
     SCHEDULES,
@@ -189,6 +190,17 @@ def _kl_in_reward(value: Plain) -> Plain:
     return OurValues({"algorithm.kl": number(value), "algorithm.kl_in": "reward"})
 
 
+_PROFILES: Final = ("memory-*", "profile-target", "record-memory-history")
+_BUFFER: Final = ("fetch-trajectory-retry-times", "min-batch-collection-ratio", "rollout-task-type")
+_FUNCTIONS: Final = (
+    "buffer-filter-path",
+    "eval-function-path",
+    "rollout-all-samples-process-path",
+    "rollout-data-postprocess-path",
+    "rollout-sample-filter-path",
+    "rollout-sample-hook-path",
+)
+_OWN_FUNCTION: Final = "a function of slime's samples: write it as a reward, or as an environment (`[[environment]]`)"
 _RULES: Final = (
     # ------------------------------------------------------------ model and data
     kept("hf-checkpoint", "model.path"),
@@ -200,6 +212,7 @@ _RULES: Final = (
     kept("input-key", "data.prompt", default="input"),
     mapped("label-key", "data.columns", _label),
     no_effect("metadata-key", "rewards get every column"),
+    no_effect("loss-mask-type", "read by slime's SFT rollout alone"),
     refused("multimodal-keys", IMAGES),
     refused("tool-key", "tools are in one file (model.tools)"),
     no_effect("apply-chat-template", "a model with a chat template gets it"),
@@ -246,6 +259,8 @@ _RULES: Final = (
     ),
     refused("custom-generate-function-path", "a rollout of your own: write it as an environment (`[[environment]]`)"),
     layout("rollout-num-gpus"),
+    no_effect("prefill-num-servers", "see engine.count"),
+    no_effect("rollout-data-transport", OWN_QUEUE),
     layout("rollout-num-gpus-per-engine", default=1),
     mapped(
         "sglang-mem-fraction-static",
@@ -314,6 +329,10 @@ _RULES: Final = (
     refused("loss-type", "slime's own loss", unless=("policy_loss",)),
     refused("use-opd", 'see algorithm.kind = "distill"', unless=(False, "false")),
     refused("opd-*", 'see algorithm.kind = "distill"'),
+    no_effect("opsm-delta", "read with use-opsm"),
+    refused("keep-old-actor", 'see algorithm.old = "rollout"', unless=(False, "false")),
+    no_effect("use-rollout-entropy", "figures of every step are written"),
+    no_effect("get-mismatch-metrics", "figures of every step are written"),
     refused("use-opsm", "rows are not masked by their ratio", unless=(False, "false")),
     refused("use-unbiased-kl", "the estimator of the KL is algorithm.kl_estimator", unless=(False, "false")),
     refused("use-routing-replay", "routes of experts are not replayed", unless=(False, "false")),
@@ -323,6 +342,10 @@ _RULES: Final = (
     refused("num-critic-only-steps", "policy and critic train together from the first step", unless=(0, "0")),
     # ------------------------------------------------------------ the optimizer
     refused("optimizer", "AdamW trains", unless=("adam",)),
+    refused("use-stateless-adam", "AdamW trains", unless=(False, "false")),
+    refused("reset-optimizer-states", "AdamW keeps its states from step to step", unless=(False, "false")),
+    refused("only-train-params-name-list", "every weight is trained, or adapters are (trainer.lora_rank)"),
+    refused("freeze-*", "every weight is trained, or adapters are (trainer.lora_rank)"),
     kept("lr", "trainer.lr", default=1e-6),
     mapped("lr-decay-style", "trainer.schedule", one_of(SCHEDULES)),
     refused("min-lr", "a schedule ends at 0 here", unless=(0, "0", "0.0")),
@@ -346,6 +369,9 @@ _RULES: Final = (
     kept("max-tokens-per-gpu", "trainer.micro_tokens"),
     kept("log-probs-max-tokens-per-gpu", "reference.tokens"),
     no_effect("log-probs-chunk-size", KERNELS),
+    *(no_effect(name, KERNELS) for name in ("recompute-loss-function", "allgather-cp", "qwen-gdn-backend")),
+    *(no_effect(name, KERNELS) for name in ("megatron-deepgemm-*", "transformer-impl", "bf16")),
+    refused("fp8-*", "models are not quantized"),
     no_effect("use-dynamic-batch-size", PACKED),
     no_effect("micro-batch-size", PACKED),
     no_effect("balance-data", PACKED),
@@ -402,6 +428,7 @@ _RULES: Final = (
             "apply-layernorm-1p",
             "spec",
             "megatron-to-hf-mode",
+            "padded-vocab-size",
         )
     ),
     # ------------------------------------------------------------ the run
@@ -410,6 +437,7 @@ _RULES: Final = (
     layout("num-gpus-per-node"),
     layout("colocate"),
     no_effect("offload", "see pacing.mode"),
+    no_effect("release-train", "see pacing.mode"),
     no_effect("offload-train", "see pacing.mode"),
     no_effect("offload-rollout", "see pacing.mode"),
     no_effect("no-offload-train", "see pacing.mode"),
@@ -424,6 +452,12 @@ _RULES: Final = (
     refused("eval-max-context-len", "evaluation has sampling.tokens_max"),
     refused("eval-top-p", "evaluation draws from the whole distribution", unless=(1, "1", "1.0")),
     refused("eval-top-k", "evaluation draws from the whole distribution", unless=(-1, "-1")),
+    refused("eval-input-key", "evaluation has data.prompt"),
+    refused("eval-label-key", "evaluation has the columns of data.columns"),
+    refused("eval-tool-key", "tools are in one file (model.tools)"),
+    refused("eval-max-prompt-len", "evaluation has data.prompt_tokens_max"),
+    refused("eval-min-new-tokens", DRAWN_WHOLE),
+    refused("eval-reward-key", "a reward is one number"),
     refused("eval-config", "name its sets in evaluation.sets"),
     no_effect("skip-eval-before-train", "an evaluation before the run is always made"),
     mapped("use-wandb", "log.to", only_if(lambda s: s.is_on("use-wandb"), "off", lambda v, s: ["wandb"])),
@@ -437,11 +471,28 @@ _RULES: Final = (
     no_effect("tb-*", LOGS),
     no_effect("log-*", "see `transferqueue samples RUN`"),
     no_effect("save-debug-*", "see `transferqueue samples RUN`"),
+    refused("load-debug-rollout-data*", "a job generates and trains"),
+    refused("load-forge-rollout-data", "a job generates and trains"),
     refused("debug-train-only", "a job generates and trains", unless=(False, "false")),
     refused("debug-rollout-only", "a job generates and trains", unless=(False, "false")),
     no_effect("use-fault-tolerance", "processes that die are started again, and their rows come again"),
     no_effect("rollout-health-check-*", "processes that die are started again, and their rows come again"),
     no_effect("train-env-vars", "variables of the environment: set them where the job starts"),
+    no_effect("dump-details", "see `transferqueue samples RUN`"),
+    *(no_effect(name, "profiling: see transferqueue profile and trace") for name in _PROFILES),
+    no_effect("check-weight-update-equal", "weights come by the queue's channel"),
+    no_effect("http-proxy", "of slime's router"),
+    no_effect("use-distributed-post", "of slime's router"),
+    no_effect("ci-*", "of slime's own tests"),
+    no_effect("distributed-*", SHARDED),
+    refused("rollout-buffer-url", "a server of your own makes rows: write it as an environment (`[[environment]]`)"),
+    *(no_effect(name, "read with rollout-buffer-url") for name in _BUFFER),
+    *(refused(name, _OWN_FUNCTION) for name in _FUNCTIONS),
+    no_effect("start-rollout-id", RESUMES),
+    no_effect("async-save", "a checkpoint has model, optimizer and queue"),
+    no_effect("no-save-optim", "a checkpoint has model, optimizer and queue"),
+    no_effect("save-hf", "transferqueue export writes the model"),
+    refused("megatron-config-path", "a file of further arguments: give them after the script"),
     refused("custom-config-path", "a file of further arguments: give them after the script"),
     refused("custom-*", "a function of slime's own"),
 )
