@@ -78,6 +78,8 @@ HELD_S_MAX: Final = 6 * 3600.0
 """Longest time that the trainer or a generator holds rows: a streaming step holds its first rows until its last ones
 are generated."""
 DAY_S: Final = 86_400.0
+ROWS_TO_RECORD: Final = 1 << 14
+"""Room for rows that have ended and wait for their file: small steps share one, and generation waits for none."""
 _LONG: Final = (names.ROLLOUT, names.PLAY, names.TRAIN, names.TRAIN_CRITIC)
 _DEALT: Final = 8
 """Parts in which rows that are dispatched are leased: small, so that the first engine to ask does not get all the
@@ -338,10 +340,10 @@ def retention(job: Job, *, records: bool = False) -> tq.Retention:
     return tq.Acked() if requeues else tq.AckedColumns()
 
 
-def limits(job: Job) -> tq.Limits:
-    """Return the most rows of the table: those ahead, and those trained since the last checkpoint. The arena bounds the
-    bytes."""
-    return tq.Limits(rows=rows_kept(job))
+def limits(job: Job, *, records: bool = False) -> tq.Limits:
+    """Return the most rows of the table: those ahead, those trained since the last checkpoint, and those that wait for
+    others to share a file with. The arena bounds the bytes. records: see `retention`."""
+    return tq.Limits(rows=rows_kept(job) + (ROWS_TO_RECORD if records else 0))
 
 
 def create_table(queue: tq.Queue, job: Job, *, records: bool = False) -> tq.Table:
@@ -351,7 +353,7 @@ def create_table(queue: tq.Queue, job: Job, *, records: bool = False) -> tq.Tabl
         names.TABLE,
         fields=fields(job),
         tasks=tasks(job),
-        limits=limits(job),
+        limits=limits(job, records=records),
         pacing=pacing(job),
         retention=retention(job, records=records),
         replicas=job.ray.replicas,

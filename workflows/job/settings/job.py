@@ -865,7 +865,7 @@ class QueueSettings(_Table):
         "Write each row that ends, with all columns and its lineage, into files in the folder of the run (`rows/`).",
         "`on`: while the disk is full, rows wait, and then the job; `best_effort`: they are freed without a file, and"
         " the summary counts them. Not with an `address` or on Ray.",
-        "Columns stay in memory until their row ends, and a step costs about ten milliseconds more.",
+        "Columns stay in memory until their row ends.",
         For("people who ask later what a run generated: `transferqueue query`"),
     ] = "off"
     record_gib: Annotated[
