@@ -23,8 +23,9 @@ from transferqueue.workflows.job.settings.job import IN_TURN, Job
 
 THREADS: Final = "OMP_NUM_THREADS"
 """Variable with the threads of a process: torch, its libraries and vLLM read it."""
-_SLEEPING: Final = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""How the threads of a process wait for each other."""
+WAIT_POLICY: Final = "OMP_WAIT_POLICY"
+"""Variable that says how the threads of a process wait for each other."""
+_SLEEPING: Final = {WAIT_POLICY: "PASSIVE"}
 _TRAINERS: Final = (names.TRAIN, names.TRAIN_CRITIC)
 
 
