@@ -142,7 +142,7 @@ test-engines: $(ENGINED) ## the adapters against real engines: vLLM (CPU), trans
 
 engines-matrix: $(ENGINED) ## test-engines, and the tables of docs/reference/engines.md from what the conformance kits found
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(ENGINES)/bin/python -m pytest -m '' tests/engines --conformance docs/conformance $(ARGS)
-	$(ENGINES)/bin/python -m transferqueue.testing.conformance.matrix --records docs/conformance --into docs/reference/engines.md
+	$(ENGINES)/bin/python -m tests.engines.matrix --records docs/conformance --into docs/reference/engines.md
 
 fuzz: $(STAMP) ## typed extremes and kills, attacks on the bulk port, mutated frames, garbage (2 minutes; ARGS: --messages N, --seed N, ...)
 	$(BIN)/python -m tests.fuzz $(ARGS)
@@ -155,8 +155,8 @@ soak: test-long ## test-long, then simulator, fuzz, damaged files, chaos, all lo
 	$(BIN)/python -m tests.fuzz --frames 5000000 --messages 1000000 --attacks 20000 --seed $(SEED)
 	$(BIN)/python -m tests.damage state --count 10000 --seed $(SEED)
 	$(BIN)/python -m tests.damage snapshots --count 10000 --seed $(SEED)
-	$(BIN)/transferqueue chaos --seconds 180 --seed $(SEED)
-	$(BIN)/transferqueue chaos --seconds 60 --seed $(SEED) --spill
+	$(BIN)/python -m tests.chaos --seconds 180 --seed $(SEED)
+	$(BIN)/python -m tests.chaos --seconds 60 --seed $(SEED) --spill
 
 $(SHIMMED): tests/engines/shim.txt pyproject.toml
 	@test -x $(SHIM)/bin/python || { echo 'shim: creating $(SHIM) with TransferQueue 0.1.11 and Ray'; $(PYTHON) -m venv $(SHIM); }
@@ -177,7 +177,7 @@ $(VERLED): tests/engines/verl.txt pyproject.toml
 	@touch $@
 
 test-verl: $(VERLED) ## verl 0.9.1's agent loop, replay buffer, bridge, padding and checkpoint on the drop-in; its losses beside ours (a minute)
-	$(VERL)/bin/python -m pytest tests/engines/test_verl.py tests/engines/test_loss_agreement.py $(ARGS)
+	$(VERL)/bin/python -m pytest tests/engines/test_verl.py tests/engines/test_loss_agreement.py tests/engines/test_adopt_stacks.py $(ARGS)
 
 # verl's trainer whole, beside the original: its Ray workers import one or the other by their PYTHONPATH.
 $(STACKED): tests/engines/stacks.txt pyproject.toml
@@ -216,7 +216,7 @@ $(SLIMED): $(NEMOED)
 	@touch $@
 
 test-slime: $(SLIMED) ## slime's data source with its buffer in the queue, on slime's code (minutes; SLIME_AT=main: as it is today)
-	PYTHONPATH=$(NEMO)/slime $(NEMO)/bin/python -m pytest tests/engines/test_slime.py $(ARGS)
+	PYTHONPATH=$(NEMO)/slime $(NEMO)/bin/python -m pytest tests/engines/test_slime.py tests/engines/test_adopt_stacks.py $(ARGS)
 
 test-ray: $(SHIMMED) ## a deployment, and a training job, on Ray clusters of several nodes (minutes)
 	$(SHIM)/bin/python -m pytest tests/cluster tests/deploy $(ARGS)

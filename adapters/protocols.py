@@ -118,6 +118,8 @@ class Completion:
         spans: pairs of a version and a number of tokens, in order, which cover all tokens.
         more: the next completion of the request is finished too, so that asking for it does not wait; default False:
             unknown.
+        routes: the experts that a mixture of experts chose: int16 ``[tokens of prompt and completion - 1, layers,
+            experts a token]``; default None: the engine does not capture them.
     """
 
     prompt: int
@@ -127,6 +129,7 @@ class Completion:
     finish_reason: str
     spans: tuple[tuple[int, int], ...]
     more: bool = False
+    routes: npt.NDArray[np.int16] | None = None
 
     @property
     def policy_version(self) -> int:

@@ -37,11 +37,11 @@ import numpy as np
 
 import transferqueue as tq
 from bench.harness import ROOT
+from bench.measurement_record import Measurement, summarize
 from bench.namespaces import FAR, NEAR, Far, inside, why_not
 from bench.run_record import RECORDS, save_record
 from bench.server import Server
 from bench.two_sites import SlowLink
-from transferqueue.observe.measurement_record import Measurement, summarize
 from transferqueue.wire.answers.stats import ChannelStats
 
 MODULE: Final = "bench.forwarding"

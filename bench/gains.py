@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Final
 
 from bench.ladder import PLAIN_JOBS
+from bench.measurement_record import MeasuredResult, MeasurementRecord, load_record
 from bench.run_record import RECORDS
 from bench.table import insert
-from transferqueue.observe.measurement_record import MeasuredResult, MeasurementRecord, load_record
 
 TITLES: Final = {
     "modes": "Beside the loop that one would write",

@@ -22,10 +22,10 @@ from typing import Any, Final
 import numpy as np
 
 import transferqueue as tq
+from bench.measurement_record import MeasuredResult, Measurement, single, summarize
 from bench.run_record import RECORDS, save_record, show
 from bench.server import Server
 from transferqueue.limits import KIB
-from transferqueue.observe.measurement_record import MeasuredResult, Measurement, single, summarize
 from transferqueue.workflows.job import graph, names
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.read import job_from_values

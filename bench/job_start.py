@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Final
 
 from bench.harness import ROOT
+from bench.measurement_record import MeasuredResult, Measurement, summarize
 from bench.run_record import into_option, save_record, show
-from transferqueue.observe.measurement_record import MeasuredResult, Measurement, summarize
 
 RUN_S: Final = 900.0
 TASKS: Final = "transferqueue.workflows.job.tiny_model.tasks"

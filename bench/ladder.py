@@ -49,8 +49,8 @@ from typing import Any, Final
 
 from bench.given_lengths import ENGINES, SKEWS, texts
 from bench.harness import ROOT
+from bench.measurement_record import MeasuredResult, Measurement, summarize
 from bench.run_record import into_option, save_record, show
-from transferqueue.observe.measurement_record import MeasuredResult, Measurement, summarize
 
 PLAIN: Final = "plain loop"
 TRL: Final = "TRL"

@@ -38,8 +38,8 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 import msgspec
 
 from bench.harness import ROOT
+from bench.measurement_record import MeasuredResult, Measurement, single, summarize
 from bench.run_record import into_option, save_record, show
-from transferqueue.observe.measurement_record import MeasuredResult, Measurement, single, summarize
 from transferqueue.workflows.job.profiling.job import profile_job
 from transferqueue.workflows.job.settings.plan_file import STEPS, changes_of
 from transferqueue.workflows.job.settings.read import job_from_file

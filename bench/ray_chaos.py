@@ -33,8 +33,8 @@ import numpy as np
 import transferqueue as tq
 from bench.harness import Result
 from bench.run_record import ByHand, by_hand_options
+from tests.chaos.payload import Payload
 from transferqueue.errors import ShardLost
-from transferqueue.testing.chaos.payload import Payload
 from transferqueue.wire.answers.stats import TableAudit
 
 SCENARIO: Final = "ray_chaos"

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 import transferqueue as tq
+from bench.measurement_record import MeasuredResult, Measurement, single
 from bench.run_record import RECORDS, save_record, show
 from bench.server import Server
-from transferqueue.observe.measurement_record import MeasuredResult, Measurement, single
 
 GROUP: Final = 16
 IMAGE_SHAPE: Final = (3, 224, 224)

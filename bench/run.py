@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.harness import ROOT, Result, load_results
+from bench.measurement_record import Measurement, commit_in_use
 from bench.namespaces import why_not
 from bench.run_record import RAW, RECORDS, save_job
-from transferqueue.observe.measurement_record import Measurement, commit_in_use
 
 OURS = "transferqueue"
 LAST_LINES = 12

@@ -1,7 +1,7 @@
 """The records of benchmarks: written from the samples of scenarios, read back by tables and comparisons.
 
 A run of `bench.run` is a folder with one record for each scenario of each contender; a scenario run by hand is one
-file. The form of a record is that of `transferqueue.observe.measurement_record`; the name of a result is
+file. The form of a record is that of `bench.measurement_record`; the name of a result is
 ``contender/workload/metric``. Raw samples go to `bench/raw/`, which git ignores.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import ROOT, Result, save_results
-from transferqueue.observe.measurement_record import (
+from bench.measurement_record import (
     MeasuredResult,
     Measurement,
     MeasurementRecord,

@@ -36,10 +36,10 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
+from bench.measurement_record import MeasuredResult, Measurement, single
 from bench.run_record import into_option, save_record, show
 from transferqueue.adapters.scoring.load_sharded import model_without_weights
 from transferqueue.adapters.weight_files import WEIGHTS, TensorWriter
-from transferqueue.observe.measurement_record import MeasuredResult, Measurement, single
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.resolve import resolve
 from transferqueue.workflows.job.training.checkpoint import Checkpoints, load_checkpoint

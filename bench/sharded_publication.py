@@ -27,9 +27,9 @@ from torch import distributed as dist
 from torch import nn
 
 import transferqueue as tq
+from bench.measurement_record import MeasuredResult, Measurement, single, summarize
 from bench.run_record import into_option, save_record, show
 from transferqueue.adapters.weights import ChannelWeights, ModuleWeights, copy_weights
-from transferqueue.observe.measurement_record import MeasuredResult, Measurement, single, summarize
 from transferqueue.workflows.job.training.publication import HostCopy, Publisher
 from transferqueue.workflows.job.training.rank_shards import RankShards
 

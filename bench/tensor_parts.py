@@ -27,9 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import transferqueue as tq
+from bench.measurement_record import MeasuredResult, Measurement, single, summarize
 from bench.run_record import into_option, save_record, show
 from bench.server import Server
-from transferqueue.observe.measurement_record import MeasuredResult, Measurement, single, summarize
 
 RANKS: Final = 4
 LAYERS, HIDDEN, INNER = 4, 1024, 2816

@@ -44,11 +44,11 @@ from typing import Any, Final, Self
 import torch
 
 import transferqueue as tq
+from bench.measurement_record import Measurement, summarize
 from bench.namespaces import NEAR, Far, inside, why_not
 from bench.run_record import RECORDS, save_record
 from bench.server import Server
 from transferqueue.adapters.weights import checkpoint_specs
-from transferqueue.observe.measurement_record import Measurement, summarize
 
 MODULE: Final = "bench.two_sites"
 SITES: Final = ("one", "two")

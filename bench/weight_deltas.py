@@ -1,51 +1,53 @@
 """What a version of weights costs as a difference, and whole: ``python -m bench.weight_deltas --into bench/records``.
 
-A Qwen3 model in bfloat16, made from a config (`--hidden`, `--layers`, `--vocabulary`), trains on random tokens with
-AdamW at several learning rates. After each step the same weights are published on two channels of one server, by turns,
-each by the publisher of a job, in a thread beside the trainer: *delta*, with differences, and *whole*, without. A
-reader of each, whose bytes cross the network stack as from another host, holds the version before and pulls the next; a
-reader on the server's host pulls the newest *late*, without one. All tensors of each are compared with the model bit by
-bit.
+A Qwen3 model in float32, made from a config (`--hidden`, `--layers`, `--vocabulary`), trains with AdamW at several
+learning rates on sequences that count up. After each step its weights are published in bfloat16 on two channels of one
+server, by turns, each by the publisher of a job, in a thread beside the trainer: *delta*, with differences, and
+*whole*, without. A reader of each, whose bytes cross the network stack as from another host, holds the version before,
+pulls the next, and loads it into a model in bfloat16, as engines do; a reader on the server's host pulls the newest
+*late*, without one. What was pulled and what the models have is compared with what was published, bit by bit.
 
 - share: bytes over those of the model: *written* by the publisher, *sent* to the reader. The mean of the steps counts
   the versions that were written whole. The first version is not counted.
 - seconds: *stand-still*, for which the trainer waits until the weights are copied; of `publish`, beside the trainer; of
-  the follower's pull, and of the late reader's, which each compare checksums.
-- changed: the share of the elements that the step changed.
+  the follower's pull (*follow*), of loading it (*apply*), and of the late reader's pull; pulls compare checksums.
+- changed: the share of the published elements that the step changed.
 
 Expected, written before the first run: at 1e-6 2 to 5 % of the elements change, and a changed one takes about 10 of 16
 bits, so 1 to 3 % are sent; written is up to 3 % more, since after 32 versions tensors are written whole. Both ways read
 the model, and copy and hash it once: publishing differences reads it once more and writes less, so it takes about as
 long. The trainer stands still for one copy both ways. The follower copies what it holds, so it takes about as long as
-receiving the same bytes over loopback. At 5e-4 nearly everything changes: both ways are whole.
+receiving the same bytes over loopback. At 5e-4 nearly everything changes: both ways are whole. It takes about 46 bytes
+of memory a parameter: 16 of the trainer, 30 of the copies of both ways.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, Final
 
 import torch
 
 import transferqueue as tq
+from bench.measurement_record import MeasuredResult, Measurement, single, summarize
 from bench.run_record import into_option, save_record, show
 from bench.server import Server
 from transferqueue.adapters.protocols import TensorSpec
-from transferqueue.adapters.weights import spec
-from transferqueue.observe.measurement_record import MeasuredResult, Measurement, single, summarize
+from transferqueue.adapters.weights import ChannelWeights, ModuleLoader, spec
 from transferqueue.workflows.job.training.publication import Publisher
 
 WAYS: Final = {"delta": {}, "whole": {"deltas": 0}}
 WAIT_S: Final = 100.0
+PUBLISHED: Final = torch.bfloat16
 
 Samples = dict[str, list[float]]
 
 
 def make_model(options: argparse.Namespace) -> Any:
-    """A model with random weights."""
+    """A model with random weights, in float32."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -59,12 +61,17 @@ def make_model(options: argparse.Namespace) -> Any:
         head_dim=64,
         tie_word_embeddings=True,
     )
-    return Qwen3ForCausalLM(config).to(torch.bfloat16)
+    return Qwen3ForCausalLM(config)
 
 
 def weights_of(model: Any) -> dict[str, torch.Tensor]:
-    """The tensors as they are published: tied ones once."""
+    """The tensors: tied ones once."""
     return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def published(model: Any) -> dict[str, torch.Tensor]:
+    """Copies of the tensors, as they are published."""
+    return {name: value.to(PUBLISHED) for name, value in weights_of(model).items()}
 
 
 class Parameters:
@@ -81,7 +88,7 @@ class Parameters:
         return iter(self._tensors.items())
 
 
-def same(found: tq.Weights, sent: dict[str, torch.Tensor]) -> bool:
+def same(found: Mapping[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> bool:
     """Whether all bits are equal."""
     return all(torch.equal(found[name].view(torch.int16), value.view(torch.int16)) for name, value in sent.items())
 
@@ -89,11 +96,14 @@ def same(found: tq.Weights, sent: dict[str, torch.Tensor]) -> bool:
 class Way:
     """A channel, its publisher, its follower, and what each version took."""
 
-    def __init__(self, name: str, server: Server, opened: ExitStack, samples: Samples) -> None:
-        self._name, self._samples = name, samples
+    def __init__(self, name: str, server: Server, opened: ExitStack, samples: Samples, engine: Any) -> None:
+        self._name, self._samples, self._engine = name, samples, engine
+        self._loader, self._address = ModuleLoader(engine), server.tcp_address
         self._trainer = opened.enter_context(tq.connect(server.address))
         self._publisher = Publisher(
-            self._trainer.weights(name, keep=1, **WAYS[name]), figures=lambda kind, **values: self._told.update(values)
+            self._trainer.weights(name, keep=1, **WAYS[name]),
+            dtype=PUBLISHED,
+            figures=lambda kind, **values: self._told.update(values),
         )
         opened.callback(self._publisher.close)
         self._told: dict[str, float] = {}
@@ -108,9 +118,8 @@ class Way:
     def _sent(self) -> int:
         return sum(self._trainer.stats().server.bulk_sent_bytes.values())
 
-    def version(self, number: int, model: Any, nbytes: int) -> None:
-        """Publish and pull one version."""
-        sent = weights_of(model)
+    def version(self, number: int, model: Any, sent: dict[str, torch.Tensor], nbytes: int) -> None:
+        """Publish, pull and load one version."""
         began = time.perf_counter()
         self._publisher.publish(number, Parameters(model))
         self._publisher.wait_copied()
@@ -123,9 +132,12 @@ class Way:
         self._note("follow seconds", time.perf_counter() - began)
         self._note("sent share", (self._sent() - before) / nbytes)
         began = time.perf_counter()
+        self._loader.load(ChannelWeights(self._address, pulled))
+        self._note("apply seconds", time.perf_counter() - began)
+        began = time.perf_counter()
         late = self._late.pull(timeout_s=WAIT_S)
         self._note("late seconds", time.perf_counter() - began)
-        if not (same(pulled, sent) and same(late, sent)):
+        if not all(same(found, sent) for found in (pulled, late, weights_of(self._engine))):
             raise ValueError(f"version {number} of {self._name} is not what was published")
         late.release()
         if self._held is not None:
@@ -138,32 +150,40 @@ class Way:
             self._held.release()
 
 
+def train(model: Any, optimizer: torch.optim.Optimizer, vocabulary: int) -> None:
+    """One step, on two sequences of 64 tokens."""
+    tokens = (torch.randint(0, vocabulary, (2, 1)) + torch.arange(64)) % vocabulary
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def differing(these: dict[str, torch.Tensor], those: dict[str, torch.Tensor]) -> int:
+    """How many elements have other bits."""
+    return sum(int((these[name].view(torch.int16) != those[name].view(torch.int16)).sum()) for name in these)
+
+
 def measured(options: argparse.Namespace, rate: float) -> tuple[Samples, int]:
-    """Samples of one learning rate, and the bytes of the model."""
+    """Samples of one learning rate, and the bytes of a version."""
     samples: Samples = {}
     model = make_model(options)
-    nbytes = sum(value.nbytes for value in weights_of(model).values())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    before = {name: value.clone() for name, value in weights_of(model).items()}
+    sent = published(model)
+    nbytes = sum(value.nbytes for value in sent.values())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False)
     server = Server(f"{12 * nbytes // (1 << 20) + 64}MiB", tcp=True)
     with ExitStack() as opened:
         opened.callback(server.stop)
-        ways = [Way(name, server, opened, samples) for name in WAYS]
+        ways = [Way(name, server, opened, samples, make_model(options).to(PUBLISHED)) for name in WAYS]
         for step in range(options.steps + 1):
             if step:
                 began = time.perf_counter()
-                tokens = torch.randint(0, options.vocabulary, (2, 64))
-                model(input_ids=tokens, labels=tokens).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                train(model, optimizer, options.vocabulary)
                 samples.setdefault("step seconds", []).append(time.perf_counter() - began)
-                changed = 0
-                for name, value in weights_of(model).items():
-                    changed += int((value.view(torch.int16) != before[name].view(torch.int16)).sum())
-                    before[name].copy_(value)
-                samples.setdefault("changed share", []).append(2 * changed / nbytes)
+                before, sent = sent, published(model)
+                samples.setdefault("changed share", []).append(2 * differing(sent, before) / nbytes)
+                del before
             for way in ways if step % 2 else reversed(ways):
-                way.version(step, model, nbytes)
+                way.version(step, model, sent, nbytes)
         for way in ways:
             way.close()
     return samples, nbytes
@@ -180,15 +200,16 @@ def results(options: argparse.Namespace) -> Iterator[MeasuredResult]:
                 yield single(f"lr {rate:g}: {name}, mean", "ratio", sum(values) / len(values))
                 yield single(f"lr {rate:g}: {name}, first", "ratio", values[0])
                 yield single(f"lr {rate:g}: {name}, last", "ratio", values[-1])
-    yield single("model", "bytes", nbytes)
+    yield single("version", "bytes", nbytes)
+    yield single("parameters", "count", nbytes // PUBLISHED.itemsize)
 
 
 def main() -> None:
     """Measure, print, and write a record if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--vocabulary", type=int, default=5120)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 1e-5, 5e-4])
     into_option(parser)
@@ -197,7 +218,7 @@ def main() -> None:
     lines = list(results(options))
     show(lines)
     sizes = {name: getattr(options, name) for name in ("hidden", "layers", "vocabulary", "steps")}
-    save_record(measurement, options.into, "weight-deltas", lines, sizes | {"keep": 1})
+    save_record(measurement, options.into, "weight-deltas", lines, sizes | {"keep": 1, "master": "float32"})
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ RENAMED = [
     ("transferqueue.adapters.protocols", "Stage", "StageFunction"),
     ("transferqueue.adapters.weights", "Follower", "WeightUpdater"),
     ("transferqueue.adapters.weights", "Relay", "WeightHandoff"),
-    ("transferqueue.testing.conformance.matrix", "Record", "MatrixRecord"),
     ("transferqueue.testing.conformance.report", "Broken", "RuleBroken"),
     ("transferqueue.testing.conformance.report", "Outcome", "CheckOutcome"),
     ("transferqueue.weights", "Carrier", "RelayProcess"),

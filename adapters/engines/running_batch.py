@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Final
@@ -27,6 +28,7 @@ from transferqueue.adapters.engines.completion import seed_of
 from transferqueue.adapters.engines.key_value_cache import Part, joined
 from transferqueue.adapters.engines.sampling import RowDraws, draw_by
 from transferqueue.adapters.protocols import ABORT, LENGTH, STOP, Caches, Completion, Prompt, Sampling
+from transferqueue.adapters.routes import Routes, captured_routes, stacked_routes
 
 _LIVE_SHARE_MIN: Final = 0.6
 _JOIN_SHARE: Final = 8
@@ -39,7 +41,7 @@ _BEGIN_TOKENS_MAX: Final = 16384
 class Row:
     """A completion that is being generated. `owner` is the caller's; the batch does not read it."""
 
-    __slots__ = ("context", "draws", "ids", "logprobs", "owner", "prompt", "sample", "sampling", "spans")
+    __slots__ = ("context", "draws", "ids", "logprobs", "owner", "prompt", "routes", "sample", "sampling", "spans")
 
     def __init__(self, owner: Any, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> None:
         begun = prompt.begun
@@ -49,6 +51,8 @@ class Row:
         self.ids: list[int] = [] if begun is None else begun.ids.tolist()
         self.logprobs: list[float] = [] if begun is None else begun.logprobs.tolist()
         self.spans: list[tuple[int, int]] = [] if begun is None else list(begun.spans)
+        self.routes: list[Routes] = []
+        """Of the tokens that the model has read, where they are captured."""
         self.draws = RowDraws(
             seed_of(sampling, index, self.sample, replace(prompt, begun=None, samples=1)), drawn=len(self.ids)
         )
@@ -78,6 +82,7 @@ class Row:
             logprobs=np.array(self.logprobs, np.float32),
             finish_reason=reason,
             spans=tuple(self.spans),
+            routes=np.concatenate(self.routes) if self.routes else None,
         )
 
 
@@ -107,10 +112,17 @@ class _Cached:
 
 class RunningBatch:
     """Rows of one model, waiting or running. At most `rows_max` run at once; more wait. `kv`: returns what becomes of
-    their caches when weights change."""
+    their caches when weights change. `routes`: capture the experts that the model chooses."""
 
-    def __init__(self, model: Any, rows_max: int, kv: Callable[[], Caches] = lambda: Caches.RECOMPUTE) -> None:
-        self._model, self._rows_max, self._kv = model, rows_max, kv
+    def __init__(
+        self,
+        model: Any,
+        rows_max: int,
+        kv: Callable[[], Caches] = lambda: Caches.RECOMPUTE,
+        *,
+        routes: bool = False,
+    ) -> None:
+        self._model, self._rows_max, self._kv, self._routes = model, rows_max, kv, routes
         self._joins = _empty_cache(model) is not None
         self._waiting: deque[Row] = deque()
         self._cached: _Cached | None = None
@@ -203,7 +215,10 @@ class RunningBatch:
         mask_CT = begun.mask()
         positions_CT = (mask_CT.long().cumsum(1) - 1).clamp(min=0)
         empty = _empty_cache(self._model) if self._joins else None
-        logits_CV, begun.cache = self._forward(ids_CT, mask_CT, positions_CT, empty)
+        logits_CV, begun.cache, routes = self._forward(ids_CT, mask_CT, positions_CT, empty)
+        if routes is not None:
+            for row, at in zip(rows, index_R.tolist(), strict=True):
+                row.routes = [routes[at, -len(contexts[at]) :]]
         cached = self._with_new(rows, begun, index_R)
         at = range(len(cached.rows) - len(rows), len(cached.rows))
         return self._draw(cached, at, logits_CV[index_R], version)
@@ -232,19 +247,29 @@ class RunningBatch:
         finished_B = torch.tensor([row is None for row in cached.rows], device=self._model.device)
         positions_B1 = cached.lengths_B.masked_fill(finished_B, 0)[:, None]
         cached.lengths_B, cached.width = cached.lengths_B + 1, cached.width + 1
-        logits_BV, cached.cache = self._forward(last_B1, cached.mask(), positions_B1, cached.cache)
+        logits_BV, cached.cache, routes = self._forward(last_B1, cached.mask(), positions_B1, cached.cache)
+        if routes is not None:
+            for row, read in zip(cached.rows, routes, strict=True):
+                if row is not None:
+                    row.routes.append(read)
         return logits_BV
 
-    def _forward(self, ids_BT: Tensor, mask_BT: Tensor, positions_BT: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        output = self._model(
-            input_ids=ids_BT,
-            attention_mask=mask_BT,
-            position_ids=positions_BT,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return output.logits[:, -1].float(), output.past_key_values
+    def _forward(
+        self, ids_BT: Tensor, mask_BT: Tensor, positions_BT: Tensor, cache: Any
+    ) -> tuple[Tensor, Any, Routes | None]:
+        """Call the model; return the last logits, the cache, and the routes ``[rows, tokens, layers, experts]``."""
+        none: AbstractContextManager[list[Tensor]] = nullcontext([])
+        with captured_routes(self._model) if self._routes else none as chosen:
+            output = self._model(
+                input_ids=ids_BT,
+                attention_mask=mask_BT,
+                position_ids=positions_BT,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        routes = stacked_routes(chosen, len(ids_BT)) if self._routes else None
+        return output.logits[:, -1].float(), output.past_key_values, routes
 
     def _draw(self, cached: _Cached, at: range, logits_BV: Tensor, version: int) -> Finished:
         """Draw a token for each unfinished row of places `at`, whose logits are `logits_BV`; return those that this

@@ -12,6 +12,7 @@ from typing import Any, Final
 from transferqueue.adapters.engines.running_batch import Row, RunningBatch
 from transferqueue.adapters.engines.stepped import SteppedGenerator, SteppedRequest
 from transferqueue.adapters.protocols import Caches, Prompt, Sampling, WeightSource
+from transferqueue.adapters.routes import routers_of
 from transferqueue.adapters.weights import ModuleLoader
 from transferqueue.errors import UsageError
 
@@ -29,25 +30,40 @@ class TransformersGenerator(SteppedGenerator):
         shared_batch: default True: all requests run in one batch. False: each request is a batch of its own, of any
             size: with a seed for each prompt its tokens and log-probabilities are then the same, bit for bit, whatever
             else is generated and whenever.
+        routes: default False. True: completions have the experts that the model chose (`Completion.routes`).
 
     Raises:
         UsageError: `rows_max` is below 1.
+        Unsupported: `routes` of a model without routers of experts.
     """
 
-    def __init__(self, model: Any, *, version: int = -1, rows_max: int = ROWS_MAX, shared_batch: bool = True) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        version: int = -1,
+        rows_max: int = ROWS_MAX,
+        shared_batch: bool = True,
+        routes: bool = False,
+    ) -> None:
         if rows_max < 1:
             raise UsageError(f"rows_max={rows_max}: at least one completion must be able to run")
         super().__init__("generator", version)
         self._model = model.eval()
         self._loader = ModuleLoader(model)
         self._context_max = getattr(model.config, "max_position_embeddings", None)
-        self._shared = RunningBatch(model, rows_max, self._caches) if shared_batch else None
+        if routes:
+            routers_of(model)
+        self._routes = routes
+        self._shared = RunningBatch(model, rows_max, self._caches, routes=routes) if shared_batch else None
 
     def _row(self, request: SteppedRequest, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> Row:
         return Row(request, index, sample, prompt, sampling)
 
     def _batch(self, request: SteppedRequest) -> RunningBatch:
-        return RunningBatch(self._model, len(request.rows), self._caches) if self._shared is None else self._shared
+        if self._shared is not None:
+            return self._shared
+        return RunningBatch(self._model, len(request.rows), self._caches, routes=self._routes)
 
     def _caches(self) -> Caches:
         return self.kv

@@ -11,8 +11,8 @@ from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+from transferqueue.adapters.routes import placed_routes, replayed_routes, routers_of
 from transferqueue.adapters.scoring.forward_rows import ForwardRows
 from transferqueue.adapters.scoring.plan import inputs, lay_out, limits_of, plan_for, unwrapped
 from transferqueue.errors import UsageError
@@ -55,9 +56,8 @@ def response_logprobs(
     responses: Iterable[Any],
     *,
     temperature: float = 1.0,
-    logits_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the log-probability of each response token: float32 ``[N]``, rows one after the other.
+    """Return the log-probability of each response token: float32 ``[N]``, rows one after the other. Logits are float32.
 
     It has a gradient unless gradients are off. One forward pass for all rows: give a micro-batch (`micro_batches`). The
     result of a row does not depend on the others but for rounding. The model must not be used by another thread at the
@@ -70,8 +70,6 @@ def response_logprobs(
         responses: integers ``[T]`` of each row; of a row with several turns, all tokens after the prompt (mask those
             that the model did not draw).
         temperature: above 0, that the tokens were drawn with; default 1.0.
-        logits_dtype: in which the output layer computes logits; default ``torch.float32``. The softmax is always
-            float32.
 
     Raises:
         UsageError: rows that the model cannot take, or a temperature of 0 or less.
@@ -80,7 +78,7 @@ def response_logprobs(
     Example:
         >>> logprobs_N = response_logprobs(model, [[5, 6], [7]], [[8, 1], [9, 9, 1]])  # doctest: +SKIP
     """
-    return response_scores(model, prompts, responses, temperature=temperature, logits_dtype=logits_dtype).logprobs_N
+    return response_scores(model, prompts, responses, temperature=temperature).logprobs_N
 
 
 def response_scores(
@@ -89,10 +87,10 @@ def response_scores(
     responses: Iterable[Any],
     *,
     temperature: float = 1.0,
-    logits_dtype: torch.dtype = torch.float32,
     entropy: bool = False,
     top_k: int = 0,
     at_ids: Iterable[Any] | None = None,
+    routes: Sequence[Any] | None = None,
 ) -> ResponseScores:
     """Return log-probabilities, and other scores of the same logits, as `response_logprobs`.
 
@@ -101,13 +99,15 @@ def response_scores(
         prompts: as of `response_logprobs`.
         responses: as of `response_logprobs`.
         temperature: as of `response_logprobs`; default 1.0.
-        logits_dtype: as of `response_logprobs`; default ``torch.float32``.
         entropy: return the entropy of each response token's distribution, in nats; default False.
         top_k: how many most probable tokens to return; default 0: none.
         at_ids: integers ``[T, K]`` of each row, whose log-probabilities are returned too; default None.
+        routes: int16 ``[P + T - 1, layers, experts a token]`` of each row: the experts that a mixture of experts is to
+            choose (`adapters.routes`); default None: its own.
 
     Raises:
-        UsageError: rows that the model cannot take, a temperature of 0 or less, or `top_k` above the vocabulary.
+        UsageError: rows that the model cannot take, a temperature of 0 or less, `top_k` above the vocabulary, or routes
+            of a model of another shape.
         Unsupported: a model that is not causal.
     """
     if not temperature > 0:
@@ -118,9 +118,10 @@ def response_scores(
     vocabulary = limits_of(unwrapped(model))[0]
     if top_k < 0 or (vocabulary is not None and top_k > vocabulary):
         raise UsageError(f"top_k={top_k}; give 0 to {vocabulary}, the size of the vocabulary")
-    wanted = _Wanted(temperature, logits_dtype, entropy, top_k, _at_ids(rows, at_ids))
+    wanted = _Wanted(temperature, entropy, top_k, _at_ids(rows, at_ids))
     tops: list[tuple[Tensor, Tensor]] = []
-    columns_NC = _run(model, rows, wanted, tops)
+    with nullcontext() if routes is None else _replaying(model, rows, routes):
+        columns_NC = _run(model, rows, wanted, tops)
     one, others = 1, 0 if wanted.at_NK is None else wanted.at_NK.shape[1]
     return ResponseScores(
         logprobs_N=columns_NC[:, 0],
@@ -131,6 +132,15 @@ def response_scores(
     )
 
 
+def _replaying(model: nn.Module, rows: ForwardRows, routes: Sequence[Any]) -> AbstractContextManager[None]:
+    inner = unwrapped(model)
+    routers_of(inner)  # raises for a model whose rows share their prompts: it has none
+    before_R = rows.positions_BT.flatten()[rows.last_R]  # tokens before the last one of each row
+    starts = (rows.last_R - before_R).tolist()
+    placed = placed_routes(inner, routes, (before_R + 1).tolist(), starts, rows.ids_BT.numel())
+    return replayed_routes(inner, placed)
+
+
 @torch.no_grad()
 def teacher_top_k(
     model: nn.Module,
@@ -139,7 +149,6 @@ def teacher_top_k(
     *,
     k: int,
     temperature: float = 1.0,
-    logits_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """Return the most probable tokens at each response token, best first, without a gradient.
 
@@ -149,7 +158,6 @@ def teacher_top_k(
         responses: as of `response_logprobs`.
         k: how many tokens; 0: the drawn token alone, ``[N, 1]``.
         temperature: as of `response_logprobs`; default 1.0.
-        logits_dtype: as of `response_logprobs`; default ``torch.float32``.
 
     Returns:
         Ids int64 ``[N, k]`` and log-probs float32 ``[N, k]``.
@@ -159,7 +167,7 @@ def teacher_top_k(
         Unsupported: a model that is not causal.
     """
     responses = list(responses)
-    scores = response_scores(model, prompts, responses, temperature=temperature, logits_dtype=logits_dtype, top_k=k)
+    scores = response_scores(model, prompts, responses, temperature=temperature, top_k=k)
     if scores.top_ids_NK is None or scores.top_logprobs_NK is None:
         drawn_N = torch.cat([torch.as_tensor(response, dtype=torch.int64) for response in responses])
         return drawn_N[:, None].to(scores.logprobs_N.device), scores.logprobs_N[:, None]
@@ -171,7 +179,6 @@ class _Wanted:
     """Values computed from logits."""
 
     temperature: float
-    dtype: torch.dtype
     entropy: bool
     top_k: int
     at_NK: Tensor | None
@@ -213,7 +220,7 @@ def _run(model: nn.Module, rows: ForwardRows, wanted: _Wanted, tops: list[tuple[
 
     def head_forward(hidden_BTH: Tensor) -> Tensor:
         hidden_NH = hidden_BTH.reshape(-1, hidden_BTH.shape[-1]).index_select(0, rows.from_S)
-        logits_of, vocabulary = _logits_of(inner.get_output_embeddings(), wanted.dtype)
+        logits_of, vocabulary = _logits_of(inner.get_output_embeddings())
         return _in_chunks(logits_of, hidden_NH, vocabulary, rows, wanted, tops)[None]
 
     with _forward_replaced(inner.get_output_embeddings(), head_forward):
@@ -231,16 +238,16 @@ def _forward_replaced(module: nn.Module, forward: Callable[[Tensor], Tensor]) ->
         del module.forward
 
 
-def _logits_of(head: nn.Module, dtype: torch.dtype) -> tuple[Callable[[Tensor], Tensor], int]:
-    """Return the output layer as a function that computes in `dtype`, and the number of its outputs."""
+def _logits_of(head: nn.Module) -> tuple[Callable[[Tensor], Tensor], int]:
+    """Return the output layer as a function that computes in float32, and the number of its outputs."""
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         forward: Callable[[Tensor], Tensor] = partial(type(head).forward, head)
         return forward, head.get_parameter("weight").shape[0]
-    weight_VH, bias_V = head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
+    weight_VH, bias_V = head.weight.float(), None if head.bias is None else head.bias.float()
 
     def logits(hidden_CH: Tensor) -> Tensor:
         with torch.autocast(hidden_CH.device.type, enabled=False):
-            return linear(hidden_CH.to(dtype), weight_VH, bias_V)
+            return linear(hidden_CH.float(), weight_VH, bias_V)
 
     return logits, weight_VH.shape[0]
 

@@ -127,7 +127,6 @@ class LogProbs(ScoringStage):
         model: a causal language model of `load_causal_lm`.
         gives: name of the column; default ``"ref_logprobs"``.
         temperature: that the tokens were drawn with; default 1.0.
-        logits_dtype: in which the output layer computes logits; default ``torch.float32``.
         **stage: `prompts`, `responses`, `tokens` and `turns`, as of `RewardModel`.
     """
 
@@ -137,11 +136,10 @@ class LogProbs(ScoringStage):
         *,
         gives: str = "ref_logprobs",
         temperature: float = 1.0,
-        logits_dtype: torch.dtype = torch.float32,
         **stage: Any,
     ) -> None:
         super().__init__(model, gives=gives, **stage)
-        self._temperature, self._logits_dtype = temperature, logits_dtype
+        self._temperature = temperature
 
     def score(self, prompts: Sequence[Any], responses: Sequence[Any]) -> tuple[Any, ...]:
         """Return the log-probs of the rows of one forward pass.
@@ -150,9 +148,7 @@ class LogProbs(ScoringStage):
             prompts: token ids of each row.
             responses: token ids of each row.
         """
-        logprobs_N = response_logprobs(
-            self._model, prompts, responses, temperature=self._temperature, logits_dtype=self._logits_dtype
-        )
+        logprobs_N = response_logprobs(self._model, prompts, responses, temperature=self._temperature)
         return (_by_row(logprobs_N, responses),)
 
 

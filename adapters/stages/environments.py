@@ -64,6 +64,8 @@ class Episode:
     trajectory: Trajectory = field(default_factory=Trajectory)
     rewards: list[float] = field(default_factory=list)
     finish_reason: str = ""
+    prompt_tokens: int = 0
+    """Tokens before the first answer."""
 
     @property
     def turns(self) -> int:
@@ -83,11 +85,11 @@ class EpisodePlayer:
     """Plays episodes with one generator. Safe from several threads, one for each episode.
 
     Args:
-        encode: ids of an observation, from it, the number of its turn (0: the first observation), and the tokens that
-            the model drew before it.
+        encode: ids of an observation, from it, the number of its turn from 1, and the tokens that the model drew before
+            it.
         decode: an action from the tokens that the model drew.
         sampling: of a turn.
-        tokens_max: of a whole episode after its beginning. An episode that reaches it is cut.
+        tokens_max: of a whole episode, beside the tokens of its prompt. An episode that reaches it is cut.
         turns_max: turns of an episode. An episode that reaches it is cut.
         timeout_s: of each request.
     """
@@ -111,26 +113,26 @@ class EpisodePlayer:
         self,
         environment: Environment,
         *,
-        begin: Sequence[int] | Ids = (),
+        begin: Callable[[Any], tuple[Sequence[int] | Ids, int]],
         seed: int | None = None,
         options: dict[str, Any] | None = None,
         draws: int | None = None,
         given_up: Callable[[], bool] = lambda: False,
     ) -> Episode:
-        """Play one episode to its end. Blocks. `begin` has the tokens before the first observation, `draws` the seed of
-        its tokens. Raises `EpisodeEnded` between two turns once `given_up` returns True, `ObservationTooLong` if the
-        first observation leaves no token of ``tokens_max``, and the environment's exceptions.
+        """Play one episode to its end. Blocks. `begin` makes the tokens before the first answer from the first
+        observation, and says how many of them are the observation's; `draws` is the seed of the drawn tokens. Raises
+        `EpisodeEnded` between two turns once `given_up` returns True, `ObservationTooLong` if the first observation
+        leaves no token of ``tokens_max``, and the environment's exceptions.
         """
-        episode = Episode()
-        episode.trajectory.add_input(begin)
-        limit = None if self._tokens_max is None else len(begin) + self._tokens_max
         observation, _ = environment.reset(seed=seed, options=options)
-        ids = self._encode(observation, 0, np.empty(0, np.int32))
-        if limit is not None and len(begin) + len(ids) >= limit:
+        ids, observed = begin(observation)
+        limit = None if self._tokens_max is None else len(ids) - observed + self._tokens_max
+        if limit is not None and len(ids) >= limit:
             raise ObservationTooLong(
-                f"the first observation has {len(ids)} tokens, of at most {self._tokens_max} for observations and "
-                "answers: none is left for an answer; shorten it, or raise sampling.tokens_max"
+                f"the first observation has {observed} tokens, of at most {self._tokens_max} for "
+                "observations and answers: none is left for an answer; shorten it, or raise sampling.tokens_max"
             )
+        episode = Episode(prompt_tokens=len(ids))
         episode.trajectory.add_input(ids)
         while not episode.finish_reason:
             if given_up():
@@ -237,6 +239,7 @@ class Episodes:
             )
         self._make, self._at_once = make, at_once
         self._fields, self._seed = tuple(fields), seed
+        self._begin = lambda observation: (encode(observation, 0), 0)
         self._player = EpisodePlayer(
             generator,
             sampling,
@@ -271,7 +274,7 @@ class Episodes:
         seed = None if self._seed is None else int(row[self._seed])
         with closing(self._make()) as environment:
             options = {name: row[name] for name in self._fields} or None
-            return self._player.play(environment, seed=seed, options=options, given_up=given_up)
+            return self._player.play(environment, begin=self._begin, seed=seed, options=options, given_up=given_up)
 
 
 def _columns(episode: Episode) -> Mapping[str, Any]:

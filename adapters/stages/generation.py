@@ -70,10 +70,12 @@ class Generate:
         seed: each row draws with the seed `row_seed(seed, its ordinal)`, on engines that take a seed for each prompt;
             default None.
         whole_groups: the number of rows of a group; default 0: requests are not whole groups.
+        routes: give the experts that the engine chose as a column ``routes``; default False.
         timeout_s: seconds for each request; default 600.
 
     Raises:
-        UsageError: a negative budget, or whole groups without a seed, with a budget or with parts.
+        UsageError: a negative budget, or whole groups without a seed, with a budget or with parts. Its calls too, where
+            an engine gives no `routes`.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Generate:
         max_staleness: int | None = None,
         seed: int | None = None,
         whole_groups: int = 0,
+        routes: bool = False,
         timeout_s: float = GENERATE_S,
     ) -> None:
         if budget < 0:
@@ -107,6 +110,7 @@ class Generate:
         self._parts = parts or bool(budget)
         self._max_staleness = max_staleness
         self._seed, self._whole_groups = seed, whole_groups
+        self._routes = routes
         self._timeout_s = timeout_s
 
     @property
@@ -117,7 +121,13 @@ class Generate:
     @property
     def gives(self) -> Sequence[str]:
         """The response, its log-probabilities, and its finish reason."""
-        return ("response_ids", "rollout_logprobs", "finish_reason", *(("token_versions",) * self._token_versions))
+        further = {"token_versions": self._token_versions, "routes": self._routes}
+        return (
+            "response_ids",
+            "rollout_logprobs",
+            "finish_reason",
+            *(name for name, given in further.items() if given),
+        )
 
     def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:
         """Yield the rows of a batch as they are finished. Those with the most tokens are generated first.
@@ -212,6 +222,8 @@ class Generate:
         }
         if self._token_versions:
             columns["token_versions"] = [completion.versions for completion in finished]
+        if self._routes:
+            columns["routes"] = [routes_of(completion) for completion in finished]
         return PartialResult(
             at=np.array([completion.prompt for completion in finished], dtype=np.intp),
             columns=columns,
@@ -221,6 +233,23 @@ class Generate:
                 "tokens": np.array([len(completion.ids) for completion in finished]),
             },
         )
+
+
+def routes_of(completion: Completion) -> npt.NDArray[np.int16]:
+    """Return the routes of a completion.
+
+    Args:
+        completion: of an engine that captures them.
+
+    Raises:
+        UsageError: the engine gave none.
+    """
+    if completion.routes is None:
+        raise UsageError(
+            "the engine gave no routes of experts; engines of kind transformers capture them: leave "
+            "algorithm.router_replay out with others"
+        )
+    return completion.routes
 
 
 def _groups(ordinals: npt.NDArray[np.int64], rows: Collection[int], size: int) -> Iterator[list[int]]:

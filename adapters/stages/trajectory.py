@@ -30,6 +30,7 @@ class Trajectory:
         token_versions: of each token; -1 where it was not drawn; the oldest possible one where only the versions of a
             whole answer are known.
         versions: all versions that drew a token.
+        last: the completion that was added last; its engine has read all tokens before it.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -37,6 +38,7 @@ class Trajectory:
     logprobs: list[float] = field(default_factory=list)
     token_versions: list[int] = field(default_factory=list)
     versions: set[int] = field(default_factory=set)
+    last: Completion | None = None
 
     def add_input(self, ids: Sequence[int] | Ids) -> None:
         """Append tokens that the model read.
@@ -69,6 +71,7 @@ class Trajectory:
         """
         self._add_drawn(completion.ids, completion.logprobs, completion.versions.tolist())
         self.versions |= {version for version, _ in completion.spans}
+        self.last = completion
 
     def _add_drawn(self, ids: Sequence[int] | Ids, logprobs: Iterable[float], versions: Sequence[int]) -> None:
         self.ids += [int(token) for token in ids]

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from transferqueue.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from transferqueue.adapters.trainers.device import on_device
     from transferqueue.adapters.trainers.learners import LossSum, TorchLearner, rank_leases
     from transferqueue.adapters.trainers.nemo_rl import QueueDataPlaneClient
     from transferqueue.adapters.trainers.packing import pack
@@ -32,7 +31,6 @@ __all__ = [
     "QueueRolloutWorker",
     "QueueRollouts",
     "TorchLearner",
-    "on_device",
     "pack",
     "queued_reward",
     "rank_leases",
@@ -46,7 +44,6 @@ __getattr__ = lazy_names(
     {
         "learners": "LossSum TorchLearner rank_leases",
         "torch_data": "QueueDataset QueueLoader tensors",
-        "device": "on_device",
         "packing": "pack",
         "trl": "BehaviourRatio QueueRollouts queued_reward rollout_pacing rollout_tasks",
         "trl_async": "QueueRolloutWorker",

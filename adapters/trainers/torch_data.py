@@ -138,7 +138,7 @@ class QueueLoader(Generic[T]):
         if num_workers and dataset.lease.get("device") is not None:
             raise UsageError(
                 f"device={dataset.lease['device']!r} with num_workers={num_workers}: a worker's device memory does not "
-                "reach this process; take num_workers=0, which copies ahead anyway, or copy here, with on_device"
+                "reach this process; take num_workers=0, which copies ahead anyway, or copy here, with Tensor.to"
             )
         if num_workers:
             options.setdefault("multiprocessing_context", "spawn")

@@ -5,10 +5,10 @@ import pytest
 from bench.compare import changes, main
 from bench.figures import FIGURES, figures
 from bench.harness import Result, percentile
+from bench.measurement_record import Measurement, load_record, summarize
 from bench.run_record import details, load_run, measured, save_job, save_record, summaries
 from bench.table import BEGIN, END, insert, markdown
 from bench.workloads import DENSE
-from transferqueue.observe.measurement_record import Measurement, load_record, summarize
 
 
 def timed(scenario, contender, workload, metric, seconds, nbytes=DENSE):

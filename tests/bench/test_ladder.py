@@ -16,9 +16,9 @@ import pytest
 from bench.gains import markdown, newest, tables
 from bench.given_lengths import difficulty_of, length_of, published_lengths
 from bench.ladder import KEPT, PLAIN, RungRun, begin, bound_s, keep, kept, reached_s, results
+from bench.measurement_record import Measurement
 from bench.run_record import RECORDS
 from transferqueue.adapters.protocols import Prompt
-from transferqueue.observe.measurement_record import Measurement
 from transferqueue.workflows.dispatch.ranker_accuracy import recall
 
 ROOT = Path(__file__).resolve().parents[2]

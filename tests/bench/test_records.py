@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from bench.figures import figures
+from bench.measurement_record import RECORD_BYTES_MAX, load_record, rounded
 from bench.run_record import RECORDS, load_run
 from bench.table import BEGIN, END, markdown
 from tests.markdown import PAGES, ROOT
-from transferqueue.observe.measurement_record import RECORD_BYTES_MAX, load_record, rounded
 
 
 def kept_files() -> list[Path]:

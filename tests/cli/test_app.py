@@ -18,7 +18,6 @@ from transferqueue.observe.machine.libraries import version
 GROUP: Any = typer.main.get_command(application.app)
 COMMANDS = [
     "demo",
-    "chaos",
     "plan",
     "train",
     "serve",
@@ -175,9 +174,6 @@ def test_an_empty_value_is_refused(
 @pytest.mark.parametrize(
     "words",
     [
-        ["chaos", "--out", "{file}/record.json"],
-        ["chaos", "--out", "{folder}"],
-        ["chaos", "--keep", "{file}"],
         ["plan", "{profile}", "--out", "{folder}"],
         ["plan", "{profile}", "--picture", "{file}/plan.png"],
         ["demo", "--out", "{file}"],

@@ -91,7 +91,6 @@ CALLS: dict[str, tuple[Call, type[tq.TransferQueueError], str]] = {
         tq.DeadlineExceeded,
         "Basis",
     ),
-    "WeightChannel.mirror": (lambda q, t, w, v: w.mirror(v, timeout_s=WAIT_S), tq.DeadlineExceeded, "Basis"),
     "WeightChannel.pull": (lambda q, t, w, v: w.pull(timeout_s=WAIT_S), tq.DeadlineExceeded, "Pull"),
     "WeightChannel.turn": (
         lambda q, t, w, v: enter(w.turn(timeout_s=WAIT_S), q),

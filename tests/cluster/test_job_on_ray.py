@@ -352,7 +352,7 @@ def test_processes_have_their_gpus_on_two_hosts(two_hosts: list[FoundDevice], in
 @pytest.mark.long
 def test_the_demo_runs_on_the_cluster(nodes: RayNodes, disk: Path) -> None:
     """Joined by RAY_ADDRESS, from a driver of its own; nothing of it is left afterwards."""
-    words = ("demo", "--on", "ray", "--dataset", "spell_backward", "--steps", "2", "--out", str(disk / "demo"))
+    words = ("demo", "--on", "ray", "--steps", "2", "--out", str(disk / "demo"))
     done = subprocess.run(
         [sys.executable, "-m", "transferqueue.cli", *words],
         env=os.environ | {"RAY_ADDRESS": nodes.address},

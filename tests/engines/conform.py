@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from transferqueue.testing.conformance.matrix import MatrixRecord, save
+from tests.engines.matrix import MatrixRecord, save
 from transferqueue.testing.conformance.report import CheckOutcome, Verdict, judge
 
 FOUND: dict[tuple[str, str, str], list[CheckOutcome]] = {}

@@ -43,7 +43,7 @@ def test_three_minutes_of_chaos_keep_every_promise(carrier: Transports) -> None:
     """Remote roles put and read large rows one-sided, while server, workers and connections are killed, stopped, cut
     and garbled."""
     ended = subprocess.run(
-        [sys.executable, "-m", "transferqueue.cli", "chaos", "--tcp", "--seconds", "180", "--seed", "4"],
+        [sys.executable, "-m", "tests.chaos", "--tcp", "--seconds", "180", "--seed", "4"],
         env=os.environ | {BYTES_VARIABLE: str(carrier)},
         capture_output=True,
         text=True,

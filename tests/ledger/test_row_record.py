@@ -82,3 +82,23 @@ def test_a_row_keeps_the_step_with_which_a_task_acked_it() -> None:
     assert record is not None
     steps = [step for one in record.ended for step in zip(one.rows.tolist(), one.steps.tolist(), strict=True)]
     assert sorted(steps) == [(0, 3), (1, 5), (2, -1), (3, 7)]
+
+
+def test_a_batch_has_the_events_since_the_first_of_its_rows_was_put() -> None:
+    """Those of rows that have their file are read again for no later one."""
+    world = World()
+    client = world.client()
+    client.create("recorded", tasks=[Task("train")], retention=Recorded("run"))
+    for _ in range(2):
+        world.pass_time(1.0)
+        client.drop(client.put(2, table="recorded"), table="recorded")
+        world.pass_time(1.0)
+    whole = world.ledger.next_ended("recorded", 4, world.now)
+    assert whole is not None
+    assert [(event.what, event.rows.tolist()) for event in whole.events] == [
+        ("put", [0, 1]), ("dropped", [0, 1]), ("put", [2, 3]), ("dropped", [2, 3])
+    ]  # fmt: skip
+    world.ledger.rows_recorded("recorded", 1, [0, 1], world.now)
+    rest = world.ledger.next_ended("recorded", 4, world.now)
+    assert rest is not None
+    assert [event.rows.tolist() for event in rest.events] == [[2, 3], [2, 3]]

@@ -35,6 +35,15 @@ def test_long_details_of_many_rows_come_in_pieces() -> None:
     assert max(piece.nbytes for piece in pieces) < 2 * batch_columns.ROW_GROUP_BYTES
 
 
+def test_rows_without_a_step_are_in_no_row_group_of_others() -> None:
+    """Arrow skips no row group with nulls for a step."""
+    batch = batch_of(np.arange(6), [])
+    batch.ended[0].steps = np.array([3, -1, 2, -1, 3, 2])
+    columns = BatchColumns(batch, lambda _: np.empty(0, np.uint8), 0.0)
+    (chosen,) = columns.files()
+    assert [piece["_step"].to_pylist() for piece in columns.chunks(chosen)] == [[None, None], [2, 2, 3, 3]]
+
+
 def test_each_row_has_its_own_events_in_their_order() -> None:
     draw = random.Random(1)
     rows = np.array(draw.sample(range(100), 40))

@@ -24,7 +24,7 @@ from transferqueue.policies import Recorded, Task
 from transferqueue.schema import Field, layout
 from transferqueue.server.durability_level import Level
 from transferqueue.server.memory.block_spool import BlockSpool
-from transferqueue.server.row_record.part import INTERVAL_S, PATIENCE_S, RETRY_S, RowRecords
+from transferqueue.server.row_record.part import INTERVAL_S, PATIENCE_S, RETRY_S, RowRecords, interval_s
 from transferqueue.server.row_record.writer import Outcome, ThreadWriter, WrittenFile, bytes_of, resume
 from transferqueue.server.row_record.writer import write as write_files
 from transferqueue.storage.elements.dtypes import U8
@@ -43,6 +43,8 @@ class HandWriter:
         self.life, self.holds, self.broken = life, False, broken
         self.damaged = -1
         """A block that cannot be read; -1: none."""
+        self.uncopied = 0
+        """A block that no shard can copy; 0: none."""
         self.outcome: Outcome | None = None
         self.batches = 0
 
@@ -69,6 +71,8 @@ class HandWriter:
 
         if self.broken:
             self.outcome = Outcome(batch.table, error=self.broken)
+        elif self.uncopied in batch.blocks:
+            self.outcome = Outcome(batch.table, error="no shard could copy it", uncopied=self.uncopied)
         else:
             self.outcome = write_files(batch, directory, memory, after_failure=after_failure)
 
@@ -188,6 +192,34 @@ def test_one_file_for_the_rows_of_many_requests(recording: Recording) -> None:
     assert recording.recorded() == list(range(10))
 
 
+def test_steps_that_end_together_share_a_file(recording: Recording) -> None:
+    """Sorted by step, so that a reader skips what has other steps."""
+    for step in (2, 1):
+        write(recording.life, recording.client, 2, fill=step)
+        leased = recording.client.ask(m.LeaseRequest("t", "use", rows=2))
+        recording.client.ask(m.Ack("t", leased.lease, leased.token, step=step))
+    recording.client.ask(m.CommitCheckpoint("t", 2))
+    recording.pass_time(2 * INTERVAL_S)
+    assert (recording.writer.batches, recording.recorded()) == (1, [2, 3, 0, 1])
+
+
+def test_the_last_rows_of_a_sealed_table_wait_for_no_others(recording: Recording) -> None:
+    recording.end(1)
+    recording.client.ask(m.Seal("t"))
+    recording.pass_time(0.0)
+    assert recording.recorded() == [0]
+
+
+def test_files_become_fewer_in_a_long_run(recording: Recording) -> None:
+    """A row a second: after ten files, rows wait for others."""
+    for _ in range(60):
+        recording.end(1)
+        recording.pass_time(INTERVAL_S)
+    recording.pass_time(interval_s(recording.table.record.files))
+    assert recording.recorded() == list(range(60))
+    assert 20 < recording.writer.batches < 40
+
+
 def test_memory_is_not_granted_again_before_the_file_exists(recording: Recording) -> None:
     recording.writer.holds = True
     recording.end(1)
@@ -264,7 +296,7 @@ def test_a_file_with_rows_that_have_not_ended_is_named_at_the_start(
     copy = files.aside(first.root / "run" / "t", one.life, 2)
     table = pq.read_table(one.path)
     pq.write_table(table.set_column(table.schema.names.index("_row"), "_row", [[1]]), copy)
-    files.publish(copy, first.root / "run" / "t", files.NO_STEP)
+    files.publish(copy, first.root / "run" / "t")
     first.life.crash()
     second = Recording(tmp_path, shared, first.client)
     assert second.table.rows_recorded == 1
@@ -443,6 +475,25 @@ def test_a_record_that_cannot_be_read_stops_the_start(tmp_path: Path, shared: Pa
     first.life.crash()
     with pytest.raises(DiskFailed, match=r'the record of table "t" cannot be read: .*; start the server when'):
         Recording(tmp_path, shared, first.client, broken=os.strerror(errno.EIO))
+
+
+def test_a_value_that_no_shard_can_copy_is_lost_in_the_end(
+    recording: Recording, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its shard answers, and has damaged bytes: no later order has others."""
+    recording.end(2)
+    (number,) = recording.life.coordinator.ledger.state.core.blocks.blocks
+    recording.writer.uncopied = number
+    recording.pass_time(PATIENCE_S - RETRY_S)
+    assert recording.table.rows_resident == 2
+    recording.pass_time(3 * RETRY_S)
+    assert f"block {number} is lost: no shard could copy it" in caplog.text
+    rows = RecordedRows("t", recording.root / "run" / "t").arrow(["_row", "x", "_events"]).to_pylist()
+    assert [(row["_row"], row["x"], row["_events"][-1]["what"]) for row in rows] == [
+        (0, None, "damaged bytes"),
+        (1, None, "damaged bytes"),
+    ]
+    recording.end(1)  # nothing is refused
 
 
 class Killed:

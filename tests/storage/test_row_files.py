@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import transferqueue as tq
+from tests.client.test_recorded import wait_until_recorded
 from tests.markdown import ROOT, blocks
 from transferqueue.cli.app import app
 from transferqueue.cli.app import run as command
@@ -26,14 +27,16 @@ STEPS = 4
 
 @pytest.fixture
 def run(tmp_path: Path) -> tq.Run:
-    """A record of four steps of 100 rows, a file each."""
+    """A record of four steps of 100 rows, a file each: each fills so much of the table that its rows wait for none."""
     with tq.connect("embedded") as queue:
         tasks = [tq.Task("train", needs=["ids"])]
-        table = queue.create_table("a/b", tasks=tasks, retention=tq.Recorded(str(tmp_path)))
+        limits = tq.Limits(rows=800)
+        table = queue.create_table("a/b", tasks=tasks, limits=limits, retention=tq.Recorded(str(tmp_path)))
         for step in range(STEPS):
             table.put(ids=[list(range(step, step + n % 7)) for n in range(100)], reward=[float(step)] * 100)
             table.lease("train", rows=100).ack(step=step)
-        table.checkpointed(STEPS)
+            table.checkpointed(step)
+            wait_until_recorded(table, 100 * (step + 1))
     return tq.open_run(tmp_path)
 
 
@@ -47,10 +50,23 @@ def change_a_value(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_files_lie_by_step(run: tq.Run) -> None:
+def test_files_are_in_the_order_in_which_their_rows_ended(run: tq.Run) -> None:
     assert run.tables == ["a/b"]
-    assert [path.parent.name for path in run.table().files] == [f"step-{step}" for step in range(STEPS)]
+    assert [set(pq.read_table(path)["_step"].to_pylist()) for path in run.table().files] == [{0}, {1}, {2}, {3}]
     assert run.table("a/b").arrow(["_step"])["_step"].to_pylist() == [step for step in range(STEPS) for _ in range(100)]
+
+
+def test_the_folder_of_a_jobs_run_opens_the_tables_in_its_rows(run: tq.Run, tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "rows").mkdir()
+    (tmp_path / "a%2Fb").rename(tmp_path / "job" / "rows" / "a%2Fb")
+    assert tq.open_run(tmp_path / "job").tables == ["a/b"]
+
+
+def test_a_table_whose_files_are_gone_is_one_without_rows(run: tq.Run) -> None:
+    for path in run.table().files:
+        path.unlink()
+    assert (run.tables, run.table().arrow(["_row", "_step"]).num_rows) == (["a/b"], 0)
 
 
 def test_a_cut_file_is_named_and_the_rest_is_read(run: tq.Run) -> None:
@@ -87,9 +103,9 @@ def test_the_oldest_files_go_first(run: tq.Run) -> None:
     sizes = [path.stat().st_size for path in rows.files]
     for age, path in enumerate(reversed(rows.files)):
         os.utime(path, (1e9 - age, 1e9 - age))
-    assert files.remove_old(rows.files[0].parent.parent, sizes[2] + sizes[3], None) == 2
+    assert files.remove_old(rows.files[0].parent, sizes[2] + sizes[3], None) == 2
     assert rows.arrow(["_step"])["_step"].unique().to_pylist() == [2, 3]
-    assert files.remove_old(rows.files[0].parent.parent, None, 60.0) == 2
+    assert files.remove_old(rows.files[0].parent, None, 60.0) == 2
     assert rows.arrow(["_row"]).num_rows == 0
 
 

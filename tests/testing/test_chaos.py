@@ -17,24 +17,24 @@ from typing import Any, Self, cast
 
 import pytest
 
+from bench.measurement_record import load_record
+from tests.chaos import run as run_module
+from tests.chaos.fault_plan import FLOODERS, PROXY, SERVER, SERVER_GAP_S, Fault, plan, settings
+from tests.chaos.log import ProcessLog, ReadLog, read_logs
+from tests.chaos.payload import LARGE_WORDS, SMALL_WORDS, Payload
+from tests.chaos.process_context import ProcessContext, ServerEndpoint
+from tests.chaos.processes import ManagedProcess
+from tests.chaos.proxy import LoopbackHosts, Proxy
+from tests.chaos.recovery import of_leases, of_server
+from tests.chaos.run import Chaos
+from tests.chaos.server_process import ServerUnderTest
+from tests.chaos.verify import Account
 from tests.scale import only_long, sizes
 from transferqueue.errors import UsageError
-from transferqueue.observe.measurement_record import load_record
-from transferqueue.testing.chaos import run as run_module
-from transferqueue.testing.chaos.fault_plan import FLOODERS, PROXY, SERVER, SERVER_GAP_S, Fault, plan, settings
-from transferqueue.testing.chaos.log import ProcessLog, ReadLog, read_logs
-from transferqueue.testing.chaos.payload import LARGE_WORDS, SMALL_WORDS, Payload
-from transferqueue.testing.chaos.process_context import ProcessContext, ServerEndpoint
-from transferqueue.testing.chaos.processes import ManagedProcess
-from transferqueue.testing.chaos.proxy import LoopbackHosts, Proxy
-from transferqueue.testing.chaos.recovery import of_leases, of_server
-from transferqueue.testing.chaos.run import Chaos
-from transferqueue.testing.chaos.server_process import ServerUnderTest
-from transferqueue.testing.chaos.verify import Account
 
 
 def command(*options: str) -> list[str]:
-    return [sys.executable, "-m", "transferqueue.cli", "chaos", *options]
+    return [sys.executable, "-m", "tests.chaos", *options]
 
 
 # ---------------------------------------------------------------- bad input
@@ -134,7 +134,7 @@ def test_a_server_is_left_alone_between_its_faults() -> None:
 
 def test_a_server_whose_rows_end_with_it_is_not_killed() -> None:
     run = settings(300, 3, None, tcp=False, spill=True)
-    assert run.command == "transferqueue chaos --seconds 300 --seed 3 --spill"
+    assert run.command == "python -m tests.chaos --seconds 300 --seed 3 --spill"
     hurt = [fault for fault in plan(run) if fault.target == SERVER]
     assert {fault.kind for fault in hurt} == {"freeze", "disk_full"}
     assert all(fault.for_s for fault in hurt), "they end while it lives"
@@ -321,7 +321,7 @@ def reported(seconds: int, options: tuple[str, ...], out: Path) -> dict[str, flo
     assert record.details["kept"]
     assert found["violations"] == 0
     assert found["faults_of_processes"] >= seconds
-    assert f"again                 transferqueue chaos --seconds {seconds} {' '.join(options[:2])}" in ended.stdout
+    assert f"again                 python -m tests.chaos --seconds {seconds} {' '.join(options[:2])}" in ended.stdout
     return found
 
 

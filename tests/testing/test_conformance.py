@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import transferqueue as tq
+from tests.engines import matrix
 from transferqueue.adapters.engines.completion import completed
 from transferqueue.adapters.protocols import (
     ABORT,
@@ -26,11 +27,11 @@ from transferqueue.adapters.protocols import (
     Unsupported,
     WeightSource,
 )
-from transferqueue.adapters.weights import TensorWeights
+from transferqueue.adapters.weights import ChannelWeights, TensorWeights
 from transferqueue.errors import UsageError
-from transferqueue.testing.conformance import matrix
 from transferqueue.testing.conformance.generators import (
     GeneratorSubject,
+    adapters_that_travel_alone,
     another_goes_on_under_other_weights,
     pause_aborts_and_another_goes_on,
     weights_change_in_flight,
@@ -177,6 +178,45 @@ def test_a_generator_whose_first_completions_are_seen_late_passes(check: Callabl
 def test_a_generator_that_is_never_cut_fails(check: Callable[[GeneratorSubject], None]) -> None:
     with pytest.raises(RuleBroken, match="some were"):
         check(SeenLateSubject(ahead=1 << 20))
+
+
+class Weighed(SeenLate):
+    """Each token has the sum of the weights as its log-probability. follows False: of the versions of a channel it
+    takes the first alone."""
+
+    def __init__(self, follows: bool) -> None:
+        super().__init__(ahead=0)
+        self.follows, self.total, self.followed = follows, 0.0, 0
+
+    def update_weights(self, source: WeightSource, version: int, *, timeout_s: float = 0) -> None:
+        self.followed += isinstance(source, ChannelWeights)
+        if self.follows or self.followed <= 1:
+            self.total = sum(float(tensor.double().sum()) for _, tensor in source)
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, timeout_s: float = 0) -> Iterator[Completion]:
+        for at, prompt in enumerate(prompts):
+            yield completed(at, 0, prompt, [7], [self.total], LENGTH, [(0, 1)])
+
+
+class WeighedSubject(SeenLateSubject):
+    def __init__(self, follows: bool) -> None:
+        super().__init__(ahead=0)
+        self.follows = follows
+
+    def open(self) -> Generator:
+        return Weighed(self.follows)
+
+    def weights(self, which: int) -> WeightSource:
+        import torch
+
+        return TensorWeights({"up.weight": torch.full((6, 4), 0.5), "up.bias": torch.ones(6)})
+
+
+def test_a_generator_that_does_not_follow_adapters_fails() -> None:
+    pytest.importorskip("torch", exc_type=ImportError)
+    adapters_that_travel_alone(WeighedSubject(follows=True))
+    with pytest.raises(RuleBroken, match="the same as its whole weights; seen: 1"):
+        adapters_that_travel_alone(WeighedSubject(follows=False))
 
 
 def passes(_: object) -> None: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import signal
 import tempfile
@@ -98,13 +99,23 @@ class Chain:
     def kill(self, name: str) -> None:
         process = self.running[name].process
         process.send_signal(signal.SIGKILL)
-        process.communicate()
+        said, _ = process.communicate()
+        assert "False" not in said, "what a reader read before"
 
     def go(self) -> None:
         """Have the publisher begin one more version."""
         publisher = self.running["publisher"]
         assert isinstance(publisher, Worker)
         publisher.tell("go")
+
+    def read_slowly(self) -> int:
+        """Have the slow reader read the newest version, some after its last one. Which it was."""
+        slow = self.running["slow"]
+        assert isinstance(slow, Worker)
+        slow.tell("go")
+        version, right = slow.line().split()
+        assert right == "True"
+        return int(version)
 
     def reads_up_to(self, version: int, name: str = "reader") -> bool:
         """Whether the reader comes to this version, and all that it read was right."""
@@ -118,29 +129,34 @@ class Chain:
         return False
 
 
-@pytest.mark.parametrize("turns", sizes(1, 13))
-def test_whoever_is_killed_what_is_read_is_what_was_published(turns: int, directory: Path) -> None:
+@pytest.mark.parametrize("versions", sizes(8, 200))
+def test_whoever_is_killed_what_is_read_is_what_was_published(versions: int, directory: Path) -> None:
+    """Each is killed by turns, at some instant while versions are under way, until so many are published."""
+    draws = random.Random(versions)
     with ExitStack() as opened:
         chain = Chain(directory, opened)
         opened.callback(chain.kill, "first")
         opened.callback(chain.kill, "second")
-        for victim in ("first", "publisher", "second", "reader") * turns:
-            before = chain.newest(0)
-            for _ in range(3):
+        slow_has = -1
+        while chain.newest(0) < versions:
+            for victim in ("first", "publisher", "second", "reader"):
+                before = chain.newest(0)
+                for _ in range(3):
+                    chain.go()
+                reached = before + draws.randrange(3)
+                until(lambda reached=reached: chain.newest(0) >= reached)
+                chain.kill(victim)
+                chain.start(victim)
                 chain.go()
-            chain.kill(victim)
-            chain.start(victim)
-            chain.go()
-            until(lambda before=before: chain.newest(0) > before)
-            if victim == "second":  # the slow one reads what is there, some versions after its last one
-                until(lambda: chain.newest(2) >= 0)
-                slow = chain.running["slow"]
-                assert isinstance(slow, Worker)
-                slow.tell("go")
+                until(lambda before=before: chain.newest(0) > before)
+            until(lambda slow_has=slow_has: chain.newest(2) > slow_has)
+            slow_has = chain.read_slowly()
+        chain.go()
+        until(lambda: chain.newest(0) > slow_has)
         chain.kill("publisher")
         until(lambda: chain.newest(0) == chain.newest(1) == chain.newest(2))
         last = chain.newest(0)
-        assert last >= 2 * turns
+        assert last >= versions
         assert chain.reads_up_to(last)
         assert chain.reads_up_to(last, "slow")
         chain.start("reader")

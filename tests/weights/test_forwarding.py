@@ -17,6 +17,7 @@ from tests.client.deployments import served
 from tests.client.test_remote import Between
 from tests.scale import only_long
 from tests.weights.relays import GENEROUS_S, MIB, TENSORS, Crossed, channel_bytes, model, until
+from tests.weights.republished import republish
 from transferqueue.client.operations.publish import begin_open_version
 from transferqueue.client.session.operation_runner import run_sync
 from transferqueue.weights import RelayProcess, WeightRelay, relay, relay_publish
@@ -261,7 +262,7 @@ def test_what_was_damaged_is_not_published_here(hosts: tuple[tq.Queue, tq.Queue]
     with tq.connect() as between:
         with source.weights("policy").pull() as weights:
             weights.numpy()["w7"][3] ^= 1  # a view of this process alone
-            between.weights("policy").mirror(weights)
+            republish(between.weights("policy"), weights)
         with WeightRelay(between, here, "policy", part_bytes=1) as carrier:
             with pytest.raises(tq.Corruption, match='tensor "_w7" of version 1'):
                 carrier.carry()

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import transferqueue as tq
-from transferqueue.errors import AlreadyExists, BatchEnded, Corruption, DeadlineExceeded, UsageError
+from tests.weights.republished import republish
+from transferqueue.errors import AlreadyExists, Corruption, DeadlineExceeded, UsageError
 from transferqueue.weights import RelayProcess, WeightRelay
 
 GENEROUS_S = 60.0
@@ -128,22 +129,12 @@ def test_what_could_not_be_published_here_is_carried_by_the_next_call(hosts: tup
         assert relay.carry() == 4
 
 
-def test_only_weights_that_were_pulled_are_mirrored(hosts: tuple[tq.Queue, tq.Queue]) -> None:
-    with pytest.raises(UsageError, match="weights are dict; mirror Weights of a pull"):
-        hosts[1].weights("policy").mirror({"w": np.zeros(8)})  # type: ignore[arg-type]
-    hosts[0].weights("policy").publish(1, {"w": np.zeros(8)})
-    found = hosts[0].weights("policy").pull()
-    found.release()
-    with pytest.raises(BatchEnded, match=r"version 1 .* was released"):
-        hosts[1].weights("policy").mirror(found)
-
-
 def test_what_was_damaged_on_the_way_is_refused_by_who_pulls_it(hosts: tuple[tq.Queue, tq.Queue]) -> None:
     source, here = hosts
     source.weights("policy").publish(1, {"w": np.zeros(8)})
     with source.weights("policy").pull() as found:
         found.numpy()["w"][3] = 1.0  # a view of this process alone
-        here.weights("policy").mirror(found)
+        republish(here.weights("policy"), found)
     with pytest.raises(Corruption, match='tensor "_w" of version 1'):
         here.weights("policy").pull(timeout_s=0)
 

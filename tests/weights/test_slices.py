@@ -194,8 +194,6 @@ def test_a_reader_takes_the_rows_that_it_needs(queue: tq.Queue, other: tq.Queue)
             np.testing.assert_array_equal(weights.numpy()["w"], whole[rows.start : rows.stop])
     with channel.pull(only=["step"], timeout_s=0) as weights:
         assert {name: int(value) for name, value in weights.items()} == {"step": 1}
-    with pytest.raises(tq.UsageError, match="was pulled in part"):
-        channel.mirror(weights)
 
 
 def test_a_remote_reader_fetches_only_the_slices_with_its_rows(tmp_path: Path) -> None:
@@ -216,16 +214,6 @@ def test_a_remote_reader_gets_more_tensors_than_one_bulk_read_takes(tmp_path: Pa
         with tq.connect(server.tcp, data="remote") as reader, reader.weights("policy").pull(timeout_s=0) as weights:
             assert set(weights) == set(tensors)
             assert all((weights.numpy()[name] == value).all() for name, value in tensors.items())
-
-
-def test_slices_are_mirrored(queue: tq.Queue, other: tq.Queue) -> None:
-    whole = matrix()
-    publish_in_two(queue.weights("policy"), other.weights("policy"), 5, whole)
-    with tq.connect() as elsewhere, other.weights("policy").pull(timeout_s=0) as weights:
-        elsewhere.weights("policy").mirror(weights)
-        with elsewhere.weights("policy").pull(timeout_s=0) as copy:
-            assert (copy.version, set(copy)) == (5, {"w", "step"})
-            np.testing.assert_array_equal(copy.numpy()["w"], whole)
 
 
 def test_slices_are_in_snapshots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

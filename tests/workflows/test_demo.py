@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,10 @@ import msgspec
 
 from tests.scale import only_long
 from tests.workflows.test_flow import ROOT, wait_gone
-from transferqueue.errors import Impossible, UsageError
+from transferqueue.errors import Impossible
 from transferqueue.workflows.flow.events import Event, Figures
-from transferqueue.workflows.job import names
-from transferqueue.workflows.job.demo import check_task, demo_job
+from transferqueue.workflows.job.demo import TASK, demo_job
 from transferqueue.workflows.job.devices.placement import FoundDevice
-from transferqueue.workflows.job.graph import stages
 from transferqueue.workflows.job.run.dry_run import dry_run
 from transferqueue.workflows.job.run.folder import RunFolder
 from transferqueue.workflows.job.run.run import JobOutcome, RunningJob, run_job
@@ -34,6 +33,8 @@ from transferqueue.workflows.job.tiny_model.make import make, write_data
 
 STEPS, PROMPTS, GROUP = 4, 8, 8
 ROWS = STEPS * PROMPTS * GROUP
+OVER_SAMPLED = {"pacing": {"over_sample": 1.5}}
+FILTERED = {"algorithm": {"filter_equal": True}}
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +43,20 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_small(tmp_path_factory.mktemp("inputs"))
 
 
-def make_small(folder: Path, task: str = "spell_backward") -> Path:
+def make_small(folder: Path) -> Path:
     """Write inputs of a small job."""
     small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     make(folder / "model", kind="builtin", **small)
-    write_data(folder / "data", task=task, train=64, test=16)
+    write_data(folder / "data", task=TASK, train=64, test=16)
     return folder
 
 
-def small_job(inputs: Path, **options: Any) -> Job:
-    """The demo's job with few rows, evaluated on few questions."""
-    job = demo_job(inputs, **{"task": "spell_backward", "steps": STEPS, **options})
+def small_job(inputs: Path, changes: Mapping[str, Mapping[str, Any]] | None = None, **options: Any) -> Job:
+    """The demo's job with few rows, evaluated on few questions. changes: of keys, by table."""
+    job = demo_job(inputs, **{"steps": STEPS, **options})
     replace = msgspec.structs.replace
+    for table, keys in (changes or {}).items():
+        job = replace(job, **{table: replace(getattr(job, table), **keys)})
     return replace(
         job,
         trainer=replace(job.trainer, prompts_per_step=PROMPTS),
@@ -75,7 +78,7 @@ def run(job: Job, directory: Path, **arguments: Any) -> JobOutcome:
 
 @pytest.mark.slow
 def test_synchronous_rows_are_never_stale_and_kl_brings_a_reference(inputs: Path, tmp_path: Path) -> None:
-    outcome = run(small_job(inputs, mode="sync", kl=0.05), tmp_path / "run")
+    outcome = run(small_job(inputs, {"algorithm": {"kl": 0.05}}, mode="sync"), tmp_path / "run")
     assert outcome.summary.staleness == {"0": ROWS}
     trace = json.loads((tmp_path / "run" / "timeline.json").read_text())["traceEvents"]
     assert "reference-0" in {event["args"].get("name") for event in trace}
@@ -126,19 +129,21 @@ def test_delayed_rows_are_one_version_behind_but_for_those_of_the_first_step(inp
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
+    ("changes", "options"),
     [
-        pytest.param({"mode": "sync", "over_sample": 1.5, "rollouts": 2}, id="over-sampling"),
-        pytest.param({"budget": 2, "rollouts": 2}, id="in parts", marks=pytest.mark.long),
-        pytest.param({"mode": "colocated"}, id="colocated"),
-        pytest.param({"filter_equal": True}, id="groups replaced", marks=pytest.mark.long),
-        pytest.param({"mode": "sync", "over_sample": 1.5, "filter_equal": True}, id="both", marks=pytest.mark.long),
+        pytest.param(OVER_SAMPLED, {"mode": "sync", "rollouts": 2}, id="over-sampling"),
+        pytest.param({"sampling": {"budget": 2}}, {"rollouts": 2}, id="in parts", marks=pytest.mark.long),
+        pytest.param({}, {"mode": "colocated"}, id="colocated"),
+        pytest.param(FILTERED, {}, id="groups replaced", marks=pytest.mark.long),
+        pytest.param({**OVER_SAMPLED, **FILTERED}, {"mode": "sync"}, id="both", marks=pytest.mark.long),
     ],
 )
-def test_a_job_trains_on_exactly_its_rows(options: dict[str, Any], inputs: Path, tmp_path: Path) -> None:
-    outcome = run(small_job(inputs, **options), tmp_path / "run")
+def test_a_job_trains_on_exactly_its_rows(
+    changes: dict[str, dict[str, Any]], options: dict[str, Any], inputs: Path, tmp_path: Path
+) -> None:
+    outcome = run(checked(small_job(inputs, changes, **options)), tmp_path / "run")
     assert set(outcome.summary.staleness) <= {"0", "1"}
-    if not options.get("filter_equal"):
+    if "algorithm" not in changes:
         assert outcome.audit.dropped == {}
 
 
@@ -155,7 +160,7 @@ def test_the_job_survives_the_death_of_a_process(stage: str, inputs: Path, tmp_p
     def started(running: RunningJob) -> None:
         pids.update(running.pids)
 
-    outcome = run(small_job(inputs, budget=2), tmp_path / "run", observe=kill, started=started)
+    outcome = run(small_job(inputs, {"sampling": {"budget": 2}}), tmp_path / "run", observe=kill, started=started)
     assert outcome.audit.put == ROWS
     assert not pids
 
@@ -188,40 +193,8 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
 
 
-def test_options_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(Impossible, match="a synchronous job has 0 of both"):
-        checked(demo_job(tmp_path, mode="sync", max_staleness=1))
-    with pytest.raises(Impossible, match="a one-step delay is 1 of both"):
-        checked(demo_job(tmp_path, mode="delayed", max_staleness=2))
-    with pytest.raises(Impossible, match=r"over_sample=1.25 with mode='async'"):
-        checked(demo_job(tmp_path, over_sample=1.25))
-    with pytest.raises(UsageError, match="no settings for the data set 'sudoku'; there are chain_sum, spell_backward"):
-        check_task("sudoku")
-
-
 def test_every_option_has_its_place_in_the_job(tmp_path: Path) -> None:
-    job = checked(
-        demo_job(
-            tmp_path,
-            seed=7,
-            steps=9,
-            max_staleness=3,
-            engine="vllm",
-            rollouts=2,
-            kl=0.1,
-            weight_max=2.0,
-            budget=2,
-            filter_equal=True,
-            log=("tensorboard",),
-        )
-    )
-    assert (job.seed, job.steps, job.pacing.max_staleness, job.pacing.depth) == (7, 9, 3, 3)
-    assert (job.engine[0].kind, job.engine[0].count, job.sampling.budget) == ("vllm", 2, 2)
-    assert (job.algorithm.kl, job.algorithm.old, job.algorithm.tis_max, job.algorithm.filter_equal) == (
-        0.1,
-        "trainer",
-        2.0,
-        True,
-    )
-    assert job.log.to == ("tensorboard",)
-    assert names.REFERENCE in [stage.task.name for stage in stages(job)]
+    job = checked(demo_job(tmp_path, seed=7, steps=9, engine="vllm", rollouts=2, log=("tensorboard",)))
+    assert (job.seed, job.steps, job.pacing.max_staleness, job.pacing.depth) == (7, 9, 1, 1)
+    assert (job.engine[0].kind, job.engine[0].count, job.log.to) == ("vllm", 2, ("tensorboard",))
+    assert checked(demo_job(tmp_path, mode="sync")).pacing.max_staleness == 0

@@ -18,7 +18,6 @@ from transferqueue.workflows.flow.events import WORK, Event, Failure, TimeSpan
 from transferqueue.workflows.flow.loop.runner import StageFailedInProcess, run_stage
 from transferqueue.workflows.flow.loop.slots import Slots
 from transferqueue.workflows.flow.reports.audit import audit
-from transferqueue.workflows.flow.reports.chrome_trace import busy_share
 from transferqueue.workflows.flow.stage import Stage
 
 FIELDS = [tq.Field("x", "int64"), tq.Field("y", "int64")]
@@ -159,7 +158,6 @@ def test_work_of_leases_that_overlap_is_reported_once(queue: tq.Queue) -> None:
     _, events = serve(table, doubled)
     spans = [event for event in events if isinstance(event, TimeSpan)]
     assert all(before.end <= after.start for before, after in pairwise(spans))
-    assert busy_share(spans, spans[0].start, spans[-1].end) <= 1
 
 
 def test_a_failed_lease_comes_again_and_the_others_go_on(queue: tq.Queue) -> None:

@@ -3,10 +3,8 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from transferqueue.workflows.flow.events import Figures, TimeSpan
-from transferqueue.workflows.flow.reports.chrome_trace import busy_share, write_chrome_trace
+from transferqueue.workflows.flow.reports.chrome_trace import write_chrome_trace
 
 SPANS = {
     "rollout-0": [
@@ -41,10 +39,3 @@ def test_busy_and_waiting_time_are_on_tracks_of_their_own(tmp_path: Path) -> Non
 def test_a_trace_of_nothing_is_a_trace(tmp_path: Path) -> None:
     write_chrome_trace(tmp_path / "empty.json", {})
     assert json.loads((tmp_path / "empty.json").read_text())["traceEvents"] == []
-
-
-@pytest.mark.parametrize(
-    ("start", "end", "share"), [(10.0, 12.5, 0.8), (11.5, 12.5, 1.0), (0.0, 10.0, 0.0), (5.0, 5.0, 0.0)]
-)
-def test_busy_share_counts_work_inside_the_stretch_only(start: float, end: float, share: float) -> None:
-    assert busy_share(SPANS["rollout-0"], start, end) == pytest.approx(share)

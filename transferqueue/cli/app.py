@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final
 import typer
 import typer.core
 
-from transferqueue.cli.commands import adopt, chaos, check_history, docs, drop_in, export, new_adapter, train, version
+from transferqueue.cli.commands import adopt, check_history, docs, drop_in, export, new_adapter, train, version
 from transferqueue.cli.commands.looking import doctor, inspect, query, replay, samples, top, trace
 from transferqueue.cli.commands.planning import plan, profile
 from transferqueue.cli.commands.servers import keys, relay, serve, shard, snapshot
@@ -30,7 +30,7 @@ PANELS: Final = {
     "Train": ("train", "adopt", "export", "profile", "plan"),
     "Watch": ("top", "doctor", "inspect", "samples", "query", "replay", "trace"),
     "Operate": ("serve", "shard", "relay", "keys", "snapshot", "restore"),
-    "Develop": ("new-adapter", "chaos", "check-history", "drop-in"),
+    "Develop": ("new-adapter", "check-history", "drop-in"),
 }
 """The panels of the help page, and the commands of each, in the order in which it shows them."""
 _PANEL_OF: Final = {name: panel for panel, names in PANELS.items() for name in names}
@@ -132,7 +132,6 @@ def _group() -> typer.Typer:
     _add(group, "snapshot", snapshot.snapshot, snapshot.SNAPSHOT_EXAMPLES)
     _add(group, "restore", snapshot.restore, snapshot.RESTORE_EXAMPLES)
     _add(group, "new-adapter", new_adapter.new_adapter, new_adapter.EXAMPLES)
-    _add(group, "chaos", chaos.chaos, chaos.EXAMPLES)
     _add(group, "check-history", check_history.check_history, check_history.EXAMPLES)
     _add(group, "drop-in", drop_in.drop_in, drop_in.EXAMPLES)
     return group

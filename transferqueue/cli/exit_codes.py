@@ -4,7 +4,7 @@
 code  meaning
 ====  ==========================================================================================
 0     done; for `serve`, `top` and `trace`, which end in no other way, also Ctrl-C
-1     `doctor` found a trouble, or something to mend; `check-history` or `chaos`: a broken promise
+1     `doctor` found a trouble, or something to mend; `check-history`: a broken promise
 2     the call is wrong: an option, an address, a name that does not exist, an extra that is not installed
 3     the peer failed: nothing answered, the server is gone, memory cannot grow
 4     a wait ended by its deadline

@@ -42,7 +42,7 @@ from transferqueue.ledger.rows.cold_blocks import ColdBlocks
 from transferqueue.ledger.rows.copies import Copies, copies_of
 from transferqueue.ledger.rows.missing_copies import CopyOrderState, MissingCopies, PostponedCopy
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules
-from transferqueue.ledger.rules.recording import EndedBatch, is_crowded, next_batch, rows_recorded, terms_of
+from transferqueue.ledger.rules.recording import EndedBatch, next_batch, records_at_once, rows_recorded, terms_of
 from transferqueue.ledger.rules.retry import resume_due, trial_due
 from transferqueue.ledger.session_state import SessionState
 from transferqueue.ledger.state import LedgerState
@@ -340,9 +340,9 @@ class Ledger:
         """The retention of a table that records its rows."""
         return terms_of(self.state.table(table))
 
-    def is_crowded(self, table: str) -> bool:
-        """Whether rows that wait for their file take much of the room of a table."""
-        return is_crowded(self.state.table(table))
+    def records_at_once(self, table: str) -> bool:
+        """See `recording.records_at_once`."""
+        return records_at_once(self.state.table(table))
 
     def next_ended(self, table: str, most: int, now: float) -> EndedBatch | None:
         """See `recording.next_batch`."""

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -42,8 +42,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 def apply(stack: Stack, settings: Settings) -> list[Line]:
     """Return a line for each key of `settings`, and for each default of `stack` that matters."""
-    rules = {rule.name: rule for rule in stack.rules}
-    lines = [_line(rules, key, value, settings) for key, value in settings.given.items()]
+    lines = [_line(stack, key, value, settings) for key, value in settings.given.items()]
     lines += list(_assumed(stack, settings))
     return lines
 
@@ -80,9 +79,19 @@ def typed(key: str, value: Plain) -> Plain:
         ) from error
 
 
-def _line(rules: Mapping[str, KeyRule], key: str, value: Plain, settings: Settings) -> Line:
+def rule_of(stack: Stack, key: str) -> KeyRule | None:
+    """The rule of this name, else the one with the longest part of it beside a star, at the end or the beginning."""
+    rules = stack.rule_by_name
+    if key in rules:
+        return rules[key]
+    parts = [name for name in rules if name.endswith("*") and key.startswith(name[:-1])]
+    parts = [name for name in rules if name.startswith("*") and key.endswith(name[1:])] or parts
+    return rules[max(parts, key=len)] if parts else None
+
+
+def _line(stack: Stack, key: str, value: Plain, settings: Settings) -> Line:
     text = _text(value) if not _is_secret(key) else "…"
-    rule = _rule(rules, key)
+    rule = rule_of(stack, key)
     if rule is None:
         return Line(verdict="unknown", key=key, value=text, why="the table of this stack has no such key")
     if isinstance(value, str) and is_open(value) and (rule.refused or rule.convert):
@@ -91,14 +100,6 @@ def _line(rules: Mapping[str, KeyRule], key: str, value: Plain, settings: Settin
         return _verdict(rule, key, value, settings)
     except Refuse as refusal:
         return Line(verdict="refused", key=key, value=text, why=str(refusal))
-
-
-def _rule(rules: Mapping[str, KeyRule], key: str) -> KeyRule | None:
-    """The rule of this name, else the one with the longest beginning of it before a star."""
-    if key in rules:
-        return rules[key]
-    beginnings = [name for name in rules if name.endswith("*") and key.startswith(name[:-1])]
-    return rules[max(beginnings, key=len)] if beginnings else None
 
 
 def _verdict(rule: KeyRule, key: str, value: Plain, settings: Settings) -> Line:

@@ -2,7 +2,8 @@
 
 A table is a tuple of `KeyRule`, one a key. Five functions make them: `kept` (the same value under our name), `mapped`
 (a function computes it), `layout` (read together with others to place processes), `no_effect` and `refused`, each with
-its reason. A name that ends with a star stands for all keys that begin so; a longer name goes before a shorter one.
+its reason. A name that ends with a star stands for all keys that begin so; a longer name goes before a shorter one. One
+that begins with a star stands for all keys that end so, and goes before those.
 
 A converting function gets the value and all settings, and returns the value of `KeyRule.to`, or `OurValues` of several
 keys, or `Inactive` where another setting turns the key off. `Refuse` says that the value cannot be kept.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final
 
 from transferqueue.workflows.adopt.sources.shell import is_open
@@ -154,6 +156,11 @@ class Stack:
     extra: str = ""
     bases: tuple[str, ...] = ()
     rewards: Callable[[Settings], str] = field(default=lambda settings: "")
+
+    @cached_property
+    def rule_by_name(self) -> dict[str, KeyRule]:
+        """Its rules by their names."""
+        return {rule.name: rule for rule in self.rules}
 
     @property
     def defaults(self) -> dict[str, Plain]:

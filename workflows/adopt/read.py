@@ -113,7 +113,8 @@ def _of_yaml(
     path: Path, more: list[str], wanted: Stack | None, *, read_notes: tuple[str, ...], entry: str = "", source: str = ""
 ) -> ReadJob:
     bases = tuple(itertools.chain.from_iterable(stack.bases for stack in STACKS.values()))
-    values = read_yaml(path, missing=lambda name: name.rpartition("/")[2] in bases)
+    groups: list[str] = []
+    values = read_yaml(path, missing=lambda name: name.rpartition("/")[2] in bases or _is_group(name, groups))
     stack = wanted or _by_marks(list(values))
     if stack is None:
         raise UsageError(f"{path}: its tables ({', '.join(list(values)[:8])}) are of no known stack; give --stack")
@@ -123,7 +124,13 @@ def _of_yaml(
         given |= plain
     for key, value in given.items():
         put(values, key, value)
-    return _job(stack, interpolated(flatten(values)), source or str(path), (*read_notes, *_unread(others)), entry)
+    return _job(
+        stack,
+        interpolated(flatten(values)),
+        source or str(path),
+        (*read_notes, *_unread(groups), *_unread(others)),
+        entry,
+    )
 
 
 def _job(stack: Stack, given: dict[str, Any], source: str, notes: tuple[str, ...], entry: str) -> ReadJob:
@@ -187,5 +194,13 @@ def _found(config: str, folder: Path) -> Path | None:
     return next((place / name for place in places for name in names if (place / name).is_file()), None)
 
 
+def _is_group(name: str, groups: list[str]) -> bool:
+    """Whether a name of ``defaults`` is of a group of Hydra's; then it is appended to `groups`."""
+    is_group = "@" in name or "${" in name or name.startswith(("override ", "optional "))
+    if is_group:
+        groups.append(f"{name}, which the file's defaults name")
+    return is_group
+
+
 def _unread(words: Sequence[str]) -> list[str]:
-    return [f"not read: {word}" for word in words]
+    return [f"not read: {word}" for word in words if word]

@@ -122,8 +122,13 @@ def _in_this_process(model: Any, settings: EngineSettings, job: Job) -> Generato
 
     repeat_bits(job)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    apart = job.reproducible
-    return TransformersGenerator(model.to(device), version=BEGINNING, rows_max=settings.slots, shared_batch=not apart)
+    return TransformersGenerator(
+        model.to(device),
+        version=BEGINNING,
+        rows_max=settings.slots,
+        shared_batch=not job.reproducible,
+        routes=job.algorithm.router_replay,
+    )
 
 
 def _vllm(settings: EngineSettings, job: Job, key: str) -> Generator:

@@ -78,6 +78,8 @@ HELD_S_MAX: Final = 6 * 3600.0
 """Longest time that the trainer or a generator holds rows: a streaming step holds its first rows until its last ones
 are generated."""
 DAY_S: Final = 86_400.0
+ROWS_TO_RECORD: Final = 1 << 14
+"""Room for rows that have ended and wait for their file: small steps share one, and generation waits for none."""
 _LONG: Final = (names.ROLLOUT, names.PLAY, names.TRAIN, names.TRAIN_CRITIC)
 _DEALT: Final = 8
 """Parts in which rows that are dispatched are leased: small, so that the first engine to ask does not get all the
@@ -102,6 +104,7 @@ _FIELDS: Final[dict[str, tq.Field]] = {
         tq.Field("token_versions", "int32", RAGGED),
         tq.Field("rollout_logprobs", "float32", RAGGED),
         tq.Field("finish_reason", "str"),
+        tq.Field("routes", "int16", (None, None, None)),
         tq.Field("loss_mask", "bool", RAGGED),
         tq.Field("rewards", "float32"),
         tq.Field("turn_rewards", "float32", RAGGED),
@@ -268,14 +271,15 @@ def _columns(task: str, job: Job) -> tuple[tuple[str, ...], tuple[str, ...]]:
     begun = BEGUN if in_parts(job) else ()
     mask = ("loss_mask",) if has_loss_mask(job) else ()
     ranked = (names.EXPECTED_TOKENS,) if by_length(job) else ()
+    routes = ("routes",) if job.algorithm.router_replay else ()
     several = has_several_environments(job)
     generates = {
         names.RANK: (("prompt_ids",), (names.EXPECTED_TOKENS, names.RANKER_VERSION)),
         names.LENGTHS: (("prompt_ids", "response_ids", *ranked), ()),
-        names.ROLLOUT: (("prompt_ids", *begun, *ranked), _GENERATED),
+        names.ROLLOUT: (("prompt_ids", *begun, *ranked), (*_GENERATED, *routes)),
         names.PLAY: (
             ("prompt_ids", names.DATA, *([names.ENVIRONMENT] if several else []), *ranked),
-            (*_GENERATED, *mask, "rewards", "turn_rewards", *([names.REWARD_TERMS] if several else [])),
+            (*_GENERATED, *routes, *mask, "rewards", "turn_rewards", *([names.REWARD_TERMS] if several else [])),
         ),
         names.REWARD: ((*_TEXT, names.DATA, "finish_reason"), ("rewards", names.REWARD_TERMS)),
         names.REFERENCE: (_TEXT, ("ref_logprobs",)),
@@ -336,10 +340,10 @@ def retention(job: Job, *, records: bool = False) -> tq.Retention:
     return tq.Acked() if requeues else tq.AckedColumns()
 
 
-def limits(job: Job) -> tq.Limits:
-    """Return the most rows of the table: those ahead, and those trained since the last checkpoint. The arena bounds the
-    bytes."""
-    return tq.Limits(rows=rows_kept(job))
+def limits(job: Job, *, records: bool = False) -> tq.Limits:
+    """Return the most rows of the table: those ahead, those trained since the last checkpoint, and those that wait for
+    others to share a file with. The arena bounds the bytes. records: see `retention`."""
+    return tq.Limits(rows=rows_kept(job) + (ROWS_TO_RECORD if records else 0))
 
 
 def create_table(queue: tq.Queue, job: Job, *, records: bool = False) -> tq.Table:
@@ -349,7 +353,7 @@ def create_table(queue: tq.Queue, job: Job, *, records: bool = False) -> tq.Tabl
         names.TABLE,
         fields=fields(job),
         tasks=tasks(job),
-        limits=limits(job),
+        limits=limits(job, records=records),
         pacing=pacing(job),
         retention=retention(job, records=records),
         replicas=job.ray.replicas,

@@ -270,6 +270,25 @@ def test_the_program_that_a_script_starts_counts(sources, tmp_path):
     assert (values["engine"][0]["count"], values["trainer"]["ranks"]) == (4, 8)
 
 
+def test_an_asynchronous_trainer_of_verl_generates_beside_training(sources):
+    ahead = ["trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.nnodes=1"]
+    ahead += ["actor_rollout_ref.rollout.n_gpus_per_node=4", "trainer.v1.sampler.max_off_policy_threshold=3"]
+    values = tomllib.loads(adopt([sources["verl"], *ahead]).job)
+    assert values["pacing"] == {"mode": "async", "max_staleness": 3, "on_stale": "drop"}
+    assert (values["trainer"]["ranks"], values["engine"][0]["count"]) == (8, 2)
+    assert tomllib.loads(adopt([sources["verl"]]).job)["pacing"] == {"mode": "sync"}
+    waits = adopt([sources["verl"], *ahead, "trainer.v1.sampler.max_off_policy_strategy=wait"])
+    assert [line.key for line in waits.lines if line.why.startswith("a row that is being generated")] != []
+
+
+def test_a_group_of_hydra_that_is_not_there_is_named(tmp_path):
+    job = tmp_path / "mine.yaml"
+    job.write_text(
+        "defaults:\n  - actor@actor_rollout_ref.actor: fsdp\n  - _self_\nactor_rollout_ref: {model: {path: m}}\n"
+    )
+    assert adopt([str(job)]).notes == ["not read: actor@actor_rollout_ref.actor/fsdp, which the file's defaults name"]
+
+
 def test_a_kind_that_does_not_exist_here_gives_no_job(sources):
     adopted = adopt([sources["verl"], "algorithm.adv_estimator=remax"])
     assert adopted.job == ""

@@ -130,7 +130,6 @@ def test_only_generating_processes_are_elastic_and_more_are_like_the_last(direct
     ("tables", "error", "message"),
     [
         ({"elastic": {"min": 2, "max": 4}}, Impossible, r"elastic.min=2, max=4 with 1 processes of engine"),
-        ({"elastic": {"max": 2, "threshold": 0.0}}, UsageError, r"elastic.threshold=0.0: give more than 0"),
         ({"elastic": {"max": -1}}, UsageError, r"elastic.max=-1: give at least 0"),
         ({"engine": [{"kind": "vllm_server", "url": "http://h:1"}]}, UsageError, r"requests to the same server"),
     ],

@@ -58,18 +58,45 @@ class BeginsLong(Answers):
 class Begins(Answers):
     """Has a first observation."""
 
+    def __init__(self, said: Any = "look") -> None:
+        self.said = said
+
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        return "look", super().reset(seed=seed, options=options)[1]
+        return self.said, super().reset(seed=seed, options=options)[1]
+
+    def fails(self, action: str) -> Any:
+        return "", 1.0, True, False, {}
+
+
+class BeginsOne(Begins):
+    """One of two questions has a first observation."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        said, info = super().reset(seed=seed, options=options)
+        return (said if self.question == FAILS else None), info
+
+
+class Twice(Answers):
+    """Two turns."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self.turns = 0
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: str) -> Step:
+        self.turns += 1
+        return "1", 1.0, self.turns == 2, False, {}
 
 
 class Gated(Answers):
     """Waits until a file is there."""
 
     def __init__(self, gate: str = "/nowhere") -> None:
-        self.gate = Path(gate)
+        self.gate = gate
 
     def step(self, action: str) -> Step:
-        while self.question == FAILS and not self.gate.exists():
+        # Calls of C alone: a late call is in `step`, not in a function of pathlib.
+        while self.question == FAILS and not os.access(self.gate, os.F_OK):
             time.sleep(0.005)
         return "", 1.0, True, False, {}
 

@@ -182,15 +182,71 @@ def test_an_episode_is_one_sequence_with_the_tokens_of_the_tool_masked(tokenizer
     assert len({seed for _, seed, _ in engine.requests}) == 2
 
 
-def test_a_first_observation_is_a_message_after_an_empty_answer(tokenizer: Any) -> None:
-    settings = job(ENVIRONMENTS + "Begins")
-    engine = Scripted(tokenizer, {"2+2=": ["", "4"]})
+def chat_ids(tokenizer: Any, *said: tuple[str, str]) -> list[int]:
+    messages = [{"role": role, "content": content} for role, content in said]
+    ids: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("said", "system", "whole"),
+    [
+        ("look", "", [("user", "2+2=look")]),
+        ("look", "Be short.", [("system", "Be short."), ("user", "2+2=look")]),
+        ([{"role": "tool", "content": "a map"}], "", [("user", "2+2="), ("tool", "a map")]),
+    ],
+)
+def test_a_first_observation_is_part_of_the_prompt(said: Any, system: str, whole: Any, tokenizer: Any) -> None:
+    settings = job(ENVIRONMENTS + "Begins", environment={"args": {"said": said}})
+    settings = msgspec.structs.replace(settings, data=msgspec.structs.replace(settings.data, system=system))
+    engine, kept = Scripted(tokenizer, {"2+2=": ["4"]}), KeepsSamples(settings)
+    reporter = SampleReporter(kept, tokenizer)  # type: ignore[arg-type]
+    episodes = episodes_of(settings, engine, tokenizer, samples=reporter)
+    part = played(episodes, settings, tokenizer, ["2+2="])[0]
+    response = part.columns["response_ids"][0]
+    assert part.columns["prompt_ids"][0].tolist() == chat_ids(tokenizer, *whole)
+    assert (tokenizer.decode(response.tolist()), part.columns["loss_mask"][0].all()) == ("4<|im_end|>", True)
+    assert part.facts["tokens"] == len(response) == len(part.columns["rollout_logprobs"][0])
+    assert [request[0] for request in engine.requests] == [tokenizer.decode(chat_ids(tokenizer, *whole))]
+    assert kept.samples[0]["prompt"] == engine.requests[0][0]
+
+
+def test_the_tokens_of_a_first_observation_are_tokens_of_its_episode(tokenizer: Any) -> None:
+    settings = job(ENVIRONMENTS + "Begins", tokens_max=10, environment={"args": {"said": "12345678"}})
+    engine = Scripted(tokenizer, {"2+2=": ["4567"]})
     part = played(episodes_of(settings, engine, tokenizer), settings, tokenizer, ["2+2="])[0]
-    response, mask = part.columns["response_ids"][0], part.columns["loss_mask"][0]
-    assert tokenizer.decode(response.tolist()) == (
-        "<|im_end|>\n<|im_start|>user\nlook<|im_end|>\n<|im_start|>assistant\n4<|im_end|>"
-    )
-    assert tokenizer.decode(response[mask].tolist()) == "4<|im_end|>"
+    assert engine.requests[0][2] == 2
+    assert tokenizer.decode(part.columns["response_ids"][0].tolist()) == "45"
+
+
+def test_trained_rows_have_their_first_observation_in_the_prompt(tokenizer: Any) -> None:
+    """The rows of a prompt share its tokens; one that begins with an observation has its own, however often it is
+    played."""
+    settings = job(ENVIRONMENTS + "BeginsOne", group_size=2)
+    episodes = episodes_of(settings, Scripted(tokenizer, {"=": ["4"]}), tokenizer)
+    questions = ["1+1=", "2+2="]
+    with tq.connect() as queue:
+        table = table_of(queue, settings)
+        table.put(
+            prompt_ids=tq.Repeat([np.array(chat_ids(tokenizer, ("user", each)), np.int32) for each in questions], 2),
+            data=tq.Repeat([{"prompt": each, "question": each} for each in questions], 2),
+            ordinal=np.arange(4),
+            group_id=[0, 0, 1, 1],
+            group_size=2,
+        )
+        for time_played in range(2):
+            with table.lease(names.PLAY, rows=4, timeout_s=10) as batch:
+                for part in episodes(batch):
+                    if time_played == 0:
+                        columns = {name: value for name, value in part.columns.items() if name == "prompt_ids"}
+                        batch.release(batch.rows[part.at], **columns)
+                    else:
+                        batch.ack(batch.rows[part.at], **part.facts, **part.columns)
+        with table.read(range(4), fields=["prompt_ids", "response_ids"]) as read:
+            assert [row.tolist() for row in read["prompt_ids"]] == [
+                chat_ids(tokenizer, ("user", text)) for text in ("1+1=look", "1+1=look", "2+2=", "2+2=")
+            ]
+            assert [tokenizer.decode(row.tolist()) for row in read["response_ids"]] == ["4<|im_end|>"] * 4
 
 
 def test_an_episode_whose_last_turn_was_cut_was_cut_though_the_environment_ended_it(tokenizer: Any) -> None:
@@ -411,11 +467,13 @@ def failing(environment: str, tokenizer: Any, **limits: Any) -> Failing:
     return Failing(parts[1].drop, failed[1].text, retried)
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_fails_its_episode_alone(tokenizer: Any) -> None:
-    row = failing("Gated", tokenizer, timeout_s=0.5)
+    row = failing("Gated", tokenizer, timeout_s=1.0)
     assert row.drop == "environment_timeout"
+    # On a loaded machine another call may be late too: its episode is tried once more.
     assert re.search(
-        r"ordinal 1 failed: step\('2'\) did not return within environment.0.timeout_s=0.5 s; .* \(try 2\); "
+        r"ordinal 1 failed: step\('2'\) did not return within environment.0.timeout_s=1 s; .* \(try \d\); "
         r"it is in step, line \d+ of .*episode_environments.py; its data is \{.*1\+1=",
         row.text,
     )
@@ -492,9 +550,10 @@ def test_a_share_of_failed_rows_that_is_too_large_ends_the_job(tokenizer: Any) -
         played(episodes, settings, tokenizer, questions)
 
 
+@pytest.mark.slow
 def test_a_process_in_which_many_calls_hang_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment_host, "HUNG_MAX", 1)
-    with EnvironmentHost(ENVIRONMENTS + "Gated", {}, timeout_s=0.3, episode_s=60.0) as host:
+    with EnvironmentHost(ENVIRONMENTS + "Gated", {}, timeout_s=1.0, episode_s=60.0) as host:
         until = time.monotonic() + 60
         with host.open(until) as works:
             works.reset(options={"question": "2+2="})

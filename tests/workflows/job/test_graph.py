@@ -137,6 +137,7 @@ def test_pacing_follows_the_mode():
     assert (over.rows_ahead_max, over.max_staleness) == (12, 1)
     assert graph.pacing(job("sft")).channel is None
     assert graph.limits(job("grpo", "checkpoint.every=10")).rows == 10 * 8 + 16
+    assert graph.limits(job("grpo"), records=True).rows == graph.limits(job("grpo")).rows + graph.ROWS_TO_RECORD
 
 
 def test_a_colocated_trainer_generates_too():

@@ -51,7 +51,7 @@ def test_the_threads_of_the_job_come_before_the_variable_and_the_shares_of_cores
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda process: range(8))
     monkeypatch.delenv(THREADS, raising=False)
     tokenizer = CharacterTokenizer()
-    assert thread_line(jobs.job("grpo"), placed, 5) == "threads: rollout-0 4, train-0 4, of any other process 1"
+    assert thread_line(jobs.job("grpo"), placed, 5) == "threads: rollout-0 4, train-0 8, of any other process 1"
     assert THREADS not in shared_variables(jobs.job("grpo"), tokenizer, None)
     monkeypatch.setenv(THREADS, "2")
     assert thread_line(jobs.job("grpo"), placed, 5) == "threads: 2 in each process (OMP_NUM_THREADS)"

@@ -115,7 +115,9 @@ def test_other_weights_to_begin_with_are_seen_by_the_first_loss(run):
 def test_what_is_missing_is_said_before_anything_is_computed(run):
     with pytest.raises(NotFound, match=r"has no step 9; it has 1 to 4"):
         again(run, 9)
-    shutil.rmtree(run / "rows" / "rollouts" / "step-3")
+    for path in tq.open_run(run).table().files:
+        if any(step == 3 for step, _ in rows_of(path)):
+            path.unlink()
     with pytest.raises(NotFound, match=r"rows of step 3 are not in the record, .* with the next checkpoint"):
         again(run)
     (run / STEP_ROWS).write_text((run / STEP_ROWS).read_text().splitlines()[3] + "\n")
@@ -129,7 +131,7 @@ def test_what_is_missing_is_said_before_anything_is_computed(run):
 def change(run, step, row, column):
     """Change the lowest bit of a value of a recorded row, in a file that passes for whole. Returns what undoes it."""
     table = tq.open_run(run).table()
-    (path,) = [one for one in table.files if f"step-{step}" == one.parent.name and row in ids_of(one)]
+    (path,) = [one for one in table.files if (step, row) in rows_of(one)]
     kept = path.with_suffix(".kept")
     path.rename(kept)
     found = pq.read_table(kept)
@@ -141,13 +143,13 @@ def change(run, step, row, column):
         found.schema.field(column),
         pa.array(values, found.schema.field(column).type),
     )
-    directory, (life, number) = path.parent.parent, path.name.split("-")[:2]
+    directory, (life, number) = path.parent, path.name.split("-")[:2]
     aside = files.aside(directory, life, int(number))
     pq.write_table(changed, aside, write_page_checksum=True)
-    other = files.publish(aside, directory, step)
+    other = files.publish(aside, directory)
 
     def undo():
-        for each in directory.glob(f"step-{step}/{life}-{number}-*.parquet"):
+        for each in directory.glob(f"{life}-{number}-*.parquet"):
             each.unlink()
         kept.rename(path)
 
@@ -155,8 +157,9 @@ def change(run, step, row, column):
     return undo
 
 
-def ids_of(path):
-    return pq.read_table(path, columns=["_row"])["_row"].to_pylist()
+def rows_of(path):
+    """The step and the id of each row of a file."""
+    return [(row["_step"], row["_row"]) for row in pq.read_table(path, columns=["_step", "_row"]).to_pylist()]
 
 
 def flipped(value, kind):

@@ -181,6 +181,22 @@ REFUSED = [
         "reproducible=true ; pacing={mode='async', depth=2} ; algorithm.token_staleness.mask=1",
         "token_staleness.mask=1 with reproducible=true: all tokens of a step have the same version",
     ),
+    (SFT, "algorithm.router_replay=true", 'router_replay=true with kind="sft": no engine draws its tokens'),
+    (
+        GRPO,
+        "algorithm.router_replay=true ; engine.0.kind=vllm",
+        'router_replay=true with engine.0.kind="vllm": it gives no routes; set kind="transformers"',
+    ),
+    (
+        GRPO,
+        "algorithm.router_replay=true ; algorithm.epochs=2",
+        'router_replay=true with old="trainer": those log-probs are computed without routes',
+    ),
+    (
+        GRPO,
+        "algorithm.router_replay=true ; trainer.gradient_checkpointing=true",
+        'gradient_checkpointing=True, parallel="single": layers that are computed again, or sharded, choose experts',
+    ),
     (GRPO, "algorithm.token_staleness.mask=-1", "token_staleness.mask=-1: give at least 0: 0 leaves no token out"),
     (GRPO, "weights.lora=merged", 'weights.lora="merged" with lora_rank=0: there are no adapters; leave it out'),
     (
@@ -328,6 +344,7 @@ REFUSED = [
     ),
     (GRPO, "pacing.mode=sync ; pacing.depth=1", "mode='sync' with depth=1"),
     (GRPO, "pacing.mode=delayed ; pacing.depth=2", "a one-step delay is 1 of both"),
+    (GRPO, "pacing.over_sample=1.25", "over_sample=1.25 with mode='async'"),
     (
         GRPO,
         "pacing.max_staleness=0",

@@ -13,7 +13,6 @@ from transferqueue.client.operations.pull import (
     TURN_S,
     Weights,
     acquire_update_slot,
-    mirror_weights,
     pull_weights,
     release_update_slot,
     report_applied,
@@ -239,33 +238,6 @@ class AsyncWeightChannel(AsyncWeightChannelBase):
             (4, 2)
         """
         return await self._run(begin_version(self._name, version, parts, length_s))
-
-    async def mirror(self, weights: Weights, *, timeout_s: float | None = None) -> None:
-        """Publish weights that were pulled from another channel, with their version.
-
-        The other channel may be of another deployment. Base and adapters become visible in one commit, as they arrived.
-        Views that were changed in place since do not match their checksums: a pull of them from here is refused. A
-        tensor that is unchanged here is neither read nor written. Other errors are those of `publish`.
-
-        Args:
-            weights: the weights, pulled whole.
-            timeout_s: seconds to wait for memory; default None: no limit.
-
-        Raises:
-            UsageError: weights that were pulled in part (``only=``).
-
-        Example:
-            >>> import numpy as np
-            >>> import transferqueue as tq
-            >>> async with tq.aconnect("embedded") as queue:
-            ...     written = await queue.weights("policy").publish(1, {"embed": np.zeros(4)})
-            ...     async with tq.aconnect("embedded") as elsewhere:
-            ...         weights = await queue.weights("policy").pull()
-            ...         await elsewhere.weights("policy").mirror(weights)
-            ...         print(await elsewhere.weights("policy").pull())
-            <Weights of channel 'policy': version 1, 1 tensors>
-        """
-        await self._run(mirror_weights(self._client, self._name, self._kept, weights, timeout_s))
 
     async def _run(self, operation: Operation[T]) -> T:
         return await run_async(self._client.connection, operation)

@@ -32,7 +32,7 @@ from transferqueue.client.operations.range_updates import (
     take_back,
 )
 from transferqueue.client.operations.stored_ranges import stored_ranges
-from transferqueue.client.operations.weight_blocks import BASE, NewTensor, ReusedTensor
+from transferqueue.client.operations.weight_blocks import BASE, NewTensor
 from transferqueue.client.operations.written_blocks import BlockGroup, WrittenBlocks, write, write_apart
 from transferqueue.client.session.calls import Deadline, seconds
 from transferqueue.client.session.operation_runner import BlockingWork, Operation, request_reply
@@ -147,20 +147,6 @@ def begin_open_version(channel: str, version: int, length_s: float) -> Operation
     request = m.BeginVersion(channel=channel, version=version, parts=0, length_s=length_s)
     reply = yield from request_reply(request, m.VersionBegun)
     return reply.pending
-
-
-def mirror_version(
-    client: ClientSession,
-    channel: str,
-    kept: KeptVersions,
-    version: int,
-    copies: Sequence[ReusedTensor],
-    timeout_s: float | None,
-) -> Operation[None]:
-    """Publish base and adapters of another channel as the same version here."""
-    deadline = yield from checks.within(timeout_s)
-    whole = KeptVersions(kept.versions, 0)
-    yield from _publish(client, channel, whole, version, copies, None, deadline, WHOLE)
 
 
 def _publish(

@@ -20,17 +20,15 @@ from numpy.typing import NDArray
 
 from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
-from transferqueue.client.operations import publish
 from transferqueue.client.operations.device import destination
 from transferqueue.client.operations.range_updates import KeptVersions
 from transferqueue.client.operations.stored_ranges import StoredRange, stored_ranges
 from transferqueue.client.operations.tensor_parts import WHOLE, Only, TensorParts
-from transferqueue.client.operations.weight_blocks import BASE, ReusedTensor
+from transferqueue.client.operations.weight_blocks import BASE
 from transferqueue.client.operations.weight_parts import (
     ArrivedTensors,
     SharedTensor,
     await_version,
-    copy_of,
     fetch_ranges,
     release_all,
     return_pins,
@@ -349,16 +347,6 @@ class Weights(ProcessBound, Mapping[str, Any]):
             )
         return f"{adapter}/"
 
-    def _copies(self) -> list[ReusedTensor]:
-        """All tensors of base and adapters, as blocks for `mirror` to publish. `UsageError` if only some were
-        pulled."""
-        if self._published.keys() - self._tensors.keys():
-            raise UsageError(
-                f'version {self._version} of channel "{self._channel}" was pulled in part (only=); pull all of it to '
-                "mirror it"
-            )
-        return [copy_of(tensor, self._slices.get(name)) for name, tensor in self._tensors.items()]
-
     def _shared(self, stored: StoredRange, part: Slice = WHOLE) -> SharedTensor | None:
         """This version's part of a range, counted once more, if it has the same content; else None."""
         if not self._has(stored, part):
@@ -473,15 +461,6 @@ def channel_terms(channel: str, keep: int, deltas: int) -> tuple[str, KeptVersio
     """Check the name of a channel, the number of versions to keep, and that of differences of a tensor."""
     kept = KeptVersions(checks.positive("keep", keep), checks.whole("deltas", deltas, most=DELTAS_MAX))
     return check_name("channel", channel), kept
-
-
-def mirror_weights(
-    client: ClientSession, channel: str, kept: KeptVersions, weights: Weights, timeout_s: float | None
-) -> Operation[None]:
-    """Publish weights that were pulled from another channel."""
-    if not isinstance(weights, Weights):
-        raise UsageError(f"weights are {type(weights).__name__}; mirror Weights of a pull, or publish tensors")
-    return publish.mirror_version(client, channel, kept, weights.version, weights._copies(), timeout_s)
 
 
 def _join(whole: Any, parts: list[Any]) -> Any:

@@ -14,7 +14,6 @@ from transferqueue.client.operations.pull import (
     TURN_S,
     Weights,
     acquire_update_slot,
-    mirror_weights,
     pull_weights,
     release_update_slot,
     report_applied,
@@ -238,33 +237,6 @@ class WeightChannel(WeightChannelBase):
             (4, 2)
         """
         return self._run(begin_version(self._name, version, parts, length_s))
-
-    def mirror(self, weights: Weights, *, timeout_s: float | None = None) -> None:
-        """Publish weights that were pulled from another channel, with their version.
-
-        The other channel may be of another deployment. Base and adapters become visible in one commit, as they arrived.
-        Views that were changed in place since do not match their checksums: a pull of them from here is refused. A
-        tensor that is unchanged here is neither read nor written. Other errors are those of `publish`.
-
-        Args:
-            weights: the weights, pulled whole.
-            timeout_s: seconds to wait for memory; default None: no limit.
-
-        Raises:
-            UsageError: weights that were pulled in part (``only=``).
-
-        Example:
-            >>> import numpy as np
-            >>> import transferqueue as tq
-            >>> with tq.connect("embedded") as queue:
-            ...     written = queue.weights("policy").publish(1, {"embed": np.zeros(4)})
-            ...     with tq.connect("embedded") as elsewhere:
-            ...         weights = queue.weights("policy").pull()
-            ...         elsewhere.weights("policy").mirror(weights)
-            ...         print(elsewhere.weights("policy").pull())
-            <Weights of channel 'policy': version 1, 1 tensors>
-        """
-        self._run(mirror_weights(self._client, self._name, self._kept, weights, timeout_s))
 
     def _run(self, operation: Operation[T]) -> T:
         return run_sync(self._client.connection, operation)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Final, NamedTuple
 
 from transferqueue.ledger.arrays import IntArray
@@ -78,6 +78,10 @@ class TableHistory:
         beginning."""
         start = max(position - self.forgotten, 0)
         return list(islice(self._events, start, start + most))
+
+    def after(self, at: float) -> list[TableEvent]:
+        """The events at this time and later, oldest first."""
+        return list(takewhile(lambda event: event.at >= at, reversed(self._events)))[::-1]
 
     def of(self, row: int) -> list[TableEvent]:
         """Events of a row, oldest first."""

@@ -34,7 +34,7 @@ class EndedBatch:
         facts: numeric facts by name.
         attempts: by task, leases that failed.
         has: which rows have a field. `inline`: the values of inline fields; `places`: block and slot of the others.
-        events: the history of the table; `workers`: names of its sessions.
+        events: of the table, since the first of the rows was put; `workers`: names of its sessions.
     """
 
     table: str
@@ -61,8 +61,11 @@ CROWDED_SHARE: Final = 8
 """A table is crowded when one of so many of its rows waits for its file, or all but one of so many bytes are taken."""
 
 
-def is_crowded(table: TableState) -> bool:
-    """Whether rows that wait for their file take much of the room of the table."""
+def records_at_once(table: TableState) -> bool:
+    """Whether rows that have ended wait for no others to share a file with: they take much of the room of the table, or
+    it is sealed and has no live row."""
+    if table.sealed and not table.rows_live:
+        return True
     bytes_max = table.limits.bytes_max
     full = bytes_max is not None and table.usage.bytes * CROWDED_SHARE > bytes_max * (CROWDED_SHARE - 1)
     return full or _record_of(table).waiting * CROWDED_SHARE >= table.limits.rows
@@ -76,6 +79,7 @@ def next_batch(table: TableState, most: int, now: float) -> EndedBatch | None:
         return None
     rows = np.concatenate([one.rows for one in ended])
     at, store = table.rows.pages.index(rows), table.rows
+    put_at = store.put_at.a[at]
     has = {name: store.has_all(at, store.mask((name,))) for name in store.fields}
     places = {name: _places(table, name, at, has[name]) for name in store.fields if name not in store.inline}
     numbers = np.unique(np.concatenate([blocks for blocks, _ in places.values()])) if places else np.empty(0, np.int64)
@@ -88,7 +92,7 @@ def next_batch(table: TableState, most: int, now: float) -> EndedBatch | None:
         now=now,
         rows=rows,
         ended=ended,
-        put_age_s=now - store.put_at.a[at],
+        put_age_s=now - put_at,
         facts={name: column.a[at] for name, column in store.facts.items()},
         attempts={name: task.attempts.a[at] for name, task in table.tasks.items()},
         tags={row: store.tags[row] for row in store.tags.keys() & rows.tolist()} if store.tags else {},
@@ -97,7 +101,7 @@ def next_batch(table: TableState, most: int, now: float) -> EndedBatch | None:
         inline={name: column.a[at] for name, column in store.inline.items()},
         places=places,
         blocks={number: known[number].at for number in numbers.tolist() if number},
-        events=table.history.since(0, table.history.end),
+        events=table.history.after(float(put_at.min())),
         workers=record.workers | table.core.labels,
     )
 

@@ -27,6 +27,8 @@ Memory = Callable[[BlockLocation], U8]
 """Returns the bytes of a block. They do not change while the batch is written."""
 ROW_GROUP_BYTES: Final = 32 << 20
 """About the size of a row group in memory."""
+FILE_BYTES: Final = 256 << 20
+"""About the size in memory of the rows of a file, of which there are more in a larger batch."""
 _FACT_NAMES: Final = {"policy_version": "_version", "policy_version_max": "_version_max"}
 
 
@@ -35,15 +37,24 @@ class BatchColumns:
 
     def __init__(self, batch: EndedBatch, memory: Memory, wall: float) -> None:
         self._batch, self._memory, self._wall = batch, memory, wall
-        self.steps: IntArray = np.concatenate([ended.steps for ended in batch.ended])
+        self._steps: IntArray = np.concatenate([ended.steps for ended in batch.ended])
         self._lineage = self._of_all()
         self._events = RowEvents(batch.rows, batch.events, batch.workers, wall - batch.now)
         self._sizes = self._sizes_of_rows()
 
+    def files(self) -> list[IntArray]:
+        """The positions of the rows of each file, in the order of their steps."""
+        order = np.argsort(self._steps, kind="stable")
+        return np.split(order, _cuts(self._sizes[order], FILE_BYTES))
+
     def chunks(self, chosen: IntArray) -> Iterator[Any]:
-        """Tables of the rows at these positions, of bounded size."""
-        for piece in np.split(chosen, _cuts(self._sizes[chosen])):
-            yield self._table(piece)
+        """Tables of the rows at these positions, of bounded size. Rows without a step, which come first, have their
+        own: a reader of one step cannot skip a row group with nulls."""
+        first = int(np.count_nonzero(self._steps[chosen] < 0))
+        for rows in np.split(chosen, [first]):
+            for piece in np.split(rows, _cuts(self._sizes[rows], ROW_GROUP_BYTES)):
+                if piece.size:
+                    yield self._table(piece)
 
     def schema(self) -> Any:
         """The schema of all tables of this batch."""
@@ -124,7 +135,7 @@ class BatchColumns:
             "_tags": pa.array([json.dumps(t) if (t := batch.tags.get(row)) else None for row in rows], pa.string()),
             "_fate": _texts([_fate(ended.fate) for ended in batch.ended], each),
             "_reason": _texts([ended.reason or None for ended in batch.ended], each),
-            "_step": pa.array(self.steps, mask=self.steps < 0),
+            "_step": pa.array(self._steps, mask=self._steps < 0),
             "_ended_at": _times(ended_at),
             "_put_at": _times(self._wall - batch.put_age_s),
             **facts,
@@ -238,8 +249,8 @@ def _nulls(kind: Any, count: int) -> Any:
     return pa.nulls(count, kind)
 
 
-def _cuts(sizes: AnyArray) -> AnyArray:
-    """Where rows of these sizes are cut into pieces of about `ROW_GROUP_BYTES`."""
-    piece = (np.cumsum(sizes) // ROW_GROUP_BYTES).astype(np.int64)
+def _cuts(sizes: AnyArray, nbytes: int) -> AnyArray:
+    """Where rows of these sizes are cut into pieces of about so many bytes."""
+    piece = (np.cumsum(sizes) // nbytes).astype(np.int64)
     cuts: AnyArray = np.flatnonzero(np.diff(piece)) + 1
     return cuts

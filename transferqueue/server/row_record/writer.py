@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-from transferqueue.errors import Corruption, Disconnected, TransferQueueError
-from transferqueue.ledger.arrays import IntArray, by_value
+from transferqueue.errors import Corruption, Disconnected, TransferQueueError, Unreachable
+from transferqueue.ledger.arrays import IntArray
 from transferqueue.ledger.rows.cold_arena import ON_DISK
 from transferqueue.ledger.rules.recording import EndedBatch
 from transferqueue.limits import FAREWELL_S
@@ -38,7 +39,15 @@ if TYPE_CHECKING:
     from transferqueue.server.shards.block_fetches import ArrivedBlocks
 
 _log: Final = logging.getLogger("transferqueue.server")
-COMPRESSION: Final = "zstd"
+_FORM: Final[dict[str, Any]] = {
+    "compression": "zstd",
+    "compression_level": 1,
+    "use_dictionary": False,
+    "write_page_checksum": True,
+}
+"""Of the files. Dictionaries would double the time, and take more bytes where values are tokens and log-probs."""
+_IMPORTED: Final = ("pyarrow.compute", "pyarrow.parquet")
+"""Imported when the first table is created: that takes a processor a fifth of a second, which a step would miss."""
 AGE_CHECK_S: Final = 60.0
 """Files are compared with the greatest age of their table after each batch, and this long after the last one."""
 
@@ -61,12 +70,14 @@ class Outcome:
     Args:
         error: of the disk of the record; "": none.
         damaged: a block whose bytes cannot be read, and why; None: none was met.
+        uncopied: a block that no shard could copy; 0: none was met.
     """
 
     table: str
     files: list[WrittenFile] = field(default_factory=list)
     error: str = ""
     damaged: tuple[int, str] | None = None
+    uncopied: int = 0
 
 
 class SpooledBlocks(NamedTuple):
@@ -116,6 +127,8 @@ class ThreadWriter:
     def probe(self, directory: Path) -> None:
         """See `Writer`."""
         files.probe(directory)
+        with suppress(RuntimeError, MemoryError):  # the first batch is told
+            self._start()
 
     def resume(self, directory: Path, life: str, first: int) -> list[WrittenFile]:
         """See `Writer`."""
@@ -123,10 +136,7 @@ class ThreadWriter:
 
     def submit(self, batch: EndedBatch, directory: Path, *, after_failure: bool, remote: int) -> None:
         """See `Writer`."""
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="transferqueue row record", daemon=True)
-            thread.start()
-            self._thread = thread
+        self._start()
         fetched = (remote, self._arrivals.get) if remote else None
         self._batches.put(lambda: self._write(batch, directory, fetched, after_failure=after_failure))
 
@@ -148,7 +158,15 @@ class ThreadWriter:
         if self._thread is not None:
             self._thread.join(FAREWELL_S)
 
+    def _start(self) -> None:
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="transferqueue row record", daemon=True)
+            thread.start()
+            self._thread = thread
+
     def _run(self) -> None:
+        for module in _IMPORTED:
+            import_module(module)
         while True:
             try:
                 batch = self._batches.get(timeout=AGE_CHECK_S if self._aging else None)
@@ -221,16 +239,15 @@ def bytes_of(
 def write(
     batch: EndedBatch, directory: Path, memory: Callable[[BlockLocation], U8], *, after_failure: bool = False
 ) -> Outcome:
-    """Write a batch: a file for each step. Never raises: an error is in the outcome, and the files before it stay."""
+    """Write a batch, mostly into one file. Never raises: an error is in the outcome, and the files before it stay."""
     outcome = Outcome(batch.table)
     try:
         if after_failure and (found := published(directory, batch.life, batch.number)):
             outcome.files = found  # by a failed attempt, all the same
             return outcome
         columns = BatchColumns(batch, memory, time.time())
-        for step, chosen in by_value(columns.steps):
-            number = batch.number + len(outcome.files)
-            _write_file(columns, batch, directory, number, step, chosen)
+        for number, chosen in enumerate(columns.files(), batch.number):
+            _write_file(columns, batch, directory, number, chosen)
             outcome.files.append(WrittenFile(number, batch.rows[chosen].tolist()))
         _keep_bounds(directory, batch.terms)
     except Exception as error:  # noqa: BLE001  (named in the outcome)
@@ -244,6 +261,7 @@ def _failed(outcome: Outcome, error: Exception) -> Outcome:
         outcome.damaged = error.block, str(error)
     elif isinstance(error, OSError | TransferQueueError):
         outcome.error = f"{type(error).__name__}: {error}"
+        outcome.uncopied = error.block if isinstance(error, Unreachable) else 0
     else:
         _log.error("rows of table %s could not be written", outcome.table, exc_info=error)
         outcome.error = f"{error!r}; please report it"
@@ -278,23 +296,19 @@ def published(directory: Path, life: str, first: int) -> list[WrittenFile]:
     return found
 
 
-def _write_file(
-    columns: BatchColumns, batch: EndedBatch, directory: Path, number: int, step: int, chosen: IntArray
-) -> None:
+def _write_file(columns: BatchColumns, batch: EndedBatch, directory: Path, number: int, chosen: IntArray) -> None:
     import pyarrow.parquet as pq
 
     aside = files.aside(directory, batch.life, number)
     try:
         with aside.open("wb") as file:
             schema = columns.schema().with_metadata(_about(batch, number))
-            with pq.ParquetWriter(
-                file, schema, compression=COMPRESSION, compression_level=1, write_page_checksum=True
-            ) as writer:
+            with pq.ParquetWriter(file, schema, **_FORM) as writer:
                 for table in columns.chunks(chosen):
                     writer.write_table(table.cast(schema), row_group_size=max(1, table.num_rows))
             file.flush()
             files.synchronise(file.fileno())
-        files.publish(aside, directory, step)
+        files.publish(aside, directory)
     finally:
         aside.unlink(missing_ok=True)
 

@@ -342,7 +342,8 @@ def _no_room(reader: str, at: m.BlockLocation) -> TransferQueueError:
 
 def _not_copied(reader: str, at: m.BlockLocation) -> TransferQueueError:
     return Unreachable(
-        f"{reader} given up: shard {at.shard} could not copy block {at.block} in {FETCH_TRIES} orders; see its log"
+        f"{reader} given up: shard {at.shard} could not copy block {at.block} in {FETCH_TRIES} orders; see its log",
+        block=at.block,
     )
 
 

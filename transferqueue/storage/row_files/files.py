@@ -1,12 +1,12 @@
 """Names of the files that contain ended rows, and how one appears and goes.
 
-    DIRECTORY/TABLE/step-N/LIFE-NUMBER-FOOTER-BODY.parquet
+    DIRECTORY/TABLE/LIFE-NUMBER-FOOTER-BODY.parquet
 
 - A file is written under another name, synchronised, and renamed: under this name it is whole.
 - `LIFE` and `NUMBER` say which file of which life of the table it is.
 - `FOOTER` and `BODY` are digests of the file's footer and of all before it. Each reader compares the first, and the
   pages with checksums of their own; `RecordedRows.check` compares both.
-- Rows that were acked without a step, or dropped, are in ``step-none``.
+- A file has the rows that ended in some time, in the order of their steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import xxhash
 
 from transferqueue.errors import Corruption
 
-NO_STEP: Final = -1
 ASIDE: Final = ".aside"
 """The directory of files that are being written."""
 ASIDE_S: Final = 3600.0
@@ -58,15 +57,16 @@ def directory_of(root: Path, table: str) -> Path:
 
 
 def tables_in(root: Path) -> list[str]:
-    """The tables that have files, or had some."""
-    return sorted(unquote(each.name) for each in root.iterdir() if any(each.glob("step-*")))
+    """The tables that have files, had some, or will."""
+    found = (each for each in root.iterdir() if (each / ASIDE).is_dir() or any(each.glob("*.parquet")))
+    return sorted(unquote(each.name) for each in found)
 
 
 def files_in(directory: Path) -> list[RecordedFile]:
     """The whole files of a table, in the order in which they were written."""
     return sorted(
         RecordedFile(match[1], int(match[2]), match[3], match[4], path)
-        for path in directory.glob("step-*/*.parquet")
+        for path in directory.glob("*.parquet")
         if (match := _NAME.fullmatch(path.name))
     )
 
@@ -110,16 +110,13 @@ def aside(directory: Path, life: str, number: int) -> Path:
     return directory / ASIDE / f"{life}-{number:08d}"
 
 
-def publish(written: Path, directory: Path, step: int) -> Path:
+def publish(written: Path, directory: Path) -> Path:
     """Have a synchronised file appear under its name; durable when this returns."""
-    folder = directory / f"step-{'none' if step == NO_STEP else step}"
-    new = not folder.exists()
-    _make(folder)
     digests = digests_of(written)
-    path = folder / f"{written.name}-{digests.footer}-{digests.body}.parquet"
+    path = directory / f"{written.name}-{digests.footer}-{digests.body}.parquet"
     written.rename(path)
     try:
-        for changed in (folder, directory, directory.parent) if new else (folder,):
+        for changed in (directory, directory.parent):
             _synchronise_directory(changed)
     except OSError:
         path.unlink(missing_ok=True)

@@ -109,7 +109,11 @@ class RecordedRows:
         fragments = [fragment for one in whole if (fragment := self._fragment(form, one)) is not None]
         schemas = [self._schemas[one.path] for one in whole]
         try:
-            schema = pa.unify_schemas(schemas).remove_metadata() if schemas else pa.schema([("_row", pa.int64())])
+            schema = (
+                pa.unify_schemas(schemas).remove_metadata()
+                if schemas
+                else pa.schema([("_row", pa.int64()), ("_step", pa.int64())])
+            )
         except pa.ArrowException as error:
             raise SchemaError(
                 f'the files of table "{self.name}" do not fit together: {error}; read those of one life by `files`'
@@ -216,7 +220,7 @@ class Run:
 
     @property
     def tables(self) -> list[str]:
-        """Names of the tables that have files."""
+        """Names of the tables that are recorded here, also those whose files are gone or yet to come."""
         return tables_in(self.path)
 
     def table(self, name: str | None = None) -> RecordedRows:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 
 import transferqueue as tq
+from transferqueue.adapters.lora_weights import LORA_A, LORA_B, LORA_SCALE, with_product
 from transferqueue.adapters.protocols import (
     ABORT,
     LENGTH,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 _TOLERANCE: Final = 1e-3
 """Log-probabilities of two implementations of one model in float32 differ by less."""
+_CHANNEL: Final = "policy"
 _LONG_TOKENS: Final = 200
 _TRIES: Final = 5
 """Tries of a check that needs running completions."""
@@ -267,25 +269,48 @@ def versions_that_change_little(subject: GeneratorSubject) -> None:
         tensors = {name: tensor.clone() for name, tensor in subject.weights(1)}
         largest = max(tensors, key=lambda name: tensors[name].numel())
         versions = [_nudged(tensors, tensors), _nudged(tensors, [largest]), tensors]
-        channel = queue.weights("policy")
-        reads_channel = getattr(engine, "reads_channel", False)
-        updater = WeightUpdater(
-            queue, channel.name, lambda source, _: engine.update_weights(source, 1), reads_channel=reads_channel
-        )
-        prompts, seeded = _prompts(subject), replace(_short(subject), seed=1)
-        followed, loaded = list[list[Completion]](), list[list[Completion]]()
-        for version in versions:
-            engine.update_weights(TensorWeights(version), 1)
-            loaded.append(_all(engine, prompts, seeded))
-        for number, version in enumerate(versions):
-            channel.publish(number, version)
-            require(updater.follow(), "a version that was published is there")
-            followed.append(_all(engine, prompts, seeded))
+        _check_followed(subject, engine, queue, versions, versions)
         if tensors[largest].nbytes >= DELTA_BYTES_MIN:
-            require(queue.stats().channels[channel.name].deltas > 0, "these versions are differences")
-        _check_logprobs(subject, prompts, _all(engine, prompts, _short(subject)))
+            require(queue.stats().channels[_CHANNEL].deltas > 0, "these versions are differences")
+        _check_logprobs(subject, _prompts(subject), _all(engine, _prompts(subject), _short(subject)))
+
+
+def adapters_that_travel_alone(subject: GeneratorSubject) -> None:
+    """Of versions of a channel that have adapters beside the weights that stay, the engine ends with the same weights
+    as of merged versions."""
+    with opened(subject) as engine, tq.connect("embedded") as queue:
+        tensors = {name: tensor.clone() for name, tensor in subject.weights(1)}
+        adapters = [_adapters(tensors, number) for number in range(2)]
+        if len(adapters[0]) == 1:
+            raise Unsupported("the model has no matrix named LAYER.weight, beside which an adapter has its name")
+        merged = [_merged(tensors, each) for each in adapters]
+        _check_followed(subject, engine, queue, [tensors | each for each in adapters], merged)
+
+
+def _check_followed(
+    subject: GeneratorSubject,
+    engine: Generator,
+    queue: tq.Queue,
+    published: Sequence[Mapping[str, torch.Tensor]],
+    whole: Sequence[Mapping[str, torch.Tensor]],
+) -> None:
+    """Check that the engine draws with each version that it follows on a channel as it does with the whole weights."""
+    prompts, seeded = _prompts(subject), replace(_short(subject), seed=1)
+    followed, loaded = list[list[Completion]](), list[list[Completion]]()
+    for weights in whole:
+        engine.update_weights(TensorWeights(weights), 1)
+        loaded.append(_all(engine, prompts, seeded))
+    channel = queue.weights(_CHANNEL)
+    reads_channel = getattr(engine, "reads_channel", False)
+    updater = WeightUpdater(
+        queue, _CHANNEL, lambda source, _: engine.update_weights(source, 1), reads_channel=reads_channel
+    )
+    for number, version in enumerate(published):
+        channel.publish(number, version)
+        require(updater.follow(), "a version that was published is there")
+        followed.append(_all(engine, prompts, seeded))
     for number, (one, other) in enumerate(zip(followed, loaded, strict=True)):
-        require(_are_alike(one, other), "what changed gives the same as the whole version", number)
+        require(_are_alike(one, other), "a version that is followed gives the same as its whole weights", number)
 
 
 def _nudged(tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, torch.Tensor]:
@@ -294,6 +319,30 @@ def _nudged(tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> dict
     for name in names:
         moved[name].view(-1)[::40] += 0.5
     return moved
+
+
+def _adapters(tensors: Mapping[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
+    """Adapters of rank 2 for all matrices, as a channel has them beside the weights; others for another number."""
+    import torch
+
+    draws = torch.Generator().manual_seed(number)
+    made = {LORA_SCALE: torch.tensor(2.0)}
+    for name, tensor in tensors.items():
+        layer, dot, part = name.rpartition(".")
+        if tensor.ndim == 2 and dot and part == "weight":
+            made[f"{layer}.{LORA_A}"] = torch.randn(2, tensor.shape[1], generator=draws).to(tensor.dtype) / 8
+            made[f"{layer}.{LORA_B}"] = torch.randn(tensor.shape[0], 2, generator=draws).to(tensor.dtype) / 8
+    return made
+
+
+def _merged(tensors: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = dict(tensors)
+    for name in adapters:
+        layer, _, part = name.rpartition(".")
+        if part == LORA_A:
+            weight, a, b = tensors[f"{layer}.weight"], adapters[name], adapters[f"{layer}.{LORA_B}"]
+            found[f"{layer}.weight"] = with_product(weight, a, b, float(adapters[LORA_SCALE])).to(weight.dtype)
+    return found
 
 
 def _are_alike(these: Sequence[Completion], those: Sequence[Completion]) -> bool:
@@ -493,6 +542,7 @@ GENERATOR_CHECKS: Final[tuple[Callable[[GeneratorSubject], None], ...]] = (
     weights_change_in_flight,
     caches_stay_over_an_update,
     versions_that_change_little,
+    adapters_that_travel_alone,
     misfitting_weights_change_nothing,
     pause_keeps,
     weights_change_while_paused,

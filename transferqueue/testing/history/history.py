@@ -305,8 +305,7 @@ def _read_line(path: Path, number: int, line: bytes) -> Line:
         return _decoder.decode(line)
     except msgspec.MsgspecError as error:
         raise UsageError(
-            f"line {number} of {path} is no event of a history: {error}; give a file that a HistoryRecorder wrote, "
-            "such as those in DIR of chaos --keep DIR"
+            f"line {number} of {path} is no event of a history: {error}; give a file that a HistoryRecorder wrote"
         ) from error
 
 

@@ -7,6 +7,7 @@ from typing import Final
 from transferqueue.workflows.adopt.mapping import (
     DRAWN_WHOLE,
     DTYPES,
+    IMAGES,
     KERNELS,
     KL_ESTIMATORS,
     LOGS,
@@ -190,6 +191,19 @@ def _no_dropout(value: Plain) -> OurValues:
 
 
 _OFF: Final = (False, "false", None)
+_UNREAD: Final = (
+    "grpo.best_at_k_*",
+    "grpo.combined_training_*",
+    "grpo.dynamic_sampling_oversample_ratio",
+    "grpo.invalid_tool_call_strategy",
+    "grpo.num_val_generations_per_prompt",
+    "grpo.use_best_at_k",
+    "grpo.use_combined_training",
+    "grpo.zero_variance_prompt_filtering",
+    "policy.activation_checkpointing_enabled",
+    "sif_dir",
+)
+"""Keys of its examples that its code does not name."""
 _RULES: Final = (
     # ------------------------------------------------------------ steps
     kept("grpo.num_prompts_per_step", "trainer.prompts_per_step"),
@@ -218,6 +232,13 @@ _RULES: Final = (
     kept("grpo.use_dynamic_sampling", "algorithm.filter_equal"),
     no_effect("grpo.dynamic_sampling_max_gen_batches", "groups with equal rewards are replaced until the step is full"),
     no_effect("grpo.batch_multiplier", "the queue keeps engines supplied"),
+    no_effect("grpo.deduplicate_multimodal_data", "equal values of rows are stored once"),
+    no_effect("grpo.debug_payload_metrics", LOGS),
+    refused("policy.is_vlm", IMAGES, unless=_OFF),
+    refused("policy.tokenizer.video.*", IMAGES),
+    no_effect("policy.disable_modelopt_layer_spec", "of quantized models"),
+    no_effect("_*", "a value that other keys of the file name"),
+    *(no_effect(name, "NeMo-RL of this version does not read it") for name in _UNREAD),
     mapped(
         "grpo.reward_shaping.overlong_buffer_length",
         "algorithm.overlong_buffer",
@@ -353,7 +374,7 @@ _RULES: Final = (
     refused("policy.draft.enabled", "no draft model is trained", unless=_OFF),
     no_effect("policy.draft.*", "read with policy.draft.enabled"),
     no_effect("policy.optimizer", "Megatron trains"),
-    refused("policy.router_replay.enabled", "routes of experts are not replayed", unless=_OFF),
+    refused("policy.router_replay.enabled", "routes of vLLM are not replayed", unless=_OFF),
     no_effect("policy.router_replay.*", "read with router_replay.enabled"),
     refused("policy.quant_*", "models are not quantized"),
     no_effect("policy.refit_buffer_size_gb", "weights come by the queue's channel"),

@@ -213,6 +213,7 @@ _RULES: Final = (
     ),
     refused("ds.lora.dropout", "adapters have no dropout here", unless=(0, "0", "0.0")),
     kept("actor.gradient_checkpointing_enable", "trainer.gradient_checkpointing"),
+    no_effect("actor.gradient_checkpointing_reentrant", KERNELS),
     refused("actor.freeze_visual_encoder", IMAGES, unless=(False, "false")),
     refused("data.max_images_per_prompt", IMAGES, unless=(0, "0")),
     no_effect("data.image_key", "read with data.max_images_per_prompt"),

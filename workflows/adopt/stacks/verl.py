@@ -48,6 +48,7 @@ _BUFFERS: Final = (
     "reward_model.reward_kwargs.overlong_buffer_cfg",
     "reward.reward_kwargs.overlong_buffer_cfg",
 )
+_SKIPS: Final = ("rollout", "rollout_tq", "async_rollout")
 _SCORES: Final = ("", "reward.")
 """Beginnings of the keys of verl's reward function: until 0.8, and since."""
 _MODELS: Final = {"reward_model": "reward_model.model.path", "reward.reward_model": "reward.reward_model.model_path"}
@@ -69,6 +70,24 @@ def _kl_in_loss(settings: Settings) -> bool:
 
 def _kl_in_reward(settings: Settings) -> bool:
     return settings.is_on("algorithm.use_kl_in_reward") and not _kl_in_loss(settings)
+
+
+def _ahead(settings: Settings) -> bool:
+    return settings["trainer.v1.trainer_mode"] in ("colocate_async", "separate_async")
+
+
+def _mode(value: Plain, settings: Settings) -> OurValues:
+    if value == "sync":
+        return OurValues({"pacing.mode": "sync"}, "a step's rows are generated, then trained")
+    if not _ahead(settings):
+        raise Refuse(f"there is no mode {value!r} here; see pacing.mode")
+    return OurValues({"pacing.mode": "async"}, "generation goes on beside training, on devices of its own")
+
+
+def _on_stale(value: Plain, settings: Settings) -> Plain:
+    if value != "drop":
+        raise Refuse("a row that is being generated is not waited for: an older one is generated again, or dropped")
+    return value
 
 
 def _kind(value: Plain, settings: Settings) -> Plain:
@@ -145,6 +164,9 @@ def _gpus(settings: Settings) -> Gpus:
     nodes = settings.whole("trainer.nnodes")
     total = nodes * settings.whole("trainer.n_gpus_per_node")
     separate = settings.whole("rollout.nnodes") * settings.whole("rollout.n_gpus_per_node")
+    if not separate:
+        each = settings.whole(f"{ROLLOUT}.n_gpus_per_node") or settings.whole("trainer.n_gpus_per_node")
+        separate = settings.whole(f"{ROLLOUT}.nnodes") * each
     tensor_parallel = settings.whole(f"{ROLLOUT}.tensor_model_parallel_size")
     return Gpus(total, separate or total, shared=not separate, nodes=nodes, per_engine=tensor_parallel)
 
@@ -193,6 +215,7 @@ def _is_on(name: str) -> Callable[[Settings], bool]:
 
 
 _MANAGER: Final = "adopted_rewards.py calls verl's function for each row, as the managers naive and dapo do"
+_PROFILED: Final = "profiling: see transferqueue profile and trace"
 _RULES: Final = (
     # ------------------------------------------------------------ the algorithm
     mapped("algorithm.adv_estimator", "algorithm.kind", _kind, default="gae"),
@@ -231,6 +254,7 @@ _RULES: Final = (
     refused("algorithm.use_pf_ppo", "rows are not weighted again by their rewards", unless=(False, "false")),
     no_effect("algorithm.pf_ppo.*", "read with algorithm.use_pf_ppo alone"),
     kept("algorithm.filter_groups.enable", "algorithm.filter_equal"),
+    no_effect("algorithm.gdpo_reward_keys", "gdpo alone reads it"),
     no_effect("algorithm.filter_groups.*", "groups with equal rewards are replaced until the step is full"),
     mapped(
         "algorithm.rollout_correction.rollout_is_threshold",
@@ -316,8 +340,10 @@ _RULES: Final = (
     no_effect(f"{ACTOR}.fsdp_config.*", SHARDED),
     no_effect(f"{ACTOR}.megatron.*", SHARDED),
     no_effect(f"{ACTOR}.strategy", SHARDED),
-    refused(f"{ACTOR}.veomni.router_replay.*", "routes of experts are not replayed", unless=("disabled", "null")),
+    refused(f"{ACTOR}.veomni.router_replay.*", "routes of vLLM are not replayed", unless=("disabled", "null")),
     no_effect(f"{ACTOR}.veomni.*", SHARDED),
+    no_effect(f"{ACTOR}.model_engine", SHARDED),
+    no_effect(f"{ACTOR}.torchtitan.*", SHARDED),
     no_effect(f"{ACTOR}.engine.*", SHARDED),
     no_effect(f"{ACTOR}.pad_to_length", PACKED),
     no_effect("model_engine", SHARDED),
@@ -326,10 +352,21 @@ _RULES: Final = (
     no_effect(f"{ACTOR}.entropy_from_logits_with_chunking", KERNELS),
     no_effect(f"{ACTOR}.entropy_checkpointing", KERNELS),
     no_effect(f"{ACTOR}.checkpoint.*", "a checkpoint has model, optimizer and queue"),
-    no_effect(f"{ACTOR}.profiler.*", "profiling: see transferqueue profile and trace"),
+    no_effect(f"{ACTOR}.profiler.*", _PROFILED),
     no_effect(f"{ACTOR}.shuffle", "minibatches are drawn by seed"),
+    no_effect(f"{ACTOR}.data_loader_seed", "minibatches are drawn by seed"),
+    no_effect(f"{ACTOR}.rollout_n", "rollout.n says it"),
+    no_effect(f"{ACTOR}.tau_*", "read by other losses"),
+    no_effect(f"{ACTOR}.calculate_*", "figures of every step are written"),
+    no_effect(f"{ACTOR}.use_prefix_grouper", KERNELS),
+    no_effect(f"{ACTOR}.use_fused_kernels", KERNELS),
+    no_effect(f"{ACTOR}.entropy_from_logits_chunk_size", KERNELS),
+    no_effect(f"{ACTOR}.use_remove_padding", PACKED),
+    refused(f"{ACTOR}.loss_scale_factor", "seq-mean-token-sum-norm divides by sampling.tokens_max here"),
+    refused(f"{ACTOR}.qat.enable", "models are not quantized", unless=(False, "false")),
+    no_effect(f"{ACTOR}.qat.*", "read with qat.enable alone"),
     refused(f"{ACTOR}.freeze_vision_tower", IMAGES, unless=(False, "false")),
-    refused(f"{ACTOR}.router_replay.*", "routes of experts are not replayed", unless=("disabled", "null")),
+    refused(f"{ACTOR}.router_replay.*", "routes of vLLM are not replayed", unless=("disabled", "null")),
     # ------------------------------------------------------------ the model
     kept(f"{MODEL}.path", "model.path", default="~/models/deepseek-llm-7b-chat"),
     kept(f"{MODEL}.tokenizer_path", "model.tokenizer"),
@@ -352,7 +389,12 @@ _RULES: Final = (
     kept(f"{MODEL}.lora_adapter_path", "trainer.lora_adapter"),
     refused(f"{MODEL}.exclude_modules", "layers with adapters are named (trainer.lora_targets), none is excluded"),
     refused(f"{MODEL}.custom_chat_template", "put the template in a file, and set model.chat_template"),
+    refused(f"{MODEL}.override_config", "a model is as its config.json says", unless=({},)),
     refused(f"{MODEL}.override_config.*", "a model is as its config.json says"),
+    refused(f"{MODEL}.hf_config_path", "a model is as its config.json says"),
+    refused(f"{MODEL}.mtp.enable", "layers of several tokens are not trained", unless=(False, "false")),
+    no_effect(f"{MODEL}.mtp.*", "read with mtp.enable alone"),
+    no_effect(f"{MODEL}.tiled_mlp.*", KERNELS),
     refused(f"{MODEL}.external_lib", "no module is imported beside the model's own"),
     no_effect(f"{MODEL}.use_remove_padding", PACKED),
     no_effect(f"{MODEL}.enable_activation_offload", SHARDED),
@@ -395,6 +437,25 @@ _RULES: Final = (
     no_effect(f"{ROLLOUT}.log_prob_max_token_len_per_gpu", PACKED),
     no_effect(f"{ROLLOUT}.multi_stage_wake_up", "see pacing.mode"),
     no_effect(f"{ROLLOUT}.trace.*", LOGS),
+    no_effect(f"{ROLLOUT}.prometheus.*", LOGS),
+    no_effect(f"{ROLLOUT}.moe_load_balance_metrics_interval", LOGS),
+    no_effect(f"{ROLLOUT}.profiler.*", _PROFILED),
+    layout(f"{ROLLOUT}.nnodes"),
+    layout(f"{ROLLOUT}.n_gpus_per_node"),
+    no_effect(f"{ROLLOUT}.seed", "engines draw by seed"),
+    refused(f"{ROLLOUT}.full_determinism", "see reproducible = true", unless=(False, "false")),
+    refused(f"{ROLLOUT}.do_sample", "responses are drawn; see evaluation.temperature", unless=(True, "true")),
+    refused(
+        f"{ROLLOUT}.logprobs_mode",
+        "log-probs are of the distribution that tokens are drawn from",
+        unless=("processed_logprobs",),
+    ),
+    refused(f"{ROLLOUT}.pipeline_model_parallel_size", "see engine.tensor_parallel", unless=(1, "1")),
+    no_effect(f"{ROLLOUT}.disaggregation.*", "how verl lays out its engines; see engine.count"),
+    no_effect(f"{ROLLOUT}.cudagraph_capture_sizes", KERNELS),
+    no_effect(f"{ROLLOUT}.scheduling_policy", "the order of requests within an engine"),
+    no_effect(f"{ROLLOUT}.router_config_path", "of verl's router"),
+    no_effect(f"{ROLLOUT}.skip_tokenizer_init", "engines take tokens"),
     no_effect(f"{ROLLOUT}.agent.num_workers", "see engine.count"),
     refused(f"{ROLLOUT}.agent.*", "an agent loop of verl's: write it as an environment (`[[environment]]`)"),
     refused(
@@ -407,9 +468,13 @@ _RULES: Final = (
     kept(f"{ROLLOUT}.enable_prefix_caching", f"{_ENGINE}enable_prefix_caching"),
     mapped(f"{ROLLOUT}.dtype", "model.dtype", one_of(DTYPES)),
     refused(f"{ROLLOUT}.quantization", "models are not quantized", unless=("null",)),
-    refused(f"{ROLLOUT}.enable_rollout_routing_replay", "routes of experts are not replayed", unless=(False, "false")),
+    refused(f"{ROLLOUT}.quantization_config_file", "models are not quantized", unless=("null",)),
+    refused(f"{ROLLOUT}.qat", "models are not quantized", unless=("null",)),
+    refused(f"{ROLLOUT}.mtp", "layers of several tokens are not trained", unless=("null",)),
+    refused(f"{ROLLOUT}.enable_rollout_routing_replay", "routes of vLLM are not replayed", unless=(False, "false")),
     no_effect(f"{ROLLOUT}.disable_log_stats", LOGS),
     no_effect(f"{ROLLOUT}.data_parallel_size", "see engine.count"),
+    no_effect(f"{ROLLOUT}.moe_tensor_parallel_size", "how experts are spread over an engine's devices"),
     refused(
         f"{ROLLOUT}.expert_parallel_size", "put it into engine.0.options by the engine's own name", unless=(1, "1")
     ),
@@ -514,12 +579,43 @@ _RULES: Final = (
     no_effect("trainer.balance_batch", PACKED),
     no_effect("trainer.device", "devices are found"),
     no_effect("trainer.use_legacy_worker_impl", "of verl's workers"),
-    no_effect("trainer.v1.*", "of verl's own trainer"),
+    no_effect("trainer.use_v1", "of verl's workers"),
+    mapped("trainer.v1.trainer_mode", "pacing.mode", _mode, default="sync"),
+    mapped(
+        "trainer.v1.sampler.max_off_policy_threshold",
+        "pacing.max_staleness",
+        only_if(_ahead, "trainer_mode is sync"),
+        default=8,
+    ),
+    mapped(
+        "trainer.v1.sampler.max_off_policy_strategy",
+        "pacing.on_stale",
+        only_if(_ahead, "trainer_mode is sync", _on_stale),
+        default="drop",
+    ),
+    no_effect("trainer.v1.sampler.sync_refill_failed_groups", "groups that failed are generated again"),
+    refused("trainer.v1.sampler.custom_sampler.*", "a class that chooses rows: tasks choose theirs by a selector"),
+    refused("trainer.v1.sampler.sampler_kwargs", "arguments of a sampler of your own", unless=({},)),
+    no_effect("trainer.v1.separate_async.parameter_sync_step", "algorithm.minibatches says it"),
+    no_effect("trainer.v1.separate_async.hybrid_rollout.*", "devices are not lent; see elastic and `docs elastic`"),
+    no_effect("trainer.v1.*", "of verl's own trainer; see pacing.depth"),
+    refused("trainer.val_only", "a job trains; see evaluation", unless=(False, "false")),
+    no_effect("trainer.default_hdfs_dir", LOGS),
+    refused("trainer.checkpoint_callback_class", "a class of yours is not called at a checkpoint"),
+    no_effect("trainer.del_local_ckpt_after_load", "see checkpoint.keep"),
+    no_effect("trainer.esi_redundant_time", "see checkpoint.every"),
+    no_effect("trainer.ray_wait_register_center_timeout", "see trainer.patience_s"),
+    refused("distillation.enabled", 'see algorithm.kind = "distill"', unless=(False, "false")),
+    no_effect("distillation.*", "read with distillation.enabled alone"),
+    *(refused(f"skip.{name}.enable", "every row is generated", unless=(False, "false")) for name in _SKIPS),
+    no_effect("skip.*", "read with enable alone"),
+    refused("sandbox_fusion.*", "a reward that calls a sandbox: name your function in reward.function"),
     no_effect("transfer_queue.*", OWN_QUEUE),
     no_effect("ray_kwargs.*", "see on and ray.options"),
     no_effect("ray_init.*", "see on and ray.options"),
-    no_effect("global_profiler.*", "profiling: see transferqueue profile and trace"),
+    no_effect("global_profiler.*", _PROFILED),
     no_effect("hydra.*", "of Hydra"),
+    no_effect("*._target_", "the class that verl makes of the table"),
 )
 
 VERL: Final = Stack(
@@ -527,7 +623,6 @@ VERL: Final = Stack(
     rules=_RULES,
     always={
         "algorithm.old": ("trainer", "verl's ratio is to log-probs that its trainer computes before the step"),
-        "pacing.mode": ("sync", "verl's trainer generates a step's rows, then trains them"),
     },
     entries=("verl.trainer.main_ppo", "main_ppo", "main_dapo", "main_ppo_split"),
     marks=("actor_rollout_ref",),

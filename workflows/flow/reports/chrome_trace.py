@@ -59,15 +59,3 @@ def _counters(figures: Figures, zero: float) -> Iterator[dict[str, Any]]:
     for name, value in figures.values.items():
         if isinstance(value, int | float):
             yield {"ph": "C", "pid": 0, "name": name, "ts": at, "args": {name: value}}
-
-
-def busy_share(spans: Iterable[TimeSpan], start: float, end: float) -> float:
-    """Return the share of [start, end] in which a process worked on a batch; 0 if the interval is empty.
-
-    >>> busy_share([TimeSpan(name="work", start=1.0, end=3.0)], 0.0, 4.0)
-    0.5
-    """
-    if end <= start:
-        return 0.0
-    inside = (min(span.end, end) - max(span.start, start) for span in spans if span.name == WORK)
-    return sum(max(0.0, stretch) for stretch in inside) / (end - start)

@@ -31,6 +31,9 @@ _USUAL: Final = ("question", "problem", "messages", "instruction", "query", "inp
 """Columns that hold prompts in many data sets, suggested in errors."""
 _NEAR: Final = 0.6
 
+PromptValue = str | list[dict[str, Any]]
+"""A prompt as environments and rewards see it: a text, or messages."""
+
 
 class PromptTemplate:
     """``"{question}"``: a text with columns of the data in braces; two braces stand for one.
@@ -170,13 +173,12 @@ class PromptRenderer:
         return [next(ids) if len(prompt.text) <= limit else None for prompt in prompts]
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the ids of texts of prompts. A chat template writes special tokens itself; otherwise the tokenizer
-        adds them."""
-        return self._encode(texts, add_special_tokens=not self._chat)
+        """See `prompt_ids`."""
+        return prompt_ids(self.tokenizer, texts)
 
     def response_tokens(self, prompt: RenderedPrompt) -> LearnedTokens:
         """Return the tokens of a response; what is learned of it, up to and with its end token."""
-        parts = self._encode(prompt.response, add_special_tokens=False)
+        parts = _encoded(self.tokenizer, prompt.response, add_special_tokens=False)
         if len(parts) == 1 and self._settings.turns == "last":
             return LearnedTokens(self._up_to_its_end(parts[0]), None)
         ids, learned = [], []
@@ -193,29 +195,11 @@ class PromptRenderer:
             return ids[: special[-1] + 1]
         return np.append(ids, np.int32(self.tokenizer.eos_token_id or 0))
 
-    def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Ids]:
-        if not texts:
-            return []
-        encoded = self.tokenizer(list(texts), add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
-        return [np.asarray(ids, dtype=np.int32) for ids in encoded]
+    def _text(self, value: PromptValue, place: str) -> str:
+        return prompt_text(self.tokenizer, value, self._settings.system, place)
 
-    def _text(self, value: str | list[dict[str, Any]], place: str) -> str:
-        if not self._chat:
-            if isinstance(value, list):
-                raise UsageError(
-                    f"{place}: the prompt is a list of messages, and the model has no chat template; set "
-                    "model.chat_template, or make a text with data.template"
-                )
-            return value
-        messages = self._messages(value)
-        going_on = messages[-1].get("role") == "assistant"
-        return render(self.tokenizer, messages, place, prompt=True, going_on=going_on)
-
-    def _messages(self, value: str | list[dict[str, Any]]) -> list[Message]:
-        messages: list[Message] = [{"role": "user", "content": value}] if isinstance(value, str) else list(value)
-        if self._settings.system and messages[0].get("role") != "system":
-            messages.insert(0, {"role": "system", "content": self._settings.system})
-        return messages
+    def _messages(self, value: PromptValue) -> list[Message]:
+        return _with_system(value, self._settings.system)
 
     # ------------------------------------------------------------ responses that are learned
 
@@ -268,6 +252,64 @@ class PromptRenderer:
 
     def _part(self, messages: list[dict[str, Any]], place: str, *, prompt: bool) -> str:
         return render(self.tokenizer, self._messages(messages), place, prompt=prompt)
+
+
+def prompt_text(tokenizer: TextTokenizer, value: PromptValue, system: str, place: str) -> str:
+    """Return the text of a prompt, up to where the answer begins. system: `data.system`.
+
+    Raises `UsageError` for messages without a chat template, and for a template that fails: it names `place`.
+    """
+    if tokenizer.chat_template:
+        messages = _with_system(value, system)
+        return render(tokenizer, messages, place, prompt=True, going_on=messages[-1].get("role") == "assistant")
+    if isinstance(value, str):
+        return value
+    raise UsageError(
+        f"{place}: the prompt is a list of messages, and the model has no chat template; set model.chat_template, or "
+        "make a text with data.template"
+    )
+
+
+def prompt_ids(tokenizer: TextTokenizer, texts: Sequence[str]) -> list[Ids]:
+    """Return the ids of texts of prompts. A chat template writes special tokens itself; otherwise the tokenizer adds
+    them."""
+    return _encoded(tokenizer, texts, add_special_tokens=not tokenizer.chat_template)
+
+
+def with_observation(value: PromptValue, observation: str | list[dict[str, Any]], role: str) -> PromptValue:
+    """Return a prompt with an environment's first observation: a text ends the last message if that is the user's, and
+    is a further message of `role` otherwise; messages follow the prompt.
+
+    >>> with_observation("Find the key. ", "You are in a hall.", "user")
+    'Find the key. You are in a hall.'
+    >>> with_observation([{"role": "system", "content": "Play."}], "A hall.", "user")[1]
+    {'role': 'user', 'content': 'A hall.'}
+    """
+    if isinstance(value, str) and isinstance(observation, str):
+        return value + observation
+    messages: list[dict[str, Any]] = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    last = messages[-1]
+    if isinstance(observation, list):
+        return [*messages, *observation]
+    if last.get("role") != "user":
+        return [*messages, {"role": role, "content": observation}]
+    content = last["content"]
+    joined = content + observation if isinstance(content, str) else [*content, {"type": "text", "text": observation}]
+    return [*messages[:-1], {**last, "content": joined}]
+
+
+def _with_system(value: PromptValue, system: str) -> list[Message]:
+    messages: list[Message] = [{"role": "user", "content": value}] if isinstance(value, str) else list(value)
+    if system and messages[0].get("role") != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
+
+
+def _encoded(tokenizer: TextTokenizer, texts: Sequence[str], *, add_special_tokens: bool) -> list[Ids]:
+    if not texts:
+        return []
+    encoded = tokenizer(list(texts), add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    return [np.asarray(ids, dtype=np.int32) for ids in encoded]
 
 
 def _is_answer(message: Any) -> bool:

@@ -1,11 +1,14 @@
-"""How many threads each process with a model gets on the CPU: those that work at once divide the cores. No I/O here.
+"""How many threads each process with a model gets on the CPU. No I/O here.
 
-1. Where a step begins once all of its rows have come (modes ``sync`` and ``colocated`` without streaming), training and
-   what makes its rows take turns: the trainers divide all cores, and so do the engines and scorers.
-2. Elsewhere all of them work at once. Threads beyond the cores would make it slower than one thread each: a pass is as
-   late as the last of its threads.
-3. The evaluation, which works now and then beside the others, is not counted, and gets a share of all.
-4. Processes on a GPU and those without a model have what `Flow` gives to any process.
+1. The trainers divide all cores: whether they wait for rows or the engines wait for them, the cores of those that wait
+   are theirs.
+2. Where a step begins once all of its rows have come (modes ``sync`` and ``colocated`` without streaming), so do the
+   engines and scorers. Elsewhere these have their share of all that work at once: a token is a short pass, as late as
+   the last of its threads, and gains little from a second one.
+3. Where a trainer has threads beside others, they sleep while they wait for each other: waiting ones would take the
+   engines' cores.
+4. The evaluation, which works now and then beside the others, is not counted, and gets a share of all.
+5. Processes on a GPU and those without a model have what `Flow` gives to any process.
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ from transferqueue.workflows.job.settings.job import IN_TURN, Job
 
 THREADS: Final = "OMP_NUM_THREADS"
 """Variable with the threads of a process: torch, its libraries and vLLM read it."""
+WAIT_POLICY: Final = "OMP_WAIT_POLICY"
+"""Variable that says how the threads of a process wait for each other."""
+_SLEEPING: Final = {WAIT_POLICY: "PASSIVE"}
 _TRAINERS: Final = (names.TRAIN, names.TRAIN_CRITIC)
 
 
@@ -36,13 +42,14 @@ def threads(processes: Iterable[PlacedProcess], job: Job, cores: int) -> dict[st
     training = [label for label in counted if _task(label) in _TRAINERS]
     others = [label for label in counted if label not in training or is_colocated(job)]
     takes_turns = job.pacing.mode in IN_TURN and job.trainer.stream == "off"
-    groups = [training, others] if takes_turns else [counted]
+    groups = [others, training] if is_colocated(job) else [training, others if takes_turns else counted]
 
     def share(label: str) -> int:
-        at_once = max((len(group) for group in groups if label in group), default=len(counted))
+        at_once = next((len(group) for group in groups if label in group), len(counted))
         return max(1, cores // max(1, at_once))
 
-    return {label: {THREADS: str(share(label))} for label in labels}
+    waits = {} if takes_turns else _SLEEPING
+    return {label: {THREADS: str(share(label)), **(waits if label in training else {})} for label in labels}
 
 
 def _task(label: str) -> str:

@@ -38,13 +38,8 @@ def scaler_of(job: Job, processes: list[StageJob], observe: Observe) -> Scaler |
     generating = [process for process in processes if process.name in (names.ROLLOUT, names.PLAY)]
     if not elastic.max or not generating:
         return None
-    terms = ElasticTerms(min=elastic.min, max=elastic.max, threshold=elastic.threshold)
-    return Scaler(
-        ElasticController(terms),
-        generating[-1],
-        count=len(generating),
-        observe=observe,
-    )
+    controller = ElasticController(ElasticTerms(min=elastic.min, max=elastic.max))
+    return Scaler(controller, generating[-1], count=len(generating), observe=observe)
 
 
 def elastic_summary(events: Iterable[Mapping[str, Any]]) -> ElasticSummary | None:

@@ -331,6 +331,13 @@ FIGURES: Final[tuple[StepFigure, ...]] = (
         ),
     ),
     StepFigure(
+        name="unreplayed_error",
+        unit="nats",
+        meaning="What `engine_error` would be without `algorithm.router_replay`.",
+        made="trainer: as `engine_error`, over the first pass of the step, with its own choice of experts",
+        curve=True,
+    ),
+    StepFigure(
         name="policy_movement",
         unit="nats",
         meaning="The same difference where the weights differ: what the policy moved since, and the engine's error.",

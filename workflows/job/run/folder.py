@@ -14,7 +14,7 @@
       dispatch.jsonl  ranker.jsonl  elastic.jsonl                                    where a job has them
       checkpoints/       of the trainer, each a model directory too
       first-prompt       of a run that was lengthened: where its table begins in the data
-      rows/              recorded rows, by table and step (`queue.record`)
+      rows/              recorded rows, by table (`queue.record`)
       state/ snapshots/  of the queue, until the run is finished or discarded; runtime names the directory of its socket
       model/  summary.json  summary.txt  timeline.json  learning.png      written at the end
 """

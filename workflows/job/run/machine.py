@@ -12,7 +12,7 @@ from typing import Final
 from transferqueue.errors import UsageError
 from transferqueue.lazy import install_line
 from transferqueue.workflows.flow.flow import threads_of_any
-from transferqueue.workflows.job.devices.cores import THREADS, threads
+from transferqueue.workflows.job.devices.cores import THREADS, WAIT_POLICY, threads
 from transferqueue.workflows.job.devices.placement import VISIBLE, FoundDevice, Placement
 from transferqueue.workflows.job.settings.job import EngineKind, Job
 
@@ -92,8 +92,9 @@ def process_variables(job: Job, placement: Placement) -> dict[str, dict[str, str
     ``OMP_NUM_THREADS`` says those of all processes."""
     variables = placement.environments()
     if not job.threads and THREADS not in os.environ:
+        given = {} if (policy := os.environ.get(WAIT_POLICY)) is None else {WAIT_POLICY: policy}
         for label, of_process in threads(placement.processes, job, len(os.sched_getaffinity(0))).items():
-            variables[label] = variables.get(label, {}) | of_process
+            variables[label] = variables.get(label, {}) | of_process | given
     return variables
 
 

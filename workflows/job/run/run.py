@@ -60,7 +60,7 @@ from transferqueue.workflows.job.settings.sizes import has_step_versions, record
 from transferqueue.workflows.job.training.policy_critic_pair import begin_pair
 
 RECORD_S: Final = 60.0
-"""Longest wait for the files of the last rows, about a second if the disk works."""
+"""Longest wait for the files of the last rows, which are written at once if the disk works."""
 _LOOK_S: Final = 0.05
 RESTARTS_MAX: Final = 5
 """Restarts of one process of a run; a run may take days."""

@@ -6,7 +6,7 @@ the queue, without a lease. A run that records no rows has some responses of eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf, isnan
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -107,17 +107,15 @@ def _recorded(folder: Path, step: int | None) -> list[Row]:
     import pyarrow.compute as pc
 
     table = tq.open_run(folder).table(names.TABLE)
-    wanted = _wanted(sorted(_steps(table)), step, f"the record of {folder} has no rows")
+    wanted = _wanted(_steps(table), step, f"the record of {folder} has no rows")
     known = table.dataset().schema.names
     columns = [name for name in (*_FACTS, *_COLUMNS) if name in known]
     return list(table.arrow(columns, filter=pc.field("_step") == wanted).to_pylist())
 
 
-def _steps(table: RecordedRows) -> Iterator[int]:
-    for file in table.files:
-        step = file.parent.name.partition("-")[2]
-        if step.isdecimal():
-            yield int(step)
+def _steps(table: RecordedRows) -> list[int]:
+    """The steps that have recorded rows, in order."""
+    return sorted(table.arrow(["_step"])["_step"].unique().drop_null().to_pylist())
 
 
 def _live(folder: Path) -> list[Row]:

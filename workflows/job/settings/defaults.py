@@ -180,5 +180,6 @@ def _train_columns(settings: AlgorithmSettings) -> tuple[str, ...]:
         "teacher_ids": settings.kind == "distill",
         "teacher_logprobs": settings.kind == "distill",
         "finish_reason": settings.mask_truncated and kind.rollout,
+        "routes": settings.router_replay,
     }
     return tuple(column for column, is_read in reads.items() if is_read)

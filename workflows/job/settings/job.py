@@ -485,6 +485,12 @@ class AlgorithmSettings(_Table):
         bool, "Leave responses that `sampling.tokens_max` cut out of the loss.", For("DAPO's filter of cut responses")
     ] = False
     token_staleness: TokenStalenessSettings = TokenStalenessSettings()
+    router_replay: Annotated[
+        bool,
+        "Train with the experts that the engine chose for each token and layer (R3), in a column `routes`.",
+        "It takes engines of kind `transformers`, and 2 bytes a token, layer and chosen expert.",
+        For("mixtures of experts whose `engine_error` is high"),
+    ] = False
     gamma: Annotated[
         float, "Discount of later rewards, for each token. Read by `ppo` and `reinforce_pp`.", For("PPO for agents")
     ] = 1.0
@@ -695,11 +701,6 @@ class ElasticSettings(_Table):
     max: Annotated[
         int, "Most processes. 0: always the counts of `engine`.", For("responses that grow or shrink while they train")
     ] = 0
-    threshold: Annotated[
-        float,
-        "A process is added when generation takes longer than training by this share of the time that it would save.",
-        For("those for whom a step's time counts more than a device, or less"),
-    ] = 1.0
 
 
 class WeightsSettings(_Table):
@@ -864,7 +865,7 @@ class QueueSettings(_Table):
         "Write each row that ends, with all columns and its lineage, into files in the folder of the run (`rows/`).",
         "`on`: while the disk is full, rows wait, and then the job; `best_effort`: they are freed without a file, and"
         " the summary counts them. Not with an `address` or on Ray.",
-        "Columns stay in memory until their row ends, and a step costs about ten milliseconds more.",
+        "Columns stay in memory until their row ends.",
         For("people who ask later what a run generated: `transferqueue query`"),
     ] = "off"
     record_gib: Annotated[
@@ -931,8 +932,8 @@ class Job(_Table):
     ] = "processes"
     threads: Annotated[
         int,
-        "Threads of each process, its `OMP_NUM_THREADS`. 0: as that variable says here; without it, a process that"
-        " computes on the CPU has the cores divided by those that do at the same time.",
+        "Threads of each process, its `OMP_NUM_THREADS`. 0: as that variable says here; without it, trainers on"
+        " the CPU divide the cores, and so do all processes with a model that work at once.",
         For("rewards that compute, and CPU runs that repeat on other machines"),
     ] = 0
     engine: tuple[EngineSettings, ...] = (EngineSettings(),)

@@ -111,7 +111,6 @@ RANGES: Final[dict[str, NumberRange]] = {
     "pacing.over_sample": NumberRange(1, 16, why="1 starts exactly one batch"),
     "elastic.min": NumberRange(0, 1024, why="0 ends the last process while no row waits"),
     "elastic.max": NumberRange(0, 1024, why="0 keeps the counts of engine"),
-    "elastic.threshold": NumberRange(0, 4, above=True, why="at 0 noise would decide"),
     "weights.every": _COUNT,
     "weights.keep": _COUNT,
     "checkpoint.every": NumberRange(0, why="0 writes none"),

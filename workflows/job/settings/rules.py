@@ -15,7 +15,8 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from transferqueue.errors import Impossible, UsageError, listing
-from transferqueue.workflows.job.settings.defaults import KINDS, defaults_of, filled, updates
+from transferqueue.workflows.job import names
+from transferqueue.workflows.job.settings.defaults import KINDS, defaults_of, filled, tasks_of, updates
 from transferqueue.workflows.job.settings.environment_factories import environment_name
 from transferqueue.workflows.job.settings.job import IN_TURN, Devices, Job, RaySettings
 from transferqueue.workflows.job.settings.ranges import check_ranges
@@ -355,6 +356,31 @@ def _token_staleness(job: Job) -> None:
         raise UsageError(
             f"token_staleness.mask={mask} with mode={pacing.mode!r} and max_staleness={oldest}: no token of a step is "
             f"older than {oldest}, so none would be left out; give less, or leave it out"
+        )
+
+
+def _router_replay(job: Job) -> None:
+    if not job.algorithm.router_replay:
+        return
+    if not defaults_of(job.algorithm.kind).rollout:
+        raise UsageError(f'router_replay=true with kind="{job.algorithm.kind}": no engine draws its tokens')
+    for place, engine in enumerate(job.engine):
+        if engine.kind != "transformers":
+            raise UsageError(
+                f'router_replay=true with engine.{place}.kind="{engine.kind}": it gives no routes; set '
+                'kind="transformers", or leave it out'
+            )
+    if names.PROXIMAL in tasks_of(filled(job.algorithm)):
+        raise UsageError(
+            'router_replay=true with old="trainer": those log-probs are computed without routes; set '
+            'algorithm.old="rollout", or leave it out'
+        )
+    trainer = job.trainer
+    if trainer.gradient_checkpointing or trainer.parallel == "fsdp2":
+        raise UsageError(
+            f"router_replay=true with gradient_checkpointing={trainer.gradient_checkpointing}, "
+            f'parallel="{trainer.parallel}": layers that are computed again, or sharded, choose experts anew; set '
+            'gradient_checkpointing=false and parallel="single" or "ddp", or leave it out'
         )
 
 
@@ -903,6 +929,7 @@ _RULES: Final[tuple[Callable[[Job], None], ...]] = (
     _sampling,
     _corrections,
     _token_staleness,
+    _router_replay,
     _entropy,
     _kl,
     _distillation,

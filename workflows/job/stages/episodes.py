@@ -4,9 +4,9 @@ An environment is in Gymnasium's form, with texts. ``environment = [{ factory = 
 names a function (or class) that is called with `args` for each episode:
 
 - ``reset(seed=, options=)``: options is the row's column ``data`` (the prompt, and the columns of the data); seed is
-  the same for all responses to a prompt, which are compared, so they begin alike. Returns ``(observation, info)``. The
-  prompt of the data comes first; a first observation is a further message, or a list of them, after an empty answer of
-  the model, since a prompt ends where an answer begins; None is nothing.
+  the same for all responses to a prompt, which are compared, so they begin alike. Returns ``(observation, info)``. A
+  text is appended to the prompt's last message, messages follow it, and the row's `prompt_ids` become those of the
+  prompt with its observation; None is nothing.
 - ``step(action)``: the text that the model drew in this turn. Returns
   ``(observation, reward, terminated, truncated, info)``.
 - ``close()``. An attribute ``role`` says what observations are: "user" (the default), or "tool".
@@ -46,11 +46,12 @@ from transferqueue.adapters.stages.environments import (
     ObservationTooLong,
     as_they_end,
 )
-from transferqueue.adapters.stages.generation import row_seed
+from transferqueue.adapters.stages.generation import routes_of, row_seed
 from transferqueue.errors import UsageError
 from transferqueue.workflows.flow.loop.runner import StageFailedInProcess
 from transferqueue.workflows.flow.stage import Context, Work
 from transferqueue.workflows.job import names
+from transferqueue.workflows.job.data.prompt_data import PROMPT
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
 from transferqueue.workflows.job.graph import engine_of, has_several_environments
 from transferqueue.workflows.job.reward_terms.environment_call import OUTPUT, CallFailed
@@ -203,8 +204,10 @@ class JobEpisodes:
                         self._failed(int(batch.rows[row]), episode)
                     elif self._samples is not None:
                         ids, reward = part.columns["response_ids"][0], float(part.columns["rewards"][0])
-                        reason = part.columns["finish_reason"][0]
-                        self._samples.report_row(batch.version, wanted.data, ids, reward, wanted.ordinal, reason)
+                        reason, data = part.columns["finish_reason"][0], dict(wanted.data)
+                        if "prompt_ids" in part.columns:
+                            data[PROMPT] = self._tokenizer.decode(part.columns["prompt_ids"][0].tolist())
+                        self._samples.report_row(batch.version, data, ids, reward, wanted.ordinal, reason)
                     self.environment(wanted.environment).count(episode)
 
     def _episodes(self, batch: tq.Batch) -> list[PlayedEpisode]:
@@ -279,7 +282,7 @@ class JobEpisodes:
         draws: int,
         given_up: Callable[[], bool],
     ) -> Episode:
-        turns = ChatTurns(self._tokenizer, self._sampling.stop_ids, hosted.role)
+        turns = ChatTurns(self._tokenizer, self._sampling.stop_ids, hosted.role, self._job.data.system)
         player = EpisodePlayer(
             self._engine,
             self._sampling,
@@ -290,7 +293,7 @@ class JobEpisodes:
         try:
             return player.play(
                 hosted,
-                begin=episode.prompt,
+                begin=lambda observation: _begun(episode, turns, observation),
                 seed=row_seed(self._job.seed, episode.number),
                 options=dict(episode.data),
                 draws=draws,
@@ -304,8 +307,10 @@ class JobEpisodes:
     def _part(self, at: int, wanted: PlayedEpisode, episode: Episode | FailedEpisode) -> PartialResult:
         if isinstance(episode, FailedEpisode):
             return PartialResult(at=np.array([at]), columns={}, drop=episode.cause)
-        prompt, environment = len(wanted.prompt), self.environment(wanted.environment)
+        prompt, environment = episode.prompt_tokens, self.environment(wanted.environment)
         columns = {name: [value] for name, value in episode.trajectory.response(prompt).items()}
+        if not np.array_equal(played := np.array(episode.trajectory.ids[:prompt], np.int32), wanted.prompt):
+            columns["prompt_ids"] = [played]  # they have the first observation
         rewards: dict[str, Any] = {
             "rewards": np.array([self.reward(wanted, episode)], np.float32),
             "turn_rewards": [np.array(episode.rewards, np.float32)],
@@ -314,8 +319,19 @@ class JobEpisodes:
         if has_several_environments(self._job):
             own = [sum(episode.rewards) if name == environment.name else np.nan for name in self._environments]
             rewards[names.REWARD_TERMS] = [np.array(own, np.float32)]
+        if self._job.algorithm.router_replay and episode.trajectory.last is not None:
+            rewards["routes"] = [routes_of(episode.trajectory.last)]
         facts = {**episode.trajectory.facts(), "tokens": len(episode.trajectory.ids) - prompt}
         return PartialResult(at=np.array([at]), columns=columns | rewards, facts=facts)
+
+
+def _begun(episode: PlayedEpisode, turns: ChatTurns, observation: Any) -> tuple[Any, int]:
+    """Return the tokens of a prompt with its first observation, and how many are the observation's. Both are made from
+    the data: a row that is played again has an observation in its `prompt_ids`."""
+    if not observation:
+        return episode.prompt, 0
+    ids = turns.prompt(episode.data[PROMPT], observation)
+    return ids, len(ids) - len(turns.prompt(episode.data[PROMPT]))
 
 
 def _described(environment: JobEnvironment, failure: CallFailed, attempts: int, episode: PlayedEpisode) -> str:

@@ -108,6 +108,7 @@ class EngineRollout:
             max_staleness=job.pacing.max_staleness,
             seed=job.seed,
             whole_groups=job.sampling.group_size if job.reproducible and not in_parts(job) else 0,
+            routes=job.algorithm.router_replay,
         )
 
     def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:

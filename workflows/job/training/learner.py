@@ -17,6 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Final
 
@@ -51,7 +52,11 @@ from transferqueue.workflows.job.training.columns import (
 from transferqueue.workflows.job.training.rank_shards import RankShards
 from transferqueue.workflows.job.training.ranks import ALONE, Ranks
 
-_OF: Final = {"engine_error": "own_tokens", "policy_movement": "other_tokens"}
+_OF: Final = {
+    "engine_error": "own_tokens",
+    "policy_movement": "other_tokens",
+    "unreplayed_error": "unreplayed_tokens",
+}
 """Figures that are means over a part of the tokens, and the sum that counts it."""
 _COUNTS: Final = ("own_tokens", "stale_tokens")
 
@@ -250,6 +255,7 @@ class PolicyLearner(StepLearner):
             temperature=self._temperature,
             entropy=bool(self.algorithm.entropy),
             at_ids=columns["teacher_ids"] if self.algorithm.top_k else None,
+            routes=columns["routes"] if self.algorithm.router_replay and "routes" in columns else None,
         )
         logprobs_N = scores.logprobs_N
         self._step_version = max(self._step_version, self.version)
@@ -263,7 +269,8 @@ class PolicyLearner(StepLearner):
         )
         loss = policy_loss(responses, self.algorithm, tokens_max=self._tokens_max)
         left_out = {} if stale is None else {"stale_tokens": float(stale.sum())}
-        return LossSum(loss.total, loss.weight, {**loss.figures, **left_out, **self._differences(responses, columns)})
+        differences = self._differences(responses, columns) | self._unreplayed(responses, columns)
+        return LossSum(loss.total, loss.weight, {**loss.figures, **left_out, **differences})
 
     def _entropies(self, scores: ResponseScores) -> Tensor | None:
         """The entropy at each token, with a gradient where it is in the loss; else its estimate by the drawn tokens."""
@@ -283,6 +290,18 @@ class PolicyLearner(StepLearner):
         parts = {"engine_error": difference_N.where(own_N, 0), "policy_movement": difference_N.where(other_N, 0)}
         counts = {"own_tokens": own_N, "other_tokens": other_N}
         return {name: float(value_N.sum(dtype=torch.float64)) for name, value_N in (parts | counts).items()}
+
+    @torch.no_grad()
+    def _unreplayed(self, responses: Responses, columns: RowColumns) -> dict[str, float]:
+        """Sum what the engine's error would be with the trainer's own experts, in the first pass of a step: it takes
+        another one."""
+        if not self.algorithm.router_replay or "unreplayed_tokens" in self._sums or "token_versions" not in columns:
+            return {}
+        scores = response_scores(
+            self.model, columns["prompt_ids"], columns["response_ids"], temperature=self._temperature
+        )
+        own = self._differences(replace(responses, logprobs_N=scores.logprobs_N), columns)
+        return {"unreplayed_error": own["engine_error"], "unreplayed_tokens": own["own_tokens"]} if own else {}
 
 
 class ValueLearner(StepLearner):
@@ -315,7 +334,7 @@ class ValueLearner(StepLearner):
 def _means(sums: Mapping[str, float]) -> dict[str, float]:
     counts = _counts(sums)
     tokens = max(1.0, sums.get("tokens", sums["weight"]))
-    left_out = {"loss", "weight", "other_tokens", *_OF, *counts}
+    left_out = {"loss", "weight", *_OF, *_OF.values(), *counts}
     means = {name: value / tokens for name, value in sums.items() if name not in left_out}
     parts = {name: sums[name] / sums[count] for name, count in _OF.items() if sums.get(count)}
     return {"loss": sums["loss"] / sums["weight"], **counts, **means, **parts}

@@ -62,7 +62,7 @@ class ChaosSettings(NamedTuple):
         """The command that repeats the run."""
         tcp = " --tcp" if self.tcp else ""
         level = "--spill" if self.spill else f"--durability {self.durability.value}"
-        return f"transferqueue chaos --seconds {self.seconds:g} --seed {self.seed} {level}{tcp}"
+        return f"python -m tests.chaos --seconds {self.seconds:g} --seed {self.seed} {level}{tcp}"
 
 
 def settings(seconds: float, seed: int, durability: str | None, tcp: bool, spill: bool = False) -> ChaosSettings:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import transferqueue as tq
-from transferqueue.testing.chaos.log import ProcessLog
+from tests.chaos.log import ProcessLog
 
 CONNECT_S: Final = 60.0
 NUMBERS_PER_PROCESS: Final = 1 << 24

@@ -17,7 +17,7 @@ from typing import Final, Self
 
 import msgspec
 
-from transferqueue.testing.chaos.fault_plan import (
+from tests.chaos.fault_plan import (
     DRAINERS,
     FLOODERS,
     PRODUCERS,
@@ -29,15 +29,15 @@ from transferqueue.testing.chaos.fault_plan import (
     plan,
     roles,
 )
-from transferqueue.testing.chaos.log import read_logs
-from transferqueue.testing.chaos.probe import Probe
-from transferqueue.testing.chaos.process_context import ProcessContext, ServerEndpoint
-from transferqueue.testing.chaos.process_loop import ProcessLoop
-from transferqueue.testing.chaos.processes import ManagedProcess, Pipe
-from transferqueue.testing.chaos.proxy import LoopbackHosts, run_proxy
-from transferqueue.testing.chaos.report import Report, report
-from transferqueue.testing.chaos.roles import run_role
-from transferqueue.testing.chaos.server_process import ServerUnderTest
+from tests.chaos.log import read_logs
+from tests.chaos.probe import Probe
+from tests.chaos.process_context import ProcessContext, ServerEndpoint
+from tests.chaos.process_loop import ProcessLoop
+from tests.chaos.processes import ManagedProcess, Pipe
+from tests.chaos.proxy import LoopbackHosts, run_proxy
+from tests.chaos.report import Report, report
+from tests.chaos.roles import run_role
+from tests.chaos.server_process import ServerUnderTest
 from transferqueue.transport.bulk.carriers import chosen_carrier
 from transferqueue.transport.security import keyring
 from transferqueue.transport.security.keys import write_token

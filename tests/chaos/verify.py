@@ -21,8 +21,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
-from transferqueue.testing.chaos.log import ReadLog
-from transferqueue.testing.chaos.roles import FLOOD, PACED, STALENESS_MAX
+from tests.chaos.log import ReadLog
+from tests.chaos.roles import FLOOD, PACED, STALENESS_MAX
 
 TASKS: Final = {"reward": (PACED, "reward"), "trainer": (PACED, "train"), "drainer": (FLOOD, "drain")}
 SHOWN_MAX: Final = 5

@@ -29,9 +29,9 @@ import msgspec
 import numpy as np
 
 import transferqueue as tq
-from transferqueue.testing.chaos.fault_plan import LEASE_S
-from transferqueue.testing.chaos.payload import LARGE_WORDS, SMALL_WORDS, Payload, reward_of
-from transferqueue.testing.chaos.process_context import ProcessContext
+from tests.chaos.fault_plan import LEASE_S
+from tests.chaos.payload import LARGE_WORDS, SMALL_WORDS, Payload, reward_of
+from tests.chaos.process_context import ProcessContext
 
 PACED: Final = "rollouts"
 FLOOD: Final = "flood"

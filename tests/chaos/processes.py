@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from transferqueue.testing.chaos.process_context import fork
+from tests.chaos.process_context import fork
 
 
 class ManagedProcess:

@@ -16,8 +16,8 @@ from typing import Any, Final
 import msgspec
 
 import transferqueue as tq
-from transferqueue.testing.chaos.process_context import ProcessContext
-from transferqueue.testing.chaos.roles import FLOOD, PACED, ROWS_MAX, make_tables
+from tests.chaos.process_context import ProcessContext
+from tests.chaos.roles import FLOOD, PACED, ROWS_MAX, make_tables
 from transferqueue.wire.answers.stats import TurnStats
 
 EVERY_S: Final = 0.02

@@ -6,8 +6,8 @@ import bisect
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from transferqueue.testing.chaos.fault_plan import CONSUMERS, DRAINERS, REMOTE, Fault
-from transferqueue.testing.chaos.log import ReadLog
+from tests.chaos.fault_plan import CONSUMERS, DRAINERS, REMOTE, Fault
+from tests.chaos.log import ReadLog
 
 DEATHS: Final = ("kill", "restart", "disk_full")
 """Faults after which the supervisor starts another serving process."""

@@ -9,12 +9,12 @@ from typing import Any, Final
 
 import msgspec
 
-from transferqueue.observe.measurement_record import MeasuredResult, rounded, single
-from transferqueue.testing.chaos import recovery
-from transferqueue.testing.chaos.fault_plan import PROXY, ChaosSettings, Fault
-from transferqueue.testing.chaos.log import ReadLog
-from transferqueue.testing.chaos.recovery import Times
-from transferqueue.testing.chaos.verify import Account
+from bench.measurement_record import MeasuredResult, rounded, single
+from tests.chaos import recovery
+from tests.chaos.fault_plan import PROXY, ChaosSettings, Fault
+from tests.chaos.log import ReadLog
+from tests.chaos.recovery import Times
+from tests.chaos.verify import Account
 
 VIOLATIONS_MAX: Final = 20
 """Violations that a record quotes, since records have a limited size. All are printed when the run ends."""

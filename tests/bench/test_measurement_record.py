@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from transferqueue.observe.measurement_record import (
+from bench.measurement_record import (
     RECORD_BYTES_MAX,
     MeasuredResult,
     Measurement,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from transferqueue.testing.chaos.processes import ManagedProcess
+from tests.chaos.processes import ManagedProcess
 
 
 class ProcessLoop:

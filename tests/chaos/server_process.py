@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from transferqueue.testing.chaos.fault_plan import ChaosSettings
+from tests.chaos.fault_plan import ChaosSettings
 from transferqueue.transport.bulk.carriers import chosen_carrier
 
 ARENA_BYTES: Final = 64 << 20

@@ -3,7 +3,7 @@
 A record is one file, ``KIND-ADAPTER.json``, of one run of one kit on one subject. A page gets a table for each kind,
 between two markers; nothing in it is written by hand::
 
-    python -m transferqueue.testing.conformance.matrix --records docs/conformance --into docs/reference/engines.md
+    python -m tests.engines.matrix --records docs/conformance --into docs/reference/engines.md
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from typing import Final
 import msgspec
 
 from transferqueue.errors import TransferQueueError, UsageError
-from transferqueue.lazy import renamed_names
 from transferqueue.testing.conformance.report import CheckOutcome, Verdict
 
 KINDS: Final = ("generator", "learner", "stage", "scorer")
-BEGIN: Final = "<!-- conformance: written by transferqueue.testing.conformance.matrix -->"
+BEGIN: Final = "<!-- conformance: written by tests.engines.matrix -->"
 END: Final = "<!-- /conformance -->"
 
 
@@ -114,7 +113,7 @@ def written(page: str, tables: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the tables, or with ``--check`` report whether they agree with the records."""
-    parser = argparse.ArgumentParser(prog="python -m transferqueue.testing.conformance.matrix", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.engines.matrix", description=__doc__)
     parser.add_argument("--records", type=Path, required=True, help="directory of records")
     parser.add_argument("--into", type=Path, required=True, help="Markdown page with the two markers")
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if the page is out of date")
@@ -129,9 +128,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(page != new)
     options.into.write_text(new, encoding="utf-8")
     return 0
-
-
-__getattr__ = renamed_names(__name__, {"Record": "MatrixRecord"})
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import msgspec
 RECORD_BYTES_MAX: Final = 10_000
 """A record is read by people beside a page, and stays in the repository for good."""
 SIGNIFICANT_DIGITS: Final = 3
-CHECKOUT: Final = Path(__file__).resolve().parents[2]
+CHECKOUT: Final = Path(__file__).resolve().parents[1]
 PACKAGES: Final = (
     "asyncflow-transferqueue",
     "mooncake-transfer-engine-non-cuda",
