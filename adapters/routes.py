@@ -29,6 +29,8 @@ Routes = npt.NDArray[np.int16]
 
 _KNOWN: Final = "transferqueue_routers"
 _TRIED_TOKENS: Final = 4
+_TRIED_SPREAD: Final = 3.0
+"""Standard deviation of the logits of a trial: with small ones the gates of a softmax and others are alike."""
 
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
@@ -156,8 +158,13 @@ def _gates(router: Any, logits_NE: Tensor, chosen_NK: Tensor) -> Tensor:
 def _try(router: Any) -> None:
     """Compare its gates with those that replay computes, for a few tokens."""
     weight_EH = router.weight
-    tokens_NH = torch.linspace(-1.0, 1.0, _TRIED_TOKENS * weight_EH.shape[-1]).reshape(_TRIED_TOKENS, -1)
-    output = router(tokens_NH.to(weight_EH.device, weight_EH.dtype))
+    tokens_NH = torch.linspace(-1.0, 1.0, _TRIED_TOKENS * weight_EH.shape[-1], device=weight_EH.device)
+    tokens_NH = tokens_NH.reshape(_TRIED_TOKENS, -1)
+    tokens_NH *= _TRIED_SPREAD / (tokens_NH @ weight_EH.float().T).std().clamp(min=1e-3)
+    try:
+        output = router(tokens_NH.to(weight_EH.dtype))
+    except TypeError:  # it takes more than the tokens
+        output = None
     if isinstance(output, tuple) and len(output) == 3 and output[0].shape == (_TRIED_TOKENS, len(weight_EH)):
         logits_NE, gates_NK, chosen_NK = output
         if torch.allclose(gates_NK.float(), _gates(router, logits_NE, chosen_NK).float(), atol=1e-2):

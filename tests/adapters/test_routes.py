@@ -251,3 +251,16 @@ def test_a_router_with_other_gates_is_refused() -> None:
         layer.mlp.gate.register_forward_hook(lambda router, inputs, output: (output[0], output[1] * 2, output[2]))
     with pytest.raises(Unsupported, match="Qwen3MoeTopKRouter does not return its logits, the gates of their softmax"):
         TransformersGenerator(twice, routes=True)
+
+
+def test_a_router_that_takes_more_than_the_tokens_is_refused() -> None:
+    model = mixture()
+
+    class NeedsBiasTopKRouter(torch.nn.Linear):
+        def forward(self, tokens_NH: Tensor, bias_E: Tensor) -> Tensor:
+            return super().forward(tokens_NH) + bias_E
+
+    for layer in model.model.layers:
+        layer.mlp.gate = NeedsBiasTopKRouter(32, EXPERTS)
+    with pytest.raises(Unsupported, match="NeedsBiasTopKRouter does not return its logits"):
+        TransformersGenerator(model, routes=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 pytest.importorskip("transformers", reason="make test-engines installs it")
 pytest.importorskip("reasoning_gym")
@@ -20,7 +21,25 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_D
 
 from tests.workflows.test_demo import GROUP, PROMPTS, STEPS, run, small_job
 from transferqueue.workflows.flow.events import Event, Figures, TimeSpan
+from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.tiny_model.gym_tasks import GYM_TASKS
 from transferqueue.workflows.job.tiny_model.make import make, write_data
+
+TASK = "spell_backward"
+"""A model that has learned nothing has unequal rewards."""
+
+
+def spelling_job(folder: Path, **options: Any) -> Job:
+    """Write a small model and questions; return their job."""
+    make(folder / "model", kind="builtin", num_hidden_layers=1, num_attention_heads=4)
+    write_data(folder / "data", task=TASK, train=64, test=16)
+    gym, job = GYM_TASKS[TASK], small_job(folder, **options)
+    return replace(
+        job,
+        data=replace(job.data, prompt_tokens_max=gym.question_chars_max + 2),
+        sampling=replace(job.sampling, tokens_max=gym.answer_chars_max + 1),
+        reward=(replace(job.reward[0], args={"task": TASK}),),
+    )
 
 
 @pytest.mark.long
@@ -31,10 +50,8 @@ from transferqueue.workflows.job.tiny_model.make import make, write_data
 def test_the_job_runs_on_a_real_engine(engine: str, budget: int, tmp_path: Path) -> None:
     if engine == "vllm":
         pytest.importorskip("vllm")
-    make(tmp_path / "model", kind="builtin", num_hidden_layers=1, num_attention_heads=4)
-    write_data(tmp_path / "data", task="spell_backward", train=64, test=16)
     events: list[tuple[str, Event]] = []
-    job = small_job(tmp_path, engine=engine, budget=budget)
+    job = spelling_job(tmp_path, engine=engine, changes={"sampling": {"budget": budget}})
     outcome = run(job, tmp_path / "run", observe=lambda label, event: events.append((label, event)))
     assert outcome.audit.dropped == {}
     assert set(outcome.summary.staleness) <= {"0", "1"}
@@ -53,15 +70,13 @@ def test_the_job_runs_on_a_real_engine(engine: str, budget: int, tmp_path: Path)
 def test_an_engine_beside_its_trainer_draws_with_the_trainers_weights_in_each_step(engine: str, tmp_path: Path) -> None:
     if engine == "vllm":
         pytest.importorskip("vllm")
-    make(tmp_path / "model", kind="builtin", num_hidden_layers=1, num_attention_heads=4)
-    write_data(tmp_path / "data", task="spell_backward", train=64, test=16)
     steps: list[Mapping[str, Any]] = []
 
     def hear(label: str, event: Event) -> None:
         if isinstance(event, Figures) and event.kind == "step":
             steps.append(event.values)
 
-    outcome = run(small_job(tmp_path, engine=engine, mode="colocated"), tmp_path / "run", observe=hear)
+    outcome = run(spelling_job(tmp_path, engine=engine, mode="colocated"), tmp_path / "run", observe=hear)
     assert outcome.audit.dropped == {}
     assert outcome.summary.staleness == {"0": STEPS * PROMPTS * GROUP}
     assert all(values["engine_error"] < 1e-3 and values["gradient_norm"] > 0 for values in steps)

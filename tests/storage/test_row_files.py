@@ -105,7 +105,8 @@ def test_the_oldest_files_go_first(run: tq.Run) -> None:
         os.utime(path, (1e9 - age, 1e9 - age))
     assert files.remove_old(rows.files[0].parent, sizes[2] + sizes[3], None) == 2
     assert rows.arrow(["_step"])["_step"].unique().to_pylist() == [2, 3]
-    assert files.remove_old(rows.files[0].parent, None, 60.0) == 2
+    assert files.remove_old(rows.files[0].parent, 1, None) == 1  # the newest is larger than the bound
+    assert files.remove_old(rows.files[0].parent, None, 60.0) == 1
     assert rows.arrow(["_row"]).num_rows == 0
 
 

@@ -144,14 +144,7 @@ class PeerError(TransferQueueError, ConnectionError):
 
 
 class Unreachable(PeerError):
-    """Nothing answered at an address before the deadline.
-
-    `block` is the number of a block that no shard could copy, in the server that asked; 0: it is about no block.
-    """
-
-    def __init__(self, text: str, *, block: int = 0) -> None:
-        super().__init__(text)
-        self.block = block
+    """Nothing answered at an address before the deadline."""
 
 
 class Disconnected(PeerError):

@@ -14,7 +14,17 @@ from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 from transferqueue.errors.text import shown
-from transferqueue.workflows.adopt.mapping import ABSENT, Inactive, KeyRule, OurValues, Plain, Refuse, Settings, Stack
+from transferqueue.workflows.adopt.mapping import (
+    ABSENT,
+    Inactive,
+    KeyRule,
+    OurValues,
+    Plain,
+    Refuse,
+    Settings,
+    Stack,
+    is_same_number,
+)
 from transferqueue.workflows.adopt.sources.shell import is_open
 from transferqueue.workflows.job.settings.job import Job
 
@@ -111,6 +121,8 @@ def _verdict(rule: KeyRule, key: str, value: Plain, settings: Settings) -> Line:
     if rule.convert is None:
         return Line(verdict="no effect", key=key, value=text, why=rule.why)
     if value is None:
+        if rule.default is not ABSENT and rule.default is not None:
+            raise Refuse(f"the stack's default is {_text(rule.default)}, which null turns off; give a value")
         return Line(verdict="no effect", key=key, value=text, why="not set")
     found = rule.convert(value, settings)
     if isinstance(found, Inactive):
@@ -120,13 +132,13 @@ def _verdict(rule: KeyRule, key: str, value: Plain, settings: Settings) -> Line:
         return Line(verdict="mapped", key=key, value=text, to=to, why=found.why or rule.why)
     name = rule.to[:-1] + key[len(rule.name) - 1 :] if rule.to.endswith("*") else rule.to
     ours = typed(name, found)
-    same = ours == value or str(ours).lower() == str(value).lower() or _same_number(ours, value)
+    same = ours == value or str(ours).lower() == str(value).lower() or is_same_number(ours, value)
     return Line(verdict="kept" if same else "mapped", key=key, value=text, to={name: ours}, why=rule.why)
 
 
 def _assumed(stack: Stack, settings: Settings) -> Iterator[Line]:
     for rule in stack.rules:
-        if rule.default is ABSENT or rule.default is None or settings.given.get(rule.name) is not None:
+        if rule.default is ABSENT or rule.default is None or rule.name in settings.given:
             continue
         try:
             line = _verdict(rule, rule.name, rule.default, settings)
@@ -147,15 +159,6 @@ def _is_secret(key: str) -> bool:
 
 def _text(value: Plain) -> str:
     return shown(value, _VALUE_CHARS) if not isinstance(value, str) else value[:_VALUE_CHARS]
-
-
-def _same_number(ours: Plain, value: Plain) -> bool:
-    if isinstance(ours, bool) or not isinstance(ours, int | float):
-        return False
-    try:
-        return float(value) == ours
-    except (TypeError, ValueError):
-        return False
 
 
 def _fields(key: str) -> Iterator[tuple[Any, str]]:

@@ -234,6 +234,16 @@ def flag(value: Plain) -> bool:
     return found
 
 
+def is_same_number(ours: Plain, value: Plain) -> bool:
+    """Whether a value, of which texts are read, is our number."""
+    if isinstance(ours, bool) or not isinstance(ours, int | float):
+        return False
+    try:
+        return float(value) == ours
+    except (TypeError, ValueError):
+        return False
+
+
 def texts(value: Plain) -> list[str]:
     """Return a list of texts; a single text is one.
 
@@ -315,6 +325,8 @@ SHARDED: Final = "where weights and states lie; here trainer.parallel shards the
 KERNELS: Final = "a kernel or a layout of memory, not the result"
 LOGS: Final = "names and places of logs; a run has its folder"
 RESUMES: Final = "a run goes on by --resume"
+EPSILON: Final = "AdamW's epsilon is 1e-8"
+EXPERTS: Final = "experts have no loss of their own"
 OWN_QUEUE: Final = "the transport of the stack; here rows are in the queue"
 IMAGES: Final = "rows with images or sound: jobs here are of text"
 """Reasons that several tables give."""

@@ -274,11 +274,35 @@ def test_an_asynchronous_trainer_of_verl_generates_beside_training(sources):
     ahead = ["trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.nnodes=1"]
     ahead += ["actor_rollout_ref.rollout.n_gpus_per_node=4", "trainer.v1.sampler.max_off_policy_threshold=3"]
     values = tomllib.loads(adopt([sources["verl"], *ahead]).job)
-    assert values["pacing"] == {"mode": "async", "max_staleness": 3, "on_stale": "drop"}
+    assert values["pacing"] == {"mode": "async", "depth": 1, "max_staleness": 2, "on_stale": "drop"}
     assert (values["trainer"]["ranks"], values["engine"][0]["count"]) == (8, 2)
+    further = tomllib.loads(adopt([sources["verl"], *ahead, "trainer.v1.separate_async.num_warmup_batches=2"]).job)
+    assert further["pacing"]["depth"] == 2
+    older = adopt([sources["verl"], *ahead, "trainer.use_v1=False"])
+    assert tomllib.loads(older.job)["pacing"]["mode"] == "sync"
+    for value in ("1", "null"):
+        refused = adopt([sources["verl"], *ahead[:-1], f"trainer.v1.sampler.max_off_policy_threshold={value}"])
+        assert "trainer.v1.sampler.max_off_policy_threshold" in [
+            line.key for line in refused.lines if line.verdict == "refused"
+        ]
     assert tomllib.loads(adopt([sources["verl"]]).job)["pacing"] == {"mode": "sync"}
     waits = adopt([sources["verl"], *ahead, "trainer.v1.sampler.max_off_policy_strategy=wait"])
     assert [line.key for line in waits.lines if line.why.startswith("a row that is being generated")] != []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "actor_rollout_ref.actor.megatron.router_replay.mode=R3",
+        "actor_rollout_ref.actor.fsdp_config.qat.enable=True",
+        "actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff=0.001",
+        "actor_rollout_ref.actor.optim.min_lr=1e-7",
+        "critic.ppo_epochs=3",
+    ],
+)
+def test_what_changes_training_and_is_not_built_is_refused(sources, given):
+    adopted = adopt([sources["verl"], "algorithm.adv_estimator=gae", given])
+    assert [line.verdict for line in adopted.lines if line.key == given.partition("=")[0]] == ["refused"]
 
 
 def test_a_group_of_hydra_that_is_not_there_is_named(tmp_path):

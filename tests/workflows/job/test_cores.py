@@ -63,3 +63,9 @@ def test_threads_of_a_trainer_sleep_while_they_wait_where_engines_work_beside_it
     found = variables_of(jobs.job("grpo", *changes), 8)
     assert (found["train-0"].get("OMP_WAIT_POLICY") == "PASSIVE") is sleep
     assert "OMP_WAIT_POLICY" not in found["rollout-0"]
+
+
+def test_threads_of_a_trainer_without_neighbours_do_not_sleep() -> None:
+    gpu = FoundDevice(name="0", total=8 * GIB, free=8 * GIB)
+    found = variables_of(jobs.job("grpo", "pacing.mode=async", "trainer.devices=cpu"), 8, gpu)
+    assert found == {"train-0": {"OMP_NUM_THREADS": "8"}}

@@ -4,9 +4,8 @@ It does no I/O: a `Writer` writes, and the ledger is told of its files.
 
 1. One batch is written at a time. Its extents and its blocks on the disk are held meanwhile, as for a snapshot. Blocks
    that lie in remote shards alone are fetched first, into a file without a name (`shards.block_fetches`).
-2. A batch is due `interval_s` after the first of its rows ended: a second at first, a minute in a long run, so that it
-   has hundreds of files. It is due at once if a request lacks memory, the table is crowded, or no more rows will end
-   (`Ledger.records_at_once`).
+2. A batch is due `INTERVAL_S` after the first of its rows ended, or at once if a request lacks memory, the table is
+   crowded, or no more rows will end (`Ledger.records_at_once`).
 3. The end of a row is durable before a file has the row, and the ledger is told of a file after it exists under its
    name. Its memory is free after that, and not before.
 4. After a start, each file of a life that the ledger was not told of is told first (`resume`): none is written twice.
@@ -14,7 +13,8 @@ It does no I/O: a `Writer` writes, and the ledger is told of its files.
    terms decide (`Recorded.required`): requests that add work to the table are refused until a batch succeeds, or each
    batch that fails is freed without a file, logged and counted.
 6. A block that the disk does not give, or gives changed, is lost, as after a failed load (`ledger.data_loss`). Its rows
-   are recorded without its values, and their events say why. So is one that no shard can copy, after `PATIENCE_S`.
+   are recorded without its values, and their events say why. One that no shard can copy now is
+   not lost: that is a failed attempt.
 """
 
 from __future__ import annotations
@@ -44,23 +44,12 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger("transferqueue.server")
 INTERVAL_S: Final = 1.0
-INTERVAL_PER_FILE_S: Final = 0.1
-INTERVAL_MAX_S: Final = 60.0
 RETRY_S: Final = 2.0
 PATIENCE_S: Final = 30.0
 ROWS_AT_ONCE: Final = 1 << 16
 """About the most rows of a batch."""
 FINISH_S: Final = 60.0
 """The longest that the end of a server waits for its last files."""
-
-
-def interval_s(files: int) -> float:
-    """Seconds that rows wait for others to share a file with, in a life of a table that has so many files.
-
-    >>> interval_s(0), interval_s(100), interval_s(10_000)
-    (1.0, 10.0, 60.0)
-    """
-    return min(max(INTERVAL_S, files * INTERVAL_PER_FILE_S), INTERVAL_MAX_S)
 
 
 @dataclass(slots=True)
@@ -203,7 +192,7 @@ class RowRecords(Part):
         for name, record in self._ledger.rows_to_record().items():
             if record.ended:
                 at_once = self._urgent or self._ledger.records_at_once(name)
-                due[name] = record.ended[0].at + (0.0 if at_once else interval_s(record.files))
+                due[name] = record.ended[0].at + (0.0 if at_once else INTERVAL_S)
                 if (failure := self._failures.get(record.life)) is not None:
                     due[name] = failure.retry_at
         return due
@@ -264,11 +253,12 @@ class RowRecords(Part):
             if outcome.files:
                 self._told(batch.table, outcome.files, now)
             if outcome.error:
-                self._failed(batch, outcome.error, now, outcome.uncopied)
+                self._failed(batch, outcome.error, now)
             else:
                 self._works(batch)
         if outcome.damaged:
-            self._lose(*outcome.damaged, now)
+            _log.error("block %d is lost: %s; rows are recorded without its values", *outcome.damaged)
+            self._ledger.blocks_lost(outcome.damaged[:1], now)
         if self._cold is not None:
             self._cold.release()
         self._lending.release(self._held, now)
@@ -277,27 +267,19 @@ class RowRecords(Part):
 
     # ------------------------------------------------------------ failures
 
-    def _lose(self, block: int, why: str, now: float) -> None:
-        _log.error("block %d is lost: %s; rows are recorded without its values", block, why)
-        self._ledger.blocks_lost([block], now)
-
     def _works(self, batch: EndedBatch) -> None:
         if self._failures.pop(batch.life, None) is not None:
             _log.warning('the record of table "%s" is written again', batch.table)
             self._short.pop(batch.table, None)
 
-    def _failed(self, batch: EndedBatch, error: str, now: float, uncopied: int = 0) -> None:
+    def _failed(self, batch: EndedBatch, error: str, now: float) -> None:
         name, lives = batch.table, {record.life for record in self._ledger.rows_to_record().values()}
         self._failures = {life: failure for life, failure in self._failures.items() if life in lives}
         failure = self._failures.setdefault(batch.life, FailedAttempts(now, now, error))
         if failure.since == now:
             _log.warning('rows of table "%s" wait, since they cannot be recorded: %s', name, error)
         failure.retry_at, failure.error = now + RETRY_S, error
-        if now - failure.since < PATIENCE_S:
-            return
-        if uncopied:
-            self._lose(uncopied, error, now)
-        else:
+        if now - failure.since >= PATIENCE_S:
             self._give_in(batch, error, now)
 
     def _give_in(self, batch: EndedBatch, error: str, now: float) -> None:

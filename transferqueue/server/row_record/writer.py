@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-from transferqueue.errors import Corruption, Disconnected, TransferQueueError, Unreachable
+from transferqueue.errors import Corruption, Disconnected, TransferQueueError
 from transferqueue.ledger.arrays import IntArray
 from transferqueue.ledger.rows.cold_arena import ON_DISK
 from transferqueue.ledger.rules.recording import EndedBatch
@@ -47,7 +47,7 @@ _FORM: Final[dict[str, Any]] = {
 }
 """Of the files. Dictionaries would double the time, and take more bytes where values are tokens and log-probs."""
 _IMPORTED: Final = ("pyarrow.compute", "pyarrow.parquet")
-"""Imported when the first table is created: that takes a processor a fifth of a second, which a step would miss."""
+"""Imported when the first table is created, since it takes a fifth of a second: no step is late by it."""
 AGE_CHECK_S: Final = 60.0
 """Files are compared with the greatest age of their table after each batch, and this long after the last one."""
 
@@ -70,14 +70,12 @@ class Outcome:
     Args:
         error: of the disk of the record; "": none.
         damaged: a block whose bytes cannot be read, and why; None: none was met.
-        uncopied: a block that no shard could copy; 0: none was met.
     """
 
     table: str
     files: list[WrittenFile] = field(default_factory=list)
     error: str = ""
     damaged: tuple[int, str] | None = None
-    uncopied: int = 0
 
 
 class SpooledBlocks(NamedTuple):
@@ -166,7 +164,8 @@ class ThreadWriter:
 
     def _run(self) -> None:
         for module in _IMPORTED:
-            import_module(module)
+            with suppress(Exception):  # the first batch is told
+                import_module(module)
         while True:
             try:
                 batch = self._batches.get(timeout=AGE_CHECK_S if self._aging else None)
@@ -261,7 +260,6 @@ def _failed(outcome: Outcome, error: Exception) -> Outcome:
         outcome.damaged = error.block, str(error)
     elif isinstance(error, OSError | TransferQueueError):
         outcome.error = f"{type(error).__name__}: {error}"
-        outcome.uncopied = error.block if isinstance(error, Unreachable) else 0
     else:
         _log.error("rows of table %s could not be written", outcome.table, exc_info=error)
         outcome.error = f"{error!r}; please report it"

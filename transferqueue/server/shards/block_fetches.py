@@ -342,8 +342,7 @@ def _no_room(reader: str, at: m.BlockLocation) -> TransferQueueError:
 
 def _not_copied(reader: str, at: m.BlockLocation) -> TransferQueueError:
     return Unreachable(
-        f"{reader} given up: shard {at.shard} could not copy block {at.block} in {FETCH_TRIES} orders; see its log",
-        block=at.block,
+        f"{reader} given up: shard {at.shard} could not copy block {at.block} in {FETCH_TRIES} orders; see its log"
     )
 
 

@@ -58,15 +58,17 @@ def directory_of(root: Path, table: str) -> Path:
 
 def tables_in(root: Path) -> list[str]:
     """The tables that have files, had some, or will."""
-    found = (each for each in root.iterdir() if (each / ASIDE).is_dir() or any(each.glob("*.parquet")))
+    found = (each for each in root.iterdir() if (each / ASIDE).is_dir() or files_in(each))
     return sorted(unquote(each.name) for each in found)
 
 
 def files_in(directory: Path) -> list[RecordedFile]:
-    """The whole files of a table, in the order in which they were written."""
+    """The whole files of a table, in the order in which they were written; also those that an earlier version wrote
+    into a folder for each step."""
     return sorted(
         RecordedFile(match[1], int(match[2]), match[3], match[4], path)
-        for path in directory.glob("*.parquet")
+        for pattern in ("*.parquet", "step-*/*.parquet")
+        for path in directory.glob(pattern)
         if (match := _NAME.fullmatch(path.name))
     )
 
@@ -162,7 +164,7 @@ def remove_unfinished(directory: Path, life: str) -> None:
 
 
 def remove_old(directory: Path, bytes_max: int | None, age_s: float | None) -> int:
-    """Remove the oldest files beyond these bounds. Returns the number."""
+    """Remove the oldest files beyond these bounds. The newest may be larger than `bytes_max`. Returns the number."""
     if bytes_max is None and age_s is None:
         return 0
     found = []
@@ -172,7 +174,7 @@ def remove_old(directory: Path, bytes_max: int | None, age_s: float | None) -> i
     found.sort(key=lambda each: each[0].st_mtime_ns)
     total, removed = sum(about.st_size for about, _ in found), 0
     for about, path in found:
-        over = bytes_max is not None and total > bytes_max
+        over = bytes_max is not None and total > bytes_max and path != found[-1][1]
         if over or (age_s is not None and time.time() - about.st_mtime > age_s):
             path.unlink(missing_ok=True)
             total, removed = total - about.st_size, removed + 1

@@ -7,6 +7,7 @@ from typing import Final
 from transferqueue.workflows.adopt.mapping import (
     DRAWN_WHOLE,
     DTYPES,
+    EXPERTS,
     IMAGES,
     KERNELS,
     LOGS,
@@ -294,7 +295,7 @@ _RULES: Final = (
     kept("actor.dual_clip", "algorithm.dual_clip"),
     mapped("actor.policy_loss_type", "algorithm.ratio", one_of({"ppo": "token", "gspo": "sequence"}), default="ppo"),
     kept("actor.entropy_coef", "algorithm.entropy"),
-    refused("actor.aux_loss_coef", "experts have no loss of their own", unless=(0, "0", "0.0")),
+    refused("actor.aux_loss_coef", EXPERTS, unless=(0, "0", "0.0")),
     mapped("critic.value_clip", "algorithm.value_clip", only_if(_is_ppo, "gae alone has a critic"), default=0.5),
     # ------------------------------------------------------------ the optimizer
     refused("actor.optim", "AdamW trains", unless=("adam",)),

@@ -6,6 +6,7 @@ from typing import Final
 
 from transferqueue.workflows.adopt.mapping import (
     DRAWN_WHOLE,
+    EXPERTS,
     IMAGES,
     KERNELS,
     KL_ESTIMATORS,
@@ -395,7 +396,11 @@ _RULES: Final = (
     no_effect("train-backend", SHARDED),
     no_effect("update-weight-*", "weights come by the queue's channel"),
     kept("update-weights-interval", "weights.every"),
-    refused("moe-aux-loss-coeff", "experts have no loss of their own", unless=(0, "0")),
+    refused("moe-aux-loss-coeff", EXPERTS, unless=(0, "0", "0.0")),
+    refused("moe-z-loss-coeff", EXPERTS, unless=(0, "0", "0.0")),
+    refused("moe-router-bias-update-rate", "the bias of experts is not trained", unless=(0, "0", "0.0")),
+    refused("moe-input-jitter-eps", "no noise is added to what routers read", unless=(0, "0", "0.0")),
+    refused("moe-expert-capacity-factor", "no token is dropped by an expert", unless=(-1, "-1")),
     no_effect("moe-*", _MODEL),
     refused("enable-mtp-training", "layers of several tokens are not trained", unless=(False, "false")),
     refused("mtp-*", "layers of several tokens are not trained"),
@@ -492,7 +497,7 @@ _RULES: Final = (
     no_effect("async-save", "a checkpoint has model, optimizer and queue"),
     no_effect("no-save-optim", "a checkpoint has model, optimizer and queue"),
     no_effect("save-hf", "transferqueue export writes the model"),
-    refused("megatron-config-path", "a file of further arguments: give them after the script"),
+    refused("megatron-config-path", "a file of roles: their devices are of engine and trainer here"),
     refused("custom-config-path", "a file of further arguments: give them after the script"),
     refused("custom-*", "a function of slime's own"),
 )

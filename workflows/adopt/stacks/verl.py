@@ -8,6 +8,8 @@ from typing import Final
 from transferqueue.workflows.adopt.mapping import (
     DRAWN_WHOLE,
     DTYPES,
+    EPSILON,
+    EXPERTS,
     IMAGES,
     KERNELS,
     KL_ESTIMATORS,
@@ -25,6 +27,7 @@ from transferqueue.workflows.adopt.mapping import (
     Settings,
     Stack,
     interval,
+    is_same_number,
     kept,
     layout,
     loggers,
@@ -43,6 +46,19 @@ ACTOR: Final = "actor_rollout_ref.actor"
 ROLLOUT: Final = "actor_rollout_ref.rollout"
 REF: Final = "actor_rollout_ref.ref"
 MODEL: Final = "actor_rollout_ref.model"
+_MEGATRON: Final = f"{ACTOR}.megatron.override_transformer_config"
+_V1: Final = "trainer.v1"
+_OF_CRITIC: Final = {
+    "ppo_epochs": 1,
+    "ppo_mini_batch_size": 256,
+    "loss_agg_mode": "token-mean",
+    "grad_clip": 1.0,
+    "optim.weight_decay": 0.01,
+    "optim.clip_grad": 1.0,
+}
+"""Settings of the critic's training, which are the policy's here, with verl's defaults of the policy."""
+_OVERRIDES: Final = ("", "override_optimizer_config.")
+_ROUTES: Final = "routes of vLLM are not replayed"
 _BUFFERS: Final = (
     "reward_model.overlong_buffer",
     "reward_model.reward_kwargs.overlong_buffer_cfg",
@@ -73,15 +89,52 @@ def _kl_in_reward(settings: Settings) -> bool:
 
 
 def _ahead(settings: Settings) -> bool:
-    return settings["trainer.v1.trainer_mode"] in ("colocate_async", "separate_async")
+    names = ("colocate_async", "separate_async")
+    return settings.is_on("trainer.use_v1") and settings["trainer.v1.trainer_mode"] in names
 
 
 def _mode(value: Plain, settings: Settings) -> OurValues:
-    if value == "sync":
+    if value == "sync" or not settings.is_on("trainer.use_v1"):
         return OurValues({"pacing.mode": "sync"}, "a step's rows are generated, then trained")
     if not _ahead(settings):
         raise Refuse(f"there is no mode {value!r} here; see pacing.mode")
-    return OurValues({"pacing.mode": "async"}, "generation goes on beside training, on devices of its own")
+    own = "" if value == "separate_async" else "; verl shares them, here they are divided"
+    return OurValues({"pacing.mode": "async"}, f"generation goes on beside training, on devices of its own{own}")
+
+
+def _behind(value: Plain, settings: Settings) -> Plain:
+    """Verl counts the step itself: a row of the newest weights has 1."""
+    if (threshold := whole(value)) < 2:
+        raise Refuse(
+            f"{threshold} allows no row of older weights, so nothing is generated ahead; set trainer_mode=sync"
+        )
+    return threshold - 1
+
+
+def _batches_ahead(mode: str) -> Convert:
+    def convert(value: Plain, settings: Settings) -> Plain:
+        if (batches := whole(value)) < 1:
+            raise Refuse(f"{batches}: an asynchronous job is a batch ahead at least; set trainer_mode=sync")
+        return batches
+
+    return only_if(
+        lambda settings: _ahead(settings) and settings["trainer.v1.trainer_mode"] == mode,
+        f"trainer_mode is not {mode}",
+        convert,
+    )
+
+
+def _as_actor(name: str, default: Plain) -> Convert:
+    """Refuse a value of the critic that differs from the policy's."""
+
+    def convert(value: Plain, settings: Settings) -> Plain:
+        given = settings[name]
+        actors = default if given is None else given
+        if str(value).lower() == str(actors).lower() or is_same_number(value, actors):
+            return OurValues({}, "as in trainer")
+        raise Refuse(f"policy and critic train alike, and {name} is {actors}; give both the same")
+
+    return only_if(_critic, "gae alone has a critic", convert)
 
 
 def _on_stale(value: Plain, settings: Settings) -> Plain:
@@ -319,6 +372,11 @@ _RULES: Final = (
     ),
     refused(f"{ACTOR}.optim.min_lr_ratio", "a schedule ends at 0 here", unless=(0, "0.0")),
     refused(f"{ACTOR}.optim.optimizer", "AdamW trains", unless=("AdamW", "adamw", "adam")),
+    refused(f"{ACTOR}.optim.min_lr", "a schedule ends at 0 here", unless=(0, "0.0")),
+    refused(f"{ACTOR}.optim.lr_warmup_init", "a warm-up begins at 0 here", unless=(0, "0.0")),
+    refused(f"{ACTOR}.optim.lr_decay_steps", "a schedule ends with the run"),
+    refused(f"{ACTOR}.optim.num_cycles", "a cosine schedule has half a cycle", unless=(0.5, "0.5")),
+    *(refused(f"{ACTOR}.optim.{name}eps", EPSILON, unless=(1e-8, "1e-8", "1e-08")) for name in _OVERRIDES),
     no_effect(f"{ACTOR}.optim.override_optimizer_config.*", SHARDED),
     no_effect(f"{ACTOR}.optim.*", "of the schedule or of Megatron's optimizer"),
     kept(f"{ACTOR}.grad_clip", "trainer.gradient_norm_max"),
@@ -337,10 +395,19 @@ _RULES: Final = (
     ),
     no_effect(f"{ACTOR}.use_dynamic_bsz", PACKED),
     no_effect(f"{ACTOR}.ppo_micro_batch_size", PACKED),
+    *(
+        rule
+        for engine in ("fsdp_config", "megatron", "veomni")
+        for rule in (
+            refused(f"{ACTOR}.{engine}.router_replay.*", _ROUTES, unless=("disabled", "null", False, "false")),
+            refused(f"{ACTOR}.{engine}.qat.enable", "models are not quantized", unless=(False, "false")),
+            no_effect(f"{ACTOR}.{engine}.qat.*", "read with qat.enable alone"),
+        )
+    ),
+    *(refused(f"{_MEGATRON}.moe_{name}_loss_coeff", EXPERTS, unless=(0, "0.0")) for name in ("aux", "z")),
     no_effect(f"{ACTOR}.fsdp_config.*", SHARDED),
     no_effect(f"{ACTOR}.megatron.*", SHARDED),
     no_effect(f"{ACTOR}.strategy", SHARDED),
-    refused(f"{ACTOR}.veomni.router_replay.*", "routes of vLLM are not replayed", unless=("disabled", "null")),
     no_effect(f"{ACTOR}.veomni.*", SHARDED),
     no_effect(f"{ACTOR}.model_engine", SHARDED),
     no_effect(f"{ACTOR}.torchtitan.*", SHARDED),
@@ -366,7 +433,7 @@ _RULES: Final = (
     refused(f"{ACTOR}.qat.enable", "models are not quantized", unless=(False, "false")),
     no_effect(f"{ACTOR}.qat.*", "read with qat.enable alone"),
     refused(f"{ACTOR}.freeze_vision_tower", IMAGES, unless=(False, "false")),
-    refused(f"{ACTOR}.router_replay.*", "routes of vLLM are not replayed", unless=("disabled", "null")),
+    refused(f"{ACTOR}.router_replay.*", _ROUTES, unless=("disabled", "null")),
     # ------------------------------------------------------------ the model
     kept(f"{MODEL}.path", "model.path", default="~/models/deepseek-llm-7b-chat"),
     kept(f"{MODEL}.tokenizer_path", "model.tokenizer"),
@@ -471,7 +538,7 @@ _RULES: Final = (
     refused(f"{ROLLOUT}.quantization_config_file", "models are not quantized", unless=("null",)),
     refused(f"{ROLLOUT}.qat", "models are not quantized", unless=("null",)),
     refused(f"{ROLLOUT}.mtp", "layers of several tokens are not trained", unless=("null",)),
-    refused(f"{ROLLOUT}.enable_rollout_routing_replay", "routes of vLLM are not replayed", unless=(False, "false")),
+    refused(f"{ROLLOUT}.enable_rollout_routing_replay", _ROUTES, unless=(False, "false")),
     no_effect(f"{ROLLOUT}.disable_log_stats", LOGS),
     no_effect(f"{ROLLOUT}.data_parallel_size", "see engine.count"),
     no_effect(f"{ROLLOUT}.moe_tensor_parallel_size", "how experts are spread over an engine's devices"),
@@ -553,6 +620,11 @@ _RULES: Final = (
     mapped("critic.optim.lr", "critic.lr", only_if(_critic, "gae alone has a critic"), default=1e-5),
     mapped("critic.cliprange_value", "algorithm.value_clip", only_if(_critic, "gae alone has a critic"), default=0.5),
     mapped("critic.ppo_max_token_len_per_gpu", "critic.tokens", only_if(_critic, "gae alone has a critic")),
+    *(
+        mapped(f"critic.{name}", "trainer, algorithm", _as_actor(f"{ACTOR}.{name}", default))
+        for name, default in _OF_CRITIC.items()
+    ),
+    mapped("critic.model.lora_rank", "trainer.lora_rank", _as_actor(f"{MODEL}.lora_rank", 0)),
     no_effect("critic.*", "everything else of the critic's training is as in trainer"),
     # ------------------------------------------------------------ the run
     mapped("trainer.total_epochs", "data.epochs", _epochs, default=30),
@@ -579,14 +651,19 @@ _RULES: Final = (
     no_effect("trainer.balance_batch", PACKED),
     no_effect("trainer.device", "devices are found"),
     no_effect("trainer.use_legacy_worker_impl", "of verl's workers"),
-    no_effect("trainer.use_v1", "of verl's workers"),
+    mapped(
+        "trainer.use_v1", "pacing.mode", lambda v, s: OurValues({}, "read with trainer.v1.trainer_mode"), default=True
+    ),
     mapped("trainer.v1.trainer_mode", "pacing.mode", _mode, default="sync"),
     mapped(
         "trainer.v1.sampler.max_off_policy_threshold",
         "pacing.max_staleness",
-        only_if(_ahead, "trainer_mode is sync"),
+        only_if(_ahead, "trainer_mode is sync", _behind),
         default=8,
+        why="max_off_policy_threshold - 1: verl counts the step itself",
     ),
+    mapped(f"{_V1}.colocate_async.num_warmup_batches", "pacing.depth", _batches_ahead("colocate_async"), default=1),
+    mapped(f"{_V1}.separate_async.num_warmup_batches", "pacing.depth", _batches_ahead("separate_async"), default=1),
     mapped(
         "trainer.v1.sampler.max_off_policy_strategy",
         "pacing.on_stale",

@@ -48,7 +48,7 @@ def threads(processes: Iterable[PlacedProcess], job: Job, cores: int) -> dict[st
         at_once = next((len(group) for group in groups if label in group), len(counted))
         return max(1, cores // max(1, at_once))
 
-    waits = {} if takes_turns else _SLEEPING
+    waits = _SLEEPING if others and not takes_turns else {}
     return {label: {THREADS: str(share(label)), **(waits if label in training else {})} for label in labels}
 
 

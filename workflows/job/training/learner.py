@@ -269,7 +269,8 @@ class PolicyLearner(StepLearner):
         )
         loss = policy_loss(responses, self.algorithm, tokens_max=self._tokens_max)
         left_out = {} if stale is None else {"stale_tokens": float(stale.sum())}
-        differences = self._differences(responses, columns) | self._unreplayed(responses, columns)
+        differences = self._differences(responses, columns)
+        differences |= self._unreplayed(responses, columns, differences.get("own_tokens", 0.0))
         return LossSum(loss.total, loss.weight, {**loss.figures, **left_out, **differences})
 
     def _entropies(self, scores: ResponseScores) -> Tensor | None:
@@ -292,16 +293,16 @@ class PolicyLearner(StepLearner):
         return {name: float(value_N.sum(dtype=torch.float64)) for name, value_N in (parts | counts).items()}
 
     @torch.no_grad()
-    def _unreplayed(self, responses: Responses, columns: RowColumns) -> dict[str, float]:
-        """Sum what the engine's error would be with the trainer's own experts, in the first pass of a step: it takes
-        another one."""
-        if not self.algorithm.router_replay or "unreplayed_tokens" in self._sums or "token_versions" not in columns:
+    def _unreplayed(self, responses: Responses, columns: RowColumns, own_tokens: float) -> dict[str, float]:
+        """Sum what the engine's error would be with the trainer's own experts. The first pass of a step that has tokens
+        of the same weights takes another one for it."""
+        if not self.algorithm.router_replay or "unreplayed_tokens" in self._sums or not own_tokens:
             return {}
         scores = response_scores(
             self.model, columns["prompt_ids"], columns["response_ids"], temperature=self._temperature
         )
         own = self._differences(replace(responses, logprobs_N=scores.logprobs_N), columns)
-        return {"unreplayed_error": own["engine_error"], "unreplayed_tokens": own["own_tokens"]} if own else {}
+        return {"unreplayed_error": own["engine_error"], "unreplayed_tokens": own["own_tokens"]}
 
 
 class ValueLearner(StepLearner):
