@@ -9,9 +9,17 @@ import pytest
 
 import transferqueue as tq
 from bench.record_queries import DROPPED_OF, GROUP, PROMPTS, QUESTIONS, main, record
+from tests.markdown import ROOT
 
 STEPS = 3
 ROWS = PROMPTS * GROUP
+
+
+def test_the_page_shows_the_questions() -> None:
+    page = (ROOT / "docs" / "how-to" / "record.md").read_text()
+    for name, question in QUESTIONS.items():
+        assert f"-- {name}: " in page
+        assert question in page
 
 
 def test_a_small_record_answers_them(tmp_path: Path) -> None:
