@@ -268,7 +268,7 @@ $(OTHERED): tests/others.txt pyproject.toml
 	@touch $@
 
 test-others: $(OTHERED) ## with libraries that few need: traces by OpenTelemetry, data frames in and out, a snapshot in polars and duckdb, the notebook in Jupyter (seconds)
-	$(OTHERS)/bin/python -m pytest tests/observe/test_tracing.py tests/adapters/test_snapshot_readers.py tests/client/test_data_frame_libraries.py tests/examples/test_notebook.py tests/storage/test_row_files.py $(ARGS)
+	$(OTHERS)/bin/python -m pytest tests/observe/test_tracing.py tests/adapters/test_snapshot_readers.py tests/client/test_data_frame_libraries.py tests/examples/test_notebook.py tests/storage/test_row_files.py tests/bench/test_record_queries.py $(ARGS)
 
 $(WEBBED): tests/web/browser.txt pyproject.toml
 	@test -x $(WEB)/bin/python || { echo 'web: creating $(WEB) with selenium; Chromium and chromedriver come from the system'; $(PYTHON) -m venv $(WEB); }
