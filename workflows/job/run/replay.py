@@ -126,8 +126,8 @@ def replay(
         folder: of the run, finished or not.
         step: its number.
         tell: gets what differs from the run's packages, and what is left out, before anything is computed.
-        look: is called before the step is computed, once the steps before it came out equal; it may change what it
-            gets. Default None: nothing is called.
+        look: is called before the step is computed, once the steps before it came out equal; it may change the
+            trainer. Default None: nothing is called.
 
     Raises:
         NotFound: no folder of a run; or it has no checkpoint before the step, or lacks rows or their order.

@@ -43,7 +43,7 @@ def replay(
     code 1 if one does.
 
     With `--until` a Python prompt opens before the step, with the trainer and the rows as they were then. The end of
-    its input (Ctrl-D) has the step computed and compared with what you leave; `exit()` ends the command.
+    its input (Ctrl-D) has the step computed by the trainer as you leave it, and compared; `exit()` ends the command.
     """
     number = step or until
     if number is None or (step and until):
