@@ -222,12 +222,11 @@ def _parse(came: bytes, arrived: Callable[[bytes], object], bytes_max: int) -> i
 class UnixChannel(PolledChannel):
     """The client's end. See `transferqueue.transport.ClientChannel`."""
 
-    def __init__(self, place: IpcAddress, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, place: IpcAddress) -> None:
         super().__init__()
         self.address = str(place)
         self.connections_made, self.is_lost = 0, False
         self._path = str(place.path)
-        self._clock = clock
         self._stream: FrameStream | None = None
         self._sent = 0
         self._kept: deque[bytes] = deque()
@@ -309,10 +308,10 @@ class UnixChannel(PolledChannel):
         return self._stream is None or bool(self._stream.unsent)
 
     def _due_s(self) -> float | None:
-        return None if self._stream is not None else max(0.0, self._dial_at - self._clock())
+        return None if self._stream is not None else max(0.0, self._dial_at - time.monotonic())
 
     def _tend(self) -> None:
-        if self._stream is None and self._clock() >= self._dial_at:
+        if self._stream is None and time.monotonic() >= self._dial_at:
             self._dial()
         self._watch_writing()
 
@@ -330,7 +329,7 @@ class UnixChannel(PolledChannel):
         """Disconnect, and connect again at once: a caller was interrupted in the middle of a frame."""
         if self._stream is not None:
             self._lose()
-            self._dial_at = self._clock()
+            self._dial_at = time.monotonic()
 
     def _dial(self) -> None:
         """Connect if a server listens. Otherwise plan the next attempt, after a longer pause."""
@@ -349,7 +348,7 @@ class UnixChannel(PolledChannel):
             self.send(frame)
 
     def _later(self) -> None:
-        self._dial_at = self._clock() + self._pause_s
+        self._dial_at = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, REDIAL_S_MAX)
 
     def _lose(self) -> None:
