@@ -162,11 +162,6 @@ class HostedEnvironment:
         self._is_usable = True
         self.role = "user"
 
-    @property
-    def process_id(self) -> int:
-        """Id of the process that has it."""
-        return self._process.pid
-
     def make(self) -> None:
         """Make the environment."""
         self.role = self._call(MAKE, "the factory()")
