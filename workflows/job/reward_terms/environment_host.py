@@ -237,11 +237,6 @@ class EnvironmentProcess:
         self._reader = threading.Thread(target=self._read, name="environments", daemon=True)
         self._reader.start()
 
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
     def call(self, call: EnvironmentCall) -> ResultReply | FailureReply:
         """Make a call, and wait for its answer. Raises `ProcessDied`."""
         answer: Future[ResultReply | FailureReply] = Future()
