@@ -47,6 +47,12 @@ def grid_line(columns: Sequence[GridColumn], row: int) -> Text:
     return _line([_padded(column, column.cells[row]) for column in columns])
 
 
+def grid(columns: Sequence[GridColumn], rows: int, width: int) -> list[Text]:
+    """Headings and rows of the columns that fit into `width`."""
+    columns = fit(columns, width)
+    return [heading(columns), *(grid_line(columns, row) for row in range(rows))]
+
+
 def flow(pieces: Sequence[Text], width: int, *, between: str = " · ", indent: int = 0) -> list[Text]:
     """`pieces` on as few lines as they need, joined by `between`; lines after the first are indented."""
     lines = [Text()]

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 import transferqueue as tq
+from transferqueue.adapters.weight_files import host_bytes
 from transferqueue.errors import Corruption, NotFound, UsageError
 from transferqueue.storage.elements.values import decode
 from transferqueue.workflows.job import graph, names
@@ -344,12 +345,8 @@ class _Steps:
             raise _Differs("weights", str(error)) from error
         for name, tensor in saved_tensors(self._learner).items():
             before = written.tensor(name) if written.shape(name) else written.piece(name, 0)
-            if not torch.equal(_bits(before), _bits(tensor)):
+            if not torch.equal(host_bytes(before), host_bytes(tensor)):
                 raise _Differs("weights", f"{name} of {path} has other bits")
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 # ---------------------------------------------------------------- rows
