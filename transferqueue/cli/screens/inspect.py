@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from rich.text import Text
 
-from transferqueue.cli.screens.layout import GridColumn, grid, wrap
+from transferqueue.cli.screens.layout import GridColumn, age, grid, wrap
 from transferqueue.observe import units
 from transferqueue.observe.table_terms import FieldTerms, TableDescription, TaskTerms
 from transferqueue.wire.answers.stats import TableStats
@@ -25,7 +25,7 @@ def tables_lines(tables: Mapping[str, TableStats], width: int) -> list[Text]:
         GridColumn(heading="dropped", cells=_counts([table.rows_dropped for table in every])),
         GridColumn(heading="bytes", cells=[Text(units.size(table.bytes)) for table in every]),
         GridColumn(heading="version", cells=[_version(table) for table in every], rank=2),
-        GridColumn(heading="oldest", cells=[_age(table) for table in every], rank=3),
+        GridColumn(heading="oldest", cells=[age(table.age_s) for table in every], rank=3),
         GridColumn(heading="", cells=[_sealed(table) for table in every], rank=1, left=True),
         GridColumn(heading="tasks", cells=[Text(", ".join(table.tasks)) for table in every], rank=4, left=True),
     ]
@@ -125,10 +125,6 @@ def _names(names: list[str]) -> Text:
 
 def _version(table: TableStats) -> Text:
     return Text(str(table.version)) if table.version >= 0 else Text("–", style="bright_black")
-
-
-def _age(table: TableStats) -> Text:
-    return Text("–", style="bright_black") if table.age_s is None else Text(units.span(table.age_s))
 
 
 def _sealed(table: TableStats) -> Text:

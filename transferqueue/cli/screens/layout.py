@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from transferqueue.errors.text import visible
+from transferqueue.observe import units
 
 GAP: Final = 2
 """Blank cells between two columns."""
@@ -87,6 +88,11 @@ def bar(share: float, width: int, *, style: str = "green") -> Text:
     """A bar of `width` cells, of which `share` is filled."""
     strong = min(width, max(round(share * width), int(share > 0)))
     return Text("━" * strong, style=style).append("─" * (width - strong), style="bright_black")
+
+
+def age(seconds: float | None) -> Text:
+    """A cell with a span of time; None: a dash."""
+    return Text("–", style="bright_black") if seconds is None else Text(units.span(seconds))
 
 
 def _seen(text: Text) -> Text:

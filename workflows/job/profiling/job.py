@@ -68,7 +68,7 @@ def profile_job(
         say("the engine: lengths, tokens by rows at once, prompts")
         measured = measure_engine(
             engine,
-            sampling_of(job, settings),
+            sampling_of(job),
             [prompt.ids for prompt in prompts],
             slots=settings.slots,
             samples=job.sampling.group_size,
