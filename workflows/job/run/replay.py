@@ -298,6 +298,7 @@ class _Steps:
 
     def before(self, step: int, taken: _TakenStep) -> BeforeStep:
         """The run as it is before a step that is to be computed."""
+        torch.set_num_threads(taken.threads)
         rows = _RecordedStep(self._table, taken, step, graph.fields(self._job))
         figures = self._figures.get(step, {})
         return BeforeStep(self._job, self._learner, rows.read(taken.columns), rows.table, figures)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import code
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,11 +44,16 @@ def replay(
     code 1 if one does.
 
     With `--until` a Python prompt opens before the step, with the trainer and the rows as they were then. The end of
-    its input (Ctrl-D) has the step computed by the trainer as you leave it, and compared; `exit()` ends the command.
+    its input (Ctrl-D) has the step computed by the trainer as you leave it, and compared; `exit()` ends the command,
+    with code 0 and nothing compared.
     """
     number = step or until
     if number is None or (step and until):
         raise UsageError("give one of --step K, to compute step K again, and --until K, to look at the run before it")
+    if until and json:
+        raise UsageError("--until with --json: the prompt writes to the same output; leave one of them out")
+    if until and sys.stdin is None:
+        raise UsageError("--until opens a Python prompt, and the standard input is closed; use --step")
     from transferqueue.cli.screens.terminal import say, show_json
     from transferqueue.workflows.job.run.replay import replay as replay_step
 
