@@ -23,7 +23,7 @@ from transferqueue.workflows.adopt.mapping import (
     Refuse,
     Settings,
     Stack,
-    is_same_number,
+    is_same,
 )
 from transferqueue.workflows.adopt.sources.shell import is_open
 from transferqueue.workflows.job.settings.job import Job
@@ -132,7 +132,7 @@ def _verdict(rule: KeyRule, key: str, value: Plain, settings: Settings) -> Line:
         return Line(verdict="mapped", key=key, value=text, to=to, why=found.why or rule.why)
     name = rule.to[:-1] + key[len(rule.name) - 1 :] if rule.to.endswith("*") else rule.to
     ours = typed(name, found)
-    same = ours == value or str(ours).lower() == str(value).lower() or is_same_number(ours, value)
+    same = is_same(ours, value)
     return Line(verdict="kept" if same else "mapped", key=key, value=text, to={name: ours}, why=rule.why)
 
 

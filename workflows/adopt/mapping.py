@@ -234,8 +234,14 @@ def flag(value: Plain) -> bool:
     return found
 
 
-def is_same_number(ours: Plain, value: Plain) -> bool:
-    """Whether a value, of which texts are read, is our number."""
+def is_same(ours: Plain, value: Plain) -> bool:
+    """Return whether two values are the same; of a number, also its texts.
+
+    >>> is_same(0.01, "1e-2"), is_same(True, "true"), is_same(1, "2")
+    (True, True, False)
+    """
+    if ours == value or str(ours).lower() == str(value).lower():
+        return True
     if isinstance(ours, bool) or not isinstance(ours, int | float):
         return False
     try:

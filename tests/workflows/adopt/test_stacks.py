@@ -305,6 +305,11 @@ def test_what_changes_training_and_is_not_built_is_refused(sources, given):
     assert [line.verdict for line in adopted.lines if line.key == given.partition("=")[0]] == ["refused"]
 
 
+def test_a_setting_of_the_critic_may_be_written_otherwise_than_the_policys(sources):
+    adopted = adopt([sources["verl"], "algorithm.adv_estimator=gae", "critic.optim.weight_decay=1e-2"])
+    assert [line.verdict for line in adopted.lines if line.key == "critic.optim.weight_decay"] == ["mapped"]
+
+
 def test_a_group_of_hydra_that_is_not_there_is_named(tmp_path):
     job = tmp_path / "mine.yaml"
     job.write_text(

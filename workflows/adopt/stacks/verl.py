@@ -27,7 +27,7 @@ from transferqueue.workflows.adopt.mapping import (
     Settings,
     Stack,
     interval,
-    is_same_number,
+    is_same,
     kept,
     layout,
     loggers,
@@ -130,7 +130,7 @@ def _as_actor(name: str, default: Plain) -> Convert:
     def convert(value: Plain, settings: Settings) -> Plain:
         given = settings[name]
         actors = default if given is None else given
-        if str(value).lower() == str(actors).lower() or is_same_number(value, actors):
+        if is_same(actors, value):
             return OurValues({}, "as in trainer")
         raise Refuse(f"policy and critic train alike, and {name} is {actors}; give both the same")
 
@@ -397,11 +397,11 @@ _RULES: Final = (
     no_effect(f"{ACTOR}.ppo_micro_batch_size", PACKED),
     *(
         rule
-        for engine in ("fsdp_config", "megatron", "veomni")
+        for part in (ACTOR, f"{ACTOR}.fsdp_config", f"{ACTOR}.megatron", f"{ACTOR}.veomni")
         for rule in (
-            refused(f"{ACTOR}.{engine}.router_replay.*", _ROUTES, unless=("disabled", "null", False, "false")),
-            refused(f"{ACTOR}.{engine}.qat.enable", "models are not quantized", unless=(False, "false")),
-            no_effect(f"{ACTOR}.{engine}.qat.*", "read with qat.enable alone"),
+            refused(f"{part}.router_replay.*", _ROUTES, unless=("disabled", "null", False, "false")),
+            refused(f"{part}.qat.enable", "models are not quantized", unless=(False, "false")),
+            no_effect(f"{part}.qat.*", "read with qat.enable alone"),
         )
     ),
     *(refused(f"{_MEGATRON}.moe_{name}_loss_coeff", EXPERTS, unless=(0, "0.0")) for name in ("aux", "z")),
@@ -430,10 +430,7 @@ _RULES: Final = (
     no_effect(f"{ACTOR}.entropy_from_logits_chunk_size", KERNELS),
     no_effect(f"{ACTOR}.use_remove_padding", PACKED),
     refused(f"{ACTOR}.loss_scale_factor", "seq-mean-token-sum-norm divides by sampling.tokens_max here"),
-    refused(f"{ACTOR}.qat.enable", "models are not quantized", unless=(False, "false")),
-    no_effect(f"{ACTOR}.qat.*", "read with qat.enable alone"),
     refused(f"{ACTOR}.freeze_vision_tower", IMAGES, unless=(False, "false")),
-    refused(f"{ACTOR}.router_replay.*", _ROUTES, unless=("disabled", "null")),
     # ------------------------------------------------------------ the model
     kept(f"{MODEL}.path", "model.path", default="~/models/deepseek-llm-7b-chat"),
     kept(f"{MODEL}.tokenizer_path", "model.tokenizer"),
