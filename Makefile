@@ -43,6 +43,9 @@ NEMOED    := $(NEMO)/.installed-$(NEMO_AT)
 SLIME_FROM ?= https://github.com/THUDM/slime
 SLIME_AT  ?= 624b824a898ab0ec1fcb4d373004c7f3852bf515
 SLIMED    := $(NEMO)/.slime-$(SLIME_AT)
+ROLL_FROM ?= https://github.com/alibaba/ROLL
+ROLL_AT   ?= 8eb27cc2dc34c4d1310b169d9b86d339004d811a
+ROLLED    := $(VERL)/.roll-$(ROLL_AT)
 
 export PYTHONUTF8 := 1
 # The tests start several hundred processes. Where the environment forbids to keep compiled modules, as images of containers do, each compiles
@@ -50,7 +53,7 @@ export PYTHONUTF8 := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: help setup check test docs docs-publish docs-pictures dist test-long test-all test-engines test-shim test-verl test-stacks test-nemo test-slime test-ray test-mooncake test-nixl test-gpu test-others test-web test-deploy engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
+.PHONY: help setup check test docs docs-publish docs-pictures dist test-long test-all test-engines test-shim test-verl test-stacks test-nemo test-slime test-roll test-ray test-mooncake test-nixl test-gpu test-others test-web test-deploy engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,7 +91,7 @@ test: check ## the checks, then the tests, WORKERS at once (minutes); ARGS goes 
 test-long: $(STAMP) ## tests that only repeat, with many seeds, kills, rows and examples (half an hour)
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m 'long or hypothesis' --timeout 1200 $(ARGS)
 
-TARGETS ?= test test-ray test-engines test-shim test-verl test-stacks test-nemo test-slime test-mooncake test-nixl test-gpu test-others test-web test-deploy
+TARGETS ?= test test-ray test-engines test-shim test-verl test-stacks test-nemo test-slime test-roll test-mooncake test-nixl test-gpu test-others test-web test-deploy
 test-all: ## every test target but test-long, one after another, and a table of them; TARGETS="test-ray test-web": these
 	@$(PYTHON) -m tests.targets $(TARGETS)
 
@@ -218,6 +221,18 @@ $(SLIMED): $(NEMOED)
 test-slime: $(SLIMED) ## slime's data source with its buffer in the queue, on slime's code (minutes; SLIME_AT=main: as it is today)
 	PYTHONPATH=$(NEMO)/slime $(NEMO)/bin/python -m pytest tests/engines/test_slime.py tests/engines/test_adopt_stacks.py $(ARGS)
 
+# ROLL's own package alone, of one commit, with the patch that its users apply: its batches need nothing that verl's data path does not.
+$(ROLLED): $(VERLED) examples/stacks/roll.patch
+	@rm -rf $(VERL)/roll && git init --quiet $(VERL)/roll
+	@git -C $(VERL)/roll sparse-checkout set roll
+	@git -C $(VERL)/roll fetch --quiet --depth 1 --filter=blob:none $(ROLL_FROM) $(ROLL_AT)
+	@git -C $(VERL)/roll checkout --quiet FETCH_HEAD
+	@git -C $(VERL)/roll apply --unidiff-zero ../../examples/stacks/roll.patch
+	@touch $@
+
+test-roll: $(ROLLED) ## ROLL's batches in the drop-in, on ROLL's code over Ray (a minute; ROLL_AT=main: as it is today)
+	PYTHONPATH=$(VERL)/roll $(VERL)/bin/python -m pytest tests/engines/test_roll.py $(ARGS)
+
 test-ray: $(SHIMMED) ## a deployment, and a training job, on Ray clusters of several nodes (minutes)
 	$(SHIM)/bin/python -m pytest tests/cluster tests/deploy $(ARGS)
 
@@ -253,7 +268,7 @@ $(OTHERED): tests/others.txt pyproject.toml
 	@touch $@
 
 test-others: $(OTHERED) ## with libraries that few need: traces by OpenTelemetry, data frames in and out, a snapshot in polars and duckdb, the notebook in Jupyter (seconds)
-	$(OTHERS)/bin/python -m pytest tests/observe/test_tracing.py tests/adapters/test_snapshot_readers.py tests/client/test_data_frame_libraries.py tests/examples/test_notebook.py tests/storage/test_row_files.py $(ARGS)
+	$(OTHERS)/bin/python -m pytest tests/observe/test_tracing.py tests/adapters/test_snapshot_readers.py tests/client/test_data_frame_libraries.py tests/examples/test_notebook.py tests/storage/test_row_files.py tests/bench/test_record_queries.py $(ARGS)
 
 $(WEBBED): tests/web/browser.txt pyproject.toml
 	@test -x $(WEB)/bin/python || { echo 'web: creating $(WEB) with selenium; Chromium and chromedriver come from the system'; $(PYTHON) -m venv $(WEB); }

@@ -331,6 +331,24 @@ def checkpoint_specs(directory: Path) -> dict[str, TensorSpec]:
     return specs
 
 
+def is_kept(
+    channel: tq.WeightChannel, version: int, *, only: list[str] | None = None, since: tq.Weights | None = None
+) -> bool:
+    """Return whether the channel still has the version, by pulling a part of it.
+
+    Args:
+        channel: the channel.
+        version: its number.
+        only: tensors to pull; default None: all.
+        since: the caller's version, of which nothing is fetched again; default None.
+    """
+    try:
+        channel.pull(version=version, only=only, since=since, timeout_s=0.0).release()
+    except tq.NotFound:
+        return False
+    return True
+
+
 class WeightUpdater:
     """Keeps an engine at the newest version of a channel.
 
@@ -388,7 +406,11 @@ class WeightUpdater:
             try:
                 self.apply(weights)
             except Exception:
-                if not tries_left or not self._reads_channel or self._is_kept(weights.version):
+                if (
+                    not tries_left
+                    or not self._reads_channel
+                    or is_kept(self._channel, weights.version, only=self._only)
+                ):
                     raise
             else:
                 break
@@ -406,13 +428,6 @@ class WeightUpdater:
         try:
             self._channel.pull(above=self.version, only=self._only, since=self._held, timeout_s=timeout_s).release()
         except tq.DeadlineExceeded:
-            return False
-        return True
-
-    def _is_kept(self, version: int) -> bool:
-        try:
-            self._channel.pull(version=version, only=self._only, timeout_s=0.0).release()
-        except tq.NotFound:
             return False
         return True
 

@@ -1,6 +1,6 @@
 """Tables from the newest record of each ladder (`bench.ladder`), printed or written into a page.
 
-python -m bench.gains [modes asyncflow streamrl elastic reward]
+python -m bench.gains [modes asyncflow streamrl elastic reward record]
 python -m bench.gains reward --into docs/how-to/pacing.md
 """
 
@@ -22,6 +22,7 @@ TITLES: Final = {
     "streamrl": "StreamRL's ladder",
     "elastic": "The number of engines",
     "reward": "Reward at equal samples",
+    "record": "A job that records its rows",
 }
 ENGINES: Final = {
     "vllm": "vLLM's CPU build",

@@ -17,6 +17,8 @@ direction each second time; figures are over the steps after the first.
   batches ahead, each with the correction of a job file (`algorithm.old = "trainer"`, `tis_max = 2`) and without
   (`old = "rollout"`); the built-in engine, a seed a turn; the reward of held-out prompts after the run, and that of all
   trained rows.
+- *record*: what `queue.record` costs: asynchronous steps without it and with it. Only some steps overlap the writing of
+  a file, so a second ratio, *all steps*, is of the seconds from the first step to the last.
 
 In asyncflow and streamrl a response has a length that its prompt and seed decide (`bench.given_lengths`), ``--skew
 published`` or ``mild``. ``--engine paced`` takes the published times of a 7B model and no core: then a run says what
@@ -96,14 +98,16 @@ LADDERS: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = {
         "four ahead": FOUR_AHEAD | CORRECTED,
         "four ahead, uncorrected": FOUR_AHEAD | UNCORRECTED,
     },
+    "record": {"no record": AHEAD, "record": AHEAD | {"queue.record": "on"}},
 }
 """Rungs of each ladder, and the settings that each changes. Ratios are to the first."""
-PLAIN_JOBS: Final = ("modes", "reward")
+PLAIN_JOBS: Final = ("modes", "reward", "record")
 """Ladders of jobs with an engine by its kind, one reward function, and responses that end as the model ends them."""
 ENGINES_OF: Final = {
     "modes": ("vllm", "transformers"),
     "elastic": ("paced",),
     "reward": ("builtin", "vllm", "transformers"),
+    "record": ("builtin", "vllm", "transformers"),
 }
 """Engines of the ladders that do not have all those of given lengths."""
 SCORED: Final = ("asyncflow", "streamrl")
@@ -117,6 +121,7 @@ USUAL_OF: Final[Mapping[str, Mapping[str, Any]]] = {
     "modes": {"size": "tiny"},
     "elastic": {"engine": "paced", "size": "paced", "steps": 30},
     "reward": {"engine": "builtin", "size": "tiny", "runs": 5, "steps": 30},
+    "record": {"engine": "builtin", "size": "tiny", "runs": 5, "steps": 30},
 }
 """What a ladder takes where the command does not say."""
 QUICK: Final = {"runs": 1, "steps": 2}
@@ -415,6 +420,9 @@ def results(
         if rung != base:
             ratios = [each.rate / first.rate for each, first in zip(runs, found[base], strict=True)]
             yield summarize(f"{rung}: over {base}", "ratio", ratios)
+        if rung != base and ladder == "record":
+            wholes = [sum(first.seconds) / sum(each.seconds) for each, first in zip(runs, found[base], strict=True)]
+            yield summarize(f"{rung}: all steps over {base}", "ratio", wholes)
         if rung != base and ladder == "reward":
             for name, value in REWARDS.items():
                 costs = [value(first) - value(each) for each, first in zip(runs, found[base], strict=True)]
@@ -436,14 +444,20 @@ def main() -> None:
     )
     parser.add_argument("ladder", choices=tuple(LADDERS))
     parser.add_argument(
-        "--engine", choices=("builtin", *ENGINES), help="default: transformers; for elastic paced, for reward builtin"
+        "--engine",
+        choices=("builtin", *ENGINES),
+        help="default: transformers; for elastic paced, for reward and record builtin",
     )
     parser.add_argument(
-        "--size", choices=tuple(SIZES), help="default: tiny for modes and reward, paced for elastic, else rounds"
+        "--size",
+        choices=tuple(SIZES),
+        help="default: tiny for modes, reward and record, paced for elastic, else rounds",
     )
     parser.add_argument("--skew", choices=tuple(SKEWS), default="published", help="of lengths (default: published)")
-    parser.add_argument("--runs", type=int, help="of each rung (default: 3, for reward 5; one takes some minutes)")
-    parser.add_argument("--steps", type=int, help="of each run (default: 12, for elastic and reward 30)")
+    parser.add_argument(
+        "--runs", type=int, help="of each rung (default: 3, for reward and record 5; one takes some minutes)"
+    )
+    parser.add_argument("--steps", type=int, help="of each run (default: 12, for elastic, reward and record 30)")
     parser.add_argument("--lr", type=float, help="learning rate (default: 1e-4)")
     parser.add_argument("--until", type=float, help="mean reward of three steps whose time is to be told")
     parser.add_argument("--rungs", nargs="+", help="default: all")

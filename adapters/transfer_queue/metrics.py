@@ -75,12 +75,12 @@ class Metrics:
         if not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 1 << 16:
             raise UsageError(f"metrics.port={port!r} is no port; give a number up to 65535, or 0 for a free one")
 
-        class Answer(_Answer):
+        class OfQueue(_Handler):
             shown = queue
             consumption = staticmethod(consumed)
 
         try:
-            self._server = _Server((HOST, port), Answer)
+            self._server = _Server((HOST, port), OfQueue)
         except OSError as error:
             raise UsageError(
                 f"metrics.port={port} cannot be listened at ({error}); give another, or 0 for a free one"
@@ -149,7 +149,7 @@ def _end(connection: socket.socket, how: int) -> None:
         connection.shutdown(how)
 
 
-class _Answer(BaseHTTPRequestHandler):
+class _Handler(BaseHTTPRequestHandler):
     shown: tq.Queue
     consumption: Consumed
     timeout = PATIENCE_S

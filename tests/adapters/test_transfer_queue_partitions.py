@@ -17,6 +17,7 @@ import torch
 from tensordict import TensorDict
 
 import transferqueue as tq
+from transferqueue.adapters.transfer_queue.samples.columns import interleaved
 from transferqueue.adapters.transfer_queue.samples.partitions import Partitions
 from transferqueue.errors import NotFound
 
@@ -145,3 +146,14 @@ def test_a_put_of_fields_returns_the_tags_that_samples_have(monkeypatch: pytest.
         drop_in.close()
     assert written.tags == [{"version": 4}, {"version": 3, "spans": [1, 2]}]
     assert written.fields == ["x", "y"]
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [3, 0, 4, 1, 5, 2], [1, 2, 0, 5, 4, 3], [4, 5, 0, 1, 2, 3]])
+def test_jagged_samples_of_two_partitions_come_in_the_order_of_the_metadata(order: list[int]) -> None:
+    rows = [torch.arange(count) + 10 * place for place, count in enumerate([3, 0, 2, 1, 4, 0])]
+    parts = [
+        TensorDict({"x": torch.nested.nested_tensor(some, layout=torch.jagged)}, batch_size=[3])
+        for some in (rows[:3], rows[3:])
+    ]
+    found = interleaved(parts, np.array(order), ["x"])["x"]
+    assert [row.tolist() for row in found.unbind()] == [rows[at].tolist() for at in order]

@@ -88,6 +88,12 @@ def test_what_asynchrony_costs_is_the_difference_of_runs_with_the_same_seed() ->
     assert found["asynchronous: staleness"].median == 0.5
 
 
+def test_the_cost_of_a_record_counts_the_steps_that_write_files() -> None:
+    runs = {"no record": [RungRun(64, [1.0, 1.0, 1.0], 9.0, {})], "record": [RungRun(64, [1.0, 1.0, 2.0], 9.0, {})]}
+    found = {result.name: result.median for result in results(runs, "record", 2)}
+    assert (found["record: over no record"], found["record: all steps over no record"]) == (1.0, 0.75)
+
+
 def test_the_table_of_rewards_has_a_line_a_rung(tmp_path: Path) -> None:
     details = {"ladder": "reward", "engine": "builtin", "size": "tiny", "skew": "published", "steps": 60, "lr": 1e-4}
     lines = [*results(REWARDS, "reward", 2)]

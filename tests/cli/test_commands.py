@@ -327,6 +327,19 @@ def test_a_supervised_server_goes_on_and_stops(tmp_path: Path) -> None:
     assert (tmp_path / "s" / "journal.sqlite").exists()
 
 
+@pytest.mark.parametrize("words", [(), ("--step", "2", "--until", "2")])
+def test_a_replay_needs_one_step(words: tuple[str, ...]) -> None:
+    done = run("replay", "runs/none", *words)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: give one of --step K, to compute step K again, and --until K")
+
+
+def test_a_prompt_and_json_do_not_share_the_output() -> None:
+    done = run("replay", "runs/none", "--until", "2", "--json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "leave one of them out" in done.stderr
+
+
 def test_names_that_contradict_each_other_are_refused_before_any_server_is_asked() -> None:
     done = run("inspect", "--key", "k", "--address", "ipc:///nowhere/socket")
     assert (done.returncode, done.stderr) == (

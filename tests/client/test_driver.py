@@ -19,7 +19,7 @@ from tests.client.deployments import in_this_process
 from tests.client.test_interrupted_finalizers import Interrupts, every_step, until
 from transferqueue.client.session.connection import Connection
 from transferqueue.limits import HEARTBEAT_S
-from transferqueue.transport.control.unix_socket import HEARD_AFTER
+from transferqueue.transport.control.frame_stream import HEARD_AFTER
 from transferqueue.transport.system.wakeup import Wakeup
 from transferqueue.wire import messages as m
 

@@ -25,7 +25,7 @@ from tests.client.test_interrupted_finalizers import Interrupts, until
 from transferqueue.client.session.connection import Connection
 from transferqueue.limits import HEARTBEAT_S
 from transferqueue.transport.control.channel import DrivableChannel
-from transferqueue.transport.control.unix_socket import HEARD_AFTER
+from transferqueue.transport.control.frame_stream import HEARD_AFTER
 from transferqueue.transport.system.wakeup import Wakeup
 from transferqueue.wire import messages as m
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.server.nodes import Bench, Client, lease
 from transferqueue.errors import PermissionDenied
-from transferqueue.server.sessions.authorization import Authorizer, check_offer, why_not_allowed
+from transferqueue.server.sessions.authorization import Authorizer, check_offer, not_allowed
 from transferqueue.server.sessions.session_table import NOWHERE
 from transferqueue.transport.control.zeromq import KeyedPeer
 from transferqueue.transport.security import keyring
@@ -15,6 +15,7 @@ from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 from transferqueue.wire.answers.stats import AuditAnswer
 from transferqueue.wire.messages.declarations import DECLARED
+from transferqueue.wire.requests import declaration
 from transferqueue.wire.roles import ROLES
 
 REQUESTS = typing.get_args(m.Request)
@@ -43,7 +44,7 @@ def test_an_observer_only_looks():
 
 
 def test_the_refusal_names_the_role_and_who_may():
-    refused = why_not_allowed("producer", m.LeaseRequest("t", "train", rows=1))
+    refused = not_allowed("producer", declaration(m.LeaseRequest("t", "train", rows=1)))
     assert str(refused).startswith(
         "Lease is not for a client whose key has role producer; admin and consumer may send it"
     )

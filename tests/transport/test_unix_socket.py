@@ -26,10 +26,11 @@ from transferqueue.limits import (
     UNAUTHENTICATED_S,
 )
 from transferqueue.transport import dial, parse_address
-from transferqueue.transport.control import unix_socket
+from transferqueue.transport.control import frame_stream, unix_socket
+from transferqueue.transport.control.frame_stream import FrameStream, PeerClosed
 from transferqueue.transport.control.send_result import SendResult
 from transferqueue.transport.control.unauthenticated_peers import unauthenticated_peers_max
-from transferqueue.transport.control.unix_socket import FrameStream, PeerClosed, UnixServer
+from transferqueue.transport.control.unix_socket import UnixServer
 
 
 @pytest.fixture
@@ -496,7 +497,7 @@ def test_a_stranger_has_its_time_and_no_more(timed, address, wakeup):
 
 
 def test_bytes_that_a_peer_does_not_read_are_counted_and_bounded(monkeypatch):
-    monkeypatch.setattr(unix_socket, "BYTES_QUEUED_MAX", 8 * MIB)
+    monkeypatch.setattr(frame_stream, "BYTES_QUEUED_MAX", 8 * MIB)
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     stream, frames = FrameStream(near), 0
     while not stream.is_full:

@@ -68,7 +68,6 @@ class ClientSession:
         arena_bytes: size of the coordinator's own arena.
         seat: the number of this coordinator among those of its deployment.
         checksums: whether the server wants the checksum of each block; default False.
-        clock: seconds; default: monotonic.
     """
 
     def __init__(
@@ -82,17 +81,16 @@ class ClientSession:
         arena_bytes: int,
         seat: CoordinatorIndex = CoordinatorIndex(),  # noqa: B008  (frozen)
         checksums: bool = False,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address: Final = address
         self.connection: Final = connection
+        self.clock: Final = connection.clock
         self.seat: Final = seat
         self.checksums: Final = checksums
         """Whether the server wants the checksum of each block."""
         self.memory: Final = memory
         self.shards: Final = ShardClients(memory, dial or _no_way, connection.unpin)
         self.grants: Final = WriteGrants(connection.post, arena_bytes)
-        self.clock: Final[Callable[[], float]] = clock
         self.tables: Final[dict[str, TableInfo]] = {}
         self.published: Final[dict[str, PublishedContents]] = {}
         """What this session published last, by weight channel."""

@@ -140,7 +140,6 @@ class Search:
         for wait in answer.waiting:
             self.waits.setdefault(wait.session, []).append(wait)
         self.seen: set[tuple[str, str]] = set()
-        self.asker = ""
 
     def causes(self) -> list[Cause]:
         """The cause of each wait, and of each task with unfinished rows."""

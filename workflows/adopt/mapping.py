@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from transferqueue.workflows.adopt.sources.shell import is_open
+from transferqueue.workflows.job.settings.rules import LOGGERS
 
 ABSENT: Final = object()
 """No value: the job leaves the key out, and the stack has no default that matters."""
@@ -314,7 +315,11 @@ SCHEDULES: Final = {
 KL_ESTIMATORS: Final = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
 """Estimators of the KL by their names."""
 DTYPES: Final = {"bf16": "bfloat16", "fp16": "float16", **{name: name for name in ("bfloat16", "float16", "float32")}}
-LOGGERS: Final = ("tensorboard", "wandb", "mlflow")
+
+
+def label_column(value: Plain, settings: Settings) -> OurValues:
+    """Return the key of the column that rewards get as ``label``."""
+    return OurValues({"data.columns.label": str(value)}, "rewards get it as label")
 
 
 def loggers(value: Plain, settings: Settings) -> list[str]:

@@ -51,6 +51,7 @@ TEACHER: Final = "teacher"
 ADVANTAGE: Final = "advantage"
 TRAIN: Final = "train"
 TRAIN_CRITIC: Final = "train_critic"
+TRAINERS: Final = (TRAIN, TRAIN_CRITIC)
 EVALUATE: Final = "evaluate"
 """Process that scores held-out prompts; no task."""
 
@@ -59,6 +60,8 @@ PREFILLED: Final = "prefilled"
 MEASURES: Final = ("reward", "kl", "loss")
 """Figures that say how good a policy is; an evaluation has the one of its job's kind."""
 LOWER_IS_BETTER: Final = ("kl", "loss")
+OPEN_STATES: Final = ("pending", "held", "ready", "leased")
+"""States of a row that a task has not acked."""
 
 CRITIC_STEP: Final = "critic_step"
 """Kind of the event with the figures of a step of the critic's trainer."""

@@ -27,6 +27,7 @@ STEP_ROWS: Final = "step_rows.jsonl"
 """For each step the rows in the order in which its trainer took them."""
 _FIRST_PROMPT: Final = "first-prompt"
 ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTERS: Final = "adapter_model.safetensors"
 _NAMED: Final = re.compile(r"step-(\d{8,})")
 
 

@@ -118,8 +118,8 @@ def stacked(values: Any) -> Any:
 
 
 def interleaved(parts: Sequence[TensorDict], order: npt.NDArray[np.intp], names: Sequence[str]) -> TensorDict:
-    """Join samples of several partitions, which all have these fields: ``order[i]`` is the place of sample i in all
-    parts one after the other."""
+    """Join samples of several partitions, which all have these fields. ``order[i]`` is the place of sample i in all
+    parts one after the other; each place is there once."""
     columns: dict[str, Any] = {}
     for name in names:
         held = [part.get(name) for part in parts]
@@ -147,11 +147,13 @@ def _are_alike(held: Sequence[Any]) -> bool:
 def _interleaved_jagged(held: Sequence[Any], order: npt.NDArray[np.intp]) -> Tensor:
     """Rows of jagged tensors, picked from their values at once."""
     lengths = np.concatenate([column.offsets().diff().numpy() for column in held])
-    starts = np.cumsum(lengths) - lengths
     offsets = np.zeros(len(order) + 1, np.int64)
     np.cumsum(lengths[order], out=offsets[1:])
-    places = np.repeat(starts[order] - offsets[:-1], lengths[order]) + np.arange(offsets[-1])
-    values = torch.cat([column.values() for column in held])[torch.from_numpy(places)]
+    values = torch.cat([column.values() for column in held])
+    if (np.diff(order) < 0).any():  # else the parts, one after the other, are in this order
+        starts = np.cumsum(lengths) - lengths
+        places = np.repeat(starts[order] - offsets[:-1], lengths[order]) + np.arange(offsets[-1])
+        values = values[torch.from_numpy(places)]
     jagged: Tensor = as_jagged(values, offsets)
     return jagged
 

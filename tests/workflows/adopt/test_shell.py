@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from transferqueue.errors import UsageError
 from transferqueue.workflows.adopt.sources import shell
-from transferqueue.workflows.adopt.sources.shell import is_open, read_script, split_words
+from transferqueue.workflows.adopt.sources.shell import is_open, read_script
 
 ARRAY = ["run", "--lr", "1e-6", "--name", "a b", "--on"]
 
@@ -87,7 +87,3 @@ def test_large_scripts_are_refused_or_read(text, error):
 def test_any_text_is_read_to_its_end(text):
     for command in read_script(text, {"a": "1"}).commands:
         assert all(isinstance(word, str) for word in command.words)
-
-
-def test_one_command_line():
-    assert split_words("trl grpo --config 'a b.yaml'") == ["trl", "grpo", "--config", "a b.yaml"]

@@ -1,7 +1,10 @@
 """A step of a run is computed again from its record; what was changed since is named by its stage and row."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -12,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import transferqueue as tq
+from tests.markdown import ROOT
 from tests.workflows.job import short_run
 from tests.workflows.job.short_run import STEPS, finished, train
 from transferqueue.errors import NotFound
@@ -68,6 +72,25 @@ def test_each_step_comes_out_equal_and_leaves_the_process_as_it_was(place):
         stages = ["rows", "reward", "advantage", "loss", "gradient"] + ["weights"] * (step in (2, 4))
         assert (outcome.compared, outcome.begun) == (stages, 2 if step > 2 else 0)
     assert before == (Path.cwd(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
+
+
+def test_a_prompt_before_a_step_has_the_trainer_and_the_rows_of_then(place):
+    typed = "print([job.name, learner.steps_taken, len(rows['response_ids']), *set(recorded['_step'].to_pylist())])\n"
+    done = until(place, typed + "print(figures['step'])\n")
+    assert done.returncode == 0, done.stderr
+    assert f"['short', {STEP - 1}, {short_run.ROWS // STEPS}, {STEP}]" in done.stdout
+    assert f"step {STEP} is equal: rows, reward" in done.stdout
+    done = until(place, "for p in learner.model.parameters(): p.data.mul_(2)\n\n")
+    assert done.returncode == 1
+    assert f"step {STEP} differs at stage loss" in done.stdout
+
+
+def until(place, typed):
+    command = [sys.executable, "-m", "transferqueue.cli", "replay", "whole", "--until", str(STEP)]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{place}"}
+    return subprocess.run(
+        command, cwd=place, env=environment, input=typed, capture_output=True, text=True, check=False, timeout=300
+    )
 
 
 def test_a_bit_that_changed_in_a_column_is_named_by_its_row(run):

@@ -214,11 +214,11 @@ def test_a_response_is_generated_in_parts_and_one_too_old_begins_anew(queue: tq.
 
 def test_a_stop_text_must_be_one_token(directory: Path) -> None:
     job = job_of(directory, sampling={"group_size": 4, "tokens_max": 12, "stop": ["assistant"]})
-    sampling = sampling_of(job, job.engine[0])
+    sampling = sampling_of(job)
     assert len(sampling.stop_ids) == 2
     job = job_of(directory, sampling={"group_size": 4, "tokens_max": 12, "stop": ["the end"]})
     with pytest.raises(UsageError, match=r"sampling\.stop='the end' is 7 tokens .* a text that is a single token"):
-        sampling_of(job, job.engine[0])
+        sampling_of(job)
 
 
 @pytest.mark.slow

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from rich.text import Text
 
-from transferqueue.cli.screens.layout import GridColumn, fit, grid_line, heading, wrap
+from transferqueue.cli.screens.layout import GridColumn, age, grid, wrap
 from transferqueue.observe import units
 from transferqueue.observe.table_terms import FieldTerms, TableDescription, TaskTerms
 from transferqueue.wire.answers.stats import TableStats
@@ -25,11 +25,11 @@ def tables_lines(tables: Mapping[str, TableStats], width: int) -> list[Text]:
         GridColumn(heading="dropped", cells=_counts([table.rows_dropped for table in every])),
         GridColumn(heading="bytes", cells=[Text(units.size(table.bytes)) for table in every]),
         GridColumn(heading="version", cells=[_version(table) for table in every], rank=2),
-        GridColumn(heading="oldest", cells=[_age(table) for table in every], rank=3),
+        GridColumn(heading="oldest", cells=[age(table.age_s) for table in every], rank=3),
         GridColumn(heading="", cells=[_sealed(table) for table in every], rank=1, left=True),
         GridColumn(heading="tasks", cells=[Text(", ".join(table.tasks)) for table in every], rank=4, left=True),
     ]
-    return _grid(columns, len(tables), width)
+    return grid(columns, len(tables), width)
 
 
 def terms_lines(terms: TableDescription, width: int) -> list[Text]:
@@ -81,7 +81,7 @@ def _fields(fields: list[FieldTerms], width: int) -> list[Text]:
         GridColumn(heading="given by", cells=[_names(field.given_by) for field in fields], left=True),
         GridColumn(heading="needed by", cells=[_names(field.needed_by) for field in fields], left=True),
     ]
-    return _grid(columns, len(fields), width)
+    return grid(columns, len(fields), width)
 
 
 def _tasks(tasks: list[TaskTerms], width: int) -> list[Text]:
@@ -94,7 +94,7 @@ def _tasks(tasks: list[TaskTerms], width: int) -> list[Text]:
         GridColumn(heading="retry", cells=[Text(task.retry) for task in tasks]),
         GridColumn(heading="sees", cells=[Text(_starts(task)) for task in tasks], rank=1, left=True),
     ]
-    lines = _grid(columns, len(tasks), width)
+    lines = grid(columns, len(tasks), width)
     for task in tasks:
         lines += _remarks(task, width)
     return lines
@@ -115,11 +115,6 @@ def _starts(task: TaskTerms) -> str:
     return "every row" if task.starts == "start" else "rows put after it was declared"
 
 
-def _grid(columns: Sequence[GridColumn], rows: int, width: int) -> list[Text]:
-    columns = fit(columns, width)
-    return [heading(columns), *(grid_line(columns, row) for row in range(rows))]
-
-
 def _counts(numbers: list[int]) -> list[Text]:
     return [Text(units.count(number), style="" if number else "bright_black") for number in numbers]
 
@@ -130,10 +125,6 @@ def _names(names: list[str]) -> Text:
 
 def _version(table: TableStats) -> Text:
     return Text(str(table.version)) if table.version >= 0 else Text("–", style="bright_black")
-
-
-def _age(table: TableStats) -> Text:
-    return Text("–", style="bright_black") if table.age_s is None else Text(units.span(table.age_s))
 
 
 def _sealed(table: TableStats) -> Text:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from transferqueue.errors.text import visible
+from transferqueue.observe import units
 
 GAP: Final = 2
 """Blank cells between two columns."""
@@ -47,6 +48,12 @@ def grid_line(columns: Sequence[GridColumn], row: int) -> Text:
     return _line([_padded(column, column.cells[row]) for column in columns])
 
 
+def grid(columns: Sequence[GridColumn], rows: int, width: int) -> list[Text]:
+    """Headings and rows of the columns that fit into `width`."""
+    columns = fit(columns, width)
+    return [heading(columns), *(grid_line(columns, row) for row in range(rows))]
+
+
 def flow(pieces: Sequence[Text], width: int, *, between: str = " · ", indent: int = 0) -> list[Text]:
     """`pieces` on as few lines as they need, joined by `between`; lines after the first are indented."""
     lines = [Text()]
@@ -81,6 +88,11 @@ def bar(share: float, width: int, *, style: str = "green") -> Text:
     """A bar of `width` cells, of which `share` is filled."""
     strong = min(width, max(round(share * width), int(share > 0)))
     return Text("━" * strong, style=style).append("─" * (width - strong), style="bright_black")
+
+
+def age(seconds: float | None) -> Text:
+    """A cell with a span of time; None: a dash."""
+    return Text("–", style="bright_black") if seconds is None else Text(units.span(seconds))
 
 
 def _seen(text: Text) -> Text:

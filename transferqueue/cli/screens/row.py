@@ -6,7 +6,7 @@ from typing import Final
 
 from rich.text import Text
 
-from transferqueue.cli.screens.layout import GridColumn, fit, flow, grid_line, heading
+from transferqueue.cli.screens.layout import GridColumn, flow, grid
 from transferqueue.observe import units
 from transferqueue.wire.answers.row import RowField, RowLife, RowTask
 
@@ -69,7 +69,7 @@ def _fields(life: RowLife, width: int) -> list[Text]:
         GridColumn(heading="", cells=[_mark(field) for field in fields], left=True),
         GridColumn(heading="value", cells=[_value(field) for field in fields], left=True),
     ]
-    return _grid(columns, len(names), width)
+    return grid(columns, len(names), width)
 
 
 def _mark(field: RowField) -> Text:
@@ -95,7 +95,7 @@ def _tasks(life: RowLife, width: int) -> list[Text]:
         GridColumn(heading="attempts", cells=[_attempts(task) for task in tasks]),
         GridColumn(heading="", cells=[Text(_standing(life, task)) for task in tasks], left=True),
     ]
-    return _grid(columns, len(names), width)
+    return grid(columns, len(names), width)
 
 
 def _attempts(task: RowTask) -> Text:
@@ -122,10 +122,5 @@ def _events(life: RowLife, width: int) -> list[Text]:
         GridColumn(heading="by", cells=[Text(life.name_of(event.session)) for event in events], rank=1, left=True),
         GridColumn(heading="", cells=[Text(event.detail) for event in events], rank=2, left=True),
     ]
-    lines = _grid(columns, len(events), width)
+    lines = grid(columns, len(events), width)
     return lines if life.events_complete else [Text("earlier events are forgotten", style="dim"), *lines]
-
-
-def _grid(columns: list[GridColumn], rows: int, width: int) -> list[Text]:
-    columns = fit(columns, width)
-    return [heading(columns), *(grid_line(columns, row) for row in range(rows))]

@@ -6,11 +6,11 @@ from typing import Final
 
 from rich.text import Text
 
-from transferqueue.cli.screens.layout import GridColumn, bar, fit, flow, grid_line, heading, spread, wrap
+from transferqueue.cli.screens.layout import GridColumn, age, bar, fit, flow, grid_line, heading, spread, wrap
 from transferqueue.cli.screens.verdict import verdict_lines
 from transferqueue.observe import units
 from transferqueue.observe.frame import StatsFrame, TableRates
-from transferqueue.wire.answers.stats import ServerStats, TableStats, TaskStats, Waiting
+from transferqueue.wire.answers.stats import ServerStats, TableStats, Waiting
 
 _BAR: Final = 24
 _BAR_STALENESS: Final = 8
@@ -143,7 +143,7 @@ def _columns(frame: StatsFrame) -> list[GridColumn]:
         GridColumn(heading="failed", cells=[_number(task.failed, "red") for _, _, task, _ in tasks], rank=4),
         GridColumn(heading="given/s", cells=given_rates, rank=5),
         GridColumn(heading="done/s", cells=done),
-        GridColumn(heading="oldest", cells=[_age(task) for _, _, task, _ in tasks], rank=2),
+        GridColumn(heading="oldest", cells=[age(task.age_s) for _, _, task, _ in tasks], rank=2),
     ]
 
 
@@ -157,10 +157,6 @@ def _number(number: int, style: str = "") -> Text:
 
 def _rate(per_s: float | None) -> Text:
     return Text(units.rate(per_s), style="" if per_s else "bright_black")
-
-
-def _age(task: TaskStats) -> Text:
-    return Text("–", style="bright_black") if task.age_s is None else Text(units.span(task.age_s))
 
 
 def _fates(table: TableStats, width: int) -> list[Text]:

@@ -36,7 +36,7 @@ class MappedMemory:
     """Writes into granted extents, and pins blocks that replies named. Safe from any thread.
 
     `arenas` has the path of each shard's arena. `on_release` is called with blocks whose pins return; it runs in
-    finalizers. `open_arena` is as `Mapping.open`.
+    finalizers.
     """
 
     def __init__(
@@ -45,9 +45,7 @@ class MappedMemory:
         capacity: int,
         on_release: Release,
         lock: SessionLock | None,
-        open_arena: Callable[[str, int, Release], Arena] = Arena.open,
     ) -> None:
-        self._open = open_arena
         self._own = dict(arenas)
         self._paths = dict(arenas)
         self._capacities = dict.fromkeys(arenas, capacity)
@@ -147,7 +145,7 @@ class MappedMemory:
             if arena is None:
                 if shard not in self._paths:
                     raise Unreachable(f"shard {shard} is not one that the server named ({sorted(self._paths)})")
-                arena = self._open(self._paths[shard], self._capacities[shard], self._released)
+                arena = Arena.open(self._paths[shard], self._capacities[shard], self._released)
                 self._arenas[shard] = arena
         return arena
 

@@ -73,7 +73,6 @@ class RemoteMemory:
         unpin: Callable[[list[int]], object],
         over: Callable[[], TransferQueueError | None],
         on_close: Callable[[], object],
-        clock: Callable[[], float] = time.monotonic,
         carrier: MemoryCarrier | None = None,
     ) -> None:
         if not welcome.bulk_port:
@@ -87,7 +86,6 @@ class RemoteMemory:
         self._unpin = unpin
         self._over = over
         self._on_close = on_close
-        self._clock = clock
         self.carrier: Final = carrier
         self._room = threading.BoundedSemaphore(BULK_TRANSFERS_MAX)
         self._guard = threading.RLock()  # a signal handler may close the queue
@@ -262,7 +260,7 @@ class RemoteMemory:
         raise kind(f"the bytes did not cross in {tries} attempts; at last: {failed}") from failed
 
     def _drive(self, line: BulkClient, transfer: ClientTransfer, caller: Caller) -> None:
-        heard = _ConnectionProgress(line, self._clock)
+        heard = _ConnectionProgress(line)
         while not line.open(caller.step_s()):
             self._check(line, heard, caller)
         for message in transfer.opening():
@@ -343,14 +341,14 @@ class RemoteMemory:
 class _ConnectionProgress:
     """Measures how long no byte has arrived or left on a connection."""
 
-    def __init__(self, line: BulkClient, clock: Callable[[], float]) -> None:
-        self._line, self._clock = line, clock
-        self._moved, self._at = line.moved, clock()
+    def __init__(self, line: BulkClient) -> None:
+        self._line = line
+        self._moved, self._at = line.moved, time.monotonic()
 
     @property
     def silence_s(self) -> float:
         """Seconds since a call of this property last saw bytes moved."""
-        moved, now = self._line.moved, self._clock()
+        moved, now = self._line.moved, time.monotonic()
         if moved > self._moved:
             self._moved, self._at = moved, now
         return now - self._at

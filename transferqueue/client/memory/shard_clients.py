@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple, NoReturn, TypeVar
@@ -353,21 +352,20 @@ class ShardLivenessCheck:
     """Asks the coordinator, at most every `ASK_S` of a transfer, whether a remote shard is there. So a caller learns
     that the shard was killed sooner than by its silence."""
 
-    def __init__(self, connection: Connection, number: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, connection: Connection, number: int) -> None:
         self._connection = connection
         self._number = number
-        self._clock = clock
-        self._asked_at = clock()
+        self._asked_at = connection.clock()
 
     def over(self) -> TransferQueueError | None:
         """Why the transfer cannot go on: the session is over, or the shard is gone; None: neither."""
         if self._connection.over is not None:
             return self._connection.over
-        if self._clock() - self._asked_at < ASK_S:
+        if self._connection.clock() - self._asked_at < ASK_S:
             return None
-        self._asked_at = self._clock()
+        self._asked_at = self._connection.clock()
         try:
-            reply = self._connection.call(m.ListShards(), Deadline(self._clock, 0.0, PRESENCE_S))
+            reply = self._connection.call(m.ListShards(), Deadline(self._connection.clock, 0.0, PRESENCE_S))
         except DeadlineExceeded:  # a coordinator that does not answer says nothing about the shard
             return None
         if isinstance(reply, m.ShardList) and all(shard.number != self._number for shard in reply.shards):

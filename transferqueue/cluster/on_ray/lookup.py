@@ -67,11 +67,6 @@ def _within(timeout_s: float, named: DeploymentName, ask: Callable[[], T]) -> T:
         ) from None
 
 
-def endpoints_of(named: DeploymentName, role: str, timeout_s: float = DEPLOY_S) -> Endpoints:
-    """The endpoints of one server, with the keys of this role. Errors as in `server_addresses`."""
-    return ask_endpoints(named, find_actor(join_ray(start=False), named), timeout_s, role)
-
-
 def all_endpoints(
     ray: Any, named: DeploymentName, timeout_s: float, role: str = "admin"
 ) -> dict[DeploymentName, Endpoints]:

@@ -12,7 +12,7 @@ import os
 import threading
 from typing import Final
 
-from transferqueue.cluster.on_ray.lookup import address_from_here, endpoints_of
+from transferqueue.cluster.on_ray.lookup import DEPLOY_S, address_from_here, ask_endpoints, find_actor, join_ray
 from transferqueue.cluster.on_ray.messages import SHARD_SPEC, DeployRefused, Endpoints, ShardSpec, read, write
 from transferqueue.cluster.shard import ShardProcess
 from transferqueue.errors import TransferQueueError
@@ -75,4 +75,5 @@ class ShardActor(ShardActorBase):
         import ray
 
         spec = read(spec_text, SHARD_SPEC)
-        super().__init__(spec, endpoints_of(spec.named, "shard"), ray.util.get_node_ip_address())
+        endpoints = ask_endpoints(spec.named, find_actor(join_ray(start=False), spec.named), DEPLOY_S, "shard")
+        super().__init__(spec, endpoints, ray.util.get_node_ip_address())

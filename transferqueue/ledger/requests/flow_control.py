@@ -9,7 +9,7 @@ from transferqueue.ledger.effects import Blocked
 from transferqueue.ledger.requests.registry import in_table
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, apply_stale_policy
 from transferqueue.ledger.table_state import TableState
-from transferqueue.ledger.tasks.reservations import check_reserve, why_not
+from transferqueue.ledger.tasks.reservations import ReservationState, check_reserve, why_not
 from transferqueue.ledger.tasks.task_state import LEASED, READY, TaskState
 from transferqueue.policies import HoldClock
 from transferqueue.wire.messages import AdvanceClock, DoneReply, Reserve, Reserved, Seal, Unreserve
@@ -50,15 +50,20 @@ def why_reserve_waits(table: TableState, request: Reserve) -> str:
     return ""
 
 
+def reservation_of(table: TableState, number: int, session: int) -> ReservationState:
+    """The open reservation with this number. `NotFound` if the session has none."""
+    reservation = table.flow.reservations.get(number)
+    if reservation is None or reservation.session != session:
+        raise NotFound(
+            f'reservation {number} of table "{table.name}" is used up, was returned, or is not of this session'
+        )
+    return reservation
+
+
 @in_table(Unreserve)
 def unreserve(table: TableState, request: Unreserve, session: int, now: float) -> DoneReply:
     """Release rows of a reservation that will not be produced."""
-    reservation = table.flow.reservations.get(request.reservation)
-    if reservation is None or reservation.session != session:
-        raise NotFound(
-            f'reservation {request.reservation} of table "{table.name}" is used up, was returned, or is not of this '
-            "session"
-        )
+    reservation = reservation_of(table, request.reservation, session)
     if request.rows > reservation.left:
         raise UsageError(
             f"reservation {reservation.id} has {counted(reservation.left, 'row')} left; {request.rows} cannot be "

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from transferqueue.errors import Full, Impossible, NotFound, ProtocolError, Sealed, UsageError
+from transferqueue.errors import Full, Impossible, ProtocolError, Sealed, UsageError
 from transferqueue.errors.text import counted
 from transferqueue.ledger.arrays import Index, IntArray, agreed, decode, decode_rows, numbered
 from transferqueue.ledger.effects import Blocked
+from transferqueue.ledger.requests.flow_control import reservation_of
 from transferqueue.ledger.requests.registry import HasTables, carries_out, in_table
 from transferqueue.ledger.rows import (
     LIVE,
@@ -116,12 +117,7 @@ def _group_rows_max(table: TableState) -> int:
 
 
 def _check_reservation(table: TableState, request: PutRequest, session: int) -> ReservationState:
-    reservation = table.flow.reservations.get(request.reservation)
-    if reservation is None or reservation.session != session:
-        raise NotFound(
-            f'reservation {request.reservation} of table "{table.name}" is used up, was returned, or is not of this '
-            "session"
-        )
+    reservation = reservation_of(table, request.reservation, session)
     if request.rows > reservation.left:
         raise UsageError(
             f"reservation {reservation.id} has {counted(reservation.left, 'row')} left; the put has {request.rows}: "

@@ -129,7 +129,7 @@ def check_publish(channel: WeightChannelState, blocks: BlockRegistry, session: i
     elif request.part:
         raise UsageError(f"part {request.part} of {subject} names no pending version; begin one, and name its number")
     _check_next(channel, request.version)
-    _check_kept(channel, blocks, request)
+    _check_kept(channel, request)
     part = _part(channel, blocks, request, [])
     _check_layouts(request, subject)
     fields = [*part.fields, *(pending.fields().values() if pending else ())]
@@ -174,7 +174,7 @@ def _check_layouts(request: Publish, subject: str) -> None:
         check_layout(block, [fields[name] for name in block.fields])
 
 
-def _check_kept(channel: WeightChannelState, blocks: BlockRegistry, request: Publish) -> None:
+def _check_kept(channel: WeightChannelState, request: Publish) -> None:
     """Raise unless the base has the blocks that the version takes over from it."""
     if request.base < 0 and not request.kept:
         return

@@ -233,7 +233,7 @@ def _givers(table: TableState, name: str, at: IntArray, now: float, followed: fr
     details = [
         *_for_givers(table, givers, lacking, now, followed),
         *_leased(table, givers, now),
-        *_given_by_none(table, name, givers, lacking),
+        *_given_by_none(name, givers, lacking),
     ]
     names = ", ".join(f'"{task.task.name}"{_fails(task, now)}' for task in givers)
     return f" (given by {names}{': ' if details else ''}{', '.join(details)})"
@@ -269,7 +269,7 @@ def _for_givers(
     return lines
 
 
-def _given_by_none(table: TableState, name: str, givers: Sequence[TaskState], at: IntArray) -> list[str]:
+def _given_by_none(name: str, givers: Sequence[TaskState], at: IntArray) -> list[str]:
     """How many of the rows at `at` lack a field that no task will give."""
     has: BoolArray = np.zeros(at.size, np.bool_)
     for task in givers:

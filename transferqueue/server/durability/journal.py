@@ -268,16 +268,16 @@ class SqliteJournal:
         path: the database, created (0600) if missing.
         level: ``PROCESS`` never waits for the disk, ``DISK`` always.
         origin: for a new journal; None: a random one.
-        head: notes each commit.
 
     Raises:
         JournalFailed: it cannot be opened.
         Corruption: it is no journal.
     """
 
-    def __init__(self, path: Path, level: Level, *, origin: Origin | None = None, head: Head | None = None) -> None:
+    def __init__(self, path: Path, level: Level, *, origin: Origin | None = None) -> None:
         self.path: Final = path
-        self.head: Head = head or NoHead()
+        self.head: Head = NoHead()
+        """Notes each commit."""
         self._disk: Final = level.survives_reboot
         self._pending: list[bytes] = []
         with _failing(path, "cannot be opened"):

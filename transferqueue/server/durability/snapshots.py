@@ -261,7 +261,7 @@ class SnapshotJobs(Part):
         self._posted.put(act)
         self._wake_loop()
 
-    def _call_loop(self, job: SnapshotJob, act: Callable[[float], T]) -> T:
+    def _call_loop(self, act: Callable[[float], T]) -> T:
         """Have the loop call `act`, and return its result. Raises what `act` raises."""
         future: Future[T] = Future()
 
@@ -377,13 +377,13 @@ class SnapshotJobs(Part):
             try:
                 arrived = arrivals.get(timeout=SNAPSHOT_FETCH_S)
             except queue.Empty:
-                self._call_loop(job, fetches.expire)
+                self._call_loop(fetches.expire)
                 continue
             if isinstance(arrived, TransferQueueError):
                 raise arrived
             damaged = spool.add_checked(arena, arrived.blocks)
             self._add_progress(job, sum(at.nbytes for at, _ in arrived.blocks if at.block not in damaged))
-            self._call_loop(job, partial(fetches.read, arrived, damaged))
+            self._call_loop(partial(fetches.read, arrived, damaged))
 
     # ------------------------------------------------------------ a restore
 
@@ -411,9 +411,9 @@ class SnapshotJobs(Part):
                     blocks[chunk.number] = self._write_block(job, chunk, arena, extents)
             contents = read_contents(snapshot, manifest, table_snapshots, blocks)
             with _named(job.path):
-                self._call_loop(job, lambda now: self._restore_tables(contents, extents, now))
+                self._call_loop(lambda now: self._restore_tables(contents, extents, now))
         except BaseException:
-            self._call_loop(job, lambda now: self._give_back(extents, now))
+            self._call_loop(lambda now: self._give_back(extents, now))
             raise
 
     def _restore_tables(self, contents: LedgerSnapshot, extents: list[tuple[int, int]], now: float) -> None:
@@ -438,7 +438,7 @@ class SnapshotJobs(Part):
     ) -> m.BlockLocation:
         """Write the values of a chunk into a block in memory."""
         draft = BlockWriter([columns_from_arrow(field, chunk.batch.column(field.name)) for field in chunk.fields])
-        offset = self._call_loop(job, lambda now: self._take(job, draft.nbytes, extents))
+        offset = self._call_loop(lambda now: self._take(job, draft.nbytes, extents))
         block = arena[offset : offset + draft.nbytes]
         draft.write(block)
         self._add_progress(job, draft.nbytes)

@@ -111,7 +111,6 @@ class Loop:
     Args:
         port: the tcp port; None: the server has none.
         clock: seconds.
-        processor: seconds for which the running thread was busy.
         batch: commit once for all frames of a turn, then send their answers. For a journal, whose commit costs more
             than this short wait.
     """
@@ -127,7 +126,6 @@ class Loop:
         clock: Callable[[], float] = time.monotonic,
         *,
         batch: bool = False,
-        processor: Callable[[], float] = time.thread_time,
     ) -> None:
         self.turns = 0
         self._coordinator = coordinator
@@ -138,7 +136,7 @@ class Loop:
         self._wakeup = wakeup
         self._exits = exits
         self._clock = ListeningClock(clock)
-        self._meter = Meter(processor)
+        self._meter = Meter(time.thread_time)
         self._batch = batch
         coordinator.clients.on_hello = self._admit
         if not batch:

@@ -55,7 +55,7 @@ def exit_code(run: Callable[[], object]) -> int:
     return 0
 
 
-def supervise(run: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> int:
+def supervise(run: Callable[[], object]) -> int:
     """Run a server in a forked child, again after each crash. Call it in the main thread of a process that has no other
     thread and no server.
 
@@ -66,11 +66,11 @@ def supervise(run: Callable[[], object], clock: Callable[[], float] = time.monot
     pause_s = 0.0
     try:
         while True:
-            began = clock()
+            began = time.monotonic()
             code, stopped = _run_child(run, before)
             if stopped or code in (0, EXIT_REPORTED, EXIT_WRONG_CALL):
                 return code
-            now = clock()
+            now = time.monotonic()
             if code == EXIT_DISK:
                 pause_s = disk_pause_s(now - began, pause_s)
                 if _stopped_within(pause_s):

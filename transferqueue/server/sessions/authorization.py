@@ -22,7 +22,6 @@ from transferqueue.transport.security.keyring import Keyring
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import CallHead
 from transferqueue.wire.messages.declarations import BY_TAG, Declaration
-from transferqueue.wire.requests import declaration
 from transferqueue.wire.roles import ROLES, SHARDS, Role
 
 
@@ -61,12 +60,6 @@ def check_offer(role: Role, hello: m.Hello) -> None:
 def key_of(peer: Peer) -> str:
     """The public key of a peer; "" for a client of the same user, which needs none."""
     return peer.key if isinstance(peer, KeyedPeer) else ""
-
-
-def why_not_allowed(role: Role, request: m.Request) -> PermissionDenied | None:
-    """The refusal if `role` may not send this request; it names the roles that may. None if it may."""
-    declared = declaration(request)
-    return None if role in declared.roles else not_allowed(role, declared)
 
 
 def not_allowed(role: Role, declared: Declaration) -> PermissionDenied:

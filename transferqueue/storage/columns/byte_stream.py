@@ -29,6 +29,7 @@ from transferqueue.storage.columns.gather import (
     gather_dense,
     gather_values,
     row_edges,
+    row_offsets,
     row_shapes,
     value_ranges,
 )
@@ -188,9 +189,7 @@ def _kept_rows(fields: Sequence[Field], placement: RowPlacement) -> dict[str, _V
 
 def _rows_of(field: Field, placement: RowPlacement) -> _VaryingRows:
     edges = row_edges(field, placement)
-    offsets = np.zeros(len(placement) + 1, np.int64)
-    np.cumsum(edges.last - edges.first, out=offsets[1:])
-    return _VaryingRows(edges, offsets)
+    return _VaryingRows(edges, row_offsets(edges.last - edges.first))
 
 
 def _scattered_dense(

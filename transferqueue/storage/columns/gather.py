@@ -153,7 +153,7 @@ def _gather_dense(field: Field, placement: RowPlacement, spans: ColumnOffsets) -
 
 def _gather_varying(field: Field, placement: RowPlacement, spans: ColumnOffsets) -> LoadedColumn:
     edges = _edges(field, placement, spans)
-    offsets = _summed(edges.last - edges.first)
+    offsets = row_offsets(edges.last - edges.first)
     values = gather_values(field, placement, edges, 0, len(placement))
     shapes = _gather_shapes(field, placement, spans) if field.varied else None
     return _checked(field, LoadedColumn(len(placement), values.view(STORED_DTYPES[field.dtype]), offsets, shapes))
@@ -267,7 +267,8 @@ def _numbers(stretch: U8) -> I64:
     return stretch[: len(stretch) // 8 * 8].view(np.int64)
 
 
-def _summed(lengths: I64) -> I64:
+def row_offsets(lengths: I64) -> I64:
+    """Where each row begins, and where the last one ends: one entry more than `lengths`."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets

@@ -18,7 +18,7 @@ import numpy as np
 
 from transferqueue.limits import ALIGNMENT, KIB
 from transferqueue.schema import Field, Share, Slice, share_range, sliced_field
-from transferqueue.storage.columns.gather import LoadedColumn, RowEdges, load, row_edges
+from transferqueue.storage.columns.gather import LoadedColumn, RowEdges, load, row_edges, row_offsets
 from transferqueue.storage.columns.placement import RowPlacement
 from transferqueue.storage.columns.ranges import Room, copy_ranges, join, places_best
 from transferqueue.storage.elements.dtypes import I64, STORED_DTYPES, U8
@@ -81,7 +81,7 @@ def load_slice(field: Field, slice_: Slice, placement: RowPlacement) -> LoadedCo
     if not len(placement):
         return load(sliced_field(field, slice_), placement)
     starts, ends = _wanted(field, slice_, placement)
-    offsets = _summed((ends - starts).sum(axis=1))
+    offsets = row_offsets((ends - starts).sum(axis=1))
     values = _gathered(field, slice_, placement, starts, ends).view(STORED_DTYPES[field.dtype])
     return LoadedColumn(len(placement), values, None if field.dense else offsets, None)
 
@@ -101,7 +101,7 @@ def slice_stream(
     unless their runs are that long, of short rows in new memory.
     """
     starts, ends = _wanted(field, slice_, placement)
-    offsets = _summed((ends - starts).sum(axis=1))
+    offsets = row_offsets((ends - starts).sum(axis=1))
     step = sliced_field(field, slice_)
     step_bytes = step.row_bytes if field.ragged else step.row_bytes // max(1, _steps_of_row(step))
 
@@ -271,12 +271,6 @@ def _groups(ends: I64, piece_bytes: int) -> Iterator[tuple[int, int]]:
         stop = min(max(stop, start + 1), rows)
         yield start, stop
         start = stop
-
-
-def _summed(lengths: I64) -> I64:
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
 
 
 def _padded(buffer: U8, piece_bytes: int) -> Iterator[U8]:

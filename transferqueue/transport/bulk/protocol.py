@@ -86,8 +86,6 @@ WINDOW_BYTES: Final = BULK_WINDOW_FRAMES * FRAME_BYTES
 COUNTED_BYTES_MIN: Final = 128 * KIB
 """A frame of a read counts as its content's bytes, and at least as this many. A frame of a write, or of ranges, counts
 as `FRAME_BYTES`."""
-WINDOW_FRAMES_MAX: Final = WINDOW_BYTES // COUNTED_BYTES_MIN
-"""Most frames that may be on their way."""
 TAKEN_EVERY_BYTES: Final = WINDOW_BYTES // 2
 """A receiver acknowledges after this many bytes: before the window closes, but not after each frame."""
 _LENGTHS: Final = struct.Struct("<II8s")

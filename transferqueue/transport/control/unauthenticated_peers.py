@@ -15,7 +15,6 @@ import resource
 import socket
 import struct
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
@@ -47,10 +46,9 @@ class UnauthenticatedPeers:
     """The unauthenticated peers of one ROUTER socket. Used by the thread of the socket. `source` becomes readable when
     a connection is made or ends."""
 
-    def __init__(self, watched: zmq.Socket[bytes], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, watched: zmq.Socket[bytes]) -> None:
         self.source: Final = watched.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         self.turned_away = 0
-        self._clock = clock
         self._most = unauthenticated_peers_max()
         self._all: dict[int, _UnauthenticatedPeer] = {}  # by descriptor, oldest first
 
@@ -64,7 +62,7 @@ class UnauthenticatedPeers:
                 event, number = _EVENT.unpack(self.source.recv_multipart(zmq.NOBLOCK)[0])
                 self._all.pop(number, None)
                 if event == zmq.EVENT_ACCEPTED and (where := _where(number)) is not None:
-                    self._all[number] = _UnauthenticatedPeer(self._clock(), where)
+                    self._all[number] = _UnauthenticatedPeer(time.monotonic(), where)
         while len(self._all) > self._most:
             self._turn_away(next(iter(self._all)))
 
@@ -78,7 +76,7 @@ class UnauthenticatedPeers:
         """Seconds until `tick` must be called; None: no peer is unauthenticated."""
         if not self._all:
             return None
-        return max(0.0, next(iter(self._all.values())).came_at + UNAUTHENTICATED_S - self._clock())
+        return max(0.0, next(iter(self._all.values())).came_at + UNAUTHENTICATED_S - time.monotonic())
 
     def tick(self) -> None:
         """Disconnect peers older than `UNAUTHENTICATED_S`."""

@@ -29,16 +29,14 @@ from typing import BinaryIO, Final, Protocol
 
 from transferqueue.errors import Unreachable, UsageError
 from transferqueue.limits import (
-    BYTES_QUEUED_MAX,
     FRAMES_QUEUED_MAX,
-    KIB,
-    MESSAGE_BYTES_MAX,
     NOTE_BYTES_MAX,
     PUBLISH_BYTES_MAX,
     SMALL_FRAME_BYTES,
     UNAUTHENTICATED_S,
 )
 from transferqueue.transport.address import IpcAddress
+from transferqueue.transport.control.frame_stream import HEARD_AFTER, FrameStream, PeerClosed
 from transferqueue.transport.control.polled import PolledChannel
 from transferqueue.transport.control.send_result import SendResult
 from transferqueue.transport.control.unauthenticated_peers import unauthenticated_peers_max
@@ -48,24 +46,10 @@ _log: Final = logging.getLogger("transferqueue.server")
 REDIAL_S: Final = 0.01
 """First pause before a lost or missing server is tried again; doubles up to `REDIAL_S_MAX`."""
 REDIAL_S_MAX: Final = 0.5
-HEARD_AFTER: Final = 64
-"""After this many written frames a client reads: otherwise a client that sends thousands of calls at once would look
-like one that does not read."""
-_READ_BYTES: Final = 4 * KIB
-"""The size of the first read. A larger buffer takes longer to allocate than most frames to read."""
-_READ_ON_BYTES: Final = 64 * KIB
-"""The size of the next reads, while reads are full."""
-_JOINED_MAX: Final = 16 * KIB
-"""Frames up to this size are copied behind their length; larger ones are written from two places."""
 _EVENTS_MAX: Final = 256
 """The server reads at most this many peers in one turn. The kernel reports the others at the next."""
-_LENGTH: Final = 4
-_NO_SIGNAL: Final = socket.MSG_NOSIGNAL
 _WRITABLE: Final = select.EPOLLOUT
 _BACKLOG: Final = 1024
-_NOT_NOW: Final = (errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM)
-"""The peer must read first, or the kernel has no memory for a frame now: the frame waits. After any other error the
-peer is gone."""
 
 
 class Descriptor(Protocol):
@@ -75,159 +59,14 @@ class Descriptor(Protocol):
         """The descriptor."""
 
 
-class PeerClosed(Exception):
-    """The peer is gone, or sent an impossible length."""
-
-
-class FrameStream:
-    """One end of a connection. Nothing blocks. It reads frames of at most `bytes_max`.
-
-    Only `read` reports that the peer is gone, after the last frames that the peer sent. `send` to a lost peer does
-    nothing.
-    """
-
-    __slots__ = ("_begun", "_room", "_wanted", "bytes_max", "socket", "unsent", "unsent_bytes")
-
-    def __init__(self, connected: socket.socket, bytes_max: int = MESSAGE_BYTES_MAX) -> None:
-        connected.setblocking(False)
-        self.socket: Final = connected
-        self.bytes_max = bytes_max
-        self.unsent: Final[deque[memoryview]] = deque()
-        """Frames that wait until the peer reads."""
-        self.unsent_bytes = 0
-        self._begun = bytearray()
-        self._room = _READ_BYTES
-        self._wanted = 0
-        """`_begun` can be a whole frame only from this many bytes on."""
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the queue of unsent frames is full."""
-        return len(self.unsent) >= FRAMES_QUEUED_MAX or self.unsent_bytes >= BYTES_QUEUED_MAX
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether frames wait until the peer reads."""
-        return bool(self.unsent)
-
-    def send(self, frame: bytes) -> None:
-        """Write a frame, and queue the rest that the kernel does not take."""
-        size, sent = len(frame), 0
-        head = size.to_bytes(_LENGTH, "little")
-        if size > _JOINED_MAX:
-            sent = 0 if self.unsent else self._write([head, frame])
-            if sent < _LENGTH + size:
-                self._queue(memoryview(head + frame)[sent:])
-            return
-        whole = head + frame  # cheaper than a list of parts
-        if not self.unsent:
-            try:
-                sent = self.socket.send(whole, _NO_SIGNAL)
-            except OSError as error:
-                if error.errno not in _NOT_NOW:
-                    return
-        if sent < _LENGTH + size:
-            self._queue(memoryview(whole)[sent:])
-
-    def _queue(self, rest: memoryview) -> None:
-        self.unsent.append(rest)
-        self.unsent_bytes += len(rest)
-
-    def send_some(self, frames: Iterable[bytes]) -> int:
-        """Write as many frames as are small together, and queue the rest that the kernel does not take. Returns the
-        number. Only while no frame is queued."""
-        parts: list[bytes] = []
-        size = 0
-        for frame in frames:
-            size += _LENGTH + len(frame)
-            if parts and size > _JOINED_MAX:
-                break
-            parts += (len(frame).to_bytes(_LENGTH, "little"), frame)
-        whole = b"".join(parts)
-        sent = self._write([whole])
-        if sent < len(whole):
-            self._queue(memoryview(whole)[sent:])
-        return len(parts) // 2
-
-    def flush(self) -> None:
-        """Write some of the queued frames, as far as the kernel takes them."""
-        for _ in range(min(len(self.unsent), HEARD_AFTER)):
-            first = self.unsent[0]
-            sent = self._write([first])
-            self.unsent_bytes -= sent
-            if sent < len(first):
-                self.unsent[0] = first[sent:]
-                return
-            self.unsent.popleft()
-
-    def _write(self, parts: list[bytes | memoryview]) -> int:
-        try:
-            return self.socket.sendmsg(parts, (), _NO_SIGNAL)
-        except OSError as error:
-            return 0 if error.errno in _NOT_NOW else sum(map(len, parts))
-
-    def read(self, arrived: Callable[[bytes], object]) -> bool:
-        """Read once, and pass each whole frame to `arrived`. Returns whether there may be more to read. `PeerClosed`
-        after the last frame."""
-        try:
-            came = self.socket.recv(self._room)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            raise PeerClosed from error
-        if not came:
-            raise PeerClosed
-        more = len(came) == self._room
-        self._room = _READ_ON_BYTES if more else _READ_BYTES
-        if not self._begun and len(came) - _LENGTH == int.from_bytes(
-            came[:_LENGTH], "little"
-        ):  # mostly: one whole frame
-            arrived(came[_LENGTH:])
-            return more
-        if self._begun:
-            self._begun += came
-            if len(self._begun) < self._wanted:
-                return more
-            came = bytes(self._begun)
-        at = _parse(came, arrived, self.bytes_max)
-        if at < len(came):
-            self._begun = bytearray(came[at:])
-            self._wanted = _LENGTH + int.from_bytes(came[at : at + _LENGTH], "little")
-        elif self._begun:
-            self._begun = bytearray()
-        return more
-
-    def close(self) -> None:
-        """Disconnect, even if a forked child shares the socket. The peer can still read the bytes in the kernel."""
-        with suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
-        self.socket.close()
-
-
-def _parse(came: bytes, arrived: Callable[[bytes], object], bytes_max: int) -> int:
-    """Pass each whole frame to `arrived`. Returns where the first incomplete frame begins."""
-    at = 0
-    while len(came) - at >= _LENGTH:
-        start = at + _LENGTH
-        size = int.from_bytes(came[at:start], "little")
-        if size > bytes_max:
-            raise PeerClosed
-        if start + size > len(came):
-            break
-        at = start + size
-        arrived(came[start:at])
-    return at
-
-
 class UnixChannel(PolledChannel):
     """The client's end. See `transferqueue.transport.ClientChannel`."""
 
-    def __init__(self, place: IpcAddress, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, place: IpcAddress) -> None:
         super().__init__()
         self.address = str(place)
         self.connections_made, self.is_lost = 0, False
         self._path = str(place.path)
-        self._clock = clock
         self._stream: FrameStream | None = None
         self._sent = 0
         self._kept: deque[bytes] = deque()
@@ -309,10 +148,10 @@ class UnixChannel(PolledChannel):
         return self._stream is None or bool(self._stream.unsent)
 
     def _due_s(self) -> float | None:
-        return None if self._stream is not None else max(0.0, self._dial_at - self._clock())
+        return None if self._stream is not None else max(0.0, self._dial_at - time.monotonic())
 
     def _tend(self) -> None:
-        if self._stream is None and self._clock() >= self._dial_at:
+        if self._stream is None and time.monotonic() >= self._dial_at:
             self._dial()
         self._watch_writing()
 
@@ -330,7 +169,7 @@ class UnixChannel(PolledChannel):
         """Disconnect, and connect again at once: a caller was interrupted in the middle of a frame."""
         if self._stream is not None:
             self._lose()
-            self._dial_at = self._clock()
+            self._dial_at = time.monotonic()
 
     def _dial(self) -> None:
         """Connect if a server listens. Otherwise plan the next attempt, after a longer pause."""
@@ -349,7 +188,7 @@ class UnixChannel(PolledChannel):
             self.send(frame)
 
     def _later(self) -> None:
-        self._dial_at = self._clock() + self._pause_s
+        self._dial_at = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, REDIAL_S_MAX)
 
     def _lose(self) -> None:

@@ -17,7 +17,7 @@ import ipaddress
 import select
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -49,14 +49,11 @@ PING_MS: Final = 5_000
 class ZmqChannel(PolledChannel):
     """The client's end. See `transferqueue.transport.ClientChannel`."""
 
-    def __init__(
-        self, place: TcpAddress, keys: ClientKeys | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, place: TcpAddress, keys: ClientKeys | None = None) -> None:
         super().__init__()
         self.address = str(place)
         self.doubt = _doubt(place, keys)
         self.connections_made, self.is_lost = 0, False
-        self._clock = clock
         self._redial_at: float | None = None
         """When to connect again, unless ZeroMQ reports before that it does; None: there is no need."""
         self._was_full = self._takes_more = False
@@ -125,7 +122,7 @@ class ZmqChannel(PolledChannel):
         if self._takes_more:
             return 0.0
         due_at = self._redial_at
-        return None if due_at is None else max(0.0, due_at - self._clock())
+        return None if due_at is None else max(0.0, due_at - time.monotonic())
 
     def _tend(self) -> None:
         """Process the events of the connection, and connect again if ZeroMQ has given up."""
@@ -133,14 +130,14 @@ class ZmqChannel(PolledChannel):
             self._hear()
         self._was_full = self._takes_more = False  # a caller with more to send tries again now
         self._hear_events()
-        if self._redial_at is not None and self._clock() >= self._redial_at:
+        if self._redial_at is not None and time.monotonic() >= self._redial_at:
             self._dial_again()
 
     def _hear_events(self) -> None:
         while _has_come(self._events):
             event, _ = self._events.recv_multipart(zmq.NOBLOCK)
             number = int.from_bytes(event[:2], sys.byteorder)
-            self._redial_at = self._clock() + REDIAL_S if number == zmq.EVENT_DISCONNECTED else None
+            self._redial_at = time.monotonic() + REDIAL_S if number == zmq.EVENT_DISCONNECTED else None
             if number != zmq.EVENT_CONNECT_RETRIED:
                 self.is_lost = number == zmq.EVENT_DISCONNECTED
                 self.connections_made += not self.is_lost

@@ -74,15 +74,6 @@ def read_script(text: str, variables: Mapping[str, str]) -> Script:
     return _Reader(_without_heredocs(text), variables).read()
 
 
-def split_words(text: str) -> list[str]:
-    """Return the words of one command line.
-
-    >>> split_words("a.b='[x, y]' c=1")
-    ['a.b=[x, y]', 'c=1']
-    """
-    return [word for command in read_script(text, {}).commands for word in command.words]
-
-
 def _without_heredocs(text: str) -> str:
     lines, until = [], ""
     for line in text.replace("\r\n", "\n").split("\n"):

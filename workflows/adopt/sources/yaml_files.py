@@ -187,7 +187,7 @@ def _check_size(values: Any, source: str) -> None:
 def _loader(safe: Any) -> Any:
     """Return a class of the safe loader that refuses a key twice, has no dates, and reads ``1e-6`` as a number."""
 
-    class Loader(safe):  # type: ignore[misc]
+    class StrictYaml(safe):  # type: ignore[misc]
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             names = [key.value for key, _ in node.value if isinstance(key.value, str)]
             if twice := {name for name in names if names.count(name) > 1 and name != "<<"}:
@@ -195,14 +195,14 @@ def _loader(safe: Any) -> Any:
                 raise ValueError(f"the key {min(twice)} stands twice in the table that begins at line {line}")
             return super().construct_mapping(node, deep)
 
-    Loader.yaml_implicit_resolvers = {
+    StrictYaml.yaml_implicit_resolvers = {
         first: [(tag, rule) for tag, rule in rules if not tag.endswith((":timestamp", ":float"))]
         for first, rules in safe.yaml_implicit_resolvers.items()
     }
-    Loader.add_implicit_resolver(
+    StrictYaml.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(f"^(?:{_FLOAT.pattern})$"), list("-+0123456789.")
     )
-    return Loader
+    return StrictYaml
 
 
 # ---------------------------------------------------------------- keys

@@ -23,6 +23,7 @@ from transferqueue.workflows.adopt.mapping import (
     Stack,
     interval,
     kept,
+    label_column,
     layout,
     mapped,
     no_effect,
@@ -116,10 +117,6 @@ def _remote(value: Plain, settings: Settings) -> OurValues:
 def _template(value: Plain, settings: Settings) -> OurValues:
     column = settings["data.input_key"] or "input"
     return OurValues({"data.template": str(value).replace("{}", f"{{{column}}}")})
-
-
-def _label(value: Plain, settings: Settings) -> OurValues:
-    return OurValues({"data.columns.label": str(value)}, "rewards get it as label")
 
 
 def _correction(value: Plain, settings: Settings) -> OurValues:
@@ -223,7 +220,7 @@ _RULES: Final = (
     refused("data.prompt_probs", "a mixture: name its parts in data.sources, with their weights"),
     kept("data.prompt_split", "data.split"),
     kept("data.input_key", "data.prompt", default="input"),
-    mapped("data.label_key", "data.columns", _label),
+    mapped("data.label_key", "data.columns", label_column),
     mapped("data.input_template", "data.template", _template),
     no_effect("data.apply_chat_template", "a model with a chat template gets it"),
     mapped("data.max_len", "data.prompt_tokens_max", _lengths, default=2048),

@@ -25,6 +25,7 @@ from transferqueue.workflows.adopt.mapping import (
     flag,
     interval,
     kept,
+    label_column,
     layout,
     mapped,
     no_effect,
@@ -80,10 +81,6 @@ def _minibatches(value: Plain, settings: Settings) -> int:
 
 def _epochs(value: Plain, settings: Settings) -> Plain:
     return OurValues({}, "num-rollout says it") if settings["num-rollout"] is not None else whole(value)
-
-
-def _label(value: Plain, settings: Settings) -> OurValues:
-    return OurValues({"data.columns.label": str(value)}, "rewards get it as label")
 
 
 def _rm_type(value: Plain, settings: Settings) -> OurValues:
@@ -211,7 +208,7 @@ _RULES: Final = (
     no_effect("model-name", _MODEL),
     kept("prompt-data", "data.path"),
     kept("input-key", "data.prompt", default="input"),
-    mapped("label-key", "data.columns", _label),
+    mapped("label-key", "data.columns", label_column),
     no_effect("metadata-key", "rewards get every column"),
     no_effect("loss-mask-type", "read by slime's SFT rollout alone"),
     refused("multimodal-keys", IMAGES),

@@ -314,8 +314,8 @@ def _object(line: bytes, path: Path, number: int) -> dict[str, Any]:
     return values
 
 
-def _shortened(line: bytes, limit: int = 80) -> str:
-    return repr(line[:limit].decode(errors="replace").strip()) + ("…" if len(line) > limit else "")
+def _shortened(line: bytes) -> str:
+    return repr(line[:80].decode(errors="replace").strip()) + ("…" if len(line) > 80 else "")
 
 
 def _count(counts: dict[str, int], values: Mapping[str, Any], path: Path) -> None:

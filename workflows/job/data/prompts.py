@@ -389,5 +389,5 @@ def _kind(value: Any) -> str:
     return "no value" if value is None else "an empty text" if value == "" else type(value).__name__
 
 
-def _short(text: str, limit: int = 60) -> str:
-    return repr(text if len(text) <= limit else text[:limit] + "…")
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:60] + "…")

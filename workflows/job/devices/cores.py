@@ -26,7 +26,6 @@ THREADS: Final = "OMP_NUM_THREADS"
 WAIT_POLICY: Final = "OMP_WAIT_POLICY"
 """Variable that says how the threads of a process wait for each other."""
 _SLEEPING: Final = {WAIT_POLICY: "PASSIVE"}
-_TRAINERS: Final = (names.TRAIN, names.TRAIN_CRITIC)
 
 
 def threads(processes: Iterable[PlacedProcess], job: Job, cores: int) -> dict[str, dict[str, str]]:
@@ -39,7 +38,7 @@ def threads(processes: Iterable[PlacedProcess], job: Job, cores: int) -> dict[st
     """
     labels = [process.label for process in processes if not process.devices]
     counted = [label for label in labels if _task(label) != names.EVALUATE]
-    training = [label for label in counted if _task(label) in _TRAINERS]
+    training = [label for label in counted if _task(label) in names.TRAINERS]
     others = [label for label in counted if label not in training or is_colocated(job)]
     takes_turns = job.pacing.mode in IN_TURN and job.trainer.stream == "off"
     groups = [others, training] if is_colocated(job) else [training, others if takes_turns else counted]

@@ -5,7 +5,7 @@ takes the slot of a finished one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Final
@@ -44,7 +44,6 @@ def measure_engine(
     slots: int,
     samples: int = 1,
     seed: int = 0,
-    clock: Callable[[], float] = time.monotonic,
 ) -> MeasuredEngine:
     """Draw responses to `prompts`, `samples` each, as the job draws them; time 1, 2, 4, … `slots` rows at once; then a
     stream of rows that keeps the slots full.
@@ -57,7 +56,7 @@ def measure_engine(
     drawn = [*engine.generate(requested, sampling)]
     lengths = sorted(len(completion.ids) for completion in drawn)
     tokens = max(2, min(sampling.tokens_max, TOKENS_MAX))
-    timed = _Timed(engine, replace(sampling, stop_ids=(), seed=seed), rows, tokens, clock)
+    timed = _Timed(engine, replace(sampling, stop_ids=(), seed=seed), rows, tokens)
     counts = _counts(slots)
     once = {count: timed.seconds(count) for count in counts}
     token_ms = [(count, round(_token_ms(whole, first, tokens), 4)) for count, (whole, first) in once.items()]
@@ -78,10 +77,8 @@ def measure_engine(
 class _Timed:
     """Times requests of a number of rows."""
 
-    def __init__(
-        self, engine: Generator, sampling: Sampling, rows: Sequence[Ids], tokens: int, clock: Callable[[], float]
-    ) -> None:
-        self._engine, self._sampling, self._rows, self._clock = engine, sampling, rows, clock
+    def __init__(self, engine: Generator, sampling: Sampling, rows: Sequence[Ids], tokens: int) -> None:
+        self._engine, self._sampling, self._rows = engine, sampling, rows
         self._tokens = tokens
 
     def seconds(self, count: int) -> tuple[float, float]:
@@ -104,18 +101,18 @@ class _Timed:
             for _ in self._engine.generate(requested, replace(self._sampling, tokens_max=lengths[at])):
                 pass
 
-        started = self._clock()
+        started = time.monotonic()
         with ThreadPoolExecutor(slots, thread_name_prefix="profile") as threads:
             for _ in threads.map(generate, range(len(lengths))):
                 pass
-        return self._clock() - started
+        return time.monotonic() - started
 
     def _once(self, count: int, tokens: int) -> float:
         requested = [Prompt(ids=self._rows[at % len(self._rows)], seed=at) for at in range(count)]
-        started = self._clock()
+        started = time.monotonic()
         for _ in self._engine.generate(requested, replace(self._sampling, tokens_max=tokens)):
             pass
-        return self._clock() - started
+        return time.monotonic() - started
 
 
 def _counts(slots: int) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from msgspec.structs import replace
 
-from transferqueue.adapters.protocols import Completion, Generator
+from transferqueue.adapters.protocols import Completion
 from transferqueue.errors import Impossible, UsageError
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.sequence import NumberedPrompt, PromptSequence
@@ -36,7 +36,6 @@ PROMPTS_MAX: Final = 64
 """Prompts of the job that are drawn from."""
 DEPTHS: Final = (0, 1)
 """Depths of pacing that plans may choose."""
-OpenEngine = Callable[[], Generator]
 
 
 def profile_job(
@@ -45,16 +44,13 @@ def profile_job(
     code: Path | None = None,
     devices: int = 2,
     trial_steps: int = 0,
-    open_engine_: OpenEngine | None = None,
     say: Callable[[str], None] = lambda line: None,
-    clock: Callable[[], float] = time.monotonic,
 ) -> Profile:
     """Measure `job` here and return its profile, for `devices` devices. Blocks for the start of its engine and its
     model, and some seconds more.
 
     code: folder whose modules rewards may name. trial_steps: of a run of the whole job at each depth, which shows how
-    its processes slow each other (0: none; `trial.run_trials`). open_engine_: another way to open the engine (None: the
-    job's). say: told each step. Nothing else should run.
+    its processes slow each other (0: none; `trial.run_trials`). say: told each step. Nothing else should run.
 
     Raises what `preflight` does; `Impossible` for sft, which generates nothing, for a job of episodes, whose time is
     the environment's, and for engines of several kinds, which a plan cannot choose between; `UsageError` for fewer than
@@ -68,26 +64,24 @@ def profile_job(
     prompts = PromptSequence(data, job.data, seed=job.seed).take(PROMPTS_MAX)
     settings = job.engine[0]
     say("the engine starts")
-    engine = open_engine_() if open_engine_ else open_engine(settings, job)
-    with closing(engine):
+    with closing(open_engine(settings, job)) as engine:
         say("the engine: lengths, tokens by rows at once, prompts")
         measured = measure_engine(
             engine,
-            sampling_of(job, settings),
+            sampling_of(job),
             [prompt.ids for prompt in prompts],
             slots=settings.slots,
             samples=job.sampling.group_size,
             seed=job.seed,
-            clock=clock,
         )
         say("the trainer: rows by micro-batch, optimizer, publication")
-        trained = measure_trainer(job, policy_learner(job), measured.prompts, measured.drawn, engine, clock=clock)
+        trained = measure_trainer(job, policy_learner(job), measured.prompts, measured.drawn, engine)
     say("rewards and scores")
     profile = Profile(
         batch_rows=batch_rows(job),
         generation=measured.generation,
         train=trained,
-        stages=_stages(job, data.renderer.tokenizer, prompts, measured, clock),
+        stages=_stages(job, data.renderer.tokenizer, prompts, measured),
         depths=DEPTHS,
         devices=devices,
         group_rows=group_rows(job),
@@ -116,16 +110,16 @@ def _check(job: Job, devices: int) -> None:
 
 
 def _stages(
-    job: Job, tokenizer: object, prompts: Sequence[NumberedPrompt], measured: MeasuredEngine, clock: Callable[[], float]
+    job: Job, tokenizer: object, prompts: Sequence[NumberedPrompt], measured: MeasuredEngine
 ) -> list[StageProfile]:
     """The stages between generation and training that take time."""
     row_s: dict[str, float] = {}
     tasks = task_names(job)
     if names.REWARD in tasks:
-        row_s[names.REWARD] = _reward_row_s(job, tokenizer, prompts, measured.drawn, clock)
+        row_s[names.REWARD] = _reward_row_s(job, tokenizer, prompts, measured.drawn)
     for task in (names.REFERENCE, names.PROXIMAL, names.VALUE, names.TEACHER):
         if task in tasks:
-            row_s[task] = scorer_row_s(job, task, measured.prompts, measured.drawn, clock)
+            row_s[task] = scorer_row_s(job, task, measured.prompts, measured.drawn)
     return [StageProfile(name=name, row_s=seconds) for name, seconds in row_s.items()]
 
 
@@ -134,17 +128,16 @@ def _reward_row_s(
     tokenizer: object,
     prompts: Sequence[NumberedPrompt],
     drawn: Sequence[Completion],
-    clock: Callable[[], float],
 ) -> float:
     seconds = []
     with RewardScorer(job, tokenizer) as scorer:  # type: ignore[arg-type]
         for _ in range(2):  # the first call loads models
-            started = clock()
+            started = time.monotonic()
             scorer.score(
                 ids=[prompts[each.prompt].number for each in drawn],
                 data=[prompts[each.prompt].data for each in drawn],
                 prompt_ids=[prompts[each.prompt].ids for each in drawn],
                 response_ids=[np.asarray(each.ids) for each in drawn],
             )
-            seconds.append((clock() - started) / len(drawn))
+            seconds.append((time.monotonic() - started) / len(drawn))
     return seconds[-1]

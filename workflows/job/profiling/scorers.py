@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 
 from transferqueue.adapters.protocols import Completion, Ids
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.settings.job import Job, ScorerSettings
 
 
-def scorer_row_s(
-    job: Job, task: str, prompts: Sequence[Ids], drawn: Sequence[Completion], clock: Callable[[], float]
-) -> float:
+def scorer_row_s(job: Job, task: str, prompts: Sequence[Ids], drawn: Sequence[Completion]) -> float:
     """Return the seconds of a row in one forward pass after the other, as a process of `task` makes them. Loads the
     model and frees it again.
     """
@@ -23,9 +22,9 @@ def scorer_row_s(
     stage = kind(load_scorer(load, settings, job.model), tokens=settings.tokens)
     seconds = []
     for _ in range(2):  # the first pass warms up
-        started = clock()
+        started = time.monotonic()
         stage.in_order([prompts[each.prompt] for each in drawn], [each.ids for each in drawn])
-        seconds.append((clock() - started) / len(drawn))
+        seconds.append((time.monotonic() - started) / len(drawn))
     return seconds[-1]
 
 

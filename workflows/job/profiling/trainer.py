@@ -5,7 +5,7 @@ engine has it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -36,18 +36,16 @@ def measure_trainer(
     prompts: Sequence[Ids],
     drawn: Sequence[Completion],
     engine: Generator,
-    *,
-    clock: Callable[[], float] = time.monotonic,
 ) -> StageProfile:
     """Train on drawn rows with made-up advantages, then publish to `engine`. Blocks; nothing else should run. The
     learner's weights change.
     """
     rows, size = batch_rows(job), group_rows(job)
     sizes = sorted({max(1, min(rows, -(-rows // part // size) * size)) for part in PARTS})
-    points = [(count, _call_s(learner, training_rows(job, prompts, drawn, count), clock)) for count in sizes]
+    points = [(count, _call_s(learner, training_rows(job, prompts, drawn, count))) for count in sizes]
     row_s, call_s = fitted(points)
-    step_s = _step_s(learner, training_rows(job, prompts, drawn, size), clock)
-    publish_s = publication_s(learner, engine, job, clock)
+    step_s = _step_s(learner, training_rows(job, prompts, drawn, size))
+    publish_s = publication_s(learner, engine, job)
     return StageProfile(
         row_s=row_s,
         call_s=call_s,
@@ -103,29 +101,29 @@ def can_stream(job: Job) -> bool:
     return job.trainer.stream == "on" and not defaults_of(job.algorithm.kind).whiten
 
 
-def _call_s(learner: StepLearner, rows: RowColumns, clock: Callable[[], float]) -> float:
+def _call_s(learner: StepLearner, rows: RowColumns) -> float:
     """Seconds of the passes over these rows."""
     seconds = []
     for _ in range(REPEATS + 1):
-        started = clock()
+        started = time.monotonic()
         learner.accumulate(rows)
-        seconds.append(clock() - started)
+        seconds.append(time.monotonic() - started)
         learner.discard()
     return min(seconds[1:])
 
 
-def _step_s(learner: StepLearner, rows: RowColumns, clock: Callable[[], float]) -> float:
+def _step_s(learner: StepLearner, rows: RowColumns) -> float:
     """Seconds of the optimizer. The first update allocates its state and does not count."""
     seconds = []
     for _ in range(REPEATS + 1):
         learner.accumulate(rows)
-        started = clock()
+        started = time.monotonic()
         learner.step()
-        seconds.append(clock() - started)
+        seconds.append(time.monotonic() - started)
     return min(seconds[1:])
 
 
-def publication_s(learner: StepLearner, engine: Generator, job: Job, clock: Callable[[], float]) -> float:
+def publication_s(learner: StepLearner, engine: Generator, job: Job) -> float:
     """Seconds from the beginning of a publication until `engine` has the weights. 0 for one that takes none."""
     seconds = []
     with tq.connect(arena_bytes=int(job.queue.memory_gib * GIB)) as queue:
@@ -136,10 +134,10 @@ def publication_s(learner: StepLearner, engine: Generator, job: Job, clock: Call
         publisher = Publisher(channel, dtype=torch_dtype(job.weights.dtype), background=False)
         try:
             for version in range(REPEATS + 1):
-                started = clock()
+                started = time.monotonic()
                 publisher.publish(version, learner.weights(), lambda: None)
                 updater.follow(FOLLOW_S)
-                seconds.append(clock() - started)
+                seconds.append(time.monotonic() - started)
         except Unsupported:
             return 0.0
         finally:

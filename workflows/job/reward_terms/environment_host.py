@@ -162,11 +162,6 @@ class HostedEnvironment:
         self._is_usable = True
         self.role = "user"
 
-    @property
-    def process_id(self) -> int:
-        """Id of the process that has it."""
-        return self._process.pid
-
     def make(self) -> None:
         """Make the environment."""
         self.role = self._call(MAKE, "the factory()")
@@ -241,11 +236,6 @@ class EnvironmentProcess:
         """How it ended, in words."""
         self._reader = threading.Thread(target=self._read, name="environments", daemon=True)
         self._reader.start()
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
 
     def call(self, call: EnvironmentCall) -> ResultReply | FailureReply:
         """Make a call, and wait for its answer. Raises `ProcessDied`."""

@@ -64,11 +64,6 @@ class PipedProcess:
             os.close(replies)
         self._is_closed = self._has_all_requests = False
 
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
     def send(self, message: msgspec.Struct, deadline: float) -> None:
         """Send a message. Returns without an error if the process has ended, which the missing reply says. Raises
         `TimeoutError` if it does not read."""

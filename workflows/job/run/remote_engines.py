@@ -24,7 +24,7 @@ import msgspec
 import transferqueue as tq
 from transferqueue.errors import UsageError, listing
 from transferqueue.weights import RelayProcess
-from transferqueue.workflows.flow.flow import Flow, Observe
+from transferqueue.workflows.flow.flow import Flow
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.graph import stage_jobs
 from transferqueue.workflows.job.run.machine import process_variables
@@ -46,7 +46,6 @@ def run_remote_engines(
     *,
     directory: Path,
     code: Path | None = None,
-    observe: Observe = lambda label, event: None,
     tell: Callable[[str], object] = lambda line: None,
 ) -> None:
     """Run the engines of `site` for a job that runs elsewhere, until its table has ended. Blocks for as long as that
@@ -75,7 +74,7 @@ def run_remote_engines(
             queue,
             processes,
             directory=directory / "logs",
-            observe=observe,
+            observe=lambda label, event: None,
             restarts_max=RESTARTS_MAX,
             environment=environment,
             environments=process_variables(job, placement),

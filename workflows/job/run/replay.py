@@ -18,13 +18,14 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
 import transferqueue as tq
+from transferqueue.adapters.weight_files import host_bytes
 from transferqueue.errors import Corruption, NotFound, UsageError
 from transferqueue.storage.elements.values import decode
 from transferqueue.workflows.job import graph, names
@@ -86,13 +87,37 @@ class Replay(msgspec.Struct, kw_only=True):
         return f"step {self.differs.step} differs at stage {self.differs.stage}{row}: {self.differs.text}"
 
 
+class BeforeStep(NamedTuple):
+    """A run as it was before a step.
+
+    Args:
+        job: its settings.
+        learner: the trainer's, with the weights (`model`) and the optimizer.
+        rows: the columns that the trainer read, by name, in the order in which it took the rows.
+        recorded: these rows as an Arrow table, in this order, with all their columns and their lineage.
+        figures: of the step, as the run wrote them.
+    """
+
+    job: Job
+    learner: PolicyLearner
+    rows: RowColumns
+    recorded: Any
+    figures: Mapping[str, Any]
+
+
 class _Differs(Exception):
     def __init__(self, stage: str, text: str, row: int | None = None) -> None:
         super().__init__(text)
         self.stage, self.text, self.row = stage, text, row
 
 
-def replay(folder: Path, step: int, *, tell: Callable[[str], None] = lambda text: None) -> Replay:
+def replay(
+    folder: Path,
+    step: int,
+    *,
+    tell: Callable[[str], None] = lambda text: None,
+    look: Callable[[BeforeStep], None] | None = None,
+) -> Replay:
     """Compute a step of the run in `folder` again.
 
     Blocks for the steps since the checkpoint before it. Call it where nothing else computes with torch: meanwhile the
@@ -102,6 +127,8 @@ def replay(folder: Path, step: int, *, tell: Callable[[str], None] = lambda text
         folder: of the run, finished or not.
         step: its number.
         tell: gets what differs from the run's packages, and what is left out, before anything is computed.
+        look: is called before the step is computed, once the steps before it came out equal; it may change the
+            trainer. Default None: nothing is called.
 
     Raises:
         NotFound: no folder of a run; or it has no checkpoint before the step, or lacks rows or their order.
@@ -126,6 +153,8 @@ def replay(folder: Path, step: int, *, tell: Callable[[str], None] = lambda text
         steps = _Steps(run.path, table, job, scorer, begun)
         for number in range(begun + 1, step + 1):
             outcome.compared = []
+            if look is not None and number == step:
+                look(steps.before(number, taken[number]))
             try:
                 steps.again(number, taken[number], outcome.compared)
             except _Differs as found:
@@ -267,6 +296,13 @@ class _Steps:
     def _checkpoint(self, step: int) -> Path:
         return checkpoint_path(self._folder / CHECKPOINTS / names.TRAIN, step)
 
+    def before(self, step: int, taken: _TakenStep) -> BeforeStep:
+        """The run as it is before a step that is to be computed."""
+        torch.set_num_threads(taken.threads)
+        rows = _RecordedStep(self._table, taken, step, graph.fields(self._job))
+        figures = self._figures.get(step, {})
+        return BeforeStep(self._job, self._learner, rows.read(taken.columns), rows.table, figures)
+
     def again(self, step: int, taken: _TakenStep, compared: list[str]) -> None:
         """Compute a step. compared: gets the stages that are equal. Raises `_Differs` at the first that is not."""
         torch.set_num_threads(taken.threads)
@@ -310,12 +346,8 @@ class _Steps:
             raise _Differs("weights", str(error)) from error
         for name, tensor in saved_tensors(self._learner).items():
             before = written.tensor(name) if written.shape(name) else written.piece(name, 0)
-            if not torch.equal(_bits(before), _bits(tensor)):
+            if not torch.equal(host_bytes(before), host_bytes(tensor)):
                 raise _Differs("weights", f"{name} of {path} has other bits")
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 # ---------------------------------------------------------------- rows
@@ -330,8 +362,8 @@ class _RecordedStep:
         found = table.arrow(filter=pc.field("_step") == step)
         place = {row: at for at, row in enumerate(found["_row"].to_pylist())}
         self.ids = taken.rows
-        self._found = found.take([place[row] for row in self.ids])
-        self._fields = {field.name: field for field in fields if field.name in self._found.column_names}
+        self.table: Final = found.take([place[row] for row in self.ids])
+        self._fields = {field.name: field for field in fields if field.name in self.table.column_names}
 
     @property
     def fields(self) -> Collection[str]:
@@ -340,7 +372,7 @@ class _RecordedStep:
 
     def column(self, name: str) -> list[Any]:
         """The values of a column, one a row, as a trainer reads them."""
-        field, values = self._fields[name], self._found[name].to_pylist()
+        field, values = self._fields[name], self.table[name].to_pylist()
         if field.dtype == "value":
             return [decode(value, f"row {row}") for value, row in zip(values, self.ids, strict=True)]
         return values if field.dtype == "str" or not field.shape else [np.array(value, field.dtype) for value in values]
@@ -351,7 +383,7 @@ class _RecordedStep:
 
     def fact(self, name: str) -> Any:
         """A numeric fact of each row."""
-        return self._found[name].to_numpy()
+        return self.table[name].to_numpy()
 
 
 def _compare_rows(rows: _RecordedStep, taken: _TakenStep) -> None:

@@ -112,9 +112,9 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
             ("rows by staleness", _counts(self.staleness)),
             ("  of it in flight", _counts(self.staleness_in_flight)),
             ("  of it in the queue", _counts(self.staleness_in_queue)),
-            ("published → applied", _milliseconds(self.publish_lag_s, "median")),
+            ("published → applied", _median(self.publish_lag_s)),
             *([("generation stood still", self.swaps.text())] if self.swaps.count else []),
-            ("weights published in", _milliseconds(self.publish_s, "median")),
+            ("weights published in", _median(self.publish_s)),
             *([("weights by rank", _by_rank(self.publications))] if len(self.publications) > 1 else []),
             ("rows put / done / dropped", f"{self.rows_put:,} / {self.rows_done:,} / {dropped}"),
             *([("rows in no file", f"{self.rows_unrecorded:,}; server.log says why")] if self.rows_unrecorded else []),
@@ -330,5 +330,5 @@ def _counts(rows: Mapping[str, int]) -> str:
     return ", ".join(f"{versions}: {count:,}" for versions, count in rows.items()) or "none"
 
 
-def _milliseconds(seconds: float | None, of: str) -> str:
-    return "not reported" if seconds is None else f"{1000 * seconds:.1f} ms ({of})"
+def _median(seconds: float | None) -> str:
+    return "not reported" if seconds is None else f"{1000 * seconds:.1f} ms (median)"

@@ -9,9 +9,8 @@ from typing import Any, Final
 import msgspec
 
 from transferqueue.errors import NotFound, UsageError
-from transferqueue.workflows.job.run_files import ADAPTER_CONFIG
+from transferqueue.workflows.job.run_files import ADAPTER_CONFIG, ADAPTERS
 
-_WEIGHTS: Final = "adapter_model.safetensors"
 _CLOSED: Final[dict[str, tuple[Any, ...]]] = {
     "use_dora": (False, None),
     "use_rslora": (False, None),
@@ -41,7 +40,7 @@ def adapter_config(path: str) -> AdapterConfig:
     rank.
     """
     place = Path(path).expanduser()
-    for name in (ADAPTER_CONFIG, _WEIGHTS):
+    for name in (ADAPTER_CONFIG, ADAPTERS):
         if not (place / name).is_file():
             raise NotFound(
                 f"trainer.lora_adapter={path!r} has no {name}; give a directory that peft wrote, or the folder or a "

@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from difflib import get_close_matches
-from typing import Any, Final
-from urllib.parse import urlsplit
+from collections.abc import Callable
+from typing import Final
 
-from transferqueue.errors import Impossible, UsageError, listing
-from transferqueue.workflows.job import names
-from transferqueue.workflows.job.settings.defaults import KINDS, defaults_of, filled, tasks_of, updates
-from transferqueue.workflows.job.settings.environment_factories import environment_name
+from transferqueue.errors import Impossible, UsageError
+from transferqueue.workflows.job.settings.algorithm_rules import ALGORITHM_RULES, oldest_version
+from transferqueue.workflows.job.settings.data_rules import DATA_RULES, FUNCTION
+from transferqueue.workflows.job.settings.defaults import defaults_of, filled
 from transferqueue.workflows.job.settings.job import IN_TURN, Devices, Job, RaySettings
 from transferqueue.workflows.job.settings.ranges import check_ranges
 from transferqueue.workflows.job.settings.sizes import (
     GIB,
     batch_rows,
-    depth,
     gib,
     group_rows,
     has_step_versions,
-    merged_for,
     records_rows,
     row_bytes,
     rows_ahead,
@@ -35,20 +31,14 @@ from transferqueue.workflows.job.settings.sizes import (
     tokens_of_row,
 )
 
-_FUNCTION: Final = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|.+\.py):[A-Za-z_]\w*")
 _SERVED: Final = ("vllm_server", "sglang_server", "openai")
 _APART: Final = ("builtin", "transformers")
 """Engines of one device, which can compute each request apart from all others."""
 _KEEPS_CACHES: Final = ("builtin", "transformers", "vllm", "vllm_server", "factory")
 """Engines that can go on with the caches of running requests under new weights; one of a factory may."""
-_DTYPES: Final = ("float32", "bfloat16", "float16")
 LOGGERS: Final = ("tensorboard", "wandb", "mlflow")
-_OF_THE_CALL: Final = ("tools", "tokenize", "add_generation_prompt", "continue_final_message", "conversation")
-"""Arguments of a tokenizer's ``apply_chat_template`` that ``model.template_args`` may not have."""
 _SET: Final = re.compile(r"[A-Za-z][\w-]{0,63}")
 """Name of a set of held-out prompts."""
-_ENVIRONMENT: Final = re.compile(r"\w[\w-]{0,63}", re.ASCII)
-"""Name of an environment: it may be that of a function, or of a host. Drop reasons end with it."""
 
 
 def check(job: Job) -> None:
@@ -57,383 +47,6 @@ def check(job: Job) -> None:
     check_ranges(job)
     for rule in _RULES:
         rule(job)
-
-
-# ---------------------------------------------------------------- models and data
-
-
-def _paths(job: Job) -> None:
-    if not job.model.path.strip():
-        raise UsageError('model.path="": required')
-    paths = {f"data.sources.{place}.path": source.path for place, source in enumerate(job.data.sources)}
-    paths |= {f"evaluation.sets.{place}.path": each.path for place, each in enumerate(job.evaluation.sets)}
-    if not job.data.sources:
-        paths["data.path"] = job.data.path
-    for key, path in paths.items():
-        if not path.strip():
-            raise UsageError(f'{key}="": required; a file or directory of prompts: {key} = "prompts.jsonl"')
-
-
-def _template_arguments(job: Job) -> None:
-    for name in job.model.template_args:
-        if name in _OF_THE_CALL:
-            raise UsageError(
-                f"model.template_args.{name}: the job sets it itself; leave it out"
-                + ("; a file with tools is model.tools" if name == "tools" else "")
-            )
-
-
-def _dtypes(job: Job) -> None:
-    dtypes = {
-        "model.dtype": job.model.dtype,
-        "trainer.master_dtype": job.trainer.master_dtype,
-        "weights.dtype": job.weights.dtype,
-    }
-    for key, dtype in dtypes.items():
-        if dtype and dtype not in _DTYPES:
-            raise UsageError(f"{key}={dtype!r}: give {', '.join(_DTYPES)}")
-
-
-def _data(job: Job) -> None:
-    responses = {"data.response": job.data.response}
-    responses |= {f"data.sources.{place}.response": source.response for place, source in enumerate(job.data.sources)}
-    responses["evaluation.response"] = job.evaluation.response
-    responses |= {f"evaluation.sets.{place}.response": each.response for place, each in enumerate(job.evaluation.sets)}
-    for key, response in responses.items():
-        if response and job.algorithm.kind != "sft":
-            raise UsageError(
-                f"{key}={response!r} is read by sft alone, and kind={job.algorithm.kind!r}; a reward gets the column "
-                "by its name, or by data.columns"
-            )
-    if job.data.turns == "all" and (job.algorithm.kind != "sft" or any(responses.values())):
-        raise UsageError(
-            f'data.turns="all" with kind={job.algorithm.kind!r} and data.response={job.data.response!r}: it is for '
-            'messages whose turns of the assistant sft learns; set data.turns="last", or leave the response out'
-        )
-
-
-def _mixture(job: Job) -> None:
-    data = job.data
-    if not data.sources:
-        return
-    if data.path or data.subset:
-        raise UsageError(
-            f"data.path={data.path!r} with data.sources: both name the data; make it one of data.sources, or leave "
-            "these out"
-        )
-    if data.epochs:
-        raise UsageError(
-            f"data.epochs={data.epochs} with data.sources: each source is passed over as often as its weight needs; "
-            "leave it out, and set steps"
-        )
-
-
-def _models_of_the_kind(job: Job) -> None:
-    kind = job.algorithm.kind
-    if kind == "ppo" and not job.critic.path:
-        raise UsageError(
-            'kind="ppo" needs critic.path: a model whose values the advantages are over; for one without a critic see '
-            'kind="reinforce_pp"'
-        )
-    if kind != "ppo" and job.critic.path:
-        raise UsageError(f"critic.path={job.critic.path!r} is read by ppo alone, and kind={kind!r}; leave it out")
-    if kind == "distill" and not job.teacher.path:
-        raise UsageError('kind="distill" needs teacher.path: the model to learn from')
-    if kind != "distill" and job.teacher.path:
-        raise UsageError(f"teacher.path={job.teacher.path!r} is read by distill alone, and kind={kind!r}; leave it out")
-    if job.reference.path and not job.algorithm.kl:
-        raise UsageError(
-            f"reference.path={job.reference.path!r} with algorithm.kl=0: nothing reads its log-probs; set algorithm.kl"
-        )
-
-    if job.reference.sync_every and not job.algorithm.kl:
-        raise UsageError(
-            f"reference.sync_every={job.reference.sync_every} with algorithm.kl=0: there is no reference; set "
-            "algorithm.kl"
-        )
-    if job.reference.sync_every and job.reference.path not in ("", job.model.path):
-        raise UsageError(
-            f"reference.sync_every={job.reference.sync_every} with reference.path={job.reference.path!r}: a reference "
-            "that takes the policy's weights begins as the policy; leave the path out"
-        )
-
-
-def _adapters(job: Job) -> None:
-    trainer = job.trainer
-    if trainer.lora_targets and not trainer.lora_rank and not trainer.lora_adapter:
-        raise UsageError(
-            f"trainer.lora_targets={list(trainer.lora_targets)} with lora_rank=0: there are no adapters; set "
-            "trainer.lora_rank"
-        )
-    for target in trainer.lora_targets:
-        if not target or "." in target:
-            raise UsageError(
-                f'trainer.lora_targets has {target!r}; give the last part of a layer\'s name, such as "q_proj"'
-            )
-    if trainer.lora_adapter and job.algorithm.kl and not job.reference.path:
-        raise UsageError(
-            f"trainer.lora_adapter={trainer.lora_adapter!r} with algorithm.kl={job.algorithm.kl:g}: the policy at its "
-            "start has no directory of its own; set reference.path, to model.path for the model without adapters"
-        )
-
-
-# ---------------------------------------------------------------- rewards and sampling
-
-
-def _published_adapters(job: Job) -> None:
-    if not job.weights.lora:
-        return
-    if not job.trainer.lora_rank and not job.trainer.lora_adapter:
-        raise UsageError(f'weights.lora="{job.weights.lora}" with lora_rank=0: there are no adapters; leave it out')
-    if job.weights.lora == "adapter" and (what := merged_for(job)):
-        raise UsageError(f'weights.lora="adapter" with {what}, which takes merged weights alone; leave it out')
-
-
-def _rewards(job: Job) -> None:
-    kind = job.algorithm.kind
-    if defaults_of(kind).rewarded and not job.reward and not job.environment:
-        raise UsageError(f'kind={kind!r} needs a reward: reward = [{{ function = "module:function" }}]')
-    for key in ("reward", "environment"):
-        if kind == "sft" and getattr(job, key):
-            raise UsageError(
-                f'{key} with kind="sft": it learns from data.response, and nothing is generated that could be scored; '
-                "leave it out"
-            )
-    if job.reward and job.environment:
-        raise UsageError(
-            "reward with environment: episodes bring their own rewards; leave reward out, or make a function an "
-            'environment of one turn: [[environment]] function = "module:function"'
-        )
-    for place, reward in enumerate(job.reward):
-        _one_of(f"reward.{place}", reward, ("function", "model"))
-        if not math.isfinite(reward.weight):
-            raise UsageError(
-                f"reward.{place}.weight={reward.weight}: give a finite number; 0 measures without rewarding"
-            )
-        if reward.model:
-            _model_arguments(f"reward.{place}.args", reward.args)
-    if job.reward and not any(reward.weight for reward in job.reward):
-        raise UsageError(f"reward.0.weight={job.reward[0].weight}: every weight is 0, so nothing is rewarded; set one")
-
-
-def _one_of(key: str, table: object, names: tuple[str, ...]) -> None:
-    """Raise unless exactly one of these keys is given, and functions are named so that they can be found."""
-    given = [name for name in names if getattr(table, name)]
-    if len(given) != 1:
-        raise UsageError(f"{key} has {' and '.join(given) or 'none'} of {listing(names)}; give exactly one")
-    named = getattr(table, given[0])
-    if given[0] in ("function", "factory", "agent") and not _FUNCTION.fullmatch(named):
-        raise UsageError(f'{key}.{given[0]}={named!r} is not named as "module:function" or "file.py:function"')
-
-
-def _environments(job: Job) -> None:
-    for place, environment in enumerate(job.environment):
-        key = f"environment.{place}"
-        _one_of(key, environment, ("factory", "function", "url", "agent"))
-        if environment.url and not _is_address(environment.url):
-            raise UsageError(f'{key}.url={environment.url!r}: give an address such as "http://127.0.0.1:8000"')
-        if environment.url and (unknown := environment.args.keys() - {"action", "observation"}):
-            raise UsageError(f"{key}.args.{min(unknown)}: with a url, args has action and observation alone")
-        if not math.isfinite(environment.weight) or not environment.weight:
-            raise UsageError(f"{key}.weight={environment.weight}: give a finite number that is not 0")
-        if not _ENVIRONMENT.fullmatch(name := environment_name(environment)):
-            raise UsageError(f"{key}.name={name!r}: give up to 64 ASCII letters, digits, _ and -, but no - at first")
-    known = [environment_name(environment) for environment in job.environment]
-    if len(set(known)) < len(known):
-        raise UsageError(f"environment has the names {listing(known)}; give each another one (environment.name)")
-    _environments_of_data(job, known)
-
-
-def _is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https", "ws", "wss") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
-
-
-def _environments_of_data(job: Job, known: list[str]) -> None:
-    named = {f"data.sources.{at}": source.environment for at, source in enumerate(job.data.sources)}
-    if len(known) > 1 and not named:
-        raise UsageError(
-            f"{len(known)} environments, and data.path for all: give each its data and its share of the prompts, "
-            f'data.sources = [{{ path = "...", environment = "{known[0]}", weight = 1.0 }}, ...]'
-        )
-    played = set(named.values())
-    if job.evaluation.path:
-        named["evaluation"] = job.evaluation.environment
-    named |= {f"evaluation.sets.{at}": each.environment for at, each in enumerate(job.evaluation.sets)}
-    for key, name in named.items():
-        if name and name not in known:
-            close = get_close_matches(name, known, n=1)
-            meant = f"; did you mean {close[0]}?" if close else ""
-            raise UsageError(f"{key}.environment={name!r}: the job has {listing(known)}{meant}")
-    if missing := [name for name in known if len(known) > 1 and name not in played]:
-        raise UsageError(f"no data source names environment {missing[0]}: it would play no row; leave it out")
-    for key, name in named.items():
-        if not name and len(known) > 1:
-            raise UsageError(f"{key}.environment: required with several environments; give one of {listing(known)}")
-
-
-def _model_arguments(key: str, arguments: Mapping[str, Any]) -> None:
-    for name, value in arguments.items():
-        if name != "output":
-            raise UsageError(f"{key}.{name}: a reward model takes output alone; leave it out")
-        if value not in ("score", "probability"):
-            raise UsageError(f'{key}.output={value!r}: give "score" or "probability"')
-
-
-def _groups(job: Job) -> None:
-    kind, size = job.algorithm.kind, job.sampling.group_size
-    if defaults_of(kind).compares and size == 1:
-        others = ", ".join(f'"{name}"' for name, other in KINDS.items() if other.rewarded and not other.compares)
-        raise Impossible(
-            f"group_size=1 with {kind}: all advantages are 0; set sampling.group_size=8, or a kind without groups: "
-            f"{others}"
-        )
-    least = job.sampling.group_min
-    if least > size:
-        raise Impossible(
-            f"group_min={least} with group_size={size}: no group has so many responses; give at most {size}"
-        )
-    if least and not defaults_of(kind).compares:
-        raise UsageError(f"group_min={least} with kind={kind!r}, whose rows are trained one by one; leave it out")
-    if job.sampling.refills and not job.environment:
-        raise UsageError(
-            f"sampling.refills={job.sampling.refills} without an environment: only a response whose environment failed "
-            "is replaced; leave it out"
-        )
-    if job.algorithm.filter_equal and size == 1:
-        raise Impossible("filter_equal with group_size=1: the rewards of every group are equal, and all are dropped")
-    if job.algorithm.filter_equal and not defaults_of(kind).compares:
-        raise UsageError(
-            f"filter_equal with kind={kind!r}, whose rows are trained one by one and not in whole groups: a group that "
-            'is not whole yet would be dropped; leave it out, or set kind="rloo"'
-        )
-
-
-def _sampling(job: Job) -> None:
-    if job.algorithm.overlong_buffer > job.sampling.tokens_max:
-        raise UsageError(
-            f"overlong_buffer={job.algorithm.overlong_buffer} is more than tokens_max={job.sampling.tokens_max}: it is "
-            "the last part of a response"
-        )
-
-
-# ---------------------------------------------------------------- the algorithm
-
-
-def _corrections(job: Job) -> None:
-    algorithm = job.algorithm
-    if algorithm.tis_max and algorithm.old == "rollout":
-        raise UsageError(
-            f'tis_max={algorithm.tis_max:g} with old="rollout": the mismatch would count twice, in the ratio and in '
-            'its weight; set algorithm.old="trainer"'
-        )
-    if algorithm.kind in ("sft", "distill") and (algorithm.tis_max or algorithm.dual_clip):
-        raise UsageError(
-            f"tis_max={algorithm.tis_max or 0:g}, dual_clip={algorithm.dual_clip:g} with kind={algorithm.kind!r}: its "
-            "loss has no ratio; leave them out"
-        )
-    if algorithm.clip_high and algorithm.clip_low and algorithm.clip_high < algorithm.clip_low:
-        raise UsageError(
-            f"clip_high={algorithm.clip_high:g} is below clip_low={algorithm.clip_low:g}: a better action could grow "
-            "less than a worse one shrinks"
-        )
-
-
-def _token_staleness(job: Job) -> None:
-    mask, kind, pacing = job.algorithm.token_staleness.mask, job.algorithm.kind, job.pacing
-    if mask and kind == "sft":
-        raise UsageError(f'token_staleness.mask={mask} with kind="sft": no version drew its tokens; leave it out')
-    if mask and has_step_versions(job):
-        raise UsageError(
-            f"token_staleness.mask={mask} with reproducible=true: all tokens of a step have the same version, so it "
-            "would leave out none or all of them; leave it out, or set reproducible=false"
-        )
-    oldest = _oldest(job)
-    if mask and mask >= oldest:
-        raise UsageError(
-            f"token_staleness.mask={mask} with mode={pacing.mode!r} and max_staleness={oldest}: no token of a step is "
-            f"older than {oldest}, so none would be left out; give less, or leave it out"
-        )
-
-
-def _router_replay(job: Job) -> None:
-    if not job.algorithm.router_replay:
-        return
-    if not defaults_of(job.algorithm.kind).rollout:
-        raise UsageError(f'router_replay=true with kind="{job.algorithm.kind}": no engine draws its tokens')
-    for place, engine in enumerate(job.engine):
-        if engine.kind != "transformers":
-            raise UsageError(
-                f'router_replay=true with engine.{place}.kind="{engine.kind}": it gives no routes; set '
-                'kind="transformers", or leave it out'
-            )
-    if names.PROXIMAL in tasks_of(filled(job.algorithm)):
-        raise UsageError(
-            'router_replay=true with old="trainer": those log-probs are computed without routes; set '
-            'algorithm.old="rollout", or leave it out'
-        )
-    trainer = job.trainer
-    if trainer.gradient_checkpointing or trainer.parallel == "fsdp2":
-        raise UsageError(
-            f"router_replay=true with gradient_checkpointing={trainer.gradient_checkpointing}, "
-            f'parallel="{trainer.parallel}": layers that are computed again, or sharded, choose experts anew; set '
-            'gradient_checkpointing=false and parallel="single" or "ddp", or leave it out'
-        )
-
-
-def _oldest(job: Job) -> int:
-    """The most versions between the weights of a row and the step that trains it."""
-    staleness = job.pacing.max_staleness
-    return math.ceil(depth(job)) if staleness is None else staleness
-
-
-def _entropy(job: Job) -> None:
-    if job.algorithm.entropy and not defaults_of(job.algorithm.kind).rewarded:
-        raise UsageError(
-            f"entropy={job.algorithm.entropy:g} with kind={job.algorithm.kind!r}, which explores nothing; leave it out"
-        )
-
-
-def _kl(job: Job) -> None:
-    algorithm = job.algorithm
-    if algorithm.kl and algorithm.kind == "sft":
-        raise UsageError(
-            f'kl={algorithm.kl:g} with kind="sft": nothing is drawn, so there is no divergence to estimate; leave it '
-            "out"
-        )
-    if algorithm.kl and algorithm.kl_in == "reward" and not defaults_of(algorithm.kind).rewarded:
-        raise UsageError(f'kl_in="reward" with kind={algorithm.kind!r}, which has no reward; set kl_in="loss"')
-
-
-def _distillation(job: Job) -> None:
-    algorithm = job.algorithm
-    if algorithm.kind != "distill" and algorithm.top_k:
-        raise UsageError(f"top_k={algorithm.top_k} is read by distill alone, and kind={algorithm.kind!r}; leave it out")
-
-
-def _updates(job: Job) -> None:
-    algorithm, trainer = job.algorithm, job.trainer
-    if algorithm.minibatches > trainer.prompts_per_step:
-        raise Impossible(
-            f"minibatches={algorithm.minibatches} of prompts_per_step={trainer.prompts_per_step}: some would have no "
-            f"prompt; give at most {trainer.prompts_per_step}"
-        )
-    if (
-        trainer.stream == "on"
-        and algorithm.whiten is not False
-        and (algorithm.whiten or defaults_of(algorithm.kind).whiten)
-    ):
-        raise UsageError(
-            'whiten with stream="on": whitening needs the batch; use stream="auto", or set algorithm.whiten=false'
-        )
-    if trainer.stream == "on" and updates(algorithm) > 1:
-        raise UsageError(
-            f'epochs={algorithm.epochs}, minibatches={algorithm.minibatches} with stream="on": several updates need '
-            'the batch; use stream="auto"'
-        )
 
 
 # ---------------------------------------------------------------- trainer and engines
@@ -500,7 +113,7 @@ def _engines(job: Job) -> None:
                 'your own has kind="factory" and names its function as "module:function" or "file.py:function"; '
                 "others have neither"
             )
-        if engine.factory and not _FUNCTION.fullmatch(engine.factory):
+        if engine.factory and not FUNCTION.fullmatch(engine.factory):
             raise UsageError(
                 f'engine.{place}.factory={engine.factory!r} is not named as "module:function" or "file.py:function"'
             )
@@ -538,7 +151,7 @@ def _weights_of_servers(job: Job) -> None:
                 f'engine.{place}.options has no "weights": give an empty folder that the server sees under the same '
                 "path; new weights are written there"
             )
-        if engine.kind == "openai" and (oldest := _oldest(job)) < job.steps - 1:
+        if engine.kind == "openai" and (oldest := oldest_version(job)) < job.steps - 1:
             raise Impossible(
                 f'engine.{place}.kind="openai": an endpoint takes no weights, so all rows are of version 0, and step '
                 f"{job.steps} would train rows that are {job.steps - 1} versions old; pacing.max_staleness={oldest} "
@@ -800,7 +413,7 @@ def _listed(devices: Devices) -> str:
 
 def _loggers(job: Job) -> None:
     for place, name in enumerate(job.log.to):
-        if name not in LOGGERS and not _FUNCTION.fullmatch(name):
+        if name not in LOGGERS and not FUNCTION.fullmatch(name):
             raise UsageError(
                 f'log.to.{place}={name!r}: give {", ".join(LOGGERS)}, or a function of your own, "module:function"'
             )
@@ -915,25 +528,8 @@ def _memory(job: Job) -> None:
 
 
 _RULES: Final[tuple[Callable[[Job], None], ...]] = (
-    _paths,
-    _template_arguments,
-    _dtypes,
-    _data,
-    _mixture,
-    _models_of_the_kind,
-    _adapters,
-    _published_adapters,
-    _rewards,
-    _environments,
-    _groups,
-    _sampling,
-    _corrections,
-    _token_staleness,
-    _router_replay,
-    _entropy,
-    _kl,
-    _distillation,
-    _updates,
+    *DATA_RULES,
+    *ALGORITHM_RULES,
     _ranks,
     _engines,
     _caches,

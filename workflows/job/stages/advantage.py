@@ -28,7 +28,7 @@ from transferqueue.workflows.job.algorithms.advantages import (
     advantage_columns_of,
     group_advantages,
 )
-from transferqueue.workflows.job.names import ADVANTAGE
+from transferqueue.workflows.job.names import ADVANTAGE, OPEN_STATES
 from transferqueue.workflows.job.settings.defaults import columns_of, filled
 from transferqueue.workflows.job.settings.job import IN_TURN, Job
 from transferqueue.workflows.job.settings.sizes import depth, group_rows, has_step_versions
@@ -37,8 +37,6 @@ from transferqueue.workflows.job.stages.step_versions import StepVersions, step_
 
 ZERO_ADVANTAGE: Final = "zero_advantage"
 """Drop reason of groups with equal rewards."""
-_OPEN: Final = ("pending", "held", "ready", "leased")
-"""States of a row that the stage has not finished."""
 
 
 @contextmanager
@@ -115,7 +113,7 @@ class StepRows:
 
     def _is_open(self, row: int) -> bool:
         try:
-            return self._queue.inspect(self._table.name, row).tasks[ADVANTAGE].state in _OPEN
+            return self._queue.inspect(self._table.name, row).tasks[ADVANTAGE].state in OPEN_STATES
         except NotFound:
             return False  # it ended meanwhile
 

@@ -17,7 +17,7 @@ from typing import Final, Self
 
 import transferqueue as tq
 from transferqueue.adapters.protocols import WeightSource
-from transferqueue.adapters.weights import ChannelWeights, TensorWeights
+from transferqueue.adapters.weights import ChannelWeights, TensorWeights, is_kept
 from transferqueue.errors import DeadlineExceeded, EndOfTable, NotFound, Sealed
 from transferqueue.workflows.flow.events import SWAP
 from transferqueue.workflows.flow.stage import Context
@@ -144,7 +144,7 @@ class HeldWeights:
         """
         if self._first is not None and self._first.version == version:
             held = ChannelWeights(self._address, self._first)
-            yield held if self._is_kept(version) else TensorWeights(dict(held)), version
+            yield held if is_kept(self._channel, version, since=self._first) else TensorWeights(dict(held)), version
             self._release()
             return
         self._release()
@@ -156,13 +156,6 @@ class HeldWeights:
             return self._channel.pull(version=version, timeout_s=_WAIT_S)
         except (NotFound, DeadlineExceeded):
             return self._channel.pull(timeout_s=_FIRST_S)
-
-    def _is_kept(self, version: int) -> bool:
-        try:
-            self._channel.pull(version=version, since=self._first, timeout_s=0.0).release()
-        except NotFound:
-            return False
-        return True
 
     def _release(self) -> None:
         if self._first is not None:

@@ -112,7 +112,7 @@ def _measure(job: Job, open_engine: OpenEngine, tokenizer: TextTokenizer) -> Ite
 
 def held_out_sampling(job: Job) -> Sampling:
     """Return how held-out responses are drawn: as in training for distill, at `evaluation.temperature` otherwise."""
-    drawn = sampling_of(job, job.engine[0])
+    drawn = sampling_of(job)
     temperature = job.sampling.temperature if job.algorithm.kind == "distill" else job.evaluation.temperature
     return Sampling(tokens_max=drawn.tokens_max, temperature=temperature, stop_ids=drawn.stop_ids)
 

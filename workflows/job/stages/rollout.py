@@ -64,7 +64,7 @@ def generating(
     oversampling: stops the engine when a batch is full.
     """
     settings = engine_of(job, context.instance)
-    sampling = sampling_of(job, settings)
+    sampling = sampling_of(job)
     with ExitStack() as stack:
         with context.span("engine start"):
             engine = stack.enter_context(closing(open_engine(settings, job, place=list(job.engine).index(settings))))
@@ -122,7 +122,7 @@ class EngineRollout:
 # ---------------------------------------------------------------- sampling
 
 
-def sampling_of(job: Job, settings: EngineSettings) -> Sampling:
+def sampling_of(job: Job) -> Sampling:
     """Return how the job draws. Stop tokens: the end tokens of the tokenizer and of the model's generation settings,
     and `sampling.stop`.
 

@@ -30,9 +30,9 @@ from transferqueue.adapters.weight_files import (
 from transferqueue.adapters.weight_shards import like, shard_of
 from transferqueue.errors import UsageError, listing
 from transferqueue.transport.system.private_files import sync_path
+from transferqueue.workflows.job.run_files import ADAPTERS
 from transferqueue.workflows.job.training.learner import StepLearner
 
-ADAPTERS: Final = "adapter_model.safetensors"
 TRAINER: Final = "trainer"
 _MOMENTS: Final = f"{TRAINER}/optimizer.safetensors"
 _RANDOM: Final = "random/"

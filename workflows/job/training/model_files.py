@@ -40,10 +40,10 @@ from transferqueue.errors import UsageError
 from transferqueue.limits import MIB
 from transferqueue.observe import units
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer
-from transferqueue.workflows.job.run_files import ADAPTER_CONFIG, CONFIG, STATE
+from transferqueue.workflows.job.run_files import ADAPTER_CONFIG, ADAPTERS, CONFIG, STATE
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.training.checkpoint import checked_weights, checkpoint_state, sync_tree
-from transferqueue.workflows.job.training.checkpoint_files import ADAPTERS, TRAINER, saved_weights, set_weights
+from transferqueue.workflows.job.training.checkpoint_files import TRAINER, saved_weights, set_weights
 from transferqueue.workflows.job.training.published_weights import PublishedWeights, published, with_adapters
 from transferqueue.workflows.job.training.ranks import ALONE, Ranks
 

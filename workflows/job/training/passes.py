@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Final
 
@@ -42,15 +42,8 @@ class Passes:
     made by `update`.
     """
 
-    def __init__(
-        self,
-        learner: StepLearner,
-        algorithm: AlgorithmSettings,
-        *,
-        seed: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._learner, self._ranks, self._clock = learner, learner.ranks, clock
+    def __init__(self, learner: StepLearner, algorithm: AlgorithmSettings, *, seed: int) -> None:
+        self._learner, self._ranks = learner, learner.ranks
         self._passes_s, self._update_s, self._tokens = 0.0, 0.0, 0
         self._epochs, self._minibatches = algorithm.epochs, algorithm.minibatches
         self._seed = seed
@@ -125,7 +118,7 @@ class Passes:
         self._passes_s, self._update_s, self._tokens = 0.0, 0.0, 0
 
     def _compute(self, columns: RowColumns, ids: list[int]) -> None:
-        started, world = self._clock(), self._ranks.world
+        started, world = time.monotonic(), self._ranks.world
         passes = self._learner.micro_batches(columns, at_least=world)
         if world > 1:
             rows_of_passes = encoded([[ids[row] for row in rows] for rows in passes])
@@ -133,13 +126,13 @@ class Passes:
         for round_ in range(0, len(passes), world):
             self._learner.backward(select(columns, passes[round_]))
         self._tokens += sum(lengths(columns))
-        self._passes_s += self._clock() - started
+        self._passes_s += time.monotonic() - started
 
     def _update(self, *, counts: bool) -> dict[str, float]:
-        started = self._clock()
+        started = time.monotonic()
         self._ranks.tell(Kind.UPDATE, [int(counts)])
         figures = self._learner.step(counts=counts)
-        self._update_s += self._clock() - started
+        self._update_s += time.monotonic() - started
         return figures
 
 

@@ -82,9 +82,9 @@ class PolicyCriticPair:
 
     def newest(self) -> dict[str, int]:
         """Return the step of the newest checkpoints that belong together, by task; empty if no two do."""
-        policy, critic = (checkpoint_steps(self.directory(task)) for task in _TASKS)
+        policy, critic = (checkpoint_steps(self.directory(task)) for task in names.TRAINERS)
         pair = newest_pair(policy, critic, self.last)
-        return {} if pair is None else dict(zip(_TASKS, pair, strict=True))
+        return {} if pair is None else dict(zip(names.TRAINERS, pair, strict=True))
 
     def needed_from(self, task: str) -> int:
         """Return the step of a trainer from which on checkpoints must stay: that of the newest pair, or any."""
@@ -105,7 +105,7 @@ class PolicyCriticPair:
         newest = self.newest()
         late = {
             task: [step for step in checkpoint_steps(self.directory(task)) if step > newest.get(task, -1)]
-            for task in _TASKS
+            for task in names.TRAINERS
         }
         if not newest and any(len(steps) > 1 for steps in late.values()):
             found = ", ".join(f"{task} of steps {steps or 'none'}" for task, steps in late.items())
@@ -124,6 +124,3 @@ class PolicyCriticPair:
         partial = path.with_suffix(".partial")
         partial.write_bytes(msgspec.json.encode(start) + b"\n")
         partial.replace(path)
-
-
-_TASKS: Final = (names.TRAIN, names.TRAIN_CRITIC)

@@ -247,13 +247,9 @@ class _Partner:
 
     def is_trained(self, row: int) -> bool:
         try:
-            return self._queue.inspect(names.TABLE, row).tasks[names.TRAIN].state not in _OPEN
+            return self._queue.inspect(names.TABLE, row).tasks[names.TRAIN].state not in names.OPEN_STATES
         except NotFound:
             return True
-
-
-_OPEN: Final = ("pending", "held", "ready", "leased")
-"""States of a row that a task has not acked."""
 
 
 def _partner(context: Context, job: Job, task: str) -> Partner | None:

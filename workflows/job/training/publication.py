@@ -102,12 +102,11 @@ class Publisher:
         background: bool = True,
         rank: int = 0,
         ranks: int = 1,
-        clock: Callable[[], float] = time.monotonic,
         emit: Callable[[Event], None] = lambda event: None,
         figures: Callable[..., None] = lambda kind, **values: None,
         hand: Callable[[int, WeightSource], None] = lambda version, source: None,
     ) -> None:
-        self._channel, self._clock, self._emit, self._figures, self._hand = channel, clock, emit, figures, hand
+        self._channel, self._emit, self._figures, self._hand = channel, emit, figures, hand
         self._background, self._rank, self._ranks = background, rank, ranks
         self._copy = HostCopy(dtype)
         self._copied, self._done = threading.Event(), threading.Event()
@@ -134,7 +133,7 @@ class Publisher:
         Waits until the step before is published. `source` must not change until `wait_copied` returns.
         """
         self.wait()
-        started = self._clock()
+        started = time.monotonic()
         self._copied.clear()
         self._done.clear()
         self._copy.mark()
@@ -153,13 +152,13 @@ class Publisher:
 
     def wait_copied(self) -> None:
         """Wait until the weights may change."""
-        started = self._clock()
+        started = time.monotonic()
         self._copied.wait()
         self._stood(started)
         self._raise()
 
     def _stood(self, since: float) -> None:
-        waited = self._clock() - since
+        waited = time.monotonic() - since
         self._stood_still_s += waited
         self._unreported_s += waited
 
@@ -196,10 +195,10 @@ class Publisher:
     ) -> None:
         copies = self._copy.take(source)
         self._copied.set()
-        started = self._clock()
+        started = time.monotonic()
         tensors: dict[str, Any] = source.slices(copies) if isinstance(source, RankShards) else dict(copies)
         written = self._channel.publish(version, tensors, pending=pending, part=self._rank, timeout_s=PUBLISH_S)
-        ended = self._clock()
+        ended = time.monotonic()
         self._emit(TimeSpan(name=PUBLISH, start=started, end=ended, version=version))
         stood, self._unreported_s = self._unreported_s, 0.0
         self._figures(

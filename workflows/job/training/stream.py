@@ -87,10 +87,9 @@ class RowStream:
         *,
         emit: Callable[[Event], None],
         position: StreamPosition | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.table, self.terms = table, terms
-        self._emit, self._clock = emit, clock
+        self._emit = emit
         self._gatherer: StepGatherer[Unit] = StepGatherer(terms.shape, position)
         self._learned: dict[int, int] = {}
         """Rows that the model has learned from and that may come again, with their step."""
@@ -153,11 +152,11 @@ class RowStream:
     # ------------------------------------------------------------ leases
 
     def _take_more(self, gathered: GatheredStep) -> None:
-        started = self._clock()
+        started = time.monotonic()
         try:
             batch = self._leased(started, gathered)
         finally:
-            ended = self._clock()
+            ended = time.monotonic()
             gathered.idle_s += ended - started
             self._emit(TimeSpan(name=WAIT, start=started, end=ended))
         if batch is None:
@@ -170,7 +169,7 @@ class RowStream:
     def _leased(self, started: float, gathered: GatheredStep) -> tq.Batch | None:
         """Lease the next rows, or None at the end of the table. Places that are gone move the window on."""
         while True:
-            left_s = max(0.0, self.terms.stall_s - (self._clock() - started))
+            left_s = max(0.0, self.terms.stall_s - (time.monotonic() - started))
             try:
                 return self._lease(left_s, holds=bool(gathered.batches), version_from=gathered.version_from)
             except EndOfTable:

@@ -50,7 +50,7 @@ def query(
     if json:
         show_json(answer.to_pylist())
     else:
-        show(_lines(answer), console())
+        show(answer_lines(answer), console())
 
 
 def _counts(tables: list[str]) -> str:
@@ -87,7 +87,8 @@ def _field_names(kind: Any) -> Iterator[list[str]]:
         yield from _field_names(field.type)
 
 
-def _lines(answer: Any) -> list[Text]:
+def answer_lines(answer: Any) -> list[Text]:
+    """Return the lines that show an Arrow table, its first `ROWS_SHOWN` rows."""
     from rich.text import Text
 
     from transferqueue.cli.screens.layout import GridColumn, grid_line, heading
