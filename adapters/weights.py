@@ -72,6 +72,20 @@ class ChannelWeights(TensorWeights):
         for name in self._specs:
             yield name, self.tensor(name)
 
+    def is_kept(self, channel: tq.WeightChannel, *, only: list[str] | None = None) -> bool:
+        """Return whether the channel still has the version. Blocks for one call.
+
+        Args:
+            channel: the version's channel, as this process opened it.
+            only: pull these tensors to find out; default None: none again, of a version that is here.
+        """
+        try:
+            since = None if only else self._weights
+            channel.pull(version=self.version, only=only, since=since, timeout_s=0.0).release()
+        except tq.NotFound:
+            return False
+        return True
+
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor, merged with its adapter if it has one.
 
@@ -331,24 +345,6 @@ def checkpoint_specs(directory: Path) -> dict[str, TensorSpec]:
     return specs
 
 
-def is_kept(
-    channel: tq.WeightChannel, version: int, *, only: list[str] | None = None, since: tq.Weights | None = None
-) -> bool:
-    """Return whether the channel still has the version, by pulling a part of it.
-
-    Args:
-        channel: the channel.
-        version: its number.
-        only: tensors to pull; default None: all.
-        since: the caller's version, of which nothing is fetched again; default None.
-    """
-    try:
-        channel.pull(version=version, only=only, since=since, timeout_s=0.0).release()
-    except tq.NotFound:
-        return False
-    return True
-
-
 class WeightUpdater:
     """Keeps an engine at the newest version of a channel.
 
@@ -409,7 +405,7 @@ class WeightUpdater:
                 if (
                     not tries_left
                     or not self._reads_channel
-                    or is_kept(self._channel, weights.version, only=self._only)
+                    or ChannelWeights(self._address, weights).is_kept(self._channel, only=self._only)
                 ):
                     raise
             else:

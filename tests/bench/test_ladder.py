@@ -111,7 +111,7 @@ def test_the_table_of_rewards_has_a_line_a_rung(tmp_path: Path) -> None:
 
 
 def test_a_ladder_without_a_record_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="no record of modes, asyncflow, streamrl, elastic, reward: "):
+    with pytest.raises(SystemExit, match="no record of modes, asyncflow, streamrl, elastic, reward, record: "):
         tables([], tmp_path)
     shutil.copy(next(RECORDS.glob("ladder-reward-*.json")), tmp_path)
     said = re.escape("no record of asyncflow, streamrl: python -m bench.ladder NAME --into bench/records")

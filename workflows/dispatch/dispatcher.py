@@ -28,9 +28,8 @@ from transferqueue.workflows.planner.engine_times import Lengths
 
 WINDOW_MIN: Final = 256
 """Rows of the window at least; two batches if that is more."""
-REFITS: Final = 4
-"""Refits of the ranker a batch; fewer if they would come more often than every `REFIT_ROWS_MIN` rows."""
 REFIT_ROWS_MIN: Final = 32
+"""Rows between two refits at least; those of a batch if that is more. A refit takes some 40 ms of a core."""
 REFITS_KEPT: Final = 64
 """The latest refits, whose recall is kept."""
 
@@ -81,7 +80,7 @@ class LengthDispatcher:
         self.ranker = ranker or LengthRanker()
         self.overlapping = overlapping
         self._window = max(WINDOW_MIN, 2 * batch_rows)
-        self._refit_rows = max(REFIT_ROWS_MIN, batch_rows // REFITS)
+        self._refit_rows = max(REFIT_ROWS_MIN, batch_rows)
         self._since_refit = 0
         self._finished = np.empty((0, 3), np.int64)
         self._judged = np.empty((0, 3), np.int64)

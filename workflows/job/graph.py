@@ -81,12 +81,10 @@ DAY_S: Final = 86_400.0
 ROWS_TO_RECORD: Final = 1 << 14
 """Room for rows that have ended and wait for their file: small steps share one, and generation waits for none."""
 _LONG: Final = (names.ROLLOUT, names.PLAY, names.TRAIN, names.TRAIN_CRITIC)
-_DEALT: Final = 8
-"""Parts in which rows that are dispatched are leased: small, so that the first engine to ask does not get all the
-longest ones, and not single rows, whose leases cost time where many short ones end.
-"""
 _LEASES: Final = 4
 """Leases that fill the slots of an idle engine; each is committed in parts of its own."""
+_LESSONS: Final = 4
+"""Leases in which the ranker gets the finished rows of a batch."""
 _REWARD_ROWS: Final = 64
 _SCORED_ROWS: Final = 64
 """Rows of one lease of a scoring process, which packs them into passes itself. Fewer rows reach the trainer sooner."""
@@ -245,14 +243,14 @@ def _generating(task: tq.Task, job: Job) -> Stage:
     if job.reproducible:
         size = job.sampling.group_size
         return Stage(task=task, rows=size, slots=max(slots, size))
-    leases = 1 if takes_whole_steps(job) else _DEALT if by_length(job) else _LEASES
+    leases = 1 if takes_whole_steps(job) else _LEASES
     rows = max(1, min(slots // leases, rows_ahead(job)))
     return Stage(task=task, rows=rows, at_least=1, slots=slots)
 
 
 def _rows(task: str, job: Job) -> int:
     """The most rows of one call of a stage."""
-    if task in (names.RANK, names.ADVANTAGE, names.TRAIN, names.TRAIN_CRITIC):
+    if task in (names.RANK, names.LENGTHS, names.ADVANTAGE, names.TRAIN, names.TRAIN_CRITIC):
         return batch_rows(job)
     return _REWARD_ROWS if task == names.REWARD else _SCORED_ROWS
 
@@ -261,6 +259,8 @@ def _at_least(task: str, job: Job, most: int) -> int:
     """The fewest rows or groups that a stage begins with; 0: all of them."""
     if task == names.ADVANTAGE:
         return 0 if job.algorithm.whiten else 1
+    if task == names.LENGTHS:  # no row waits for it, and a lesson costs the cores of engines and trainer
+        return max(1, most // _LESSONS)
     if task in (names.TRAIN, names.TRAIN_CRITIC):
         return min(job.trainer.at_least, most) if job.trainer.stream == "on" else 0
     return 1

@@ -17,7 +17,7 @@ from typing import Final, Self
 
 import transferqueue as tq
 from transferqueue.adapters.protocols import WeightSource
-from transferqueue.adapters.weights import ChannelWeights, TensorWeights, is_kept
+from transferqueue.adapters.weights import ChannelWeights, TensorWeights
 from transferqueue.errors import DeadlineExceeded, EndOfTable, NotFound, Sealed
 from transferqueue.workflows.flow.events import SWAP
 from transferqueue.workflows.flow.stage import Context
@@ -144,7 +144,7 @@ class HeldWeights:
         """
         if self._first is not None and self._first.version == version:
             held = ChannelWeights(self._address, self._first)
-            yield held if is_kept(self._channel, version, since=self._first) else TensorWeights(dict(held)), version
+            yield held if held.is_kept(self._channel) else TensorWeights(dict(held)), version
             self._release()
             return
         self._release()
