@@ -9,8 +9,9 @@ direction each second time; figures are over the steps after the first.
   Responses end as the model ends them.
 - *asyncflow*: AsyncFlow's ablation. An engine and a trainer with a core each, a reference and a reward model as
   processes; whole batches, then streamed steps, then asynchronous ones. Scoring streams in all of them.
-- *streamrl*: StreamRL's ablation. Engine and trainer in turn on all cores, then two engines and a trainer: dispatch by
-  length, streamed steps, asynchronous ones, and these without dispatch.
+- *streamrl*: StreamRL's ablation. Engine and trainer in turn on all cores, then two engines and a trainer: whole
+  batches, streamed steps and asynchronous ones, each without dispatch by length and with it. Recall is the ranker's, of
+  the longest fifth of rows that it had not seen, in the second half of the run.
 - *elastic*: StreamRL's adjustment of the number of engines, asynchronous: one engine, one that may become three, and
   three. Engines are paced.
 - *reward*: what asynchrony costs in reward at equal samples. Synchronous steps, then asynchronous ones one and four
@@ -82,9 +83,10 @@ LADDERS: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = {
         "colocated": {"pacing.mode": "colocated"},
         "whole batches": WHOLE,
         "whole batches, dispatch": WHOLE | BY_LENGTH,
+        "streamed": STREAMED,
         "streamed, dispatch": STREAMED | BY_LENGTH,
-        "asynchronous, dispatch": AHEAD | BY_LENGTH,
         "asynchronous": AHEAD,
+        "asynchronous, dispatch": AHEAD | BY_LENGTH,
     },
     "elastic": {
         "one engine": AHEAD,
@@ -195,6 +197,7 @@ class RungRun:
         reward: Mean over all steps.
         held_out: Mean reward of the held-out prompts after the run; NaN: they were not evaluated.
         staleness: Versions between the weights of a row and those of the trainer, mean over all rows.
+        recall: The ranker's; NaN: the rung has no dispatch, or too few steps.
     """
 
     rows: int
@@ -205,6 +208,7 @@ class RungRun:
     reward: float = math.nan
     held_out: float = math.nan
     staleness: float = 0.0
+    recall: float = math.nan
 
     @property
     def rate(self) -> float:
@@ -310,7 +314,14 @@ def _of_job(folder: Path, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rows = summary["staleness"]
     staleness = sum(int(versions) * count for versions, count in rows.items()) / sum(rows.values())
     held_out = math.nan if summary["after"] is None else summary["after"]
-    return {"stages": stages, "staleness": staleness, "held_out": held_out}
+    return {"stages": stages, "staleness": staleness, "held_out": held_out, "recall": _recall(folder / "ranker.jsonl")}
+
+
+def _recall(file: Path) -> float:
+    """Return the mean recall of the later half of a run's refits."""
+    refits = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    recalls = [refit["recall_20"] for refit in refits[len(refits) // 2 :] if "recall_20" in refit]
+    return mean(recalls) if recalls else math.nan
 
 
 def _command(place: Path, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -412,6 +423,8 @@ def results(
         yield summarize(f"{rung}: whole run", "s", [each.whole_s for each in runs])
         if reached := [each.reached_s for each in runs if not math.isnan(each.reached_s)]:
             yield summarize(f"{rung}: until the reward, {len(reached)} of {len(runs)} runs", "s", reached)
+        if recalls := [each.recall for each in runs if not math.isnan(each.recall)]:
+            yield summarize(f"{rung}: recall", "ratio", recalls)
         if ladder == "reward":
             for name, value in REWARDS.items():
                 yield summarize(f"{rung}: {name}", "ratio", [value(each) for each in runs])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 
 from bench.gains import markdown, newest, tables
 from bench.given_lengths import difficulty_of, length_of, published_lengths
-from bench.ladder import KEPT, PLAIN, RungRun, begin, bound_s, keep, kept, reached_s, results
+from bench.ladder import KEPT, PLAIN, RungRun, _recall, begin, bound_s, keep, kept, reached_s, results
 from bench.measurement_record import Measurement
 from bench.run_record import RECORDS
 from transferqueue.adapters.protocols import Prompt
@@ -67,6 +68,14 @@ def test_a_reward_is_reached_when_three_steps_have_it() -> None:
     assert reached_s(lines, 0.6) == 5.0
     assert np.isnan(reached_s(lines, 0.8))
     assert np.isnan(reached_s(lines, None))
+
+
+def test_recall_is_that_of_the_later_half_of_refits(tmp_path: Path) -> None:
+    file = tmp_path / "ranker.jsonl"
+    assert math.isnan(_recall(file))
+    refits = [{"rows": 8}, {"recall_20": 0.2}, {"recall_20": 0.6}, {"recall_20": 1.0}]
+    file.write_text("\n".join(json.dumps(refit) for refit in refits))
+    assert _recall(file) == pytest.approx(0.8)
 
 
 def of_seed(reward: float, held_out: float, staleness: float = 0.0) -> RungRun:
