@@ -79,7 +79,7 @@ def test_recall_is_that_of_the_later_half_of_refits(tmp_path: Path) -> None:
 
 
 def of_seed(reward: float, held_out: float, staleness: float = 0.0) -> RungRun:
-    return RungRun(64, [1.0], 9.0, STAGES, 1.0, reward=reward, held_out=held_out, staleness=staleness)
+    return RungRun(64, [1.0], 9.0, STAGES, 1.0, reward=reward, held_out=held_out, staleness=staleness, recall=0.7)
 
 
 REWARDS = {
