@@ -80,6 +80,8 @@ def _columns(base: str) -> Iterator[tuple[str, str]]:
     yield "samples a second", "samples a second"
     yield f"over {base}", f"over {base}"
     yield "of its bound", "of its bound"
+    yield "generation, seconds a step", "generation"
+    yield "training", "training"
     yield "recall of the longest fifth", "recall"
     yield "seconds to the reward", "until the reward"
     yield "whole run, seconds", "whole run"
