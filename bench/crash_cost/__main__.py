@@ -38,7 +38,7 @@ NOTHING: Final = "nothing"
 RUN_S: Final = 1200.0
 LOOK_S: Final = 0.02
 USUAL: Final = {"steps": 12, "prompts": 8, "group": 8, "tokens": 48, "checkpoint_every": 4, "kill_after": 6}
-QUICK: Final = {"steps": 4, "prompts": 2, "group": 4, "tokens": 16, "checkpoint_every": 2, "kill_after": 3}
+QUICK: Final = {"steps": 6, "prompts": 2, "group": 4, "tokens": 16, "checkpoint_every": 2, "kill_after": 3}
 COUNTS: Final[Mapping[str, str]] = {
     "rows_in_vain": "rows generated in vain",
     "tokens_in_vain": "tokens drawn in vain",
@@ -108,10 +108,11 @@ class Watch:
         """The newest step, and when it was seen, of each change."""
 
     def until(self, condition: Any) -> None:
-        """Wait. `SystemExit` with the last output if it takes too long."""
+        """Wait. `SystemExit` with the last output if it takes too long, or the run ends before."""
         while not condition():
-            if time.monotonic() > self._deadline:
-                raise SystemExit(f"the run hangs after step {self._stack.newest_step()}: {self._stack.last_words()}")
+            if time.monotonic() > self._deadline or self._stack.is_over:
+                state = "is over" if self._stack.is_over else "hangs"
+                raise SystemExit(f"the run {state} after step {self._stack.newest_step()}: {self._stack.last_words()}")
             if (newest := self._stack.newest_step()) != self._ends[-1][0]:
                 self._ends.append((newest, time.monotonic()))
             self._stack.restart_ended()
@@ -218,7 +219,7 @@ def main() -> None:
     parser.add_argument("--stacks", nargs="+", choices=tuple(STACKS), default=list(STACKS), help="default: all")
     parser.add_argument("--roles", nargs="+", choices=(NOTHING, *_roles()), default=[], help="default: all")
     parser.add_argument("--runs", type=int, default=2, help="of each stack and role (default: 2; one takes a minute)")
-    parser.add_argument("--quick", action="store_true", help="one run of four steps each: to try the command")
+    parser.add_argument("--quick", action="store_true", help="one run of six steps each: to try the command")
     parser.add_argument("--keep", type=Path, help="folder for what the runs write (default: a temporary one)")
     parser.add_argument("--table", action="store_true", help="print the table of the newest record, and run nothing")
     parser.add_argument("--page", type=Path, help="with --table: write it into this page")
