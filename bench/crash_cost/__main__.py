@@ -9,7 +9,8 @@ half a step after a step ended. The run then goes on to its end. A process that 
 again at once, and counts as started by hand: the seconds are those of a person who waits for it.
 
 Of each stack one run loses nothing: its figures must be 0, or the counts of the others mean nothing. `costs.py` says
-what is counted. Counts hardly depend on the load of the machine; seconds do.
+what is counted. Counts hardly depend on the load of the machine; seconds do. ``--keep FOLDER`` keeps the runs: the same
+command goes on after those that the folder has.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+import msgspec
 
 from bench.crash_cost import process_log
 from bench.crash_cost.costs import Costs, costs_of
@@ -34,6 +38,7 @@ from bench.run_record import RECORDS, into_option, save_record, show
 from bench.table import insert
 
 KIND: Final = "crash-cost"
+KEPT: Final = "runs.jsonl"
 NOTHING: Final = "nothing"
 RUN_S: Final = 1200.0
 LOOK_S: Final = 0.02
@@ -59,20 +64,26 @@ class RunCost:
     costs: Costs
     whole_s: float
     on_s: float | None = None
-    by_hand: Sequence[str] = ()
+    by_hand: tuple[str, ...] = ()
 
 
 # ---------------------------------------------------------------- a run
 
 
 def prepare(place: Path, settings: Mapping[str, int]) -> None:
-    """Write the model, and a prompt for each place of the run."""
+    """Write the model, and a prompt for each place of the run. `SystemExit` for a folder with other runs."""
     from transferqueue.workflows.job.tiny_model.make import make
 
+    file = place / "settings.json"
+    if file.exists():
+        if (before := json.loads(file.read_text())) != settings:
+            raise SystemExit(f"{place} has runs of {before}, and these are of {settings}; give another folder")
+        return
     make(place / "model", tie_word_embeddings=False)
-    (place / "data").mkdir()
+    (place / "data").mkdir(parents=True)
     prompts = texts(settings["steps"] * settings["prompts"], seed=0)
     (place / "data" / "train.jsonl").write_text("".join(json.dumps({"question": text}) + "\n" for text in prompts))
+    file.write_text(json.dumps(settings))
 
 
 def run(stack: Stack, role: str) -> RunCost:
@@ -107,7 +118,7 @@ class Watch:
         self._ends = [(0, time.monotonic())]
         """The newest step, and when it was seen, of each change."""
 
-    def until(self, condition: Any) -> None:
+    def until(self, condition: Callable[[], bool]) -> None:
         """Wait. `SystemExit` with the last output if it takes too long, or the run ends before."""
         while not condition():
             if time.monotonic() > self._deadline or self._stack.is_over:
@@ -123,8 +134,7 @@ class Watch:
         if role == GENERATOR:
             log = self._stack.settings.log
             for _ in range(2):
-                before = process_log.drawn(log)
-                self.until(lambda before=before: process_log.drawn(log) > before)
+                self.until(_counts_on(log))
             return
         last_s = self._ends[-1][1] - self._ends[-2][1] if len(self._ends) > 1 else 0.0
         ends = time.monotonic() + last_s / 2
@@ -132,21 +142,38 @@ class Watch:
         self.until(lambda: self._stack.pid(role) is not None)
 
 
+def _counts_on(log: Path) -> Callable[[], bool]:
+    """Return whether tokens were drawn since now."""
+    before = process_log.drawn(log)
+    return lambda: process_log.drawn(log) > before
+
+
 def measured(
     place: Path, stacks: Sequence[str], settings: Mapping[str, int], runs: int, roles: Sequence[str]
 ) -> dict[tuple[str, str], list[RunCost]]:
-    """Run each stack with each role killed, `runs` times."""
+    """Run each stack with each role killed, `runs` times, but for the runs that the folder has."""
     found: dict[tuple[str, str], list[RunCost]] = {}
+    have = kept(place)
     for turn in range(runs):
         for name in stacks:
             for role in (NOTHING, *STACKS[name].roles):
                 if roles and role not in roles:
                     continue
                 folder = place / f"{name}-{role}-{turn}"
-                cost = run(STACKS[name](RunSettings(at=str(place), out=str(folder), **settings)), role)
+                if (cost := have.get(folder.name)) is None:
+                    shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped
+                    cost = run(STACKS[name](RunSettings(at=str(place), out=str(folder), **settings)), role)
+                    with (place / KEPT).open("ab") as file:
+                        file.write(msgspec.json.encode((folder.name, cost)) + b"\n")
                 found.setdefault((name, role), []).append(cost)
                 print(f"{name}, {role} killed: {_said(cost)}", flush=True)
     return found
+
+
+def kept(place: Path) -> dict[str, RunCost]:
+    """Return the runs that a folder has, by their names."""
+    lines = (place / KEPT).read_bytes().splitlines() if (place / KEPT).exists() else []
+    return dict(msgspec.json.decode(line, type=tuple[str, RunCost]) for line in lines)
 
 
 def _said(cost: RunCost) -> str:
@@ -220,7 +247,7 @@ def main() -> None:
     parser.add_argument("--roles", nargs="+", choices=(NOTHING, *_roles()), default=[], help="default: all")
     parser.add_argument("--runs", type=int, default=2, help="of each stack and role (default: 2; one takes a minute)")
     parser.add_argument("--quick", action="store_true", help="one run of six steps each: to try the command")
-    parser.add_argument("--keep", type=Path, help="folder for what the runs write (default: a temporary one)")
+    parser.add_argument("--keep", type=Path, help="folder for the runs; the same command goes on after those it has")
     parser.add_argument("--table", action="store_true", help="print the table of the newest record, and run nothing")
     parser.add_argument("--page", type=Path, help="with --table: write it into this page")
     into_option(parser)

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from bench.crash_cost import process_log
-from bench.crash_cost.__main__ import COUNTS, KIND, NOTHING, RunCost, markdown, newest, results
+from bench.crash_cost.__main__ import (
+    COUNTS,
+    KEPT,
+    KIND,
+    NOTHING,
+    QUICK,
+    USUAL,
+    RunCost,
+    kept,
+    markdown,
+    measured,
+    newest,
+    prepare,
+    results,
+)
 from bench.crash_cost.costs import Costs, Response, TrainedStep, costs_of, last_of_each, response_of
 from bench.crash_cost.process_log import ProcessLog
 from bench.crash_cost.stacks import STACKS
@@ -83,6 +99,16 @@ def test_the_table_has_a_line_for_each_kill_and_says_which_roles_are_one_process
     assert lines[4].startswith("| TRL GRPOTrainer | buffer, all | the process of trainer and generator |")
     with pytest.raises(SystemExit, match=re.escape("no record: python -m bench.crash_cost")):
         newest(tmp_path / "none")
+
+
+def test_a_folder_keeps_its_runs_of_one_setting(tmp_path: Path) -> None:
+    cost = RunCost(Costs(16, 256, 0, 0, 1), 60.0, 12.5, ("trainer",))
+    (tmp_path / KEPT).write_bytes(msgspec.json.encode(("trl-trainer-0", cost)) + b"\n")
+    assert kept(tmp_path) == {"trl-trainer-0": cost}
+    assert measured(tmp_path, ["trl"], QUICK, 1, ["trainer"]) == {("trl", "trainer"): [cost]}
+    (tmp_path / "settings.json").write_text(json.dumps(QUICK))
+    with pytest.raises(SystemExit, match="give another folder"):
+        prepare(tmp_path, USUAL)
 
 
 @pytest.mark.slow
