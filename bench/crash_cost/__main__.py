@@ -8,9 +8,9 @@ that plays a role gets a SIGKILL in the middle, two steps after a checkpoint: th
 half a step after a step ended. The run then goes on to its end. A process that ends and has no supervisor is started
 again at once, and counts as started by hand: the seconds are those of a person who waits for it.
 
-Of each stack one run loses nothing: its figures must be 0, or the counts of the others mean nothing. `costs.py` says
-what is counted. Counts hardly depend on the load of the machine; seconds do. ``--keep FOLDER`` keeps the runs: the same
-command goes on after those that the folder has.
+Of each stack one run loses nothing: what it does in vain, such as rows that grew stale, the others do without a crash
+too. `costs.py` says what is counted. Counts hardly depend on the load of the machine; seconds do. ``--keep FOLDER``
+keeps the runs: the same command goes on after those that the folder has.
 """
 
 from __future__ import annotations

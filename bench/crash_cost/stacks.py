@@ -217,7 +217,6 @@ class PatientJobStack(JobStack):
     """The same job with a bound on staleness that allows for the versions that a crash takes back."""
 
     name = "transferqueue train, max_staleness = 8"
-    roles = (TRAINER,)
     changes = ("--set", "pacing.max_staleness=8")
 
 

@@ -115,11 +115,11 @@ def test_a_folder_keeps_its_runs_of_one_setting(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_a_job_whose_buffer_is_killed_loses_nothing(tmp_path: Path) -> None:
     pytest.importorskip("torch", exc_type=ImportError)
-    command = [sys.executable, "-m", "bench.crash_cost", "--quick", "--stacks", "job", "--roles", "buffer"]
+    command = [sys.executable, "-m", "bench.crash_cost", "--quick", "--stacks", "job-patient", "--roles", "buffer"]
     done = subprocess.run(
         [*command, f"--into={tmp_path}"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=800
     )
     assert done.returncode == 0, done.stderr
     found = {result.name: result.median for result in newest(tmp_path).results}
-    assert [found[f"job/buffer: {count}"] for count in COUNTS.values()] == [0] * len(COUNTS)
-    assert f"job/{NOTHING}: whole run" not in found
+    assert [found[f"job-patient/buffer: {count}"] for count in COUNTS.values()] == [0] * len(COUNTS)
+    assert f"job-patient/{NOTHING}: whole run" not in found
