@@ -220,11 +220,11 @@ def markdown(record: MeasurementRecord) -> str:
         if (same := STACKS[name].same_process) and role == STACKS[name].roles[-1]:
             end = f"the process of trainer and generator |{' |' * (len(titles) - 1)}"
             lines.append(f"| {STACKS[name].name} | {', '.join(same)} | {end}")
-    shape = details["settings"]
+    shape, number = details["settings"], of[f"{runs[0]}: whole run"].n
     about = (
         f"{shape['steps']} steps of {shape['prompts'] * shape['group']} rows of up to {shape['tokens']} tokens, a "
         f"checkpoint every {shape['checkpoint_every']} steps, the kill after step {shape['kill_after']}; "
-        f"{of[f'{runs[0]}: whole run'].n} runs of each, medians; {record.machine['cores']} cores, commit "
+        f"{'one run of each' if number == 1 else f'{number} runs of each, medians'}; {record.machine['cores']} cores, commit "
         f"{record.commit[:9]}, {record.start[:10]}, load {load['start']:.1f} at the start and {load['end']:.1f} at the "
         "end: compare counts; seconds are those of a busy machine."
     )

@@ -226,7 +226,7 @@ class TrlStack(Stack):
     name = "TRL GRPOTrainer"
     main = "trainer"
     roles = (TRAINER, GENERATOR)
-    same_process = (BUFFER, ALL)
+    same_process = (BUFFER,)
 
     def commands(self) -> Mapping[str, Sequence[str]]:
         return {"trainer": self._command("trainer")}

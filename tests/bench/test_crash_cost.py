@@ -96,7 +96,7 @@ def test_the_table_has_a_line_for_each_kill_and_says_which_roles_are_one_process
     Measurement().record(KIND, [*results(found)], details=details).save(tmp_path / f"{KIND}-20260101-000000.json")
     lines = markdown(newest(tmp_path)).splitlines()
     assert lines[2] == "| TRL GRPOTrainer | trainer | 16 | 256 | 0 | 0 | 1 | trainer | 12.5 |"
-    assert lines[4].startswith("| TRL GRPOTrainer | buffer, all | the process of trainer and generator |")
+    assert lines[4].startswith("| TRL GRPOTrainer | buffer | the process of trainer and generator |")
     with pytest.raises(SystemExit, match=re.escape("no record: python -m bench.crash_cost")):
         newest(tmp_path / "none")
 
