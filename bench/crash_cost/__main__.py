@@ -224,9 +224,9 @@ def markdown(record: MeasurementRecord) -> str:
     about = (
         f"{shape['steps']} steps of {shape['prompts'] * shape['group']} rows of up to {shape['tokens']} tokens, a "
         f"checkpoint every {shape['checkpoint_every']} steps, the kill after step {shape['kill_after']}; "
-        f"{'one run of each' if number == 1 else f'{number} runs of each, medians'}; {record.machine['cores']} cores, commit "
-        f"{record.commit[:9]}, {record.start[:10]}, load {load['start']:.1f} at the start and {load['end']:.1f} at the "
-        "end: compare counts; seconds are those of a busy machine."
+        f"{'one run of each' if number == 1 else f'{number} runs of each, medians'}; {record.machine['cores']} cores, "
+        f"commit {record.commit[:9]}, {record.start[:10]}, load {load['start']:.1f} at the start and "
+        f"{load['end']:.1f} at the end: compare counts; seconds are those of a busy machine."
     )
     return "\n".join([*lines, "", about])
 
