@@ -194,15 +194,23 @@ $(STACKED): tests/engines/stacks.txt pyproject.toml
 test-stacks: $(STACKED) ## verl 0.9.1 trains on a CPU over Ray, on the original and on the drop-in: the same results (minutes; ARGS goes to pytest)
 	RAY_ADDRESS=local $(STACKS)/bin/python -m pytest -m '' tests/engines/test_stacks.py $(ARGS)
 
+# Some folders of a public repository, of one commit: where to, from where, which commit, which folders. Where from may also be a copy on this
+# machine (make test-roll ROLL_FROM=/path/to/ROLL), of which only those folders need be whole: git serves a part of it, as the public one does.
+define SOURCE
+	@rm -rf $(1) && git init --quiet $(1)
+	@git -C $(1) remote add origin $(2)
+	@git -C $(1) config remote.origin.uploadpack 'git -c uploadpack.allowFilter=true -c uploadpack.allowAnySHA1InWant=true upload-pack'
+	@git -C $(1) sparse-checkout set $(4)
+	@git -C $(1) fetch --quiet --depth 1 --filter=blob:none origin $(3)
+	@git -C $(1) checkout --quiet FETCH_HEAD
+endef
+
 # The folders of its source that the data plane and its tests are in, of one commit. It asks for a newer Python than its data plane needs.
 $(NEMOED): tests/engines/nemo.txt pyproject.toml
 	@test -x $(NEMO)/bin/python || { echo 'nemo: creating $(NEMO) with the data plane of NeMo-RL and what it needs'; $(PYTHON) -m venv $(NEMO); }
 	@$(NEMO)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off 'torch==2.13.0'
 	@$(NEMO)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --requirement tests/engines/nemo.txt
-	@rm -rf $(NEMO)/src && git init --quiet $(NEMO)/src
-	@git -C $(NEMO)/src sparse-checkout set nemo_rl tests/unit/data_plane
-	@git -C $(NEMO)/src fetch --quiet --depth 1 --filter=blob:none $(NEMO_FROM) $(NEMO_AT)
-	@git -C $(NEMO)/src checkout --quiet FETCH_HEAD
+	$(call SOURCE,$(NEMO)/src,$(NEMO_FROM),$(NEMO_AT),nemo_rl tests/unit/data_plane)
 	@$(NEMO)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --ignore-requires-python --editable $(NEMO)/src
 	@$(NEMO)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable .
 	@touch $@
@@ -212,10 +220,7 @@ test-nemo: $(NEMOED) ## NeMo-RL's data plane on the queue, by its own tests too 
 
 # slime's own package alone, of one commit: its data source needs neither SGLang nor Megatron, and nothing that NeMo-RL's data plane does not.
 $(SLIMED): $(NEMOED)
-	@rm -rf $(NEMO)/slime && git init --quiet $(NEMO)/slime
-	@git -C $(NEMO)/slime sparse-checkout set slime
-	@git -C $(NEMO)/slime fetch --quiet --depth 1 --filter=blob:none $(SLIME_FROM) $(SLIME_AT)
-	@git -C $(NEMO)/slime checkout --quiet FETCH_HEAD
+	$(call SOURCE,$(NEMO)/slime,$(SLIME_FROM),$(SLIME_AT),slime)
 	@touch $@
 
 test-slime: $(SLIMED) ## slime's data source with its buffer in the queue, on slime's code (minutes; SLIME_AT=main: as it is today)
@@ -223,10 +228,7 @@ test-slime: $(SLIMED) ## slime's data source with its buffer in the queue, on sl
 
 # ROLL's own package alone, of one commit, with the patch that its users apply: its batches need nothing that verl's data path does not.
 $(ROLLED): $(VERLED) examples/stacks/roll.patch
-	@rm -rf $(VERL)/roll && git init --quiet $(VERL)/roll
-	@git -C $(VERL)/roll sparse-checkout set roll
-	@git -C $(VERL)/roll fetch --quiet --depth 1 --filter=blob:none $(ROLL_FROM) $(ROLL_AT)
-	@git -C $(VERL)/roll checkout --quiet FETCH_HEAD
+	$(call SOURCE,$(VERL)/roll,$(ROLL_FROM),$(ROLL_AT),roll)
 	@git -C $(VERL)/roll apply --unidiff-zero ../../examples/stacks/roll.patch
 	@touch $@
 

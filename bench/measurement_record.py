@@ -40,6 +40,8 @@ PACKAGES: Final = (
     "redis",
     "tensordict",
     "torch",
+    "transformers",
+    "trl",
     "xxhash",
 )
 """Packages whose versions a record names."""

@@ -5,7 +5,8 @@ rewards).
     trainer = Trainer(..., rollout_func=rollouts, callbacks=[rollouts])
 
 1. A request of the trainer puts its prompts, unless they are there already, and leases the rows when they are complete.
-   Weights are published after every step, with the trainer's step as version, and generators follow the channel.
+   Weights are published after every step, with the trainer's step as version, and generators follow the channel. A
+   trainer that goes on from a checkpoint publishes above the versions of the one before it.
 2. With ``ahead=n`` the prompts of the trainer's next n requests are put too, in the order of its own sampler, so they
    are generated while the trainer computes. Prompts that the trainer then does not ask for are dropped
    ("not_requested").
@@ -173,6 +174,9 @@ class QueueRollouts(TrainerCallback):  # type: ignore[misc]
                 'set on_stale=Requeue("rollout"), as rollout_pacing does'
             )
         self._channel = queue.weights(channel)
+        self._queue, self._channel_name = queue, channel
+        self._newest = -1
+        """Newest version of the channel."""
         self._timeout_s, self._lease_s, self._ahead_max = timeout_s, lease_s, ahead
         self._groups, self._rows = secrets.randbits(_GROUP_BITS), 0
         self._training: tq.Batch | None = None
@@ -210,6 +214,8 @@ class QueueRollouts(TrainerCallback):  # type: ignore[misc]
             **given: as of transformers.
         """
         self._drop((), "restarted")
+        published = self._queue.stats().channels.get(self._channel_name)
+        self._newest = -1 if published is None else published.newest
         self._publish(given["model"], state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -299,8 +305,9 @@ class QueueRollouts(TrainerCallback):  # type: ignore[misc]
             except NotFound:
                 continue  # one ended meanwhile: fewer are left
 
-    def _publish(self, model: Any, version: int) -> None:
-        self._channel.publish(version, dict(ModuleWeights(getattr(model, "module", model))))
+    def _publish(self, model: Any, step: int) -> None:
+        self._newest = max(self._newest + 1, step)
+        self._channel.publish(self._newest, dict(ModuleWeights(getattr(model, "module", model))))
 
     def _ended(self) -> None:
         """Ack the rows of the last request: the steps on them are over."""

@@ -201,6 +201,40 @@ def test_rows_ahead_that_nobody_asks_for_are_dropped(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
+def test_a_trainer_goes_on_from_a_checkpoint_that_is_older_than_the_newest_weights(tmp_path: Path) -> None:
+    """As after a crash: versions of a channel only rise, so its steps are published above those of the first."""
+
+    class Crash(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if state.global_step == STEPS - 1:
+                raise RuntimeError("the trainer dies here")
+
+    with tq.connect() as queue:
+        table = table_of(queue, ahead=1)
+
+        def trainer() -> Any:
+            rollouts = QueueRollouts(queue, table="rollouts", timeout_s=60, ahead=1)
+            made = trainer_of(rollouts, model(0).train(), tmp_path)
+            made.args.save_strategy, made.args.save_steps = "steps", 2
+            return made
+
+        first, second = trainer(), trainer()
+        first.add_callback(Crash())
+
+        class Both:
+            def train(self) -> None:
+                with pytest.raises(RuntimeError, match="dies here"):
+                    first.train()
+                second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+        trained(queue, table, Both())
+        assert second.state.global_step == STEPS
+        with queue.weights("policy").pull() as weights:
+            assert weights.version == STEPS - 1 + 1 + 2, "the first's five steps, the checkpoint, and two steps"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 def test_the_ratio_is_to_the_policy_that_drew(tmp_path: Path) -> None:
     """TRL's own trainer takes any rows for the current policy's, so its ratio is 1; with `BehaviourRatio` it is not."""
     old: dict[int, list[Any]] = {0: [], 1: []}
