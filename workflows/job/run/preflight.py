@@ -42,13 +42,16 @@ from transferqueue.workflows.job.stages.rollout import stop_id
 QUEUE_S: Final = 10.0
 """Longest wait for the server of ``queue.address``, or of an engine, to answer."""
 _CONFIG: Final = "config.json"
+_ROUTE_BYTES: Final = 2
+"""Bytes of one chosen expert in the column `routes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobBytes:
-    """Most bytes that a job holds in its queue: rows, one version of the weights (0: not known before the model is
-    loaded), and all kept versions."""
+    """Most bytes that a job holds in its queue: one row, all rows, one version of the weights (0: not known before the
+    model is loaded), and all kept versions."""
 
+    row: int
     rows: int
     version: int
     weights: int
@@ -269,18 +272,21 @@ def bytes_of(job: Job) -> JobBytes:
     sizes = model_sizes(job.model.path, job.model.revision)
     version = sizes.parameters * NUMBER_BYTES[job.weights.dtype] if sizes else 0
     kept = version * (versions_kept(job) + 1)  # one more while a version is being published
+    replayed = sizes.layers * sizes.chosen_experts if sizes and job.algorithm.router_replay else 0
+    row = row_bytes(job, route_bytes=_ROUTE_BYTES * replayed)
     return JobBytes(
-        rows=rows_kept(job) * row_bytes(job), version=version, weights=kept, memory=int(job.queue.memory_gib * GIB)
+        row=row, rows=rows_kept(job) * row, version=version, weights=kept, memory=int(job.queue.memory_gib * GIB)
     )
 
 
 def check_memory(job: Job) -> None:
-    """Raise `Impossible` if the kept versions of the weights leave no room for a group, with the arithmetic."""
+    """Raise `Impossible` if rows and kept versions of the weights have no room, with the arithmetic."""
     held = bytes_of(job)
     if job.algorithm.kind != "sft" and held.total > held.memory:
         raise Impossible(
             f"weights.keep={versions_kept(job)} and one more being published are {gib(held.weights)}, rows up to "
-            f"{gib(held.rows)}; memory_gib={job.queue.memory_gib:g}: set queue.memory_gib={-(-held.total // GIB)}"
+            f"{gib(held.rows)} ({held.row:,} bytes each); memory_gib={job.queue.memory_gib:g}: set "
+            f"queue.memory_gib={-(-held.total // GIB)}"
         )
 
 
