@@ -249,6 +249,21 @@ def test_trained_rows_have_their_first_observation_in_the_prompt(tokenizer: Any)
             assert [tokenizer.decode(row.tolist()) for row in read["response_ids"]] == ["4<|im_end|>"] * 4
 
 
+def test_a_row_that_is_played_again_without_a_first_observation_loses_the_old_one(tokenizer: Any) -> None:
+    settings = job(ENVIRONMENTS + "Begins", environment={"args": {"said": None}})
+    engine = Scripted(tokenizer, {"2+2=": ["4"]})
+    with tq.connect() as queue:
+        table = table_of(queue, settings)
+        begun = np.array(chat_ids(tokenizer, ("user", "2+2=look")), np.int32)
+        table.put(prompt_ids=[begun], data=[{"prompt": "2+2="}], ordinal=[0], group_id=[0], group_size=1)
+        with table.lease(names.PLAY, rows=1, timeout_s=10) as batch:
+            (part,) = episodes_of(settings, engine, tokenizer)(batch)
+            batch.release()
+    bare = chat_ids(tokenizer, ("user", "2+2="))
+    assert part.columns["prompt_ids"][0].tolist() == bare
+    assert [request[0] for request in engine.requests] == [tokenizer.decode(bare)]
+
+
 def test_an_episode_whose_last_turn_was_cut_was_cut_though_the_environment_ended_it(tokenizer: Any) -> None:
     settings = job(ENVIRONMENTS + "SaysItsSeed")
     for end, reason in ((True, "stop"), (False, "length")):
@@ -343,7 +358,8 @@ def test_a_row_leaves_while_another_is_played(tokenizer: Any, tmp_path: Path) ->
             "t", fields=[tq.Field(names.DATA, "value")], tasks=[tq.Task("play", needs=["prompt_ids", names.DATA])]
         )
         ids = [np.array(tokenizer([text])["input_ids"][0], np.int32) for text in ("1+1=", "2+2=")]
-        table.put(prompt_ids=ids, data=[{"question": "1+1="}, {"question": "2+2="}], ordinal=[0, 1])
+        data = [{"prompt": text, "question": text} for text in ("1+1=", "2+2=")]
+        table.put(prompt_ids=ids, data=data, ordinal=[0, 1])
         order = []
         with table.lease("play", rows=2, timeout_s=10) as batch:
             for part in episodes(batch):
@@ -436,7 +452,7 @@ def test_an_evaluation_goes_on_however_many_responses_were_replaced(tokenizer: A
     questions = ["2+2=", *["1+1="] * BATCHES_MAX]
     ids = [tokenizer.apply_chat_template([{"role": "user", "content": text}])["input_ids"] for text in questions]
     prompts = [
-        NumberedPrompt(number=at, ids=np.array(prompt, np.int32), data={"question": text}, text=text)
+        NumberedPrompt(number=at, ids=np.array(prompt, np.int32), data={"prompt": text, "question": text}, text=text)
         for at, (prompt, text) in enumerate(zip(ids, questions, strict=True))
     ]
     sampling = Sampling(tokens_max=settings.sampling.tokens_max, stop_ids=(tokenizer.eos_token_id,))

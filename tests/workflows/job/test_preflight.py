@@ -142,6 +142,26 @@ def test_a_layer_that_the_model_lacks_gets_no_adapter(place):
         preflight.preflight(small(lora, "trainer.lora_targets=['q']"), code=place)
 
 
+def test_the_check_of_the_memory_counts_the_experts_of_each_token(place):
+    config = {"num_hidden_layers": 4, "num_experts_per_tok": 8, "num_experts": 64}
+    (place / "models" / "tiny" / "config.json").write_text(json.dumps(config))
+    header = json.dumps({"w": {"shape": [2, 2], "dtype": "F32", "data_offsets": [0, 16]}}).encode()
+    (place / "models" / "tiny" / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + bytes(16)
+    )
+    plain, replayed = small(), small("engine.0.kind=transformers", "algorithm.router_replay=true")
+    routes = (32 + 16) * 4 * 8 * 2
+    assert preflight.bytes_of(replayed).row == preflight.bytes_of(plain).row + routes
+    rows = preflight.bytes_of(plain).rows * 2 / 2**30
+    preflight.check_memory(small(f"queue.memory_gib={rows}"))
+    with pytest.raises(
+        Impossible, match=rf"rows up to .* \({preflight.bytes_of(replayed).row:,} bytes each\); memory_gib"
+    ):
+        preflight.check_memory(
+            small(f"queue.memory_gib={rows}", "engine.0.kind=transformers", "algorithm.router_replay=true")
+        )
+
+
 def test_each_held_out_set_is_opened_before_the_start(place):
     changes = ("evaluation.path=rows.jsonl", "evaluation.sets=[{name='aime', path='gone.jsonl'}]")
     with pytest.raises(NotFound, match=r"^evaluation\.sets\.0\.path gone\.jsonl: there is no such file"):

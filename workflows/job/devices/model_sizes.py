@@ -44,6 +44,7 @@ class ModelSizes:
         keys: numbers of a token's keys in a layer, as many as of its values.
         inner: numbers of a token within the feed-forward part.
         vocabulary: logits of a token.
+        chosen_experts: that a token gets in a layer of a mixture of experts; default 0: it is none.
         head_norms: whether a layer normalises the queries and keys of each head; default False.
         is_counted: whether the parameters were counted from the configuration alone, as those of a decoder of Llama's
             form; default False.
@@ -56,6 +57,7 @@ class ModelSizes:
     keys: int = 0
     inner: int = 0
     vocabulary: int = 0
+    chosen_experts: int = 0
     head_norms: bool = False
     is_counted: bool = False
 
@@ -260,5 +262,6 @@ def _sizes(config: Mapping[str, Any]) -> ModelSizes:
         keys=(config.get("num_key_value_heads") or heads) * head,
         inner=config.get("intermediate_size") or config.get("n_inner") or 4 * hidden,
         vocabulary=config.get("vocab_size") or 0,
+        chosen_experts=config.get("num_experts_per_tok") or config.get("moe_k") or 0,
         head_norms=str(config.get("model_type", "")).startswith(_HEAD_NORMS),
     )

@@ -19,7 +19,7 @@ from transferqueue.workflows.job.run.machine import thread_line
 from transferqueue.workflows.job.run.on_ray import node_lines
 from transferqueue.workflows.job.run.preflight import JobBytes, bytes_of, counted_models, placement_of, preflight
 from transferqueue.workflows.job.settings.job import Job
-from transferqueue.workflows.job.settings.sizes import batch_rows, gib, row_bytes, rows_kept
+from transferqueue.workflows.job.settings.sizes import batch_rows, gib, rows_kept
 from transferqueue.workflows.job.settings.write import job_as_toml
 
 PROMPTS: Final = 2
@@ -122,7 +122,7 @@ def dry_run(job: Job, *, code: Path | None = None, devices: Sequence[FoundDevice
         batch_rows=batch_rows(job),
         rows_ahead=pacing(job).rows_ahead_max,
         rows_kept=rows_kept(job),
-        row_bytes=row_bytes(job),
+        row_bytes=held.row,
         row_bytes_total=held.rows,
         weight_bytes=held.weights,
         memory_bytes=held.memory,

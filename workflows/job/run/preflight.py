@@ -19,6 +19,7 @@ from transferqueue.adapters.builtin import is_builtin
 from transferqueue.adapters.stages.reward_functions import load_callable
 from transferqueue.errors import Impossible, NotFound, PeerError, Unreachable, UsageError, listing
 from transferqueue.workflows.job.data.prompt_data import PromptData, open_all
+from transferqueue.workflows.job.data.sampler import BY_RATE
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, class_environment, revision_of
 from transferqueue.workflows.job.devices.cores import THREADS
 from transferqueue.workflows.job.devices.device_bytes import NUMBER_BYTES
@@ -42,13 +43,16 @@ from transferqueue.workflows.job.stages.rollout import stop_id
 QUEUE_S: Final = 10.0
 """Longest wait for the server of ``queue.address``, or of an engine, to answer."""
 _CONFIG: Final = "config.json"
+_ROUTE_BYTES: Final = 2
+"""Bytes of one chosen expert in the column `routes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobBytes:
-    """Most bytes that a job holds in its queue: rows, one version of the weights (0: not known before the model is
-    loaded), and all kept versions."""
+    """Most bytes that a job holds in its queue: one row, all rows, one version of the weights (0: not known before the
+    model is loaded), and all kept versions."""
 
+    row: int
     rows: int
     version: int
     weights: int
@@ -176,6 +180,7 @@ def _names(job: Job) -> Iterator[tuple[str, str]]:
     """Yield what the job names by text to be imported, by its key. It is checked before what takes longer."""
     for place, name in enumerate(job.log.to):
         yield f"log.to.{place}", "" if name in LOGGERS else name
+    yield "data.sampler.by", "" if job.data.sampler.by == BY_RATE else job.data.sampler.by
     for reward in job.reward:
         yield "reward.function", reward.function
     for place, environment in enumerate(job.environment):
@@ -269,18 +274,21 @@ def bytes_of(job: Job) -> JobBytes:
     sizes = model_sizes(job.model.path, job.model.revision)
     version = sizes.parameters * NUMBER_BYTES[job.weights.dtype] if sizes else 0
     kept = version * (versions_kept(job) + 1)  # one more while a version is being published
+    replayed = sizes.layers * sizes.chosen_experts if sizes and job.algorithm.router_replay else 0
+    row = row_bytes(job, route_bytes=_ROUTE_BYTES * replayed)
     return JobBytes(
-        rows=rows_kept(job) * row_bytes(job), version=version, weights=kept, memory=int(job.queue.memory_gib * GIB)
+        row=row, rows=rows_kept(job) * row, version=version, weights=kept, memory=int(job.queue.memory_gib * GIB)
     )
 
 
 def check_memory(job: Job) -> None:
-    """Raise `Impossible` if the kept versions of the weights leave no room for a group, with the arithmetic."""
+    """Raise `Impossible` if rows and kept versions of the weights have no room, with the arithmetic."""
     held = bytes_of(job)
     if job.algorithm.kind != "sft" and held.total > held.memory:
         raise Impossible(
             f"weights.keep={versions_kept(job)} and one more being published are {gib(held.weights)}, rows up to "
-            f"{gib(held.rows)}; memory_gib={job.queue.memory_gib:g}: set queue.memory_gib={-(-held.total // GIB)}"
+            f"{gib(held.rows)} ({held.row:,} bytes each); memory_gib={job.queue.memory_gib:g}: set "
+            f"queue.memory_gib={-(-held.total // GIB)}"
         )
 
 

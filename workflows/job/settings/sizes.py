@@ -113,10 +113,12 @@ def rows_kept(job: Job) -> int:
     return job.checkpoint.every * batch_rows(job) + rows_ahead(job)
 
 
-def row_bytes(job: Job) -> int:
-    """Bytes of a row whose prompt and response have all the tokens that they may have."""
+def row_bytes(job: Job, *, route_bytes: int = 0) -> int:
+    """Bytes of a row whose prompt and response have all the tokens that they may have. route_bytes: of the routes of a
+    token, which the model decides."""
     masked = _TOKEN_BYTES["loss_mask"] if has_loss_mask(job) else 0
-    return 4 * job.data.prompt_tokens_max + job.sampling.tokens_max * (token_bytes(job.algorithm) + masked)
+    response = job.sampling.tokens_max * (token_bytes(job.algorithm) + masked)
+    return 4 * job.data.prompt_tokens_max + response + tokens_of_row(job) * route_bytes
 
 
 def has_loss_mask(job: Job) -> bool:

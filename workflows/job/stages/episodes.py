@@ -327,11 +327,10 @@ class JobEpisodes:
 
 def _begun(episode: PlayedEpisode, turns: ChatTurns, observation: Any) -> tuple[Any, int]:
     """Return the tokens of a prompt with its first observation, and how many are the observation's. Both are made from
-    the data: a row that is played again has an observation in its `prompt_ids`."""
-    if not observation:
-        return episode.prompt, 0
-    ids = turns.prompt(episode.data[PROMPT], observation)
-    return ids, len(ids) - len(turns.prompt(episode.data[PROMPT]))
+    the data: a row that is played again may have an earlier observation in its `prompt_ids`."""
+    bare = turns.prompt(episode.data[PROMPT])
+    ids = turns.prompt(episode.data[PROMPT], observation) if observation else bare
+    return ids, len(ids) - len(bare)
 
 
 def _described(environment: JobEnvironment, failure: CallFailed, attempts: int, episode: PlayedEpisode) -> str:
