@@ -87,7 +87,8 @@ def run(words: list[str], send: Send) -> None:
 
     def hear(label: str, event: Event) -> None:
         if isinstance(event, Figures) and event.kind == STEP:
-            send(SideTrained(event.values["step"], event.values["loss"] or math.nan))
+            loss = event.values["loss"]
+            send(SideTrained(event.values["step"], math.nan if loss is None else loss))
 
     run_job(job, folder=RunFolder(Path(folder)), code=Path(code), observe=hear)
     for step in recorded_steps(Path(folder), job):
