@@ -73,6 +73,8 @@ def test_json_is_one_document():
             ["--out", "native", "--", *OPENRLHF, "--algo.advantage.estimator", "rloo"],
             "job.toml is not written: group_size=1",
         ),
+        (["--try", "--", *OPENRLHF, "--rollout.n_samples_per_prompt", "8"], "--try runs jobs of trl"),
+        (["--try", "--", *COMMAND], "the model models/small is not on this machine"),
     ],
 )
 def test_what_is_refused_costs_one_line(tmp_path, words, error):

@@ -137,6 +137,7 @@ def _verdict(rule: KeyRule, key: str, value: Plain, settings: Settings) -> Line:
 
 
 def _assumed(stack: Stack, settings: Settings) -> Iterator[Line]:
+    verdict: Verdict
     for rule in stack.rules:
         if rule.default is ABSENT or rule.default is None or rule.name in settings.given:
             continue
@@ -147,8 +148,11 @@ def _assumed(stack: Stack, settings: Settings) -> Iterator[Line]:
             continue
         to = {key: value for key, value in line.to.items() if value != _default(key)}
         if to or line.verdict == "refused":
-            verdict: Verdict = "assumed" if to else "refused"
+            verdict = "assumed" if to else "refused"
             yield Line(verdict=verdict, key=f"{rule.name} (its default)", value=line.value, to=to, why=line.why)
+    for key, text, why in stack.of_model(settings):
+        verdict = "refused" if text else "assumed"
+        yield Line(verdict=verdict, key=f"{key} (its default)", value=text or "of the model", why=why)
     for key, (value, why) in stack.always.items():
         yield Line(verdict="assumed", key=ALWAYS, value="", to={key: typed(key, value)}, why=why)
 

@@ -11,7 +11,7 @@ keys, or `Inactive` where another setting turns the key off. `Refuse` says that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
@@ -143,6 +143,8 @@ class Stack:
         extra: of this package, which that needs.
         version: of the stack whose keys the table has.
         rewards: the text of a module ``rewards.py`` that calls the stack's own reward. "": none is needed.
+        of_model: keys that the job leaves out and whose value is then the model's own, where it matters here: the key,
+            that value as a text ("": the model's files are not here), and the reason.
     """
 
     name: str
@@ -157,6 +159,7 @@ class Stack:
     extra: str = ""
     bases: tuple[str, ...] = ()
     rewards: Callable[[Settings], str] = field(default=lambda settings: "")
+    of_model: Callable[[Settings], Iterable[tuple[str, str, str]]] = field(default=lambda settings: ())
 
     @cached_property
     def rule_by_name(self) -> dict[str, KeyRule]:

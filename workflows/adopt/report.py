@@ -17,6 +17,7 @@ from transferqueue.workflows.adopt.apply import ALWAYS, VERDICTS, Line, apply
 from transferqueue.workflows.adopt.job_file import added, as_text, job_values
 from transferqueue.workflows.adopt.mapping import Refuse
 from transferqueue.workflows.adopt.read import read_job
+from transferqueue.workflows.adopt.trial.compare import Tried
 from transferqueue.workflows.job.settings.read import job_from_values
 
 JOB: Final = "job.toml"
@@ -38,7 +39,7 @@ class Adopted(msgspec.Struct, frozen=True, kw_only=True):
 
     stack, version: the stack, and the version whose keys its table has. counts: of `lines` by verdict. job, rewards:
     texts of the files; job is empty if the rules of our job file refuse it, and `problem` says why. on_queue: how the
-    stack's own trainer uses the queue.
+    stack's own trainer uses the queue. tried: the outcome of a trial, if there was one.
     """
 
     stack: str
@@ -51,6 +52,7 @@ class Adopted(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     rewards: str
     problem: str
+    tried: Tried | None = None
 
     def text(self) -> str:
         """Return the report for people: what is to be looked at comes last."""

@@ -305,6 +305,37 @@ def test_what_changes_training_and_is_not_built_is_refused(sources, given):
     assert [line.verdict for line in adopted.lines if line.key == given.partition("=")[0]] == ["refused"]
 
 
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        ("{}", None),
+        ('{"num_experts": 8, "router_aux_loss_coef": 0.01}', ("refused", "0.01")),
+        ('{"text_config": {"num_local_experts": 8}}', ("refused", "that of its architecture")),
+        ('{"num_experts": 8, "router_aux_loss_coef": 0.0}', None),
+        (None, ("assumed", "of the model")),
+    ],
+    ids=["dense", "experts", "no coefficient", "off", "not here"],
+)
+def test_the_routers_loss_of_a_mixture_of_experts_is_said_where_the_job_leaves_it_out(tmp_path, config, line):
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    words = ["trl", "grpo", "--model_name_or_path", str(tmp_path)]
+    lines = [each for each in adopt(words).lines if each.key == "router_aux_loss_coef (its default)"]
+    assert [(each.verdict, each.value) for each in lines] == ([] if line is None else [line])
+    assert all("experts have no loss of their own" in each.why for each in lines)
+    given = adopt([*words, "--router_aux_loss_coef", "0"]).lines
+    assert [each.verdict for each in given if each.key.startswith("router")] == ["no effect"]
+
+
+def test_trls_correction_of_the_kl_is_said_where_it_counts():
+    words = ["trl", "grpo", "--model_name_or_path", "m"]
+    for more, verdicts in [([], []), (["--beta", "0.1"], ["refused"])]:
+        lines = adopt([*words, *more]).lines
+        assert [each.verdict for each in lines if each.key == "use_bias_correction_kl (its default)"] == verdicts
+    off = adopt([*words, "--beta", "0.1", "--use_bias_correction_kl", "false"]).lines
+    assert [each.verdict for each in off if each.key.startswith("use_bias")] == ["mapped"]
+
+
 def test_a_setting_of_the_critic_may_be_written_otherwise_than_the_policys(sources):
     adopted = adopt([sources["verl"], "algorithm.adv_estimator=gae", "critic.optim.weight_decay=1e-2"])
     assert [line.verdict for line in adopted.lines if line.key == "critic.optim.weight_decay"] == ["mapped"]

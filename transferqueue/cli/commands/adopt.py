@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from signal import SIGTERM
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from transferqueue.cli.options import folder_to_write
+from transferqueue.cli.running import ended_like_ctrl_c
 from transferqueue.cli.screens.terminal import say, show_json
 
 if TYPE_CHECKING:
     from transferqueue.workflows.adopt.report import Adopted
+    from transferqueue.workflows.adopt.trial.compare import Tried
 
 EXAMPLES = (
     ("transferqueue adopt run_qwen3-8b.sh", "a script that starts verl, OpenRLHF, slime, TRL or NeMo-RL"),
     ("transferqueue adopt grpo.yaml grpo.max_num_steps=200", "a configuration, with an override"),
     ("transferqueue adopt -- trl grpo --model_name_or_path Qwen/Qwen3-0.6B …", "the words of a command"),
     ("transferqueue adopt grpo.yaml --out native", "and write native/job.toml"),
+    (
+        "transferqueue adopt grpo.yaml --out native --try -- --model_name_or_path ./tiny",
+        "and compare two steps of TRL and of native/job.toml",
+    ),
 )
 
 
@@ -37,28 +45,60 @@ def adopt(
         Path | None,
         typer.Option(metavar="DIR", help="Write job.toml there, and the rewards it calls.", show_default=False),
     ] = None,
+    with_trial: Annotated[
+        bool,
+        typer.Option(
+            "--try",
+            help="Also run two steps of a job of TRL, by TRL itself where it is installed, and of the native job on "
+            "the same rows, and compare rewards, advantages, losses, gradients and learning rates. Executes the job's "
+            "code. Tries the job.toml that is in --out DIR already, with your changes.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON document.")] = False,
 ) -> None:
     """Say what becomes of a job of another stack, and write it as a job file.
 
     Each key is kept, mapped, assumed, without effect, unknown or refused, with the reason. Nothing of the job is
-    executed.
+    executed without --try.
     """
+    from msgspec.structs import replace
+
     from transferqueue.errors import UsageError
+    from transferqueue.workflows.adopt.report import JOB, write
     from transferqueue.workflows.adopt.report import adopt as read
-    from transferqueue.workflows.adopt.report import write
 
     adopted = read(words, stack=stack)
-    if as_json:
-        show_json(adopted)
-    else:
-        say(adopted.text())
-    if out is not None and not adopted.job:
+    _show(adopted.text(), None if with_trial and adopted.job else adopted, as_json=as_json)
+    if (out is not None or with_trial) and not adopted.job:
         raise UsageError(f"{adopted.source}: job.toml is not written: {adopted.problem}")
+    folder = None if out is None else folder_to_write("--out", out)
+    changed = folder / JOB if with_trial and folder is not None and (folder / JOB).exists() else None
+    if with_trial:
+        tried = _tried(adopted, words, changed)
+        adopted = replace(adopted, tried=tried)
+        _show(f"\n{tried.text()}", adopted, as_json=as_json)
     say(_next(adopted, out), err=as_json)
-    if out is not None:
-        for path in write(adopted, folder_to_write("--out", out)):
-            say(f"wrote {path}", err=as_json)
+    for path in write(adopted, folder) if folder is not None and changed is None else ():
+        say(f"wrote {path}", err=as_json)
+    if adopted.tried is not None and adopted.tried.differs is not None:
+        raise typer.Exit(1)
+
+
+def _show(text: str, report: Adopted | None, *, as_json: bool) -> None:
+    """Print a text, or as JSON the report; None: it is not whole yet."""
+    if not as_json:
+        say(text)
+    elif report is not None:
+        show_json(report)
+
+
+def _tried(adopted: Adopted, words: list[str], file: Path | None) -> Tried:
+    """Try the job. file: the job file to try, which is there already; None: the one of adopt."""
+    from transferqueue.workflows.adopt.trial.both import try_both
+
+    with ended_like_ctrl_c(SIGTERM):
+        tell = partial(say, err=True)
+        return try_both(words, stack=adopted.stack, written=adopted.job, lines=adopted.lines, file=file, tell=tell)
 
 
 def _next(adopted: Adopted, out: Path | None) -> str:

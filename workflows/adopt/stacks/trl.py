@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 from transferqueue.workflows.adopt.mapping import (
@@ -36,6 +37,7 @@ from transferqueue.workflows.adopt.mapping import (
     texts,
     whole,
 )
+from transferqueue.workflows.adopt.sources.model_config import model_config
 
 _STOCK: Final = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 """Reward functions of ``trl.rewards`` that its command line takes by name, without arguments."""
@@ -159,6 +161,26 @@ def _corrects(value: Plain, settings: Settings) -> Plain:
     return OurValues({"algorithm.tis_max": settings.number("vllm_importance_sampling_clip_max")}, "")
 
 
+def _corrected_kl(value: Plain, settings: Settings) -> Plain:
+    if not flag(value) or settings.number("beta") == 0:
+        return OurValues({}, "off")
+    raise Refuse("TRL multiplies the KL by the importance ratio, whose gradient counts even at 1; set it to false")
+
+
+def _router_loss(settings: Settings) -> Iterator[tuple[str, str, str]]:
+    """The router's loss of a mixture of experts, whose coefficient is the model's own where the job gives none."""
+    if settings["router_aux_loss_coef"] is not None or settings["model_name_or_path"] is None:
+        return
+    config = model_config(str(settings["model_name_or_path"]))
+    if config is None:
+        yield "router_aux_loss_coef", "", f"{EXPERTS}: TRL adds the router's, if the model is a mixture of experts"
+        return
+    config = config.get("text_config") or config
+    own = "that of its architecture" if _EXPERTS & config.keys() else ""
+    if coefficient := config.get("router_aux_loss_coef", own):
+        yield "router_aux_loss_coef", str(coefficient), f"{EXPERTS}: TRL adds the router's, by the model's coefficient"
+
+
 def _gpus(settings: Settings) -> Gpus:
     tensor_parallel = settings.whole("vllm_tensor_parallel_size") or 1
     return Gpus(_processes(settings), _processes(settings), shared=True, per_engine=tensor_parallel)
@@ -168,6 +190,8 @@ def _no_dropout() -> Plain:
     raise Refuse("adapters have no dropout here")
 
 
+_EXPERTS: Final = frozenset({"num_experts", "num_local_experts"})
+"""Keys of a model's configuration that a mixture of experts has."""
 _EVALUATED: Final = "eval_strategy is no"
 _EVALUATES: Final = "how transformers evaluates; see evaluation"
 _CHECKPOINT: Final = "a checkpoint has model, optimizer and queue"
@@ -282,7 +306,7 @@ _RULES: Final = (
     no_effect("vespo_*", "read by other losses"),
     refused("top_entropy_quantile", "every token of a response counts", unless=(1, "1.0")),
     refused("off_policy_mask_threshold", "see pacing.max_staleness"),
-    refused("use_bias_correction_kl", "the estimator of the KL is algorithm.kl_estimator", unless=(False, "false")),
+    mapped("use_bias_correction_kl", "", _corrected_kl, default=True),
     mapped("vllm_importance_sampling_correction", "algorithm.tis_max", _corrects, default=True),
     no_effect(
         "vllm_importance_sampling_mode", "read with vllm_importance_sampling_correction", default="sequence_mask"
@@ -446,6 +470,7 @@ TRL: Final = Stack(
     marks=("model_name_or_path",),
     overrides=False,
     gpus=_gpus,
+    of_model=_router_loss,
     version="1.16",
     extra="trl",
     on_queue=(

@@ -1,0 +1,128 @@
+"""A trial of an adopted job: what it compares, the reasons it gives, and what it refuses before anything runs."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("yaml")
+pytest.importorskip("transformers")
+
+from msgspec.structs import replace
+
+from transferqueue.adapters.protocols import Prompt, Sampling
+from transferqueue.adapters.stages.generation import row_seed
+from transferqueue.errors import UsageError
+from transferqueue.workflows.adopt.report import adopt
+from transferqueue.workflows.adopt.trial.both import try_both
+from transferqueue.workflows.adopt.trial.compare import FirstDifference, SideStep, Tried, first_difference, reasons
+from transferqueue.workflows.adopt.trial.native import RecordedResponses, ReplayedResponses, scheduled_lr
+from transferqueue.workflows.job.settings.read import job_from_values
+
+STEP = SideStep(
+    step=1,
+    figures={"reward": 0.5, "loss": 0.25, "gradient_norm": 2.0, "lr": 1e-6},
+    prompts=[[5, 6], [5, 6], [7], [7]],
+    rows=[([1, 2], 1.0), ([3], -1.0), ([4], 0.0), ([4], 0.5)],
+    steps=20,
+)
+
+
+def with_figure(name, value):
+    return replace(STEP, figures={**STEP.figures, name: value})
+
+
+@pytest.mark.parametrize(
+    ("ours", "figure", "values"),
+    [
+        (replace(STEP, prompts=STEP.prompts[:2]), "rows", ("4", "2")),
+        (replace(STEP, prompts=[[5, 6], [5, 6], [7], [8]]), "prompt tokens", ("[7]", "[8]")),
+        (with_figure("reward", 0.75), "reward", ("0.5", "0.75")),
+        (replace(STEP, rows=[*STEP.rows[:3], ([4], 0.25)]), "advantage", ("0.5", "0.25")),
+        (replace(STEP, rows=STEP.rows[:3]), "rows", ("4 in the loss", "3 in the loss")),
+        (with_figure("loss", 0.25003), "loss", ("0.25", "0.25003")),
+        (with_figure("kl", 0.0), "kl", ("none", "0")),
+        (with_figure("gradient_norm", 2.1), "gradient_norm", ("2", "2.1")),
+        (with_figure("lr", 0.999e-6), "lr", ("1e-06", "9.99e-07")),
+    ],
+)
+def test_the_first_figure_that_differs_is_named(ours, figure, values):
+    found = first_difference([STEP, replace(STEP, step=2)], [STEP, replace(ours, step=2)])
+    assert (found.step, found.figure, found.theirs, found.ours) == (2, figure, *values)
+
+
+def test_equal_steps_in_another_order_of_rows_do_not_differ():
+    other = replace(with_figure("loss", 0.250004), prompts=STEP.prompts[::-1], rows=STEP.rows[::-1])
+    assert first_difference([STEP], [other]) is None
+
+
+def test_a_step_that_only_the_stack_took_differs():
+    found = first_difference([STEP, replace(STEP, step=2)], [STEP])
+    assert (found.step, found.figure, found.ours) == (2, "rows", "0")
+
+
+def test_reasons_name_the_key_that_was_changed_then_what_adopt_refused():
+    words = ["trl", "grpo", "--model_name_or_path", "m", "--top_p", "0.9", "--knob", "3"]
+    lines = adopt(words).lines
+    found = FirstDifference(step=2, figure="loss", theirs="1", ours="2")
+    why = reasons(found, (20, 20), {"queue.memory_gib": (8.0, 9.0), "algorithm.kl": (0.04, 0.4)}, lines)
+    assert why[0] == "algorithm.kl is 0.4, where adopt writes 0.04"
+    assert [text.partition(" is ")[0] for text in why[1:4]] == ["queue.memory_gib", "top_p=0.9", "knob=3"]
+    of_lr = reasons(FirstDifference(step=2, figure="lr", theirs="1", ours="2"), (20, 1_000_000), {}, lines)
+    assert of_lr[0].endswith("set steps = 20")
+    assert reasons(found, (20, 20), {}, [])[0].startswith("no key is refused, unknown or changed; it depends on algo")
+
+
+def test_the_text_shows_both_figures_and_what_differs():
+    why = ["algorithm.kl is 0.4, where adopt writes 0.04"]
+    differs = FirstDifference(step=2, figure="loss", theirs="0.25", ours="0.5", why=why)
+    tried = Tried(stack="trl", bound=1e-5, figures=[{"loss": (0.25, 0.25)}], differs=differs, notes=["careful"])
+    assert tried.text().splitlines()[1:] == [
+        "  step 1: loss 0.25 and 0.25",
+        "  step 2 differs at loss: 0.25 in trl, 0.5 here",
+        "    algorithm.kl is 0.4, where adopt writes 0.04",
+        "  note: careful",
+    ]
+
+
+def test_the_engine_gives_each_row_the_response_of_its_ordinal():
+    engine = ReplayedResponses(RecordedResponses(seed=42, tokens=[[3, 1], [4, 5]]))
+    engine.update_weights(None, 7)
+    prompts = [Prompt(ids=np.array([9]), seed=row_seed(42, place)) for place in (1, 0)]
+    found = list(engine.generate(prompts, Sampling(tokens_max=2, stop_ids=(1,))))
+    assert [(each.ids.tolist(), each.finish_reason) for each in found] == [([4, 5], "length"), ([3, 1], "stop")]
+    assert {each.policy_version for each in found} == {7}
+    with pytest.raises(UsageError, match="beyond those that the stack trained"):
+        list(engine.generate([Prompt(ids=np.array([9]), seed=row_seed(42, 2))], Sampling(tokens_max=2)))
+
+
+def test_learning_rates_are_those_of_the_whole_schedule():
+    plain = {"model": {"path": "m"}, "data": {"path": "d"}, "algorithm": {"kind": "grpo"}, "steps": 4}
+    plain |= {"reward": [{"function": "a:b"}], "engine": [{"kind": "transformers"}]}
+    job = job_from_values({**plain, "trainer": {"lr": 1e-3, "schedule": "linear"}})
+    assert [scheduled_lr(job, step) for step in (1, 2)] == [1e-3, 0.75e-3]
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        (
+            ["--use_vllm", "true"],
+            "the loss would depend on vLLM's log-probs; give --use_vllm false after the file and --",
+        ),
+        (["--use_peft", "true"], "adapters begin with random numbers of each side's own; give --use_peft false"),
+        (["--num_processes", "2"], "a trial has one process of each side; give --num_processes 1"),
+        (["--steps_per_generation", "4"], "by a draw of its own; give --steps_per_generation 1 after the file"),
+        (
+            [],
+            "the model nowhere/none is not on this machine; load it .*, or give a small one .*: -- --model",
+        ),
+    ],
+)
+def test_a_job_that_cannot_be_compared_is_refused_before_anything_runs(more, error):
+    words = ["trl", "grpo", "--model_name_or_path", "nowhere/none", *more]
+    with pytest.raises(UsageError, match=error):
+        try_both(words, stack="trl", written="", lines=[])
+
+
+def test_other_stacks_are_not_tried():
+    with pytest.raises(UsageError, match="--try runs jobs of trl; this one is of verl"):
+        try_both([], stack="verl", written="", lines=[])
