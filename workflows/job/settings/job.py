@@ -665,6 +665,12 @@ class PacingSettings(_Table):
         "Open: as `depth`; with `over_sample` at least ⌈`over_sample`⌉ − 1.",
         For("asynchronous runs that lose reward"),
     ] = None
+    staleness_of: Annotated[
+        Literal["oldest", "newest", "mean"],
+        "Version of a row whose tokens have several, which `max_staleness` bounds, and which figures and records show:"
+        " of the `oldest` token, of the `newest`, or their `mean`, rounded down.",
+        For("long responses of which few tokens are old: `mean`"),
+    ] = "oldest"
     on_stale: Annotated[
         Literal["requeue", "drop"],
         "`requeue`: an older row is generated again; `drop`: it makes room for another prompt.",
