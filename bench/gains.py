@@ -1,6 +1,6 @@
 """Tables from the newest record of each ladder (`bench.ladder`), printed or written into a page.
 
-python -m bench.gains [modes asyncflow streamrl elastic reward record]
+python -m bench.gains [modes asyncflow streamrl elastic reward lora record]
 python -m bench.gains reward --into docs/how-to/pacing.md
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from bench.ladder import PLAIN_JOBS
+from bench.ladder import PLAIN_JOBS, REWARDED
 from bench.measurement_record import MeasuredResult, MeasurementRecord, load_record
 from bench.run_record import RECORDS
 from bench.table import insert
@@ -22,6 +22,7 @@ TITLES: Final = {
     "streamrl": "StreamRL's ladder",
     "elastic": "The number of engines",
     "reward": "Reward at equal samples",
+    "lora": "Adapters alone, and merged weights",
     "record": "A job that records its rows",
 }
 ENGINES: Final = {
@@ -58,7 +59,7 @@ def markdown(record: MeasurementRecord) -> str:
     """The table of one ladder."""
     details, results = record.details, {result.name: result for result in record.results}
     rungs = [name.removesuffix(": samples a second") for name in results if name.endswith(": samples a second")]
-    titles = _rewards(rungs[0]) if details["ladder"] == "reward" else _columns(rungs[0])
+    titles = _rewards(rungs[0]) if details["ladder"] in REWARDED else _columns(rungs[0])
     columns = [column for column in titles if any(_of(results, rung, column) for rung in rungs)]
     head = ["", *(title for title, _ in columns)]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
@@ -88,11 +89,12 @@ def _columns(base: str) -> Iterator[tuple[str, str]]:
 
 
 def _rewards(base: str) -> Iterator[tuple[str, str]]:
-    """Yield the same of the ladder *reward*."""
+    """Yield the same of the ladders that compare rewards."""
     yield "reward of all rows", "reward of the run"
     yield f"below {base}, by seeds", f"reward of the run below {base}"
     yield "held-out reward at the end", "held-out reward"
     yield "versions behind", "staleness"
+    yield "bytes a version", "bytes a version"
 
 
 def _of(results: dict[str, MeasuredResult], rung: str, column: tuple[str, str]) -> MeasuredResult | None:

@@ -18,6 +18,8 @@ direction each second time; figures are over the steps after the first.
   batches ahead, each with the correction of a job file (`algorithm.old = "trainer"`, `tis_max = 2`) and without
   (`old = "rollout"`); the built-in engine, a seed a turn; the reward of held-out prompts after the run, and that of all
   trained rows.
+- *lora*: a job with adapters whose versions are merged weights, and one that publishes the adapters alone: the same
+  figures, and the bytes of a version. Synchronous steps, so that nothing depends on the time.
 - *record*: what `queue.record` costs: asynchronous steps without it and with it. Only some steps overlap the writing of
   a file, so a second ratio, *all steps*, is of the seconds from the first step to the last.
 
@@ -67,6 +69,7 @@ BY_LENGTH: Final = {"dispatch.kind": "length"}
 FOUR_AHEAD: Final = AHEAD | {"pacing.depth": "4"}
 CORRECTED: Final = {"algorithm.old": "trainer", "algorithm.tis_max": "2.0"}
 UNCORRECTED: Final = {"algorithm.old": "rollout"}
+LORA: Final = {"pacing.mode": "sync", "trainer.lora_rank": "8", "trainer.lora_alpha": "16.0"}
 LADDERS: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = {
     "modes": {
         PLAIN: {},
@@ -100,15 +103,22 @@ LADDERS: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = {
         "four ahead": FOUR_AHEAD | CORRECTED,
         "four ahead, uncorrected": FOUR_AHEAD | UNCORRECTED,
     },
+    "lora": {
+        "merged": LORA | {"weights.lora": "merged"},
+        "adapters alone": LORA | {"weights.lora": "adapter"},
+    },
     "record": {"no record": AHEAD, "record": AHEAD | {"queue.record": "on"}},
 }
 """Rungs of each ladder, and the settings that each changes. Ratios are to the first."""
-PLAIN_JOBS: Final = ("modes", "reward", "record")
+REWARDED: Final = ("reward", "lora")
+"""Ladders that compare rewards at equal samples."""
+PLAIN_JOBS: Final = ("modes", "reward", "lora", "record")
 """Ladders of jobs with an engine by its kind, one reward function, and responses that end as the model ends them."""
 ENGINES_OF: Final = {
     "modes": ("vllm", "transformers"),
     "elastic": ("paced",),
     "reward": ("builtin", "vllm", "transformers"),
+    "lora": ("vllm", "transformers"),
     "record": ("builtin", "vllm", "transformers"),
 }
 """Engines of the ladders that do not have all those of given lengths."""
@@ -123,6 +133,7 @@ USUAL_OF: Final[Mapping[str, Mapping[str, Any]]] = {
     "modes": {"size": "tiny"},
     "elastic": {"engine": "paced", "size": "paced", "steps": 30},
     "reward": {"engine": "builtin", "size": "tiny", "runs": 5, "steps": 30},
+    "lora": {"size": "tiny", "steps": 30, "lr": 4e-3},
     "record": {"engine": "builtin", "size": "tiny", "runs": 5, "steps": 30},
 }
 """What a ladder takes where the command does not say."""
@@ -130,7 +141,7 @@ QUICK: Final = {"runs": 1, "steps": 2}
 RUN_S: Final = 1800.0
 PROMPT_TOKENS: Final = 40
 HELD_OUT: Final = 128
-"""Prompts whose reward ends a run of the ladder *reward*, with two responses each."""
+"""Prompts whose reward ends a run of a ladder that compares rewards, with two responses each."""
 KEPT, SETTINGS = "runs.jsonl", "settings.json"
 """Files of ``--keep``: each run as a line, and what all of them have in common."""
 
@@ -198,6 +209,7 @@ class RungRun:
         held_out: Mean reward of the held-out prompts after the run; NaN: they were not evaluated.
         staleness: Versions between the weights of a row and those of the trainer, mean over all rows.
         recall: The ranker's; NaN: the rung has no dispatch, or too few steps.
+        version_bytes: That the trainer wrote for a version, mean over all.
     """
 
     rows: int
@@ -209,6 +221,7 @@ class RungRun:
     held_out: float = math.nan
     staleness: float = 0.0
     recall: float = math.nan
+    version_bytes: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -241,7 +254,7 @@ def prepare(place: Path, chosen: argparse.Namespace) -> None:
         rewards.append('{ model = "judge" }')
     terms = {"prompts": size.prompts, "group": size.group, "tokens": size.tokens, "rewards": ", ".join(rewards)}
     terms |= {"kl": 0.01 if chosen.ladder in SCORED else 0.0, "prompt_tokens": PROMPT_TOKENS}
-    evaluation = EVALUATION if chosen.ladder == "reward" else ""
+    evaluation = EVALUATION if chosen.ladder in REWARDED else ""
     (place / "job.toml").write_text(JOB.format(engines=", ".join(_engines(chosen)), **terms) + evaluation)
 
 
@@ -314,7 +327,13 @@ def _of_job(folder: Path, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rows = summary["staleness"]
     staleness = sum(int(versions) * count for versions, count in rows.items()) / sum(rows.values())
     held_out = math.nan if summary["after"] is None else summary["after"]
-    return {"stages": stages, "staleness": staleness, "held_out": held_out, "recall": _recall(folder / "ranker.jsonl")}
+    return {
+        "stages": stages,
+        "staleness": staleness,
+        "held_out": held_out,
+        "recall": _recall(folder / "ranker.jsonl"),
+        "version_bytes": summary["publications"].get("train-0", {}).get("bytes", 0.0),
+    }
 
 
 def _recall(file: Path) -> float:
@@ -392,7 +411,7 @@ REWARDS: Final[Mapping[str, Callable[[RungRun], float]]] = {
     "held-out reward": lambda run: run.held_out,
     "reward of the run": lambda run: run.reward,
 }
-"""What the ladder *reward* compares: the policy at the end, and the mean over all trained rows."""
+"""What `REWARDED` compare: the policy at the end, and the mean over all trained rows."""
 
 
 def bound_s(settings: Mapping[str, str], stages: Mapping[str, float], cores: float, *, paced: bool = False) -> float:
@@ -412,6 +431,25 @@ def bound_s(settings: Mapping[str, str], stages: Mapping[str, float], cores: flo
     return max(generated, trained, computed / cores) if streams else generated + trained
 
 
+def _of_rung(rung: str, runs: Sequence[RungRun], ladder: str) -> Iterator[MeasuredResult]:
+    """Give the figures of a rung alone."""
+    yield summarize(f"{rung}: samples a second", "1/s", [each.rate for each in runs])
+    yield summarize(f"{rung}: whole run", "s", [each.whole_s for each in runs])
+    if reached := [each.reached_s for each in runs if not math.isnan(each.reached_s)]:
+        yield summarize(f"{rung}: until the reward, {len(reached)} of {len(runs)} runs", "s", reached)
+    if stages := [each.stages for each in runs if each.stages]:
+        yield summarize(f"{rung}: generation", "s", [each["rollout"] for each in stages])
+        yield summarize(f"{rung}: training", "s", [each["train"] for each in stages])
+    if recalls := [each.recall for each in runs if not math.isnan(each.recall)]:
+        yield summarize(f"{rung}: recall", "ratio", recalls)
+    if ladder in REWARDED:
+        for name, value in REWARDS.items():
+            yield summarize(f"{rung}: {name}", "ratio", [value(each) for each in runs])
+        yield summarize(f"{rung}: staleness", "ratio", [each.staleness for each in runs])
+    if ladder == "lora":
+        yield summarize(f"{rung}: bytes a version", "bytes", [each.version_bytes for each in runs])
+
+
 def results(
     found: Mapping[str, Sequence[RungRun]], ladder: str, cores: float, *, paced: bool = False
 ) -> Iterator[MeasuredResult]:
@@ -419,19 +457,7 @@ def results(
     rungs = LADDERS[ladder]
     base = next((rung for rung in rungs if rung in found), "")
     for rung, runs in found.items():
-        yield summarize(f"{rung}: samples a second", "1/s", [each.rate for each in runs])
-        yield summarize(f"{rung}: whole run", "s", [each.whole_s for each in runs])
-        if reached := [each.reached_s for each in runs if not math.isnan(each.reached_s)]:
-            yield summarize(f"{rung}: until the reward, {len(reached)} of {len(runs)} runs", "s", reached)
-        if stages := [each.stages for each in runs if each.stages]:
-            yield summarize(f"{rung}: generation", "s", [each["rollout"] for each in stages])
-            yield summarize(f"{rung}: training", "s", [each["train"] for each in stages])
-        if recalls := [each.recall for each in runs if not math.isnan(each.recall)]:
-            yield summarize(f"{rung}: recall", "ratio", recalls)
-        if ladder == "reward":
-            for name, value in REWARDS.items():
-                yield summarize(f"{rung}: {name}", "ratio", [value(each) for each in runs])
-            yield summarize(f"{rung}: staleness", "ratio", [each.staleness for each in runs])
+        yield from _of_rung(rung, runs, ladder)
     for rung, runs in found.items():
         if rung != base:
             ratios = [each.rate / first.rate for each, first in zip(runs, found[base], strict=True)]
@@ -439,7 +465,7 @@ def results(
         if rung != base and ladder == "record":
             wholes = [sum(first.seconds) / sum(each.seconds) for each, first in zip(runs, found[base], strict=True)]
             yield summarize(f"{rung}: all steps over {base}", "ratio", wholes)
-        if rung != base and ladder == "reward":
+        if rung != base and ladder in REWARDED:
             for name, value in REWARDS.items():
                 costs = [value(first) - value(each) for each, first in zip(runs, found[base], strict=True)]
                 yield summarize(f"{rung}: {name} below {base}", "ratio", costs)
@@ -467,14 +493,14 @@ def main() -> None:
     parser.add_argument(
         "--size",
         choices=tuple(SIZES),
-        help="default: tiny for modes, reward and record, paced for elastic, else rounds",
+        help="default: tiny for modes, reward, lora and record, paced for elastic, else rounds",
     )
     parser.add_argument("--skew", choices=tuple(SKEWS), default="published", help="of lengths (default: published)")
     parser.add_argument(
         "--runs", type=int, help="of each rung (default: 3, for reward and record 5; one takes some minutes)"
     )
-    parser.add_argument("--steps", type=int, help="of each run (default: 12, for elastic, reward and record 30)")
-    parser.add_argument("--lr", type=float, help="learning rate (default: 1e-4)")
+    parser.add_argument("--steps", type=int, help="of each run (default: 12 or 30)")
+    parser.add_argument("--lr", type=float, help="learning rate (default: 1e-4, for lora 4e-3)")
     parser.add_argument("--until", type=float, help="mean reward of three steps whose time is to be told")
     parser.add_argument("--rungs", nargs="+", help="default: all")
     parser.add_argument("--quick", action="store_true", help="one run of two steps a rung: to try the command")

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,9 @@ PART_ROWS: Final = 16
 BEGUN: Final = ("begun_ids", "begun_logprobs", "begun_versions")
 """Columns of an unfinished completion, one value a token; empty if the completion has not begun."""
 
+StalenessOf = Literal["oldest", "newest", "mean"]
+"""Which of the versions of a row's tokens its staleness is measured from."""
+
 
 def row_seed(seed: int, ordinal: int) -> int:
     """Return the seed of a row: a hash of the job's seed and the row's ordinal (numpy's `SeedSequence`).
@@ -45,6 +48,30 @@ def row_seed(seed: int, ordinal: int) -> int:
     True
     """
     return int(np.random.SeedSequence([seed, ordinal]).generate_state(1)[0])
+
+
+def row_version(versions: npt.NDArray[np.int32], of: StalenessOf) -> int:
+    """Return the version that a row's staleness is measured from.
+
+    The mean is rounded down, so it is below a whole bound exactly where the mean is.
+
+    Args:
+        versions: of each token; int32 ``[tokens]``; -1: not drawn, or not known.
+        of: which one.
+
+    Returns:
+        The version; -1 if none is known.
+
+    Example:
+        >>> [row_version(np.array([3, -1, 3, 6], np.int32), of) for of in ("oldest", "newest", "mean")]
+        [3, 6, 4]
+    """
+    known = versions[versions >= 0]
+    if not known.size:
+        return -1
+    if of == "mean":
+        return int(known.sum()) // known.size
+    return int(known.min() if of == "oldest" else known.max())
 
 
 class Generate:
@@ -65,8 +92,10 @@ class Generate:
         budget: the most tokens that one lease adds to a completion; default 0: no bound.
         parts: release completions that were cut short with their tokens, and read begun ones from the columns `BEGUN`;
             default False; a budget implies it.
-        max_staleness: a completion that began more than so many versions ago starts again from its prompt; default
+        max_staleness: a begun completion that is more than so many versions old starts again from its prompt; default
             None: no bound.
+        staleness_of: the version that a row, or a begun completion, is judged by; a row gets it as its
+            `policy_version` (`row_version`). Default ``"oldest"``.
         seed: each row draws with the seed `row_seed(seed, its ordinal)`, on engines that take a seed for each prompt;
             default None.
         whole_groups: the number of rows of a group; default 0: requests are not whole groups.
@@ -89,6 +118,7 @@ class Generate:
         budget: int = 0,
         parts: bool = False,
         max_staleness: int | None = None,
+        staleness_of: StalenessOf = "oldest",
         seed: int | None = None,
         whole_groups: int = 0,
         routes: bool = False,
@@ -108,7 +138,7 @@ class Generate:
         self._token_versions = token_versions
         self._budget = budget
         self._parts = parts or bool(budget)
-        self._max_staleness = max_staleness
+        self._max_staleness, self._staleness_of = max_staleness, staleness_of
         self._seed, self._whole_groups = seed, whole_groups
         self._routes = routes
         self._timeout_s = timeout_s
@@ -169,7 +199,10 @@ class Generate:
             return [None] * len(batch)
         oldest = batch.version - self._max_staleness if self._max_staleness is not None else 0
         begun_columns = zip(*(batch[name] for name in BEGUN), strict=True)
-        return [_resumed(at, oldest, *columns) for at, columns in enumerate(begun_columns)]
+        return [
+            None if _starts_again(columns[2], oldest, self._staleness_of) else _resumed(at, *columns)
+            for at, columns in enumerate(begun_columns)
+        ]
 
     def _generate_group(
         self, ordinals: npt.NDArray[np.int64], rows: Sequence[int], prompts: Sequence[Prompt]
@@ -228,7 +261,7 @@ class Generate:
             at=np.array([completion.prompt for completion in finished], dtype=np.intp),
             columns=columns,
             facts={
-                "policy_version": np.array([completion.policy_version for completion in finished]),
+                "policy_version": np.array([row_version(each.versions, self._staleness_of) for each in finished]),
                 "policy_version_max": np.array([completion.policy_version_max for completion in finished]),
                 "tokens": np.array([len(completion.ids) for completion in finished]),
             },
@@ -268,16 +301,18 @@ def _tokens(prompt: Prompt) -> int:
     return 0 if prompt.begun is None else len(prompt.begun.ids)
 
 
+def _starts_again(versions: npt.NDArray[np.int32], oldest: int, of: StalenessOf) -> bool:
+    """Whether an unfinished completion has no tokens, or they are too old to continue."""
+    return not len(versions) or row_version(versions, of) < oldest
+
+
 def _resumed(
     at: int,
-    oldest: int,
     ids: npt.NDArray[np.int32],
     logprobs: npt.NDArray[np.float32],
     versions: npt.NDArray[np.int32],
-) -> Completion | None:
-    """Return a row's unfinished completion; None if it has no tokens, or if they are too old to continue."""
-    if not len(ids) or versions.min() < oldest:
-        return None
+) -> Completion:
+    """Return a row's unfinished completion."""
     spans = tuple((version, sum(1 for _ in same)) for version, same in groupby(versions.tolist()))
     return Completion(prompt=at, sample=0, ids=ids, logprobs=logprobs, finish_reason=ABORT, spans=spans)
 

@@ -119,8 +119,18 @@ def test_the_table_of_rewards_has_a_line_a_rung(tmp_path: Path) -> None:
     assert table[3].startswith("| asynchronous | 0.725 (0.665 to 0.785) | 0.075 (")
 
 
+def test_rungs_with_adapters_are_compared_by_seeds_and_by_bytes() -> None:
+    merged, alone = (
+        [RungRun(64, [1.0], 9.0, {}, reward=0.6 + lift, held_out=0.7, version_bytes=size) for lift in (0.0, 0.1)]
+        for size in (4000.0, 1000.0)
+    )
+    found = {result.name: result.median for result in results({"merged": merged, "adapters alone": alone}, "lora", 2)}
+    assert (found["merged: bytes a version"], found["adapters alone: bytes a version"]) == (4000.0, 1000.0)
+    assert found["adapters alone: reward of the run below merged"] == 0.0
+
+
 def test_a_ladder_without_a_record_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="no record of modes, asyncflow, streamrl, elastic, reward, record: "):
+    with pytest.raises(SystemExit, match="no record of modes, asyncflow, streamrl, elastic, reward, lora, record: "):
         tables([], tmp_path)
     shutil.copy(next(RECORDS.glob("ladder-reward-*.json")), tmp_path)
     said = re.escape("no record of asyncflow, streamrl: python -m bench.ladder NAME --into bench/records")

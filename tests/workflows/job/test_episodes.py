@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import resource
@@ -30,7 +31,7 @@ from transferqueue.workflows.job.reward_terms import environment_host, tries
 from transferqueue.workflows.job.reward_terms.environment_call import CallFailed
 from transferqueue.workflows.job.reward_terms.environment_host import EnvironmentHost
 from transferqueue.workflows.job.reward_terms.tries import TRIES_MAX
-from transferqueue.workflows.job.settings.job import Job, LogSettings
+from transferqueue.workflows.job.settings.job import Job, LogSettings, PacingSettings
 from transferqueue.workflows.job.stages.all_dropped_guard import BATCHES_MAX
 from transferqueue.workflows.job.stages.episodes import EnvironmentFailed, FailedEpisode, JobEpisodes
 from transferqueue.workflows.job.stages.measures import EpisodeReward
@@ -180,6 +181,30 @@ def test_an_episode_is_one_sequence_with_the_tokens_of_the_tool_masked(tokenizer
     assert part.facts == {"policy_version": 3, "policy_version_max": 3, "tokens": len(response)}
     assert engine.requests[1][0] == engine.requests[0][0] + tokenizer.decode(response[:-3].tolist())
     assert len({seed for _, seed, _ in engine.requests}) == 2
+
+
+def test_an_episode_is_judged_by_the_mean_version_of_the_tokens_that_the_model_drew(tokenizer: Any) -> None:
+    """Its first answer has seven tokens of version 3, its second three of version 8."""
+
+    class NewWeights(Scripted):
+        def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, timeout_s: float) -> Iterator[Completion]:
+            version = 3 + 5 * len(self.requests)
+            for drawn in super().generate(prompts, sampling, timeout_s=timeout_s):
+                yield dataclasses.replace(drawn, spans=((version, len(drawn.ids)),))
+
+    found = {}
+    for of in ("oldest", "newest", "mean"):
+        settings = job(TEXT["calculator"])
+        pacing = PacingSettings(staleness_of=of)  # type: ignore[arg-type]
+        settings = msgspec.structs.replace(settings, pacing=pacing)
+        engine = NewWeights(tokenizer, {"12+34=": ["<12+34>", "46"]})
+        part = played(episodes_of(settings, engine, tokenizer), settings, tokenizer, ["12+34="])[0]
+        versions = part.columns["token_versions"][0]
+        found[of] = part.facts["policy_version"]
+        assert part.facts["policy_version_max"] == 8
+    drawn = [version for version in versions.tolist() if version >= 0]
+    assert found == {"oldest": 3, "newest": 8, "mean": sum(drawn) // len(drawn)}
+    assert set(drawn) == {3, 8}
 
 
 def chat_ids(tokenizer: Any, *said: tuple[str, str]) -> list[int]:

@@ -214,6 +214,17 @@ REFUSED = [
         'weights.kv=salt ; pacing.mode=async ; engine=[{kind="sglang_server",url="http://h:1"}]',
         'kv="salt" with engine.0.kind="sglang_server", which cannot do that; kinds that can: builtin, transformers',
     ),
+    (SFT, "pacing.staleness_of=mean", 'staleness_of="mean" with kind="sft": its rows have no column of token versions'),
+    (
+        GRPO,
+        "reproducible=true ; pacing={mode='async', depth=2, staleness_of='newest'}",
+        'staleness_of="newest" with reproducible=true: all tokens of a step have the same version; leave it out',
+    ),
+    (
+        GRPO,
+        "pacing={mode='delayed', staleness_of='mean'}",
+        "staleness_of=\"mean\" with mode='delayed': all tokens of a row have the same version; leave it out",
+    ),
     (SFT, "algorithm.token_staleness.mask=1", 'mask=1 with kind="sft": no version drew its tokens'),
     (GRPO, "algorithm={clip_low=0.3, clip_high=0.2}", "clip_high=0.2 is below clip_low=0.3"),
     (PPO, "trainer.stream=on", 'whiten with stream="on": whitening needs the batch; use stream="auto"'),

@@ -112,7 +112,7 @@ class TableStats(RowFates, frozen=True, kw_only=True):
     age_s: Annotated[float | None, "Age of the oldest resident row."] = None
     staleness: Annotated[dict[str, int], "Rows handed to the pacing task, by versions behind the clock then."] = {}
     staleness_in_flight: Annotated[
-        dict[str, int], "The same rows by the part of it from the version of their first token to their response."
+        dict[str, int], "The same rows by the part of it from their policy version to their response."
     ] = {}
     staleness_in_queue: Annotated[
         dict[str, int], "The same rows by the part of it from their response to the hand-over."

@@ -41,7 +41,7 @@ _LEAN: Final = {
     "queue": {"address": "", "record": "off"},
     "weights": {"every": 1, "kv": "recompute"},
     "algorithm": {"token_staleness": {"mask": 0}},
-    "pacing": {"over_sample": 1.0},
+    "pacing": {"over_sample": 1.0, "staleness_of": "oldest"},
     "trainer": {"warmup": 0},
 }
 """A trial writes nothing that outlives it, runs on a server of its own, and has settings that every depth allows."""

@@ -380,7 +380,7 @@ FIGURES: Final[tuple[StepFigure, ...]] = (
     StepFigure(
         name="staleness",
         unit="rows",
-        meaning="Rows by versions behind the table's clock.",
+        meaning="Rows by versions behind the table's clock: those of `pacing.staleness_of`.",
         made="trainer: when it leased them",
         by_value=True,
     ),

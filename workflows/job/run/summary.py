@@ -38,7 +38,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
         step_s: Median time from a step to the next.
         predicted: The prediction of the run's plan.
         staleness: Rows by versions behind when the trainer leased them.
-        staleness_in_flight: The part of it up to the put, in versions since a row's first token.
+        staleness_in_flight: The part of it up to the put, in versions since the row's (`pacing.staleness_of`).
         staleness_in_queue: The part of it after the put.
         publish_s: Median time of a publication.
         publish_lag_s: Median time from a publication until a generating process has loaded it.

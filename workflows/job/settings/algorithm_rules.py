@@ -52,6 +52,26 @@ def _token_staleness(job: Job) -> None:
         )
 
 
+def _staleness_of(job: Job) -> None:
+    pacing = job.pacing
+    if pacing.staleness_of == "oldest":
+        return
+    given = f'staleness_of="{pacing.staleness_of}"'
+    if job.algorithm.kind == "sft":
+        raise UsageError(f'{given} with kind="sft": its rows have no column of token versions; leave it out')
+    if has_step_versions(job):
+        raise UsageError(
+            f"{given} with reproducible=true: all tokens of a step have the same version; leave it out, or set "
+            "reproducible=false"
+        )
+    goes_on = job.sampling.budget or pacing.over_sample > 1 or job.elastic.max
+    if pacing.mode != "async" and not (goes_on and oldest_version(job)):
+        raise UsageError(
+            f"{given} with mode={pacing.mode!r}: all tokens of a row have the same version; leave it out, or set "
+            'mode="async"'
+        )
+
+
 def _router_replay(job: Job) -> None:
     if not job.algorithm.router_replay:
         return
@@ -132,6 +152,7 @@ def _updates(job: Job) -> None:
 ALGORITHM_RULES: Final[tuple[Callable[[Job], None], ...]] = (
     _corrections,
     _token_staleness,
+    _staleness_of,
     _router_replay,
     _entropy,
     _kl,

@@ -689,6 +689,12 @@ class PacingSettings(_Table):
         "Open: as `depth`; with `over_sample` at least ⌈`over_sample`⌉ − 1.",
         For("asynchronous runs that lose reward"),
     ] = None
+    staleness_of: Annotated[
+        Literal["oldest", "newest", "mean"],
+        "Version of a row whose tokens have several, which `max_staleness` bounds, and which figures and records show:"
+        " of the `oldest` token, of the `newest`, or their `mean`, rounded down.",
+        For("long responses of which few tokens are old: `mean`"),
+    ] = "oldest"
     on_stale: Annotated[
         Literal["requeue", "drop"],
         "`requeue`: an older row is generated again; `drop`: it makes room for another prompt.",
@@ -754,7 +760,8 @@ class WeightsSettings(_Table):
     lora: Annotated[
         Literal["adapter", "merged", ""],
         "What a job with adapters (`trainer.lora_rank`) publishes. `adapter`: the weights of the model once, and of"
-        " each version the adapters, which engines merge. `merged`: merged weights in each version. Empty: `adapter`,"
+        " each version the adapters, which engines merge, but for vLLM with `enable_lora`. `merged`: merged weights in"
+        " each version. Empty: `adapter`,"
         " but `merged` with `fsdp2`, in mode `colocated`, and for vLLM on several devices or as a server.",
         For("LoRA with engines of one's own that read no adapters: `merged`"),
     ] = ""

@@ -46,7 +46,7 @@ from transferqueue.adapters.stages.environments import (
     ObservationTooLong,
     as_they_end,
 )
-from transferqueue.adapters.stages.generation import routes_of, row_seed
+from transferqueue.adapters.stages.generation import routes_of, row_seed, row_version
 from transferqueue.errors import UsageError
 from transferqueue.workflows.flow.loop.runner import StageFailedInProcess
 from transferqueue.workflows.flow.stage import Context, Work
@@ -322,6 +322,8 @@ class JobEpisodes:
         if self._job.algorithm.router_replay and episode.trajectory.last is not None:
             rewards["routes"] = [routes_of(episode.trajectory.last)]
         facts = {**episode.trajectory.facts(), "tokens": len(episode.trajectory.ids) - prompt}
+        if (of := self._job.pacing.staleness_of) != "oldest":
+            facts["policy_version"] = row_version(columns["token_versions"][0], of)
         return PartialResult(at=np.array([at]), columns=columns | rewards, facts=facts)
 
 

@@ -106,6 +106,7 @@ class EngineRollout:
             budget=budget,
             parts=in_parts(job),
             max_staleness=job.pacing.max_staleness,
+            staleness_of=job.pacing.staleness_of,
             seed=job.seed,
             whole_groups=job.sampling.group_size if job.reproducible and not in_parts(job) else 0,
             routes=job.algorithm.router_replay,
