@@ -437,7 +437,7 @@ def _of_rung(rung: str, runs: Sequence[RungRun], ladder: str) -> Iterator[Measur
     yield summarize(f"{rung}: whole run", "s", [each.whole_s for each in runs])
     if reached := [each.reached_s for each in runs if not math.isnan(each.reached_s)]:
         yield summarize(f"{rung}: until the reward, {len(reached)} of {len(runs)} runs", "s", reached)
-    if stages := [each.stages for each in runs if each.stages]:
+    if stages := [each.stages for each in runs if each.stages.keys() >= {"rollout", "train"}]:
         yield summarize(f"{rung}: generation", "s", [each["rollout"] for each in stages])
         yield summarize(f"{rung}: training", "s", [each["train"] for each in stages])
     if recalls := [each.recall for each in runs if not math.isnan(each.recall)]:
