@@ -81,9 +81,9 @@ def micro_batches_of_ranks(
         tree: as of `micro_batches`; default None.
 
     Example:
-        >>> group = RowTree.of([-1, 0, 0, 0], [0, 100, 100, 100])
-        >>> micro_batches_of_ranks([110] * 4, tokens=8192, ranks=2, tree=group)
-        [[0, 1], [2, 3]]
+        >>> group = RowTree.of([-1] + [0] * 7, [0] + [100] * 7)
+        >>> micro_batches_of_ranks([110] * 8, tokens=8192, ranks=2, tree=group)
+        [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
     tree = RowTree.apart(len(lengths)) if tree is None else tree
 
