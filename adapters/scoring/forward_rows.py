@@ -43,6 +43,8 @@ class ForwardRows:
         from_S: for each response token the place, in the flattened batch, whose output predicts it.
         targets_S: the response tokens.
         last_R: the place of each row's last token.
+        once: where rows share response tokens, each of them once, as positions in S, and for all of S the position
+            among these; else None.
     """
 
     ids_BT: Tensor
@@ -51,6 +53,7 @@ class ForwardRows:
     from_S: Tensor
     targets_S: Tensor
     last_R: Tensor
+    once: tuple[Tensor, Tensor] | None
 
 
 def forward_rows(
@@ -85,6 +88,7 @@ def forward_rows(
     ids_BT.ravel()[places_N] = np.concatenate([row[shared:] for row, shared in zip(rows, shared_R, strict=True)])
     positions_BT.ravel()[places_N] = _ranges(shared_R, own_R)
     from_S = [path[len(prompt) - 1 : -1] for path, prompt in zip(paths, prompt_rows, strict=True)]
+    places_S = [path[len(prompt) :] for path, prompt in zip(paths, prompt_rows, strict=True)]
     return ForwardRows(
         ids_BT=torch.from_numpy(ids_BT).to(device),
         positions_BT=torch.from_numpy(positions_BT).to(device),
@@ -92,7 +96,16 @@ def forward_rows(
         from_S=torch.from_numpy(np.concatenate(from_S)).to(device),
         targets_S=torch.from_numpy(np.concatenate(response_rows)).to(device),
         last_R=torch.from_numpy(np.array([path[-1] for path in paths])).to(device),
+        once=_once(np.concatenate(places_S), device),
     )
+
+
+def _once(places_S: Ints, device: torch.device | str) -> tuple[Tensor, Tensor] | None:
+    """Return the positions of each place once, and for every position that of its place among these."""
+    places_U, first_U, again_S = np.unique(places_S, return_index=True, return_inverse=True)
+    if len(places_U) == len(places_S):
+        return None
+    return torch.from_numpy(first_U).to(device), torch.from_numpy(again_S).to(device)
 
 
 def _paths(tree: RowTree, lengths_R: Ints, starts_R: Ints) -> list[Ints]:

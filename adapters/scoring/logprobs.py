@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -129,7 +129,7 @@ def response_scores(
     wanted = _Wanted(temperature, entropy, top_k, _at_ids(rows, at_ids))
     tops: list[tuple[Tensor, Tensor]] = []
     with nullcontext() if routes is None else _replaying(model, rows, routes):
-        columns_NC = _run(model, rows, wanted, tops)
+        columns_NC = _run(model, rows, wanted, tops) if at_ids is not None else _run_once(model, rows, wanted, tops)
     one, others = 1, 0 if wanted.at_NK is None else wanted.at_NK.shape[1]
     return ResponseScores(
         logprobs_N=columns_NC[:, 0],
@@ -215,6 +215,17 @@ def _at_ids(rows: ForwardRows, at_ids: Iterable[Any] | None) -> Tensor | None:
             "give [T, K] for each row, of its T response tokens"
         )
     return torch.cat(parts).to(rows.targets_S.device)
+
+
+def _run_once(model: nn.Module, rows: ForwardRows, wanted: _Wanted, tops: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Run with the logits of each response token once, however many rows share it."""
+    if rows.once is None:
+        return _run(model, rows, wanted, tops)
+    first_U, again_N = rows.once
+    once = replace(rows, from_S=rows.from_S[first_U], targets_S=rows.targets_S[first_U])
+    columns_UC = _run(model, once, wanted, tops)
+    tops[:] = [(ids_UK[again_N], logprobs_UK[again_N]) for ids_UK, logprobs_UK in tops]
+    return columns_UC.index_select(0, again_N)
 
 
 def _run(model: nn.Module, rows: ForwardRows, wanted: _Wanted, tops: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -122,4 +122,4 @@ def _depth_first(roots: Sequence[int], branches: Sequence[Sequence[int]], tokens
     waiting = [*reversed(roots)]
     while waiting:
         yield (row := waiting.pop())
-        waiting += sorted(reversed(branches[row]), key=lambda branch: tokens[branch])  # the last one is taken first
+        waiting += sorted(branches[row], key=lambda branch: (tokens[branch], -branch))  # the last one is taken first

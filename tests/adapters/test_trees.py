@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from tests.adapters.test_scoring import MODELS, VOCABULARY, gradients, qwen3  # noqa: E402
 from tests.scale import examples  # noqa: E402
 from transferqueue.adapters.builtin.model import BuiltinModel, ModelShape  # noqa: E402
-from transferqueue.adapters.scoring import RowTree, micro_batches, plan_for, response_scores  # noqa: E402
+from transferqueue.adapters.scoring import RowTree, logprobs, micro_batches, plan_for, response_scores  # noqa: E402
 from transferqueue.adapters.scoring.batching import PATHS_MAX, micro_batches_of_ranks  # noqa: E402
 from transferqueue.adapters.scoring.forward_rows import forward_rows  # noqa: E402
 from transferqueue.adapters.scoring.plan import lay_out, shared_prompts  # noqa: E402
@@ -133,6 +133,24 @@ def test_attention_holds_at_most_a_few_paths_a_token() -> None:
     """Keys and values are held for each row that shares a token."""
     batches = micro_batches([1001] * 64, 1100, tree=RowTree.of_prompts([[1] * 1000] * 64))
     assert {len(batch) for batch in batches} == {8}
+
+
+def test_logits_of_shared_response_tokens_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, responses = [[1, 2], [1, 2], [1, 2]], [[3, 4, 5], [3, 4, 6, 7], [3, 4, 5]]
+    tree = RowTree.of([-1, 0, 0], [0, 4, 5])
+    model, computed = qwen3(), []
+    apart = response_scores(model, prompts, responses, top_k=2, tree=RowTree.apart(3))
+    of = logprobs._Wanted.of
+    monkeypatch.setattr(logprobs._Wanted, "of", lambda self, *chunk: computed.append(len(chunk[0])) or of(self, *chunk))
+    found = response_scores(model, prompts, responses, top_k=2, tree=tree)
+    assert computed == [5]
+    torch.testing.assert_close(found.logprobs_N, apart.logprobs_N)
+    assert torch.equal(found.top_ids_NK, apart.top_ids_NK)
+    at_ids = [np.tile([[row]], (len(response), 1)) for row, response in enumerate(responses)]
+    each = response_scores(model, prompts, responses, at_ids=at_ids, tree=tree)
+    torch.testing.assert_close(
+        each.logprobs_NK, response_scores(model, prompts, responses, at_ids=at_ids, tree=RowTree.apart(3)).logprobs_NK
+    )
 
 
 def test_members_of_a_group_share_their_prompt_without_being_asked() -> None:
