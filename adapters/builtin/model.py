@@ -2,7 +2,7 @@
 
 RMSNorm (arXiv 1910.07467) before each part, rotary positions (arXiv 2104.09864), SwiGLU (arXiv 2002.05202). Its
 forward takes what engines and learners give to a model of transformers: rows padded on the left with a cache, or packed
-rows with positions and a mask of their own.
+rows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,21 @@ class ModelOutput(NamedTuple):
     past_key_values: GrowingCache | None
 
 
+class AttentionInRows(Protocol):
+    """Attention of a packed batch (`scoring.row_attention.PackedRows`)."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend inside each row: query ``[1, heads, N, D]`` → ``[1, N, heads, D]``."""
+
+
+class _Sees(NamedTuple):
+    """What tokens attend to: their own rows, or what the mask says, with the tokens of a cache."""
+
+    rows: AttentionInRows | None
+    mask: Tensor | None
+    cache: GrowingCache | None
+
+
 class _Attention(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -86,17 +101,19 @@ class _Attention(nn.Module):
             nn.Linear(shape.hidden_size, shape.hidden_size, bias=False) for _ in range(4)
         )
 
-    def forward(
-        self, x_BTW: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor | None, cache: GrowingCache | None, layer: int
-    ) -> Tensor:
+    def forward(self, x_BTW: Tensor, turns: tuple[Tensor, Tensor], sees: _Sees, layer: int) -> Tensor:
         queries, keys, values = (
             project(x_BTW).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         queries, keys = _turned(queries, turns), _turned(keys, turns)
-        if cache is not None:
-            keys, values = cache.update(keys, values, layer)
-        mixed = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None)
+        if sees.rows is not None:
+            return self.o_proj(sees.rows.attend(queries, keys, values).flatten(-2))  # type: ignore[no-any-return]
+        if sees.cache is not None:
+            keys, values = sees.cache.update(keys, values, layer)
+        mixed = functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=sees.mask, is_causal=sees.mask is None
+        )
         return self.o_proj(mixed.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
 
@@ -120,10 +137,8 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size)
         self.mlp = _Gated(shape)
 
-    def forward(
-        self, x_BTW: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor | None, cache: GrowingCache | None, layer: int
-    ) -> Tensor:
-        x_BTW = x_BTW + self.self_attn(self.input_layernorm(x_BTW), turns, mask, cache, layer)
+    def forward(self, x_BTW: Tensor, turns: tuple[Tensor, Tensor], sees: _Sees, layer: int) -> Tensor:
+        x_BTW = x_BTW + self.self_attn(self.input_layernorm(x_BTW), turns, sees, layer)
         return x_BTW + self.mlp(self.post_attention_layernorm(x_BTW))  # type: ignore[no-any-return]
 
 
@@ -138,10 +153,8 @@ class _Body(nn.Module):
 class BuiltinModel(nn.Module):
     """A causal language model, with random weights of `seed`; see `from_pretrained` for trained ones."""
 
-    shares_prompts = True
-    """Rows of one prompt are scored with one copy of it: `forward` takes a mask of its own
-    (`scoring.rows.shared_rows`).
-    """
+    takes_trees = True
+    """Rows are packed, and may form trees (`scoring.plan`): `forward` takes ``packed_rows``."""
 
     def __init__(self, shape: ModelShape, *, seed: int = 0) -> None:
         super().__init__()
@@ -174,24 +187,25 @@ class BuiltinModel(nn.Module):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: GrowingCache | None = None,
-        sight: Tensor | None = None,
+        packed_rows: AttentionInRows | None = None,
         logits_to_keep: int = 0,
         **_: Any,
     ) -> ModelOutput:
         """Return logits of the token after each of `input_ids`, int64 ``[rows, tokens]``.
 
         `attention_mask` says which columns, cached ones included, have a token (for rows padded on the left).
-        `position_ids` are the positions of the tokens (None: in order). `sight` is bool ``[rows, tokens, tokens]``:
-        which tokens each sees. Without both masks a token sees all earlier ones. Only the last `logits_to_keep` tokens
-        get logits (0: all).
+        `position_ids` are the positions of the tokens (None: in order). `packed_rows` says how rows lie in a packed
+        batch, which has no mask. Without both a token sees all earlier ones. Only the last `logits_to_keep` tokens get
+        logits (0: all).
         """
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         turns = self.cosines_TC[position_ids][:, None], self.sines_TC[position_ids][:, None]
-        mask = sight[:, None] if sight is not None else _mask(input_ids, attention_mask)
+        mask = _mask(input_ids, attention_mask) if packed_rows is None else None
+        sees = _Sees(packed_rows, mask, past_key_values)
         x_BTW = self.model.embed_tokens(input_ids)
         for number, layer in enumerate(self.model.layers):
-            x_BTW = layer(x_BTW, turns, mask, past_key_values, number)
+            x_BTW = layer(x_BTW, turns, sees, number)
         return ModelOutput(self.lm_head(self.model.norm(x_BTW[:, -logits_to_keep:])), past_key_values)
 
     def save_pretrained(self, directory: str | Path, **_: Any) -> None:

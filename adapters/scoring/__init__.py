@@ -1,5 +1,5 @@
 """Scores of rows by models of transformers: log-probs, values, rewards, most probable tokens; packed, with a gradient
-or without."""
+or without. Tokens that rows share are computed once."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from transferqueue.adapters.scoring.lora import add_lora, has_lora, load_adapter, published_weights, save_adapter
     from transferqueue.adapters.scoring.plan import is_packed, plan_for
     from transferqueue.adapters.scoring.stages import LogProbs, RewardModel, TeacherTopK, Values
+    from transferqueue.adapters.scoring.trees import RowTree
     from transferqueue.adapters.scoring.values import response_values, rewards_of
 
 __all__ = [
     "LogProbs",
     "ResponseScores",
     "RewardModel",
+    "RowTree",
     "TeacherTopK",
     "Values",
     "add_lora",
@@ -60,6 +62,7 @@ __getattr__ = lazy_names(
         "batching": "micro_batches",
         "plan": "is_packed plan_for",
         "stages": "LogProbs RewardModel TeacherTopK Values",
+        "trees": "RowTree",
         "values": "response_values rewards_of",
     },
 )

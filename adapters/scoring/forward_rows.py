@@ -2,8 +2,11 @@
 
 A model sees every row of a call in one forward pass. *Packed*: all rows one after the other, ``[1, tokens]``, each with
 positions from 0. *Padded*: one row a line, ``[rows, longest]``, filled up on the right. Inside, rows lie longest first,
-so that rows of about one length are neighbours. *Shared*: one prompt a line, followed by all its responses; each token
-sees the prompt and its own response, at the position that it would have alone. Results come back in the caller's order.
+so that rows of about one length are neighbours. Results come back in the caller's order.
+
+Packed rows may form trees (`trees.RowTree`). Each row then has *own* tokens, those after the ones that it shares, and
+only these lie in the batch, at the positions that they would have alone. They attend to the row's whole *path*: the
+shared tokens, wherever they lie, and its own.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from transferqueue.adapters.scoring.row_attention import Bucket, PackedRows, Spans
+from transferqueue.adapters.scoring.trees import RowTree
 from transferqueue.errors import UsageError
 
 Ints = npt.NDArray[np.int64]
@@ -26,59 +31,29 @@ _FILL_MIN: Final = 0.75
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Neighbouring rows of about one length, as a rectangle.
-
-    Args:
-        start: their place in the flat batch.
-        tokens: their number there.
-        rows: of the rectangle.
-        width: of the rectangle.
-        places: the token in each field of the rectangle, int64; None: all are real, in order.
-        real: fields that are no padding, int64; None: all.
-    """
-
-    start: int
-    tokens: int
-    rows: int
-    width: int
-    places: Tensor | None
-    real: Tensor | None
-
-
-@dataclass(frozen=True)
-class PackedBuckets:
-    """The rows of a packed batch, for attention. `offsets_R1`: int32, the start of each row, and the end. `longest`:
-    tokens of the longest row."""
-
-    buckets: tuple[Bucket, ...]
-    offsets_R1: Tensor
-    longest: int
-
-
-@dataclass(frozen=True)
 class ForwardRows:
     """Prompts and responses of one forward pass, on a device.
 
     S and R are in the caller's order.
 
     Args:
-        ids: int64 ``[1, N]`` (packed), ``[R, longest]`` (padded) or ``[prompts, longest]`` (shared).
+        ids: int64 ``[1, N]`` (packed) or ``[R, longest]`` (padded).
         positions: of the same shape.
         packed: None if not packed.
         from_S: for each response token the place, in the flattened batch, whose output predicts it.
         targets_S: the response tokens.
-        last_R: the place of each row's last token (of shared rows, which lack it, the place before).
-        sight_BTT: bool, which tokens each token of shared rows sees; else None.
+        last_R: the place of each row's last token.
+        once: where rows share response tokens, each of them once, as positions in S, and for all of S the position
+            among these; else None.
     """
 
     ids_BT: Tensor
     positions_BT: Tensor
-    packed: PackedBuckets | None
+    packed: PackedRows | None
     from_S: Tensor
     targets_S: Tensor
     last_R: Tensor
-    sight_BTT: Tensor | None = None
+    once: tuple[Tensor, Tensor] | None
 
 
 def forward_rows(
@@ -89,121 +64,95 @@ def forward_rows(
     device: torch.device | str = "cpu",
     vocabulary: int | None = None,
     length_max: int | None = None,
+    tree: RowTree | None = None,
 ) -> ForwardRows:
-    """Lay out rows for one forward pass. `prompts` and `responses` are integers ``[P]`` and ``[T]`` of each row.
+    """Lay out rows for one forward pass. `prompts` and `responses` are integers ``[P]`` and ``[T]`` of each row;
+    `tree`: what packed rows share (None: nothing).
 
     Raises `UsageError` if there are no rows, not as many prompts as responses, an empty prompt (nothing predicts the
-    first token), an id outside of the vocabulary, or a row of more than `length_max` tokens.
+    first token), an id outside of the vocabulary, a row of more than `length_max` tokens, or a tree of other rows.
     """
     prompt_rows, response_rows, rows = _checked(prompts, responses, vocabulary, length_max)
-    lengths_R = np.array([len(row) for row in rows])
-    order_R = np.argsort(-lengths_R, kind="stable")
-    starts_R = np.empty_like(lengths_R)
-    step_R = lengths_R[order_R] if packed else np.full_like(lengths_R, lengths_R.max())
+    tree = RowTree.apart(len(rows)) if tree is None else tree
+    _check_shared(tree, rows)
+    lengths_R, shared_R = np.array([len(row) for row in rows]), tree.shared_by_row()
+    own_R = lengths_R - shared_R
+    order_R = np.lexsort((-own_R, shared_R))
+    starts_R = np.empty_like(own_R)
+    step_R = own_R[order_R] if packed else np.full_like(own_R, own_R.max())
     starts_R[order_R] = np.cumsum(step_R) - step_R
-    prompt_lengths = np.array([len(row) for row in prompt_rows])
-    response_lengths = lengths_R - prompt_lengths
-    positions_N = _ranges(np.zeros_like(lengths_R), lengths_R)
-    places_N = np.repeat(starts_R, lengths_R) + positions_N
-    shape = (1, int(lengths_R.sum())) if packed else (len(rows), int(lengths_R.max()))
+    paths = _paths(tree, lengths_R, starts_R)
+    places_N = np.concatenate([path[shared:] for path, shared in zip(paths, shared_R, strict=True)])
+    shape = (1, int(own_R.sum())) if packed else (len(rows), int(own_R.max()))
     ids_BT, positions_BT = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    ids_BT.ravel()[places_N] = np.concatenate(rows)
-    positions_BT.ravel()[places_N] = positions_N
+    ids_BT.ravel()[places_N] = np.concatenate([row[shared:] for row, shared in zip(rows, shared_R, strict=True)])
+    positions_BT.ravel()[places_N] = _ranges(shared_R, own_R)
+    from_S = [path[len(prompt) - 1 : -1] for path, prompt in zip(paths, prompt_rows, strict=True)]
+    places_S = [path[len(prompt) :] for path, prompt in zip(paths, prompt_rows, strict=True)]
     return ForwardRows(
         ids_BT=torch.from_numpy(ids_BT).to(device),
         positions_BT=torch.from_numpy(positions_BT).to(device),
-        packed=_packed(lengths_R[order_R], device) if packed else None,
-        from_S=torch.from_numpy(_ranges(starts_R + prompt_lengths - 1, response_lengths)).to(device),
+        packed=_packed([paths[row] for row in order_R], shared_R[order_R], device) if packed else None,
+        from_S=torch.from_numpy(np.concatenate(from_S)).to(device),
         targets_S=torch.from_numpy(np.concatenate(response_rows)).to(device),
-        last_R=torch.from_numpy(starts_R + lengths_R - 1).to(device),
+        last_R=torch.from_numpy(np.array([path[-1] for path in paths])).to(device),
+        once=_once(np.concatenate(places_S), device),
     )
 
 
-def shared_rows(
-    prompts: Iterable[Any],
-    responses: Iterable[Any],
-    *,
-    device: torch.device | str = "cpu",
-    vocabulary: int | None = None,
-    length_max: int | None = None,
-) -> ForwardRows:
-    """Lay out rows so that those of one prompt share it. Arguments and errors as of `forward_rows`.
-
-    A group of 8 short responses consists mostly of the prompt: the work is two to three times less, the numbers are the
-    same. The last token of a response predicts nothing, so it is a target only.
-    """
-    prompt_rows, response_rows, _ = _checked(prompts, responses, vocabulary, length_max)
-    lines: dict[bytes, int] = {}
-    line_R = np.array([lines.setdefault(prompt.tobytes(), len(lines)) for prompt in prompt_rows])
-    prompt_R, response_R = (np.array([len(row) for row in part]) for part in (prompt_rows, response_rows))
-    inner_R = np.maximum(response_R - 1, 0)
-    order_R = np.argsort(line_R, kind="stable")
-    firsts_L = np.unique(line_R, return_index=True)[1]
-    ahead_R = np.empty_like(inner_R)  # response tokens of the rows before it on its line
-    ahead_R[order_R] = np.cumsum(inner_R[order_R]) - inner_R[order_R]
-    ahead_R -= ahead_R[firsts_L][line_R]
-    width = int((prompt_R + ahead_R + inner_R).max())
-    shape = (len(lines), width)
-    ids_LT, positions_LT, segments_LT = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, -1)
-    prompt_places = _ranges(line_R[firsts_L] * width, prompt_R[firsts_L])
-    ids_LT.ravel()[prompt_places] = np.concatenate([prompt_rows[row] for row in firsts_L])
-    positions_LT.ravel()[prompt_places] = _ranges(np.zeros_like(firsts_L), prompt_R[firsts_L])
-    segments_LT.ravel()[prompt_places] = 0
-    starts_R = line_R * width + prompt_R + ahead_R
-    places = _ranges(starts_R, inner_R)
-    ids_LT.ravel()[places] = np.concatenate([row[:-1] for row in response_rows])
-    positions_LT.ravel()[places] = _ranges(prompt_R, inner_R)
-    segments_LT.ravel()[places] = np.repeat(np.arange(1, len(inner_R) + 1), inner_R)
-    from_S = _ranges(starts_R - 1, response_R)
-    begins_R = (np.cumsum(response_R) - response_R)[response_R > 0]
-    from_S[begins_R] = (line_R * width + prompt_R - 1)[response_R > 0]
-    return ForwardRows(
-        ids_BT=torch.from_numpy(ids_LT).to(device),
-        positions_BT=torch.from_numpy(positions_LT).to(device),
-        packed=None,
-        from_S=torch.from_numpy(from_S).to(device),
-        targets_S=torch.from_numpy(np.concatenate(response_rows)).to(device),
-        last_R=torch.from_numpy(np.where(inner_R > 0, starts_R + inner_R, line_R * width + prompt_R) - 1).to(device),
-        sight_BTT=_sight(torch.from_numpy(segments_LT).to(device)),
-    )
+def _once(places_S: Ints, device: torch.device | str) -> tuple[Tensor, Tensor] | None:
+    """Return the positions of each place once, and for every position that of its place among these."""
+    places_U, first_U, again_S = np.unique(places_S, return_index=True, return_inverse=True)
+    if len(places_U) == len(places_S):
+        return None
+    return torch.from_numpy(first_U).to(device), torch.from_numpy(again_S).to(device)
 
 
-def _sight(segments_BT: Tensor) -> Tensor:
-    """Which tokens each sees: earlier ones of segment 0, the prompt, and of its own segment."""
-    width = segments_BT.shape[1]
-    causal_TT = torch.ones(width, width, dtype=torch.bool, device=segments_BT.device).tril()
-    return causal_TT & ((segments_BT[:, None, :] == 0) | (segments_BT[:, None, :] == segments_BT[:, :, None]))
+def _paths(tree: RowTree, lengths_R: Ints, starts_R: Ints) -> list[Ints]:
+    """Return the place of each token of each row. starts_R: of the rows' own tokens."""
+    paths: list[Ints] = [np.empty(0, np.int64)] * len(lengths_R)
+    before = paths[0]
+    for row, shared in zip(tree.order, tree.shared, strict=True):
+        own = np.arange(starts_R[row], starts_R[row] + lengths_R[row] - shared)
+        paths[row] = before = np.concatenate([before[:shared], own])
+    return paths
 
 
-def _packed(lengths_R: Ints, device: torch.device | str) -> PackedBuckets:
-    """Split rows, sorted longest first, into buckets."""
+def _packed(paths: Sequence[Ints], shared_R: Ints, device: torch.device | str) -> PackedRows:
+    """Split rows into buckets: of those that share as many tokens, most own tokens first."""
+    lengths_R = np.array([len(path) for path in paths])
+    own_R, buckets, first = lengths_R - shared_R, [], 0
+    for row in range(1, len(paths) + 1):
+        if row < len(paths) and shared_R[row] == shared_R[first] and own_R[row] >= _FILL_MIN * own_R[first]:
+            continue
+        if own_R[first]:
+            buckets.append(_bucket(paths[first:row], int(shared_R[first]), own_R[first:row], device))
+        first = row
+    own = _spans(own_R, device)
+    if not shared_R.any():
+        return PackedRows(tuple(buckets), own, own, None)
+    places_K = torch.from_numpy(np.concatenate(paths)).to(device)
+    return PackedRows(tuple(buckets), own, _spans(lengths_R, device), places_K)
+
+
+def _spans(lengths_R: Ints, device: torch.device | str) -> Spans:
     offsets_R1 = np.concatenate([[0], lengths_R.cumsum()])
-    rectangles = []
-    first = 0
-    for row in range(1, len(lengths_R) + 1):
-        if row == len(lengths_R) or lengths_R[row] < _FILL_MIN * lengths_R[first]:
-            rectangles.append(_bucket(offsets_R1[first : row + 1], device))
-            first = row
-    return PackedBuckets(tuple(rectangles), torch.from_numpy(offsets_R1.astype(np.int32)).to(device), int(lengths_R[0]))
+    return Spans(torch.from_numpy(offsets_R1.astype(np.int32)).to(device), int(lengths_R.max()))
 
 
-def _bucket(offsets_R1: Ints, device: torch.device | str) -> Bucket:
-    starts_R, lengths_R = offsets_R1[:-1], np.diff(offsets_R1)
-    rows, width, start = len(lengths_R), int(lengths_R[0]), int(offsets_R1[0])
-    tokens = int(offsets_R1[-1]) - start
+def _bucket(paths: Sequence[Ints], shared: int, own_R: Ints, device: torch.device | str) -> Bucket:
+    def placed(places: Ints) -> Tensor:
+        return torch.from_numpy(places.ravel()).to(device)
+
+    rows, width, start, tokens = len(own_R), int(own_R[0]), int(paths[0][shared]), int(own_R.sum())
+    shared_RC = placed(np.stack([path[:shared] for path in paths])) if shared else None
     if tokens == rows * width:
-        return Bucket(start, tokens, rows, width, None, None)
+        return Bucket(start, tokens, rows, width, None, None, shared_RC)
     columns_T = np.arange(width)
-    places_RT = starts_R[:, None] + np.minimum(columns_T, lengths_R[:, None] - 1)
-    real_S = np.flatnonzero(columns_T < lengths_R[:, None])
-    return Bucket(
-        start,
-        tokens,
-        rows,
-        width,
-        torch.from_numpy(places_RT.ravel()).to(device),
-        torch.from_numpy(real_S).to(device),
-    )
+    starts_R = start + np.cumsum(own_R) - own_R
+    places_RT = starts_R[:, None] + np.minimum(columns_T, own_R[:, None] - 1)
+    real_S = np.flatnonzero(columns_T < own_R[:, None])
+    return Bucket(start, tokens, rows, width, placed(places_RT), placed(real_S), shared_RC)
 
 
 def _checked(
@@ -229,6 +178,22 @@ def _ranges(starts_R: Ints, lengths_R: Ints) -> Ints:
     ends_R = np.cumsum(lengths_R)
     ranges: Ints = np.arange(ends_R[-1]) + np.repeat(starts_R - ends_R + lengths_R, lengths_R)
     return ranges
+
+
+def _check_shared(tree: RowTree, rows: Sequence[Ints]) -> None:
+    if len(tree.order) != len(rows):
+        raise UsageError(f"a tree of {len(tree.order)} rows for {len(rows)} rows; give the tree of these rows")
+    before = rows[0][:0]
+    for row, shared in zip(tree.order.tolist(), tree.shared.tolist(), strict=True):
+        equal = min(shared, len(rows[row]), len(before))
+        differing = np.flatnonzero(rows[row][:equal] != before[:equal])
+        if equal < shared or len(differing):
+            at = int(differing[0]) if len(differing) else equal
+            raise UsageError(
+                f"row {row} shares {shared} tokens with another row by its tree, and differs from it at token {at}; "
+                "declare only tokens that are the same"
+            )
+        before = rows[row]
 
 
 def _check_counts(prompts: Sequence[Ints], responses: Sequence[Ints]) -> None:

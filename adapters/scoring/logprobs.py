@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from transferqueue.adapters.routes import placed_routes, replayed_routes, routers_of
+from transferqueue.adapters.routes import placed_routes, replayed_routes
 from transferqueue.adapters.scoring.forward_rows import ForwardRows
 from transferqueue.adapters.scoring.plan import inputs, lay_out, limits_of, plan_for, unwrapped
+from transferqueue.adapters.scoring.trees import RowTree
 from transferqueue.errors import UsageError
 
 _LOGITS_MAX: Final = {"cpu": 2**24, "cuda": 2**27}
@@ -56,6 +57,7 @@ def response_logprobs(
     responses: Iterable[Any],
     *,
     temperature: float = 1.0,
+    tree: RowTree | None = None,
 ) -> Tensor:
     """Return the log-probability of each response token: float32 ``[N]``, rows one after the other. Logits are float32.
 
@@ -70,15 +72,17 @@ def response_logprobs(
         responses: integers ``[T]`` of each row; of a row with several turns, all tokens after the prompt (mask those
             that the model did not draw).
         temperature: above 0, that the tokens were drawn with; default 1.0.
+        tree: which tokens rows share, each computed once; default None: prompts that are equal. A model whose rows
+            form no trees (`plan_for`) computes all tokens of each row.
 
     Raises:
-        UsageError: rows that the model cannot take, or a temperature of 0 or less.
+        UsageError: rows that the model cannot take, a tree of other rows or tokens, or a temperature of 0 or less.
         Unsupported: a model that is not causal.
 
     Example:
         >>> logprobs_N = response_logprobs(model, [[5, 6], [7]], [[8, 1], [9, 9, 1]])  # doctest: +SKIP
     """
-    return response_scores(model, prompts, responses, temperature=temperature).logprobs_N
+    return response_scores(model, prompts, responses, temperature=temperature, tree=tree).logprobs_N
 
 
 def response_scores(
@@ -91,6 +95,7 @@ def response_scores(
     top_k: int = 0,
     at_ids: Iterable[Any] | None = None,
     routes: Sequence[Any] | None = None,
+    tree: RowTree | None = None,
 ) -> ResponseScores:
     """Return log-probabilities, and other scores of the same logits, as `response_logprobs`.
 
@@ -103,25 +108,28 @@ def response_scores(
         top_k: how many most probable tokens to return; default 0: none.
         at_ids: integers ``[T, K]`` of each row, whose log-probabilities are returned too; default None.
         routes: int16 ``[P + T - 1, layers, experts a token]`` of each row: the experts that a mixture of experts is to
-            choose (`adapters.routes`); default None: its own.
+            choose (`adapters.routes`); default None: its own. Rows with routes share no tokens: each brings the experts
+            of its own copy.
+        tree: as of `response_logprobs`; default None.
 
     Raises:
-        UsageError: rows that the model cannot take, a temperature of 0 or less, `top_k` above the vocabulary, or routes
-            of a model of another shape.
+        UsageError: rows that the model cannot take, a tree of other rows or tokens, a temperature of 0 or less, `top_k`
+            above the vocabulary, or routes of a model of another shape.
         Unsupported: a model that is not causal.
     """
     if not temperature > 0:
         raise UsageError(
             f"temperature={temperature}: log-probs are of a distribution; give the temperature above 0 that drew"
         )
-    rows = lay_out(model, prompts, responses)
+    responses = list(responses)
+    rows = lay_out(model, prompts, responses, tree if routes is None else RowTree.apart(len(responses)))
     vocabulary = limits_of(unwrapped(model))[0]
     if top_k < 0 or (vocabulary is not None and top_k > vocabulary):
         raise UsageError(f"top_k={top_k}; give 0 to {vocabulary}, the size of the vocabulary")
     wanted = _Wanted(temperature, entropy, top_k, _at_ids(rows, at_ids))
     tops: list[tuple[Tensor, Tensor]] = []
     with nullcontext() if routes is None else _replaying(model, rows, routes):
-        columns_NC = _run(model, rows, wanted, tops)
+        columns_NC = _run(model, rows, wanted, tops) if at_ids is not None else _run_once(model, rows, wanted, tops)
     one, others = 1, 0 if wanted.at_NK is None else wanted.at_NK.shape[1]
     return ResponseScores(
         logprobs_N=columns_NC[:, 0],
@@ -134,7 +142,6 @@ def response_scores(
 
 def _replaying(model: nn.Module, rows: ForwardRows, routes: Sequence[Any]) -> AbstractContextManager[None]:
     inner = unwrapped(model)
-    routers_of(inner)  # raises for a model whose rows share their prompts: it has none
     before_R = rows.positions_BT.flatten()[rows.last_R]  # tokens before the last one of each row
     starts = (rows.last_R - before_R).tolist()
     placed = placed_routes(inner, routes, (before_R + 1).tolist(), starts, rows.ids_BT.numel())
@@ -208,6 +215,17 @@ def _at_ids(rows: ForwardRows, at_ids: Iterable[Any] | None) -> Tensor | None:
             "give [T, K] for each row, of its T response tokens"
         )
     return torch.cat(parts).to(rows.targets_S.device)
+
+
+def _run_once(model: nn.Module, rows: ForwardRows, wanted: _Wanted, tops: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Run with the logits of each response token once, however many rows share it."""
+    if rows.once is None:
+        return _run(model, rows, wanted, tops)
+    first_U, again_N = rows.once
+    once = replace(rows, from_S=rows.from_S[first_U], targets_S=rows.targets_S[first_U])
+    columns_UC = _run(model, once, wanted, tops)
+    tops[:] = [(ids_UK[again_N], logprobs_UK[again_N]) for ids_UK, logprobs_UK in tops]
+    return columns_UC.index_select(0, again_N)
 
 
 def _run(model: nn.Module, rows: ForwardRows, wanted: _Wanted, tops: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -9,14 +9,15 @@ convolution or a recurrent layer does not. So `plan_for` runs the model on two s
    expert.
 2. The second row alone. Its outputs must be the same but for rounding, so the model uses the given positions.
 
-A model that says ``shares_prompts`` is not tried: it takes rows that share their prompts, with a mask of its own
-(`rows.shared_rows`). A model that does not pass is run padded on the right, which is exact for every causal model; the
-same experiment shows that it is causal.
+A model that passes runs a row that continues another one once more, beside it, with the shared tokens once: if its
+outputs are again those of the row alone, rows of the model may form trees (`trees.RowTree`). A model that does not pass
+is run padded on the right, which is exact for every causal model; the same experiment shows that it is causal. A model
+that says ``takes_trees`` is not tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -25,7 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from transferqueue.adapters.protocols import Unsupported
-from transferqueue.adapters.scoring.forward_rows import ForwardRows, forward_rows, shared_rows
+from transferqueue.adapters.scoring.forward_rows import ForwardRows, forward_rows
+from transferqueue.adapters.scoring.row_attention import ARGUMENT
+from transferqueue.adapters.scoring.trees import RowTree
 from transferqueue.adapters.weight_shards import is_sharded
 from transferqueue.errors import UsageError
 
@@ -34,6 +37,9 @@ _LAYERS: Final = frozenset({"full_attention", "sliding_attention"})
 """Kinds of layers that attention in rows computes."""
 _ROWS: Final = ([6, 4, 9, 8, 10, 3], [3, 7, 5, 11, 2])
 _OTHER: Final = [9, 2, 8, 4, 6, 7]
+_CONTINUED: Final = [3, 7, 5, 8, 6, 4]
+"""The second row of `_ROWS` continues it after `_SHARED` tokens."""
+_SHARED: Final = 3
 _ROUNDING: Final = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Greatest difference, as a share of the outputs' spread, that rounding may make."""
 _LEAK: Final = 0.1
@@ -43,12 +49,12 @@ _LEAK: Final = 0.1
 @dataclass(frozen=True)
 class ScoringPlan:
     """How rows are laid out. `packed`: rows are packed; `reason`: why not. `own_head`: the model's logits are the
-    unchanged output of its output layer. `shared`: rows of one prompt share it."""
+    unchanged output of its output layer. `trees`: rows may share tokens, each computed once."""
 
     packed: bool
     reason: str = ""
     own_head: bool = False
-    shared: bool = False
+    trees: bool = False
 
 
 def plan_for(model: nn.Module) -> ScoringPlan:
@@ -98,6 +104,17 @@ def is_packed(model: nn.Module) -> bool:
     return plan_for(model).packed
 
 
+def shared_prompts(model: nn.Module, prompts: Sequence[Any]) -> RowTree | None:
+    """Return what rows share in a call of the model without a tree: prompts that are equal; None: nothing, since its
+    rows form no trees. Errors as of `plan_for`.
+
+    Args:
+        model: a causal language model.
+        prompts: token ids of each row's prompt.
+    """
+    return RowTree.of_prompts(prompts) if plan_for(model).trees else None
+
+
 def unwrapped(model: nn.Module) -> Any:
     """Return the model inside of ``DistributedDataParallel``."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
@@ -110,12 +127,8 @@ def device_of(model: nn.Module) -> torch.device:
 
 def inputs(rows: ForwardRows) -> dict[str, Any]:
     """Return the keyword arguments of the model's forward."""
-    if rows.sight_BTT is not None:
-        return {"input_ids": rows.ids_BT, "position_ids": rows.positions_BT, "sight": rows.sight_BTT}
     if rows.packed is None:
         return {"input_ids": rows.ids_BT, "use_cache": False}
-    from transferqueue.adapters.scoring.attention import ARGUMENT
-
     return {
         "input_ids": rows.ids_BT,
         "position_ids": rows.positions_BT,
@@ -134,14 +147,19 @@ def limits_of(model: Any) -> tuple[int | None, int | None]:
     return getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
 
 
-def lay_out(model: nn.Module, prompts: Any, responses: Any) -> ForwardRows:
-    """Lay out rows as the model's plan says, on its device. Raises as `forward_rows`."""
-    vocabulary, length_max = limits_of(unwrapped(model))
-    place = device_of(model)
-    if plan_for(model).shared:
-        return shared_rows(prompts, responses, device=place, vocabulary=vocabulary, length_max=length_max)
+def lay_out(model: nn.Module, prompts: Any, responses: Any, tree: RowTree | None = None) -> ForwardRows:
+    """Lay out rows as the model's plan says, on its device. tree: what they share; None: prompts that are equal. A
+    model whose rows form no trees computes all tokens of each. Raises as `forward_rows`."""
+    plan, (vocabulary, length_max) = plan_for(model), limits_of(unwrapped(model))
+    prompts = list(prompts)
     return forward_rows(
-        prompts, responses, packed=is_packed(model), device=place, vocabulary=vocabulary, length_max=length_max
+        prompts,
+        responses,
+        packed=plan.packed,
+        device=device_of(model),
+        vocabulary=vocabulary,
+        length_max=length_max,
+        tree=tree if plan.trees and tree is not None else shared_prompts(model, prompts),
     )
 
 
@@ -156,14 +174,19 @@ def _check_whole(model: nn.Module) -> None:
 
 
 def _found(model: Any) -> ScoringPlan:
-    if getattr(model, "shares_prompts", False):
-        return ScoringPlan(packed=True, own_head=True, shared=True)
+    if getattr(model, "takes_trees", False):
+        return ScoringPlan(packed=True, own_head=True, trees=True)
     reason = _refusal(model)
     if not reason:
         reason = _tried_packed(model)
     if reason:
         _check_causal(model)
-    return ScoringPlan(packed=not reason, reason=reason, own_head=_has_own_head(model, packed=not reason))
+    return ScoringPlan(
+        packed=not reason,
+        reason=reason,
+        own_head=_has_own_head(model, packed=not reason),
+        trees=not reason and _takes_trees(model),
+    )
 
 
 def _refusal(model: Any) -> str:
@@ -218,19 +241,30 @@ def _difference(run: Callable[[list[list[int]]], list[Tensor]]) -> str:
     """Run the second row beside two different first rows, and alone; say what differs."""
     second, beside = run(list(_ROWS))[1], run([_OTHER, _ROWS[1]])[1]
     alone = run([_ROWS[1]])[0]
-    rounding = _ROUNDING.get(alone.dtype, 0.1) * (float(alone.float().std()) or 1.0)
-    if float((second - beside).abs().max()) > _LEAK * rounding:
+    if float((second - beside).abs().max()) > _LEAK * _rounding(alone):
         return "a row of a batch reads another one"
-    if float((second - alone).abs().max()) > rounding:
+    if float((second - alone).abs().max()) > _rounding(alone):
         return "a row in a batch gets other outputs than alone"
     return ""
 
 
+def _rounding(outputs: Tensor) -> float:
+    return _ROUNDING.get(outputs.dtype, 0.1) * (float(outputs.float().std()) or 1.0)
+
+
+def _takes_trees(model: Any) -> bool:
+    """Whether a row that continues another one gets, for its own tokens, the outputs that it gets alone."""
+    alone, own = _outputs(model, [_ROWS[1]], packed=True)[0], len(_ROWS[1]) - _SHARED
+    tree = RowTree.of([-1, 0], [0, _SHARED])
+    continued = _outputs(model, [_CONTINUED, _ROWS[1]], packed=True, tree=tree)[1]
+    return float((continued[-own:] - alone[-own:]).abs().max()) <= _rounding(alone)
+
+
 @torch.no_grad()
-def _outputs(model: Any, rows: list[list[int]], *, packed: bool) -> list[Tensor]:
+def _outputs(model: Any, rows: list[list[int]], *, packed: bool, tree: RowTree | None = None) -> list[Tensor]:
     """Return the model's outputs over each row: ``[tokens, …]``."""
     with _evaluating(model):
-        laid = forward_rows(rows, [[]] * len(rows), packed=packed, device=device_of(model))
+        laid = forward_rows(rows, [[]] * len(rows), packed=packed, device=device_of(model), tree=tree)
         output = _hidden(model, inputs(laid))
     flat = output.reshape(-1, output.shape[-1])
     return [flat[int(last) + 1 - len(row) : int(last) + 1] for row, last in zip(rows, laid.last_R, strict=True)]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transferqueue.adapters.protocols import PartialResult
 from transferqueue.adapters.scoring.batching import micro_batches
 from transferqueue.adapters.scoring.logprobs import response_logprobs, teacher_top_k
-from transferqueue.adapters.scoring.plan import is_packed
+from transferqueue.adapters.scoring.plan import is_packed, shared_prompts
 from transferqueue.adapters.scoring.values import response_values, rewards_of
 from transferqueue.errors import UsageError
 
@@ -102,7 +102,9 @@ class ScoringStage(ABC):
 
     def _micro_batches(self, prompts: Sequence[Any], responses: Sequence[Any]) -> list[list[int]]:
         lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
-        batches = micro_batches(lengths, self._tokens, padded=not is_packed(self._model))
+        batches = micro_batches(
+            lengths, self._tokens, padded=not is_packed(self._model), tree=shared_prompts(self._model, prompts)
+        )
         return sorted(batches, key=lambda rows: max(lengths[row] for row in rows))
 
     @torch.no_grad()

@@ -29,7 +29,6 @@ from transferqueue.adapters.builtin.tokenizer import (
 from transferqueue.adapters.engines.transformers import TransformersGenerator
 from transferqueue.adapters.protocols import Prompt, Sampling
 from transferqueue.adapters.scoring import is_packed, load_causal_lm, response_logprobs
-from transferqueue.adapters.scoring.forward_rows import shared_rows
 from transferqueue.errors import NotFound, UsageError
 
 SHAPE = ModelShape(hidden_size=32, intermediate_size=48, num_attention_heads=4)
@@ -55,16 +54,6 @@ def test_rows_that_share_their_prompts_get_the_numbers_of_each_alone(model: Buil
     found = response_logprobs(model, PROMPTS, RESPONSES).tolist()
     wanted = [each for pair in zip(PROMPTS, RESPONSES, strict=True) for each in alone(model, *pair)]
     assert found == pytest.approx(wanted, abs=1e-5)
-
-
-def test_rows_of_one_prompt_are_one_line_in_which_each_sees_its_own_response() -> None:
-    rows = shared_rows(PROMPTS, RESPONSES)
-    assert rows.ids_BT.tolist() == [[*PROMPTS[0], 40, 41, 43, 44, 45], [*PROMPTS[1], 42, *[0] * 6]]
-    assert rows.positions_BT.tolist()[0] == [0, 1, 2, 3, 4, 5, 6, 5, 6, 7]
-    assert rows.sight_BTT is not None
-    assert rows.sight_BTT[0, 9].tolist() == [True] * 5 + [False] * 2 + [True] * 3
-    assert rows.targets_S.tolist() == [id_ for response in RESPONSES for id_ in response]
-    assert rows.last_R.tolist() == [6, 13, 9, 12]
 
 
 def test_drawn_tokens_have_the_logprobs_of_a_full_forward_pass(model: BuiltinModel) -> None:

@@ -100,18 +100,38 @@ def test_the_passes_of_a_step_hold_as_many_bytes_as_torch_has_at_most(
     """Of the second micro-batch of a step, with the gradients of the first one."""
     write(kind, tmp_path)
     tokens = f"trainer.micro_tokens={2 * TOKENS * ROWS}"
-    job = resolve(jobs.job("grpo", f'model.path="{tmp_path}"', tokens, *changes))
-    learner, ids = policy_learner(job), np.arange(TOKENS)
+    job = resolve(jobs.job("grpo", f'model.path="{tmp_path}"', tokens, "sampling.group_size=2", *changes))
+    ids = np.arange(TOKENS)
+    assert_held(job, tmp_path, [ids + row for row in range(ROWS)], [ids] * ROWS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", PASSES[:3], ids=", ".join)
+def test_a_group_with_a_long_prompt_holds_as_many_bytes_as_torch_has_at_most(
+    changes: list[str], tmp_path: Path
+) -> None:
+    """Attention holds keys and values of the prompt for each member."""
+    write("Llama", tmp_path)
+    prompt, ids = np.arange(400), np.arange(4)
+    tokens = f"trainer.micro_tokens={len(prompt) + len(ids) * ROWS}"
+    job = resolve(jobs.job("grpo", f'model.path="{tmp_path}"', tokens, f"sampling.group_size={ROWS}", *changes))
+    assert_held(job, tmp_path, [prompt] * ROWS, [ids] * ROWS)
+
+
+def assert_held(job: Any, model: Path, prompts: list[Any], responses: list[Any]) -> None:
+    """Compare what the job is said to take with what a pass over the rows holds."""
+    learner = policy_learner(job)
     columns = {
-        "prompt_ids": [ids] * ROWS,
-        "response_ids": [ids] * ROWS,
-        "rollout_logprobs": [np.full(TOKENS, -3.0)] * ROWS,
+        "prompt_ids": prompts,
+        "response_ids": responses,
+        "rollout_logprobs": [np.full(len(response), -3.0) for response in responses],
         "advantages": [1.0] * ROWS,
     }
+    assert len(learner.micro_batches(columns)) == 1
     with HeldBytes(learner.model.parameters()) as held:
         for _ in range(2):
             learner.accumulate(columns)
-    parts = device_bytes.trained(job, sizes_of(tmp_path)).parts
+    parts = device_bytes.trained(job, sizes_of(model)).parts
     assert parts.pop("moments") > 0
     assert sum(parts.values()) == pytest.approx(held.peak, rel=0.1)
 
@@ -119,7 +139,8 @@ def test_the_passes_of_a_step_hold_as_many_bytes_as_torch_has_at_most(
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_scorer_holds_as_many_bytes_as_torch_has_at_most(small: Path, dtype: str) -> None:
-    model, ids = transformers.AutoModelForCausalLM.from_pretrained(small, dtype=dtype), [[*range(128)]] * ROWS
+    model = transformers.AutoModelForCausalLM.from_pretrained(small, dtype=dtype)
+    ids = [[*range(row, row + 128)] for row in range(ROWS)]
     with torch.no_grad(), HeldBytes(model.parameters()) as held:
         response_logprobs(model, ids, ids)
     assert device_bytes.scored(sizes_of(small), dtype, 256 * ROWS).total == pytest.approx(held.peak, rel=0.1)

@@ -132,6 +132,20 @@ def test_columns_with_different_rows_are_refused() -> None:
 # ---------------------------------------------------------------- one gradient, however rows come
 
 
+@pytest.mark.parametrize("kind", ["grpo", "gspo", "distill"])
+def test_a_step_on_groups_computes_each_prompt_once_and_is_that_on_their_rows_apart(kind: str) -> None:
+    given = columns(kind)
+    prompts = given["prompt_ids"][:2]
+    given["prompt_ids"] = [prompts[row % 2] for row in range(ROWS)]
+    once = sum(map(len, [*prompts, *given["response_ids"]]))
+    groups, apart = learner(kind, micro_tokens=once), learner(kind)
+    groups.accumulate(given)
+    for row in range(ROWS):
+        apart.accumulate(select(given, [row]))
+    torch.testing.assert_close(gradient(groups), gradient(apart), rtol=1e-4, atol=1e-7)
+    assert groups.step()["passes"] == 1
+
+
 @pytest.mark.parametrize("kind", list(COLUMNS))
 def test_a_step_is_the_same_in_1_2_and_7_calls_and_passes(kind: str) -> None:
     whole, figures = stepped(kind, 1)

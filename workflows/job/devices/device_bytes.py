@@ -23,9 +23,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from transferqueue.adapters.scoring.batching import PATHS_MAX
 from transferqueue.workflows.job.devices.model_sizes import ModelSizes
 from transferqueue.workflows.job.settings.job import EngineSettings, Job
-from transferqueue.workflows.job.settings.sizes import tokens_of_row
+from transferqueue.workflows.job.settings.sizes import group_rows, tokens_of_row
 
 CACHE: Final = "kv_cache_memory_bytes"
 """Option of vLLM: bytes of its KV cache on each device."""
@@ -83,6 +84,7 @@ def trained(job: Job, sizes: ModelSizes, *, critic: bool = False) -> DeviceBytes
         settings.micro_tokens,
         compute,
         residual=base,
+        paths=min(PATHS_MAX, group_rows(job)),
         recomputed=settings.gradient_checkpointing,
         copies=0 if sharded else copies,
     )
@@ -111,7 +113,7 @@ def scored(sizes: ModelSizes, dtype: str, tokens: int) -> DeviceBytes:
     """Return the bytes of a model that makes forward passes of at most `tokens` tokens."""
     number = NUMBER_BYTES[dtype]
     logits = _logits(sizes, tokens, number, copies=_LOGITS_SCORED)
-    activations = max(tokens * _layer_scored(sizes, number), logits)
+    activations = max(tokens * _layer_scored(sizes, number, PATHS_MAX), logits)
     return DeviceBytes(parts={"weights": sizes.parameters * number, "activations": activations})
 
 
@@ -153,32 +155,36 @@ def _copies(sizes: ModelSizes, base: int, compute: int, *, sharded: bool) -> int
     return 0 if base == compute else sizes.parameters * compute
 
 
-def _activations(sizes: ModelSizes, tokens: int, compute: int, *, residual: int, recomputed: bool, copies: int) -> int:
+def _activations(
+    sizes: ModelSizes, tokens: int, compute: int, *, residual: int, paths: int, recomputed: bool, copies: int
+) -> int:
     """With gradient checkpointing the inputs of all layers, and one layer: it is computed again when the copies of the
-    weights of the others have gone."""
-    layer = tokens * _layer(sizes, compute, residual)
+    weights of the others have gone. paths: at most as many rows of a pass share a token."""
+    layer = tokens * _layer(sizes, compute, residual, paths)
     if recomputed:
         gone = copies - copies // max(1, sizes.layers)
         return tokens * sizes.layers * sizes.hidden * residual + max(0, layer - gone)
     return sizes.layers * layer
 
 
-def _layer(sizes: ModelSizes, compute: int, residual: int) -> int:
+def _layer(sizes: ModelSizes, compute: int, residual: int, paths: int) -> int:
     """What the backward pass of a layer needs of one token: the inputs and results of both norms, which compute in
-    float32, and so of those of heads; the inputs of the linear layers; queries, keys, values and the result of
-    attention; gate, its activation, up and their product."""
+    float32, and so of those of heads; the inputs of the linear layers; queries, keys and values, which attention holds
+    for each row that shares the token, and its result; gate, its activation, up and their product."""
     norms = 2 * sizes.hidden * (4 + max(residual, compute))
     if sizes.head_norms:
         norms += (sizes.queries + sizes.keys) * (4 + compute)
-    attention = sizes.hidden + 3 * sizes.queries + 2 * sizes.keys
+    attention = sizes.hidden + 3 * sizes.queries + 2 * sizes.keys * paths
     forward = sizes.hidden + 4 * sizes.inner
     return norms + compute * (attention + forward)
 
 
-def _layer_scored(sizes: ModelSizes, number: int) -> int:
-    """What a layer without a gradient holds of one token at most, before its last linear layer: its input, the sum with
-    attention, their norm and its result; the activation of the gate, up and their product."""
-    return number * (4 * sizes.hidden + 3 * sizes.inner)
+def _layer_scored(sizes: ModelSizes, number: int, paths: int = 1) -> int:
+    """What a layer without a gradient holds of one token at most. Before its last linear layer: its input, the sum with
+    attention, their norm and its result; the activation of the gate, up and their product. In attention: its input and
+    the norm, queries and result, keys and values, also of each row that shares the token."""
+    forward = 4 * sizes.hidden + 3 * sizes.inner
+    return number * max(forward, 2 * sizes.hidden + 2 * sizes.queries + 2 * sizes.keys * (1 + paths))
 
 
 def _logits(sizes: ModelSizes, tokens: int, stored: int, *, copies: int) -> int:

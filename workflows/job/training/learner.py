@@ -29,12 +29,13 @@ from transferqueue.adapters.protocols import WeightSource
 from transferqueue.adapters.scoring import (
     ResponseScores,
     is_packed,
-    micro_batches,
     response_scores,
     response_values,
 )
+from transferqueue.adapters.scoring.batching import micro_batches_of_ranks
 from transferqueue.adapters.scoring.load import torch_dtype
 from transferqueue.adapters.scoring.lora import published_weights
+from transferqueue.adapters.scoring.plan import shared_prompts
 from transferqueue.adapters.trainers.learners import LossSum
 from transferqueue.errors import UsageError
 from transferqueue.workflows.job.algorithms.losses import policy_loss, value_loss
@@ -111,11 +112,15 @@ class StepLearner(ABC):
     # ------------------------------------------------------------ rows
 
     def micro_batches(self, columns: RowColumns, at_least: int = 1) -> list[list[int]]:
-        """Return the rows of each pass: at most ``micro_tokens`` tokens, and at least `at_least` passes if there are as
-        many rows."""
-        sizes = lengths(columns)
-        tokens = min(self._trainer.micro_tokens, max(1, -(-sum(sizes) // at_least)))
-        return micro_batches(sizes, tokens, padded=not is_packed(self.model))
+        """Return the rows of each pass: at most ``micro_tokens`` tokens, a prompt that several rows have counted once,
+        and at least `at_least` passes if there are as many rows."""
+        return micro_batches_of_ranks(
+            lengths(columns),
+            self._trainer.micro_tokens,
+            at_least,
+            padded=not is_packed(self.model),
+            tree=None if "routes" in columns else shared_prompts(self.model, columns["prompt_ids"]),
+        )
 
     def accumulate(self, columns: RowColumns) -> None:
         """Compute the rows' loss and add its gradient. columns: of the loss, one value a row (see `RowColumns`).
