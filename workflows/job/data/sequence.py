@@ -8,7 +8,7 @@ once: a run that starts again at number n reads the prompts before it, at most o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -36,7 +36,7 @@ _UNKNOWN, _FITS, _TOO_LONG = np.int8(0), np.int8(1), np.int8(-1)
 class NumberedPrompt:
     """One prompt. number: its place in the run. ids: int32 ``[P]``. data: value of column ``data``. response_ids: int32
     ``[T]`` for sft. learned: bool ``[T]``, which of them it learns; None: all. environment: name of the one that plays
-    it; empty: the only one, if any. row: of the data, all sources one after the other."""
+    it; empty: the only one, if any."""
 
     number: int
     ids: Ids
@@ -45,7 +45,6 @@ class NumberedPrompt:
     response_ids: Ids | None = None
     learned: npt.NDArray[np.bool_] | None = None
     environment: str = ""
-    row: int = 0
 
 
 class DataOrder:
@@ -81,26 +80,17 @@ class DataOrder:
 class SourceSequence:
     """Yields the prompts of one source in order. Each has the number 0; `PromptSequence` gives the numbers of the run.
 
-    named: the source, for messages. first_row: number of its first row in the data. tokens_max: most tokens of a
-    response that is learned (sft). `dropped` counts rows with too many tokens, as far as they have been read. Raises as
-    `PromptSequence` does.
+    named: the source, for messages. tokens_max: most tokens of a response that is learned (sft). `dropped` counts rows
+    with too many tokens, as far as they have been read. Raises as `PromptSequence` does.
     """
 
     def __init__(
-        self,
-        source: DataSource,
-        named: str,
-        settings: DataSettings,
-        order: DataOrder,
-        *,
-        tokens_max: int,
-        first_row: int = 0,
+        self, source: DataSource, named: str, settings: DataSettings, order: DataOrder, *, tokens_max: int
     ) -> None:
         self._source, self._named, self._settings, self._order = source, named, settings, order
-        self._tokens_max, self._first_row = tokens_max, first_row
+        self._tokens_max = tokens_max
         self._fits = np.full(len(source.rows), _UNKNOWN, np.int8)
-        self.place = 0
-        """Place of the next row in the order."""
+        self._place = 0
 
     @property
     def environment(self) -> str:
@@ -116,34 +106,22 @@ class SourceSequence:
         """Return the next `count` prompts; fewer if the data ends."""
         taken: list[NumberedPrompt] = []
         while len(taken) < count:
-            positions = self._order.positions(self.place, count - len(taken))
+            positions = self._order.positions(self._place, count - len(taken))
             if not len(positions):
                 break
-            self.place += len(positions)
+            self._place += len(positions)
             fitting = self._prompts(positions[self._fits[positions] != _TOO_LONG])
             if not fitting:
                 self._check_some_fit()
             taken += fitting
         return taken
 
-    def at(self, positions: Positions) -> list[NumberedPrompt]:
-        """Return the prompts of these rows, wherever they are in the order. Raises `UsageError` for one with too many
-        tokens."""
-        prompts = self._prompts(positions)
-        if len(prompts) < len(positions):
-            row = int(positions[self._fits[positions] == _TOO_LONG][0])
-            raise UsageError(
-                f"data.sampler chose {self._source.rows.place(row)}, which has too many tokens: choose rows that have "
-                "a pass rate, or raise data.prompt_tokens_max"
-            )
-        return prompts
-
     def skip(self, count: int) -> int:
         """Go `count` prompts ahead, as if they had been taken; return how many there were, fewer if the data ends."""
         left = count
         while left:
             left -= self._skip_epochs(left)
-            positions = self._order.positions(self.place, SKIPPED_TOGETHER)
+            positions = self._order.positions(self._place, SKIPPED_TOGETHER)
             if not left or not len(positions):
                 break
             self._prompts(positions[self._fits[positions] == _UNKNOWN])
@@ -152,15 +130,15 @@ class SourceSequence:
                 self._check_some_fit()
             places = min(int(np.searchsorted(fitting, left)) + 1, len(positions))
             left -= int(fitting[places - 1])
-            self.place += places
+            self._place += places
         return count - left
 
     def _skip_epochs(self, count: int) -> int:
         """Skip whole epochs, if it is known which rows fit."""
-        if self.place % self._order.rows or (self._fits == _UNKNOWN).any() or self._settings.epochs:
+        if self._place % self._order.rows or (self._fits == _UNKNOWN).any() or self._settings.epochs:
             return 0
         in_epoch = int(np.count_nonzero(self._fits == _FITS))
-        self.place += count // in_epoch * self._order.rows
+        self._place += count // in_epoch * self._order.rows
         return count // in_epoch * in_epoch
 
     def _prompts(self, positions: Positions) -> list[NumberedPrompt]:
@@ -185,7 +163,6 @@ class SourceSequence:
                 response_ids=response_ids[at],
                 learned=None if (response := responses[at]) is None else response.learned,
                 environment=source.environment,
-                row=self._first_row + int(positions[at]),
             )
             for at in np.flatnonzero(fits).tolist()
         ]
@@ -226,27 +203,16 @@ class PromptSequence:
     `UsageError` if the data says "refuse". `UsageError` too if no prompt of a source fits.
     """
 
-    chooses_late: Final = False
-    """Whether prompts are chosen only once there is room for them."""
-
     def __init__(self, data: PromptData, settings: DataSettings, *, seed: int, tokens_max: int = 0) -> None:
         named = [each.path for each in settings.sources] or [settings.path]
         terms: dict[str, Any] = {"seed": seed, "shuffle": settings.shuffle, "epochs": settings.epochs}
-        self.sizes = [len(source.rows) for source in data.sources]
-        """Rows of each source."""
         self._sources = [
             SourceSequence(
-                source,
-                name,
-                settings,
-                DataOrder(self.sizes[place], **terms, source=place),
-                tokens_max=tokens_max,
-                first_row=sum(self.sizes[:place]),
+                source, name, settings, DataOrder(len(source.rows), **terms, source=place), tokens_max=tokens_max
             )
             for place, (source, name) in enumerate(zip(data.sources, named, strict=True))
         ]
-        self.weights = [source.weight for source in data.sources]
-        """Weight of each source."""
+        self._weights = [source.weight for source in data.sources]
         self.number = 0
         """Number of the next prompt."""
 
@@ -255,30 +221,12 @@ class PromptSequence:
         """Rows of the data with too many tokens, as far as they have been read."""
         return sum(source.dropped for source in self._sources)
 
-    @property
-    def places(self) -> list[int]:
-        """Place of the next row in the order of each source."""
-        return [source.place for source in self._sources]
-
-    def go_to(self, number: int, places: Sequence[int]) -> None:
-        """Go on with the prompt `number`, and with these places."""
-        self.number = number
-        for source, place in zip(self._sources, places, strict=True):
-            source.place = place
-
-    def take(self, count: int, rows: Sequence[int] | Positions = ()) -> list[NumberedPrompt]:
-        """Return the next `count` prompts; fewer if the data ends.
-
-        rows: of each prompt in its source; -1, and default: the next in order.
-        """
-        places = sources_of(self.number, count, self.weights)
-        wanted = np.full(count, -1, np.int64) if len(rows) == 0 else np.asarray(rows, np.int64)
-        drawn: list[tuple[Iterator[NumberedPrompt], Iterator[NumberedPrompt]]] = []
-        for place, source in enumerate(self._sources):
-            own = wanted[places == place]
-            drawn.append((iter(source.take(int(np.count_nonzero(own < 0)))), iter(source.at(own[own >= 0]))))
-        each = zip(places.tolist(), (wanted >= 0).tolist(), strict=True)
-        prompts = [prompt for place, is_chosen in each if (prompt := next(drawn[place][is_chosen], None)) is not None]
+    def take(self, count: int) -> list[NumberedPrompt]:
+        """Return the next `count` prompts; fewer if the data ends."""
+        places = sources_of(self.number, count, self._weights)
+        counts = np.bincount(places, minlength=len(self._sources)).tolist()
+        drawn = [iter(source.take(each)) for source, each in zip(self._sources, counts, strict=True)]
+        prompts = [prompt for place in places.tolist() if (prompt := next(drawn[place], None)) is not None]
         taken = [replace(prompt, number=number) for number, prompt in enumerate(prompts, self.number)]
         self.number += len(taken)
         return taken
@@ -301,7 +249,7 @@ class PromptSequence:
         """Return how many of the next prompts are of each source."""
         counts = np.zeros(len(self._sources), np.int64)
         for first in range(0, count, _COUNTED_TOGETHER):
-            places = sources_of(self.number + first, min(_COUNTED_TOGETHER, count - first), self.weights)
+            places = sources_of(self.number + first, min(_COUNTED_TOGETHER, count - first), self._weights)
             counts += np.bincount(places, minlength=len(counts))
         return counts.tolist()
 

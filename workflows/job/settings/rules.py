@@ -21,7 +21,6 @@ from transferqueue.workflows.job.settings.ranges import check_ranges
 from transferqueue.workflows.job.settings.sizes import (
     GIB,
     batch_rows,
-    depth,
     gib,
     group_rows,
     has_step_versions,
@@ -213,13 +212,7 @@ def _order(job: Job) -> None:
 def _order_ahead(job: Job) -> None:
     """Where rows are generated ahead in the order of the data, a prompt's number says which step trains it. So no row
     may be dropped, whose place another takes."""
-    sampler = job.data.sampler.by if job.reproducible else ""
-    if sampler and (job.pacing.mode not in IN_TURN or depth(job)):
-        raise UsageError(
-            f"reproducible=true and mode={job.pacing.mode!r} with data.sampler.by={sampler!r}: the time would decide "
-            'which pass rates are known when a step is chosen; set pacing.mode="sync", or leave reproducible out'
-        )
-    if not has_step_versions(job) and not sampler:
+    if not has_step_versions(job):
         return
     drops = {
         "algorithm.filter_equal=true": bool(filled(job.algorithm).filter_equal),
@@ -234,12 +227,8 @@ def _order_ahead(job: Job) -> None:
         if may_drop:
             raise UsageError(
                 f"reproducible=true and mode={job.pacing.mode!r} with {key}: later prompts would take the places of "
-                + (
-                    "rows that are dropped, and the time would decide by which pass rates data.sampler chooses them; "
-                    if sampler
-                    else 'rows that are dropped, with weights that the time decides; set pacing.mode="sync", or '
-                )
-                + "leave reproducible out"
+                'rows that are dropped, with weights that the time decides; set pacing.mode="sync", or leave '
+                "reproducible out"
             )
 
 
