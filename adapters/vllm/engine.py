@@ -4,9 +4,6 @@ A thread steps the engine (`engines.stepped`), so a request, a pause or new weig
 keeps the running requests: the workers load the weights (`adapters.vllm.weight_transfer`), and the requests go on with
 their context computed again, or with the caches that they have (`kv`). vLLM reports which version drew which token.
 
-With ``enable_lora``, adapters that a channel has beside its weights are not merged: requests end with those that they
-began with, and new ones get the newest (`adapters.vllm.lora_slots`).
-
 On a CPU the engine's core computes in this process too: messages between two processes took as long as the tokens of a
 small model. There vLLM (0.32) dies of a request with a seed whose prompt it computes in parts: torch's random numbers
 have no offset there. So prompts are computed whole by default, and where the options say otherwise, no seed is sent.
@@ -23,7 +20,6 @@ from typing import Any, Final
 
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
-from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.system_utils import set_env_var
@@ -36,9 +32,8 @@ from transferqueue.adapters.engines.completion import completed, context, seed_o
 from transferqueue.adapters.engines.stepped import SteppedGenerator, SteppedRequest
 from transferqueue.adapters.protocols import Caches, Completion, Pause, Prompt, Sampling, WeightSource
 from transferqueue.adapters.vllm import plugin as vllm_plugin
-from transferqueue.adapters.vllm.lora_slots import LoraSlots
 from transferqueue.adapters.weights import WeightHandoff, check_fits, checkpoint_specs
-from transferqueue.errors import Disconnected, SchemaError, UsageError
+from transferqueue.errors import Disconnected
 
 ON_CPU: Final = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Variables of an engine's processes on a CPU, where they are not set. The engine has ``OMP_NUM_THREADS`` threads on
@@ -52,14 +47,12 @@ the first rows come."""
 class _Row:
     """A completion that is being generated."""
 
-    __slots__ = ("index", "internal", "name", "owner", "prompt", "sample", "sampling", "slot", "versions")
+    __slots__ = ("index", "internal", "name", "owner", "prompt", "sample", "sampling")
 
     def __init__(self, owner: SteppedRequest, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> None:
         self.owner, self.index, self.sample, self.prompt, self.sampling = owner, index, sample, prompt, sampling
         self.name = self.internal = ""
         """Its ids of vLLM: outside and inside."""
-        self.slot, self.versions = 0, list[tuple[int, int]]()
-        """The LoRA slot of its adapters (0: none), and their versions, each with the number of tokens drawn before."""
 
 
 class _Batch:
@@ -69,18 +62,10 @@ class _Batch:
         engine: of vLLM.
         takes_seeds: whether it can carry out requests with a seed.
         salt: returns that of the caches of new requests; "": none.
-        adapters: returns those of new requests, and their version; None: none.
     """
 
-    def __init__(
-        self,
-        engine: LLMEngine,
-        *,
-        takes_seeds: bool,
-        salt: Callable[[], str],
-        adapters: Callable[[], tuple[LoRARequest, int] | None],
-    ) -> None:
-        self._engine, self._takes_seeds, self._salt, self._adapters = engine, takes_seeds, salt, adapters
+    def __init__(self, engine: LLMEngine, *, takes_seeds: bool, salt: Callable[[], str]) -> None:
+        self._engine, self._takes_seeds, self._salt = engine, takes_seeds, salt
         self._rows: dict[str, _Row] = {}
         self._names = itertools.count()
         self._failure: BaseException | None = None
@@ -91,30 +76,12 @@ class _Batch:
             raise Disconnected(f"the engine died: {self._failure}") from self._failure
         salt = self._salt()
         salted = {"cache_salt": salt} if salt else {}
-        lora, version = self._adapters() or (None, 0)
         with _deaths():
             for row in rows:
                 name = f"tq-{next(self._names)}"
                 request = {"prompt_token_ids": context(row.prompt).tolist(), **salted}
-                row.internal = self._engine.add_request(name, request, self._parameters(row), lora_request=lora)
+                row.internal = self._engine.add_request(name, request, self._parameters(row))
                 row.name, self._rows[name] = name, row
-                if lora is not None:
-                    row.slot, row.versions = lora.lora_int_id, [(version, 0)]
-
-    def slots(self) -> set[int]:
-        """The LoRA slots of running rows; 0 for those without adapters."""
-        return {row.slot for row in self._rows.values()}
-
-    def follow(self, slot: int, version: int) -> None:
-        """Rows of this slot go on with adapters of this version."""
-        for row in self._rows.values():
-            if row.slot == slot:
-                row.versions.append((version, self._drawn(row)[1]))
-
-    def _drawn(self, row: _Row) -> tuple[int, int]:
-        """The number of tokens of the row's prompt, and of those drawn."""
-        state = self._engine.output_processor.request_states.get(row.internal)
-        return (0, 0) if state is None else (state.prompt_len, state.detokenizer.num_output_tokens())
 
     def _parameters(self, row: _Row) -> SamplingParams:
         sampling = row.sampling
@@ -131,8 +98,12 @@ class _Batch:
 
     def cached_tokens(self) -> int:
         """See `stepped.SteppedBatch`."""
-        rows = [self._drawn(row) for row in self._rows.values() if not row.slot]  # the caches of others stay
-        return sum(prompt + drawn - 1 for prompt, drawn in rows if drawn)
+        found = 0
+        for row in self._rows.values():
+            state = self._engine.output_processor.request_states.get(row.internal)
+            drawn = 0 if state is None else state.detokenizer.num_output_tokens()
+            found += state.prompt_len + drawn - 1 if drawn else 0
+        return found
 
     def step(self, version: int) -> list[tuple[_Row, Completion]]:
         """See `stepped.SteppedBatch`. A step that fails is the engine's last."""
@@ -157,7 +128,10 @@ class _Batch:
     def _finished(self, outputs: Sequence[Any]) -> list[tuple[_Row, Completion]]:
         ended = [output for output in outputs if output.finished and output.request_id in self._rows]
         rows = [self._rows.pop(output.request_id) for output in ended]
-        return [(row, _completion(row, output.outputs[0])) for row, output in zip(rows, ended, strict=True)]
+        return [
+            (row, _completion(row.index, row.sample, row.prompt, output.outputs[0]))
+            for row, output in zip(rows, ended, strict=True)
+        ]
 
 
 class VllmGenerator(SteppedGenerator):
@@ -202,16 +176,8 @@ class VllmGenerator(SteppedGenerator):
         self._context_max = config.model_config.max_model_len
         self._several = config.parallel_config.world_size > 1
         """Whether there are several workers: then an error of one ends them."""
-        lora = None if self._several else config.lora_config
-        self._rank_max = 0 if lora is None else lora.max_lora_rank
-        self._slots = LoraSlots(0 if lora is None else lora.max_loras)
-        self._adapted: tuple[str, str] | None = None
-        """The channel whose adapters new requests get; None: they get none."""
         self._rows = _Batch(
-            self._engine,
-            takes_seeds=not (current_platform.is_cpu() and in_parts),
-            salt=lambda: salt_of(self),
-            adapters=lambda: (self._slots.request(), self._version) if self._adapted else None,
+            self._engine, takes_seeds=not (current_platform.is_cpu() and in_parts), salt=lambda: salt_of(self)
         )
 
     def _row(self, request: SteppedRequest, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> _Row:
@@ -255,76 +221,29 @@ class VllmGenerator(SteppedGenerator):
 
     def _check(self, source: WeightSource) -> None:
         check_fits(source, self._wanted)
-        if (rank := getattr(source, "rank", 0)) > self._rank_max > 0:
-            raise SchemaError(
-                f"adapters of rank {rank}, and the engine has slots of max_lora_rank={self._rank_max}: open it with at "
-                "least that rank"
-            )
-
-    def _slot(self, source: WeightSource, place: tuple[str, str]) -> tuple[int, bool]:
-        """Return the LoRA slot for the adapters of a version (0: it has none, or they are merged), and whether the
-        engine has the weights beside them.
-
-        Raises `UsageError` if the weights beside the adapters change, or may, while requests run.
-        """
-        has_adapters, used = bool(self._rank_max and getattr(source, "rank", 0)), self._rows.slots()
-        goes_on = has_adapters and place == self._channel == self._adapted
-        if used and not goes_on and (has_adapters or self._adapted):
-            raise UsageError(
-                "weights of another channel, or the first with adapters or without them, while requests run, which "
-                "keep the adapters that they began with; pause(Pause.WAIT) first"
-            )
-        return self._slots.choose(used) if has_adapters else 0, goes_on
 
     def _load(self, source: WeightSource, version: int, timeout_s: float) -> None:
         """The workers read weights of a channel (`weights.ChannelWeights`) directly; other weights are published once
         to a queue that this adapter embeds."""
         place, version_there = self._relay.place(source)
-        slot, goes_on = self._slot(source, place)
-        update_info = {"version": version_there, "timeout_s": timeout_s, "merged": not slot}
         with _deaths():
             if place != self._channel:
                 address, channel = place
                 self._workers("init_weight_transfer_engine", init_info={"address": address, "channel": channel})
                 self._channel = place
-            if not goes_on:
-                self._load_whole(update_info)
-            if slot:
-                self._fill(update_info | {"slot": slot}, goes_on=goes_on)
-                self._slots.fill(slot, version)
-                self._rows.follow(slot, version)
-                self._adapted = place
-            self._engine.engine_core.set_weight_version(str(version))
+            if not self._update_begun:
+                self._workers("start_weight_update")
+            self._update_begun = False  # an error of the next call ends vLLM's update
+            with self._changing_weights() if self._several else nullcontext():
+                self._workers("update_weights", update_info={"version": version_there, "timeout_s": timeout_s})
+            self._update_begun = True
+            self._core("pause_scheduler", "keep", self.kv is Caches.RECOMPUTE)
+            with self._changing_weights():
+                self._workers("finish_weight_update")
+                self._engine.engine_core.set_weight_version(str(version))
+            self._update_begun = False
             if self._paused is None:
                 self._going()
-
-    def _load_whole(self, update_info: Mapping[str, Any]) -> None:
-        self._fetch(update_info)
-        self._core("pause_scheduler", "keep", self.kv is Caches.RECOMPUTE)
-        self._adapted = None
-        with self._changing_weights():
-            self._workers("finish_weight_update")
-        self._update_begun = False
-
-    def _fill(self, update_info: Mapping[str, Any], *, goes_on: bool) -> None:
-        """Fill a LoRA slot, which vLLM takes for a part of an update that has not ended. After an error the engine goes
-        on with the adapters that it has, if it `goes_on`."""
-        self._core("pause_scheduler", "keep", False)
-        try:
-            with nullcontext() if goes_on else self._changing_weights():
-                self._fetch(update_info)
-        except BaseException:
-            if goes_on and self._paused is None:
-                self._going()
-            raise
-
-    def _fetch(self, update_info: Mapping[str, Any]) -> None:
-        if not self._update_begun:
-            self._workers("start_weight_update")
-        self._update_begun = False  # an error of the next call ends vLLM's update
-        with self._changing_weights() if self._several else nullcontext():
-            self._workers("update_weights", update_info=dict(update_info))
-        self._update_begun = True
 
     def _workers(self, call: str, **arguments: Any) -> None:
         self._engine.collective_rpc(call, kwargs=arguments)
@@ -362,14 +281,9 @@ def _deaths() -> Iterator[None]:
         raise Disconnected(f"the engine died: {error}") from error
 
 
-def _completion(row: _Row, output: Any) -> Completion:
+def _completion(index: int, sample: int, prompt: Prompt, output: Any) -> Completion:
     logprobs = [
         position[token].logprob for position, token in zip(output.logprobs or (), output.token_ids, strict=True)
     ]
     spans = [(int(span.version), span.end - span.start) for span in output.weight_versions or ()]
-    if row.slot:
-        ends = [*(begun for _, begun in row.versions[1:]), len(output.token_ids)]
-        spans = [
-            (version, end - begun) for (version, begun), end in zip(row.versions, ends, strict=True) if end > begun
-        ]
-    return completed(row.index, row.sample, row.prompt, output.token_ids, logprobs, output.finish_reason, spans)
+    return completed(index, sample, prompt, output.token_ids, logprobs, output.finish_reason, spans)

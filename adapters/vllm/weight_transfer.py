@@ -14,10 +14,6 @@ all tensors of every layer of the checkpoint that has a changed tensor, since vL
 of one whose weights are joined (queries, keys and values; gates and up projections) no part may be missing. A quantised
 model is loaded whole.
 
-With ``enable_lora``, a version that has adapters beside its weights is not merged. The weights are loaded once, and of
-each version A and B go into one of vLLM's LoRA slots (`adapters.vllm.lora_slots`), by ``update_weights`` alone:
-``finish_weight_update`` empties all slots.
-
 A worker of several (tensor or pipeline parallel) pulls the part of each tensor that its layers take, from the second
 version on (`adapters.tensor_parallel.PartsLoader`).
 """
@@ -42,9 +38,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 import transferqueue as tq
 from transferqueue.adapters.tensor_parallel import PartsLoader
-from transferqueue.adapters.vllm.lora_slots import adapter_of, fill_slot
 from transferqueue.adapters.weights import ChannelWeights, in_layers_of
-from transferqueue.errors import SchemaError
 
 _log: Final = logging.getLogger("transferqueue.adapters.vllm")
 _reload_log: Final = logging.getLogger(initialize_layerwise_reload.__module__)
@@ -62,13 +56,10 @@ class ChannelAt(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class VersionOf(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Version to load, how long to wait for it, and whether its adapters are merged. slot: fill that LoRA slot with
-    them, and load nothing else; 0: load the weights."""
+    """Version to load, and how long to wait for it."""
 
     version: int
     timeout_s: float
-    merged: bool = True
-    slot: int = 0
 
 
 class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore[misc]
@@ -85,8 +76,6 @@ class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore
         self._parts: PartsLoader | None = None
         self._held: tq.Weights | None = None
         self._fetched: tq.Weights | None = None
-        self._merged = True
-        """Whether the adapters of the version that was fetched are merged."""
         self._is_whole = self.model_config.quantization is not None
         if self._is_whole:
             _log.info("vLLM's weights are quantised (%s): each version is loaded whole", self.model_config.quantization)
@@ -121,21 +110,6 @@ class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore
         self._fetched = self._channel.pull(
             version=update_info.version, since=self._held, timeout_s=update_info.timeout_s
         )
-        self._merged = update_info.merged
-        if not self._merged:
-            source = ChannelWeights(self._address, self._fetched, merged=False)
-            adapter = adapter_of(self.model, source, max(1, update_info.slot))
-            if update_info.slot:
-                self._check_base(source)
-                fill_slot(self.model, adapter)
-                self._hold(self._fetched)
-
-    def _check_base(self, source: ChannelWeights) -> None:
-        if changed := source.changed():
-            raise SchemaError(
-                f'version {source.version} changes tensor "{changed[0]}" beside its adapters, with which requests of '
-                "older adapters compute; open the engine anew"
-            )
 
     def finish_weight_update(self) -> None:
         """Load the changed layers of the version that was fetched. When this returns, it is on the device, and
@@ -150,19 +124,13 @@ class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore
                 torch.accelerator.synchronize()
 
     def _load_fetched(self, weights: tq.Weights) -> None:
-        before, self._held = self._held, None  # after a load that fails, the next one is whole
-        source = ChannelWeights(self._address, weights, merged=self._merged)
-        changed = source.changed()
-        names = in_layers_of(source.metadata() if self._is_whole and changed else changed, source.metadata())
+        before, self._held, self._fetched = self._held, None, None  # after a load that fails, the next one is whole
+        source = ChannelWeights(self._address, weights)
+        names = in_layers_of(source.metadata() if self._is_whole else source.changed(), source.metadata())
         if names:
             # One tensor at a time is put together of its slices, or merged with its adapter.
             self._load((name, source.tensor(name)) for name in names)
-        self._held = before
-        self._hold(weights)
-
-    def _hold(self, weights: tq.Weights) -> None:
-        """Hold the version that was fetched, in place of the one before."""
-        before, self._held, self._fetched = self._held, weights, None
+        self._held = weights
         weights.unpin()
         if before is not None:
             before.release()
