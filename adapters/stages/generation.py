@@ -56,22 +56,20 @@ def row_version(versions: npt.NDArray[np.int32], of: StalenessOf) -> int:
     The mean is rounded down, so it is below a whole bound exactly where the mean is.
 
     Args:
-        versions: of each token; int32 ``[tokens]``; -1: not drawn, or not known.
-        of: which one.
+        versions: of each token; int32 ``[tokens]``, at least one; -1: not drawn, or not known.
+        of: which one; newest and mean are of known ones.
 
     Returns:
         The version; -1 if none is known.
 
     Example:
-        >>> [row_version(np.array([3, -1, 3, 6], np.int32), of) for of in ("oldest", "newest", "mean")]
+        >>> [row_version(np.array([3, 3, 6], np.int32), of) for of in ("oldest", "newest", "mean")]
         [3, 6, 4]
     """
     known = versions[versions >= 0]
-    if not known.size:
-        return -1
-    if of == "mean":
-        return int(known.sum()) // known.size
-    return int(known.min() if of == "oldest" else known.max())
+    if of == "oldest" or not known.size:
+        return int(versions.min())
+    return int(known.max()) if of == "newest" else int(known.sum()) // known.size
 
 
 class Generate:
@@ -200,7 +198,9 @@ class Generate:
         oldest = batch.version - self._max_staleness if self._max_staleness is not None else 0
         begun_columns = zip(*(batch[name] for name in BEGUN), strict=True)
         return [
-            None if _starts_again(columns[2], oldest, self._staleness_of) else _resumed(at, *columns)
+            None
+            if not len(columns[0]) or row_version(columns[2], self._staleness_of) < oldest
+            else _resumed(at, *columns)
             for at, columns in enumerate(begun_columns)
         ]
 
@@ -261,11 +261,16 @@ class Generate:
             at=np.array([completion.prompt for completion in finished], dtype=np.intp),
             columns=columns,
             facts={
-                "policy_version": np.array([row_version(each.versions, self._staleness_of) for each in finished]),
+                "policy_version": np.array([self._version(completion) for completion in finished]),
                 "policy_version_max": np.array([completion.policy_version_max for completion in finished]),
                 "tokens": np.array([len(completion.ids) for completion in finished]),
             },
         )
+
+    def _version(self, completion: Completion) -> int:
+        if self._staleness_of == "oldest" or not len(completion.ids):
+            return completion.policy_version
+        return row_version(completion.versions, self._staleness_of)
 
 
 def routes_of(completion: Completion) -> npt.NDArray[np.int16]:
@@ -299,11 +304,6 @@ def _groups(ordinals: npt.NDArray[np.int64], rows: Collection[int], size: int) -
 
 def _tokens(prompt: Prompt) -> int:
     return 0 if prompt.begun is None else len(prompt.begun.ids)
-
-
-def _starts_again(versions: npt.NDArray[np.int32], oldest: int, of: StalenessOf) -> bool:
-    """Whether an unfinished completion has no tokens, or they are too old to continue."""
-    return not len(versions) or row_version(versions, of) < oldest
 
 
 def _resumed(

@@ -223,7 +223,12 @@ REFUSED = [
     (
         GRPO,
         "pacing={mode='delayed', staleness_of='mean'}",
-        "staleness_of=\"mean\" with mode='delayed': all tokens of a row have the same version; leave it out",
+        "staleness_of=\"mean\" with mode='delayed' .* all tokens of a row have the same version; leave it out",
+    ),
+    (
+        GRPO,
+        "pacing={mode='async', staleness_of='mean'} ; weights.in_flight=false",
+        "weights.in_flight=false: all tokens of a row have the same version; leave it out",
     ),
     (SFT, "algorithm.token_staleness.mask=1", 'mask=1 with kind="sft": no version drew its tokens'),
     (GRPO, "algorithm={clip_low=0.3, clip_high=0.2}", "clip_high=0.2 is below clip_low=0.3"),

@@ -59,7 +59,7 @@ class RowLife(Answer, frozen=True, kw_only=True):
     group_id: Annotated[int, "Its group; -1: none."] = -1
     group_size: Annotated[int, "Rows of its group."] = 1
     ordinal: Annotated[int, "Its place in the data; -1: none."] = -1
-    policy_version: Annotated[int, "Version of its first token; -1: none."] = -1
+    policy_version: Annotated[int, "Version from which its staleness counts, usually its first token's; -1: none."] = -1
     policy_version_max: Annotated[int, "Version of its last token; -1: none."] = -1
     tokens: Annotated[int, "Its length."] = 0
     priority: Annotated[float, "Higher is leased earlier, where the selector says so."] = 0.0

@@ -65,10 +65,11 @@ def _staleness_of(job: Job) -> None:
             "reproducible=false"
         )
     goes_on = job.sampling.budget or pacing.over_sample > 1 or job.elastic.max
-    if pacing.mode != "async" and not (goes_on and oldest_version(job)):
+    in_flight = pacing.mode == "async" and job.weights.in_flight
+    if not in_flight and not (goes_on and oldest_version(job)):
         raise UsageError(
-            f"{given} with mode={pacing.mode!r}: all tokens of a row have the same version; leave it out, or set "
-            'mode="async"'
+            f"{given} with mode={pacing.mode!r} and weights.in_flight={str(job.weights.in_flight).lower()}: all tokens "
+            'of a row have the same version; leave it out, or set mode="async" and in_flight=true'
         )
 
 
