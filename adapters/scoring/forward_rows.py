@@ -119,14 +119,15 @@ def _paths(tree: RowTree, lengths_R: Ints, starts_R: Ints) -> list[Ints]:
 
 
 def _packed(paths: Sequence[Ints], shared_R: Ints, device: torch.device | str) -> PackedRows:
-    """Split rows into buckets: of those that share as many tokens, most own tokens first."""
+    """Split rows with own tokens into buckets: of those that share as many tokens, most own tokens first."""
+    kept = [row for row, path in enumerate(paths) if len(path) > shared_R[row]]
+    paths, shared_R = [paths[row] for row in kept], shared_R[kept]
     lengths_R = np.array([len(path) for path in paths])
     own_R, buckets, first = lengths_R - shared_R, [], 0
     for row in range(1, len(paths) + 1):
         if row < len(paths) and shared_R[row] == shared_R[first] and own_R[row] >= _FILL_MIN * own_R[first]:
             continue
-        if own_R[first]:
-            buckets.append(_bucket(paths[first:row], int(shared_R[first]), own_R[first:row], device))
+        buckets.append(_bucket(paths[first:row], int(shared_R[first]), own_R[first:row], device))
         first = row
     own = _spans(own_R, device)
     if not shared_R.any():

@@ -11,17 +11,18 @@ convolution or a recurrent layer does not. So `plan_for` runs the model on two s
 
 A model that passes runs a row that continues another one once more, beside it, with the shared tokens once: if its
 outputs are again those of the row alone, rows of the model may form trees (`trees.RowTree`). A model that does not pass
-is run padded on the right, which is exact for every causal model; the same experiment shows that it is causal. A model
-that says ``takes_trees`` is not tried.
+is run padded on the right, which is exact for every causal model; the same experiment shows that it is causal. Of a
+model that says ``takes_trees`` only the trees are tried.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -42,6 +43,8 @@ _CONTINUED: Final = [3, 7, 5, 8, 6, 4]
 _SHARED: Final = 3
 _ROUNDING: Final = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Greatest difference, as a share of the outputs' spread, that rounding may make."""
+_LINEAR: Final = 8
+"""Linear layers cost a token about as many hidden sizes of pairs of tokens in attention."""
 _LEAK: Final = 0.1
 """Share of it that another row may make."""
 
@@ -104,15 +107,25 @@ def is_packed(model: nn.Module) -> bool:
     return plan_for(model).packed
 
 
-def shared_prompts(model: nn.Module, prompts: Sequence[Any]) -> RowTree | None:
+def shared_prompts(model: nn.Module, prompts: Sequence[Any], lengths: Sequence[int]) -> RowTree | None:
     """Return what rows share in a call of the model without a tree: prompts that are equal; None: nothing, since its
     rows form no trees. Errors as of `plan_for`.
+
+    On a CPU a row with a long response shares nothing: its attention to a prompt that lies elsewhere goes over all
+    pairs of tokens, not the causal half, which costs more than the prompt saves.
 
     Args:
         model: a causal language model.
         prompts: token ids of each row's prompt.
+        lengths: tokens of each row.
     """
-    return RowTree.of_prompts(prompts) if plan_for(model).trees else None
+    if not plan_for(model).trees:
+        return None
+    tree, hidden = RowTree.of_prompts(prompts), getattr(_text_config(unwrapped(model)), "hidden_size", None)
+    if hidden is None or device_of(model).type != "cpu":
+        return tree
+    own = np.asarray(lengths, np.int64)[tree.order] - tree.shared
+    return RowTree(tree.order, np.where(tree.shared * hidden * _LINEAR >= own**2, tree.shared, 0))
 
 
 def unwrapped(model: nn.Module) -> Any:
@@ -143,15 +156,22 @@ def inputs(rows: ForwardRows) -> dict[str, Any]:
 def limits_of(model: Any) -> tuple[int | None, int | None]:
     """Return the model's number of tokens in the vocabulary and its longest row, None where its configuration says
     nothing."""
-    config = model.config.get_text_config()
+    config = _text_config(model)
     return getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
+
+
+def _text_config(model: Any) -> Any:
+    return model.config.get_text_config()
 
 
 def lay_out(model: nn.Module, prompts: Any, responses: Any, tree: RowTree | None = None) -> ForwardRows:
     """Lay out rows as the model's plan says, on its device. tree: what they share; None: prompts that are equal. A
     model whose rows form no trees computes all tokens of each. Raises as `forward_rows`."""
     plan, (vocabulary, length_max) = plan_for(model), limits_of(unwrapped(model))
-    prompts = list(prompts)
+    prompts, responses = list(prompts), list(responses)
+    if tree is None or not plan.trees:
+        lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=False)]
+        tree = shared_prompts(model, prompts[: len(lengths)], lengths)
     return forward_rows(
         prompts,
         responses,
@@ -159,7 +179,7 @@ def lay_out(model: nn.Module, prompts: Any, responses: Any, tree: RowTree | None
         device=device_of(model),
         vocabulary=vocabulary,
         length_max=length_max,
-        tree=tree if plan.trees and tree is not None else shared_prompts(model, prompts),
+        tree=tree,
     )
 
 
@@ -175,7 +195,7 @@ def _check_whole(model: nn.Module) -> None:
 
 def _found(model: Any) -> ScoringPlan:
     if getattr(model, "takes_trees", False):
-        return ScoringPlan(packed=True, own_head=True, trees=True)
+        return ScoringPlan(packed=True, own_head=True, trees=_takes_trees(model))
     reason = _refusal(model)
     if not reason:
         reason = _tried_packed(model)
@@ -253,10 +273,18 @@ def _rounding(outputs: Tensor) -> float:
 
 
 def _takes_trees(model: Any) -> bool:
-    """Whether a row that continues another one gets, for its own tokens, the outputs that it gets alone."""
-    alone, own = _outputs(model, [_ROWS[1]], packed=True)[0], len(_ROWS[1]) - _SHARED
-    tree = RowTree.of([-1, 0], [0, _SHARED])
-    continued = _outputs(model, [_CONTINUED, _ROWS[1]], packed=True, tree=tree)[1]
+    """Whether a row that continues another one gets, for its own tokens, the outputs that it gets alone: on a GPU also
+    with the kernel of 16-bit numbers, in which trainers compute."""
+    if device_of(model).type == "cuda" and not _continues(model, torch.autocast("cuda", torch.bfloat16)):
+        return False
+    return _continues(model, nullcontext())
+
+
+def _continues(model: Any, numbers: AbstractContextManager[Any]) -> bool:
+    own, tree = len(_ROWS[1]) - _SHARED, RowTree.of([-1, 0], [0, _SHARED])
+    with numbers:
+        alone = _outputs(model, [_ROWS[1]], packed=True)[0]
+        continued = _outputs(model, [_CONTINUED, _ROWS[1]], packed=True, tree=tree)[1]
     return float((continued[-own:] - alone[-own:]).abs().max()) <= _rounding(alone)
 
 
@@ -273,6 +301,8 @@ def _outputs(model: Any, rows: list[list[int]], *, packed: bool, tree: RowTree |
 def _hidden(model: Any, arguments: dict[str, Any]) -> Tensor:
     """Return what the body of the model gives to its output layer. Of a sharded model the weights around its layers are
     whole only within its own forward."""
+    if getattr(model, "takes_trees", False):
+        return model(**arguments).logits  # type: ignore[no-any-return]
     if not _is_sharded(model):
         return model.base_model(**arguments).last_hidden_state  # type: ignore[no-any-return]
     with _outputs_of(model.base_model) as outputs:

@@ -9,7 +9,7 @@ variable-length kernel takes all rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -63,12 +63,14 @@ class PackedRows:
         own: the rows' own tokens, as they lie in the batch.
         paths: all tokens of each row; `own` if rows share none.
         places_K: the place of each token of `paths`, int64; None if rows share none.
+        masks: of the buckets' attention, made in the first layer and kept for the others.
     """
 
     buckets: tuple[Bucket, ...]
     own: Spans
     paths: Spans
     places_K: Tensor | None
+    masks: dict[tuple[int, int, int | None, torch.dtype], Tensor | None] = field(default_factory=dict)
 
     def attend(
         self,
@@ -84,8 +86,34 @@ class PackedRows:
         q_NHD, k_NGD, v_NGD = (part[0].transpose(0, 1) for part in (query, key, value))
         if _has_kernel(query):
             return _one_kernel(q_NHD, k_NGD, v_NGD, self, scaling, window)[None]
-        parts = [_in_bucket(q_NHD, k_NGD, v_NGD, bucket, scaling, window) for bucket in self.buckets]
+        parts = [self._in_bucket(q_NHD, k_NGD, v_NGD, bucket, scaling, window) for bucket in self.buckets]
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
+
+    def _in_bucket(
+        self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, bucket: Bucket, scaling: float | None, window: int | None
+    ) -> Tensor:
+        """Attend in the rows of one bucket: ``[own tokens of the bucket, heads, D]``."""
+        q_RHTD, k_RGTD, v_RGTD = (_rectangle(part, bucket) for part in (q_NHD, k_NGD, v_NGD))
+        if bucket.shared is not None:
+            k_RGTD, v_RGTD = (
+                torch.cat([_by_row(part.index_select(0, bucket.shared), bucket.rows), own], dim=2)
+                for part, own in ((k_NGD, k_RGTD), (v_NGD, v_RGTD))
+            )
+        kind = (bucket.width, k_RGTD.shape[2], window, q_NHD.dtype)
+        if kind not in self.masks:
+            self.masks[kind] = _mask(*kind, q_NHD.device)
+        mask_TK = self.masks[kind]
+        output_RHTD = scaled_dot_product_attention(
+            q_RHTD,
+            k_RGTD,
+            v_RGTD,
+            attn_mask=mask_TK,
+            is_causal=mask_TK is None,
+            scale=scaling,
+            enable_gqa=q_NHD.shape[1] != k_NGD.shape[1],
+        )
+        output_SHD = output_RHTD.transpose(1, 2).reshape(-1, *q_NHD.shape[1:])
+        return output_SHD if bucket.real is None else output_SHD.index_select(0, bucket.real)
 
 
 def _has_kernel(query: Tensor) -> bool:
@@ -114,30 +142,6 @@ def _one_kernel(
     return output if isinstance(output, Tensor) else output[0]
 
 
-def _in_bucket(
-    q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, bucket: Bucket, scaling: float | None, window: int | None
-) -> Tensor:
-    """Attend in the rows of one bucket: ``[own tokens of the bucket, heads, D]``."""
-    q_RHTD, k_RGTD, v_RGTD = (_rectangle(part, bucket) for part in (q_NHD, k_NGD, v_NGD))
-    if bucket.shared is not None:
-        k_RGTD, v_RGTD = (
-            torch.cat([_by_row(part.index_select(0, bucket.shared), bucket.rows), own], dim=2)
-            for part, own in ((k_NGD, k_RGTD), (v_NGD, v_RGTD))
-        )
-    mask_TK = _mask(bucket.width, k_RGTD.shape[2], window, q_NHD.device)
-    output_RHTD = scaled_dot_product_attention(
-        q_RHTD,
-        k_RGTD,
-        v_RGTD,
-        attn_mask=mask_TK,
-        is_causal=mask_TK is None,
-        scale=scaling,
-        enable_gqa=q_NHD.shape[1] != k_NGD.shape[1],
-    )
-    output_SHD = output_RHTD.transpose(1, 2).reshape(-1, *q_NHD.shape[1:])
-    return output_SHD if bucket.real is None else output_SHD.index_select(0, bucket.real)
-
-
 def _rectangle(part_NHD: Tensor, bucket: Bucket) -> Tensor:
     """Return the own tokens of the bucket's rows as ``[rows, heads, width, D]``."""
     if bucket.places is None:
@@ -151,10 +155,12 @@ def _by_row(flat_SHD: Tensor, rows: int) -> Tensor:
     return flat_SHD.reshape(rows, -1, *flat_SHD.shape[1:]).transpose(1, 2)
 
 
-def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Return which keys each query sees, bool ``[queries, keys]``: those of the last `window` positions up to its own.
-    The last query stands at the last key. None: as many queries as keys, and no window."""
+def _mask(queries: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """Return what is added to the scores of each query, ``[queries, keys]``: 0 for the last `window` positions up to
+    its own, else minus infinity. The last query stands at the last key. None: as many queries as keys, and no window.
+    """
     if queries == keys and (window is None or window >= keys):
         return None
     back_TK = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
-    return (back_TK >= 0) & (back_TK < (window or keys))
+    sees_TK = (back_TK >= 0) & (back_TK < (window or keys))
+    return torch.zeros(queries, keys, dtype=dtype, device=device).masked_fill_(~sees_TK, -torch.inf)

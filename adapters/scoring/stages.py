@@ -103,7 +103,7 @@ class ScoringStage(ABC):
     def _micro_batches(self, prompts: Sequence[Any], responses: Sequence[Any]) -> list[list[int]]:
         lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
         batches = micro_batches(
-            lengths, self._tokens, padded=not is_packed(self._model), tree=shared_prompts(self._model, prompts)
+            lengths, self._tokens, padded=not is_packed(self._model), tree=shared_prompts(self._model, prompts, lengths)
         )
         return sorted(batches, key=lambda rows: max(lengths[row] for row in rows))
 

@@ -76,7 +76,7 @@ class RowTree:
         Args:
             prompts: token ids of each row's prompt. Equal ones are one value, as for the queue that stores them.
         """
-        values, firsts = [np.asarray(ids) for ids in prompts], dict[bytes, int]()
+        values, firsts = [np.asarray(ids, np.int64) for ids in prompts], dict[bytes, int]()
         first = np.array([firsts.setdefault(ids.tobytes(), row) for row, ids in enumerate(values)], int)
         lengths = np.array([ids.size for ids in values], np.int64)
         order = np.argsort(first, kind="stable")

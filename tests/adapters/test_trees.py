@@ -18,7 +18,7 @@ from transferqueue.adapters.builtin.model import BuiltinModel, ModelShape  # noq
 from transferqueue.adapters.scoring import RowTree, logprobs, micro_batches, plan_for, response_scores  # noqa: E402
 from transferqueue.adapters.scoring.batching import PATHS_MAX, micro_batches_of_ranks  # noqa: E402
 from transferqueue.adapters.scoring.forward_rows import forward_rows  # noqa: E402
-from transferqueue.adapters.scoring.plan import lay_out, shared_prompts  # noqa: E402
+from transferqueue.adapters.scoring.plan import inputs, lay_out, shared_prompts  # noqa: E402
 from transferqueue.errors import UsageError  # noqa: E402
 
 ANY = {name: make for name, (make, packed, _) in MODELS.items() if packed and name != "qwen3 untied"}
@@ -162,10 +162,46 @@ def test_members_of_a_group_share_their_prompt_without_being_asked() -> None:
     assert rows.last_R.tolist() == [4, 7, 8, 6]
 
 
+def test_attention_that_is_aligned_otherwise_is_found_by_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    def top_left(queries: int, keys: int, _: Any, dtype: Any, device: Any) -> Any:
+        return torch.zeros(queries, keys, dtype=dtype, device=device).masked_fill_(
+            ~torch.ones(queries, keys, dtype=torch.bool).tril(), -torch.inf
+        )
+
+    assert plan_for(qwen3()).trees
+    monkeypatch.setattr("transferqueue.adapters.scoring.row_attention._mask", top_left)
+    plan = plan_for(qwen3())
+    assert plan.packed
+    assert not plan.trees
+
+
+def test_rows_with_long_responses_share_no_prompt_on_a_cpu() -> None:
+    model = qwen3()
+    hidden = model.config.hidden_size
+    long = int((2 * 8 * hidden) ** 0.5)  # two shared tokens pay up to here
+    for own, shared in ((long, [0, 2]), (long + 1, [0, 0])):
+        tree = shared_prompts(model, [[1, 2]] * 2, [2 + own] * 2)
+        assert tree is not None
+        assert tree.shared.tolist() == shared
+
+
+def test_prompts_of_other_integers_are_equal_if_their_numbers_are() -> None:
+    prompts = [np.array([1], np.int64), np.array([1, 0], np.int32), np.array([1], np.int16)]
+    assert RowTree.of_prompts(prompts).shared_by_row().tolist() == [0, 0, 1]
+
+
+def test_layers_share_the_masks_of_a_pass() -> None:
+    model = qwen3()
+    laid = lay_out(model, [[1, 2, 3]] * 2, [[4, 5], [6, 7]])
+    assert laid.packed is not None
+    model(**inputs(laid))
+    assert len(laid.packed.masks) == len(laid.packed.buckets) == 2
+
+
 def test_a_model_whose_rows_are_padded_computes_each_apart() -> None:
     torch.manual_seed(1)
     padded = MODELS["capped attention"][0]().eval()
-    assert shared_prompts(padded, [[1, 2], [1, 2]]) is None
+    assert shared_prompts(padded, [[1, 2], [1, 2]], [3, 3]) is None
     assert lay_out(padded, [[1, 2], [1, 2]], [[3], [4]], RowTree.of([-1, 0], [0, 2])).ids_BT.shape == (2, 3)
 
 

@@ -114,12 +114,13 @@ class StepLearner(ABC):
     def micro_batches(self, columns: RowColumns, at_least: int = 1) -> list[list[int]]:
         """Return the rows of each pass: at most ``micro_tokens`` tokens, a prompt that several rows have counted once,
         and at least `at_least` passes if there are as many rows."""
+        sizes = lengths(columns)
         return micro_batches_of_ranks(
-            lengths(columns),
+            sizes,
             self._trainer.micro_tokens,
             at_least,
             padded=not is_packed(self.model),
-            tree=None if "routes" in columns else shared_prompts(self.model, columns["prompt_ids"]),
+            tree=None if "routes" in columns else shared_prompts(self.model, columns["prompt_ids"], sizes),
         )
 
     def accumulate(self, columns: RowColumns) -> None:
