@@ -308,13 +308,15 @@ def test_what_changes_training_and_is_not_built_is_refused(sources, given):
 @pytest.mark.parametrize(
     ("config", "line"),
     [
-        ("{}", None),
+        ('{"model_type": "llama", "num_experts": null}', None),
         ('{"num_experts": 8, "router_aux_loss_coef": 0.01}', ("refused", "0.01")),
         ('{"text_config": {"num_local_experts": 8}}', ("refused", "that of its architecture")),
+        ('{"n_routed_experts": 8, "text_config": "none"}', ("refused", "that of its architecture")),
         ('{"num_experts": 8, "router_aux_loss_coef": 0.0}', None),
         (None, ("assumed", "of the model")),
+        ('["no configuration', ("assumed", "of the model")),
     ],
-    ids=["dense", "experts", "no coefficient", "off", "not here"],
+    ids=["dense", "experts", "no coefficient", "routed", "off", "not here", "malformed"],
 )
 def test_the_routers_loss_of_a_mixture_of_experts_is_said_where_the_job_leaves_it_out(tmp_path, config, line):
     if config is not None:

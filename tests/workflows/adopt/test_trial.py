@@ -14,8 +14,16 @@ from transferqueue.errors import UsageError
 from transferqueue.workflows.adopt.report import adopt
 from transferqueue.workflows.adopt.trial.both import try_both
 from transferqueue.workflows.adopt.trial.compare import FirstDifference, SideStep, Tried, first_difference, reasons
-from transferqueue.workflows.adopt.trial.native import RecordedResponses, ReplayedResponses, scheduled_lr
-from transferqueue.workflows.job.settings.read import job_from_values
+from transferqueue.workflows.adopt.trial.native import (
+    RecordedResponses,
+    ReplayedResponses,
+    scheduled_lr,
+    trial_job,
+    write_trial,
+)
+from transferqueue.workflows.adopt.trial.of_trl import first_visible
+from transferqueue.workflows.job.settings.read import job_from_file, job_from_values
+from transferqueue.workflows.job.settings.sizes import batch_rows, rows_ahead
 
 STEP = SideStep(
     step=1,
@@ -37,7 +45,7 @@ def with_figure(name, value):
         (replace(STEP, prompts=[[5, 6], [5, 6], [7], [8]]), "prompt tokens", ("[7]", "[8]")),
         (with_figure("reward", 0.75), "reward", ("0.5", "0.75")),
         (replace(STEP, rows=[*STEP.rows[:3], ([4], 0.25)]), "advantage", ("0.5", "0.25")),
-        (replace(STEP, rows=STEP.rows[:3]), "rows", ("4 in the loss", "3 in the loss")),
+        (replace(STEP, rows=STEP.rows[:3]), "rows in the loss", ("4", "3")),
         (with_figure("loss", 0.25003), "loss", ("0.25", "0.25003")),
         (with_figure("kl", 0.0), "kl", ("none", "0")),
         (with_figure("gradient_norm", 2.1), "gradient_norm", ("2", "2.1")),
@@ -94,11 +102,69 @@ def test_the_engine_gives_each_row_the_response_of_its_ordinal():
         list(engine.generate([Prompt(ids=np.array([9]), seed=row_seed(42, 2))], Sampling(tokens_max=2)))
 
 
+PLAIN = {
+    "model": {"path": "m"},
+    "data": {"path": "d"},
+    "algorithm": {"kind": "grpo", "old": "trainer"},
+    "steps": 4,
+    "reward": [{"function": "a:b"}],
+    "engine": [{"kind": "transformers"}],
+}
+
+
 def test_learning_rates_are_those_of_the_whole_schedule():
-    plain = {"model": {"path": "m"}, "data": {"path": "d"}, "algorithm": {"kind": "grpo"}, "steps": 4}
-    plain |= {"reward": [{"function": "a:b"}], "engine": [{"kind": "transformers"}]}
-    job = job_from_values({**plain, "trainer": {"lr": 1e-3, "schedule": "linear"}})
+    job = job_from_values({**PLAIN, "trainer": {"lr": 1e-3, "schedule": "linear"}})
     assert [scheduled_lr(job, step) for step in (1, 2)] == [1e-3, 0.75e-3]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"pacing": {"mode": "colocated"}},
+        {"pacing": {"mode": "async", "depth": 2}, "weights": {"every": 2}},
+        {"pacing": {"mode": "sync", "over_sample": 1.5}},
+        {"reproducible": True, "pacing": {"mode": "sync"}, "checkpoint": {"every": 2}, "evaluation": {"every": 2}},
+    ],
+    ids=["colocated", "ahead", "over-sampled", "reproducible"],
+)
+def test_a_step_of_the_trial_has_the_rows_of_one_step_whatever_the_job_has(tmp_path, values):
+    job = job_from_values({**PLAIN, **values})
+    trial = trial_job({**PLAIN, **values}, job, tmp_path, 2)
+    written = job_from_file(write_trial(trial, tmp_path, [STEP]))
+    assert (written.pacing.mode, written.steps, written.reproducible) == ("sync", 1, False)
+    assert rows_ahead(written) == batch_rows(written)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "error"),
+    [
+        ({"old": "rollout"}, 'algorithm.old="rollout" reads the log-probs of the engine'),
+        ({"tis_max": 2.0}, "algorithm.tis_max=2.0 reads the log-probs"),
+        ({"kl": 0.1, "kl_in": "reward"}, 'algorithm.kl_in="reward" reads the log-probs'),
+    ],
+)
+def test_a_job_that_reads_log_probs_of_the_engine_is_refused(tmp_path, algorithm, error):
+    values = {**PLAIN, "algorithm": {**PLAIN["algorithm"], **algorithm}}
+    with pytest.raises(UsageError, match=error):
+        trial_job(values, job_from_values(values), tmp_path, 2)
+
+
+def test_the_trial_of_the_native_job_is_checked_before_trl_is_started(tmp_path):
+    words = ["trl", "grpo", "--model_name_or_path", str(tmp_path), "--dataset_name", "d", "--reward_funcs", "a.b"]
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    written = adopt(words).job
+    file = tmp_path / "job.toml"
+    assert 'old = "trainer"' in written
+    file.write_text(written.replace('old = "trainer"', 'old = "rollout"'))
+    told = []
+    with pytest.raises(UsageError, match='a trial takes old="trainer"'):
+        try_both(words, stack="trl", written=written, lines=[], file=file, tell=told.append)
+    assert told == []
+
+
+@pytest.mark.parametrize(("devices", "first"), [(None, "0"), ("", ""), ("3", "3"), ("GPU-8f,1", "GPU-8f")])
+def test_trl_sees_the_first_visible_gpu_alone(devices, first):
+    assert first_visible(devices) == first
 
 
 @pytest.mark.parametrize(

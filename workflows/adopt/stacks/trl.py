@@ -37,7 +37,7 @@ from transferqueue.workflows.adopt.mapping import (
     texts,
     whole,
 )
-from transferqueue.workflows.adopt.sources.model_config import model_config
+from transferqueue.workflows.job.devices.model_sizes import EXPERT_KEYS, local_config, text_config
 
 _STOCK: Final = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 """Reward functions of ``trl.rewards`` that its command line takes by name, without arguments."""
@@ -171,12 +171,12 @@ def _router_loss(settings: Settings) -> Iterator[tuple[str, str, str]]:
     """The router's loss of a mixture of experts, whose coefficient is the model's own where the job gives none."""
     if settings["router_aux_loss_coef"] is not None or settings["model_name_or_path"] is None:
         return
-    config = model_config(str(settings["model_name_or_path"]))
-    if config is None:
+    config = local_config(str(settings["model_name_or_path"]), str(settings["model_revision"] or ""))
+    if not config:
         yield "router_aux_loss_coef", "", f"{EXPERTS}: TRL adds the router's, if the model is a mixture of experts"
         return
-    config = config.get("text_config") or config
-    own = "that of its architecture" if _EXPERTS & config.keys() else ""
+    config = text_config(config)
+    own = "that of its architecture" if any(config.get(key) for key in EXPERT_KEYS) else ""
     if coefficient := config.get("router_aux_loss_coef", own):
         yield "router_aux_loss_coef", str(coefficient), f"{EXPERTS}: TRL adds the router's, by the model's coefficient"
 
@@ -190,8 +190,6 @@ def _no_dropout() -> Plain:
     raise Refuse("adapters have no dropout here")
 
 
-_EXPERTS: Final = frozenset({"num_experts", "num_local_experts"})
-"""Keys of a model's configuration that a mixture of experts has."""
 _EVALUATED: Final = "eval_strategy is no"
 _EVALUATES: Final = "how transformers evaluates; see evaluation"
 _CHECKPOINT: Final = "a checkpoint has model, optimizer and queue"

@@ -16,7 +16,6 @@ from transferqueue.lazy import install_line
 from transferqueue.workflows.adopt.apply import Line
 from transferqueue.workflows.adopt.mapping import Settings
 from transferqueue.workflows.adopt.read import read_job
-from transferqueue.workflows.adopt.sources.model_config import model_config
 from transferqueue.workflows.adopt.sources.yaml_files import flatten
 from transferqueue.workflows.adopt.trial import native, of_trl
 from transferqueue.workflows.adopt.trial.compare import (
@@ -29,8 +28,10 @@ from transferqueue.workflows.adopt.trial.compare import (
     reasons,
 )
 from transferqueue.workflows.adopt.trial.side import steps_of
+from transferqueue.workflows.job.devices.model_sizes import local_config
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.read import job_from_values, read_toml
+from transferqueue.workflows.job.settings.sizes import batch_rows
 
 STEPS_TRIED: Final = 2
 
@@ -57,19 +58,25 @@ def try_both(
 
     Raises:
         UsageError: no trial of this job is possible, before anything is run; or a side could not be run.
+        Impossible: a rule of jobs refuses the trial, before anything is run.
         DeadlineExceeded: a side took too long.
     """
     if stack != "trl":
         raise UsageError(f"--try runs jobs of trl; this one is of {stack}: run both, and compare their logs")
     settings = read_job(words, stack=stack).settings
     of_trl.check(settings)
-    _check_model(str(settings[of_trl.MODEL]), of_trl.MODEL)
-    _check_installed(of_trl.PACKAGE)
+    _check_model(str(settings[of_trl.MODEL]), str(settings["model_revision"] or ""))
     values = tomllib.loads(written) if file is None else read_toml(file)
     job = job_from_values(values, named="trial")
-    with tempfile.TemporaryDirectory(prefix="transferqueue-try-") as folder:
-        theirs = _theirs(settings, Path(folder), min(STEPS_TRIED, job.steps), tell)
-        ours, found = _ours(values, job, Path(folder), theirs, Path() if file is None else file.parent, tell)
+    with tempfile.TemporaryDirectory(prefix="transferqueue-try-") as place:
+        folder, steps = Path(place), min(STEPS_TRIED, job.steps)
+        trial = native.trial_job(values, job, folder, steps)
+        theirs = _theirs(settings, folder, steps, tell)
+        ours: list[SideStep] = []
+        found = _other_rows(job, theirs[0])
+        if found is None:
+            ours = _ours(job, trial, folder, theirs, Path() if file is None else file.parent, tell)
+            found = first_difference(theirs, ours)
     if found is not None:
         why = reasons(found, (theirs[0].steps, job.steps), _changed(tomllib.loads(written), values), lines)
         found = replace(found, why=why)
@@ -79,30 +86,26 @@ def try_both(
 def _theirs(settings: Settings, folder: Path, steps: int, tell: Callable[[str], None]) -> list[SideStep]:
     import yaml
 
+    _check_installed(of_trl.PACKAGE)
     config = folder / "config.yaml"
     config.write_text(yaml.safe_dump(of_trl.options(settings, folder / "output")), encoding="utf-8")
     return steps_of(of_trl.PACKAGE, of_trl.MODULE, [str(config), str(steps)], folder / "stack.log", tell)
 
 
+def _other_rows(job: Job, theirs: SideStep) -> FirstDifference | None:
+    """Return the difference if a step of the native job has another number of rows, or of prompts."""
+    prompts, drawn = job.trainer.prompts_per_step, len(theirs.completions)
+    if (len(theirs.data), drawn) == (prompts, batch_rows(job)):
+        return None
+    return FirstDifference(step=1, figure="rows", theirs=str(drawn), ours=str(batch_rows(job)))
+
+
 def _ours(
-    values: Mapping[str, Any],
-    job: Job,
-    folder: Path,
-    theirs: Sequence[SideStep],
-    code: Path,
-    tell: Callable[[str], None],
-) -> tuple[list[SideStep], FirstDifference | None]:
-    """Return the steps of the native job, and what differs first."""
-    drawn, taken = len(theirs[0].completions), job.trainer.prompts_per_step * job.sampling.group_size
-    if drawn != taken or len(theirs[0].data) != job.trainer.prompts_per_step:
-        return [], FirstDifference(step=1, figure="rows", theirs=str(drawn), ours=str(taken))
-    native.write_trial(values, job, folder, theirs)
-    words = [str(folder / "job.toml"), str(folder / "run"), str(code)]
-    ours = [
-        replace(step, figures=step.figures | {"lr": native.scheduled_lr(job, step.step)})
-        for step in steps_of("native", native.MODULE, words, folder / "native.log", tell)
-    ]
-    return ours, first_difference(theirs, ours)
+    job: Job, trial: Job, folder: Path, theirs: Sequence[SideStep], code: Path, tell: Callable[[str], None]
+) -> list[SideStep]:
+    words = [str(native.write_trial(trial, folder, theirs)), str(folder / "run"), str(code)]
+    steps = steps_of("native", native.MODULE, words, folder / "native.log", tell)
+    return [replace(step, figures=step.figures | {"lr": native.scheduled_lr(job, step.step)}) for step in steps]
 
 
 def _notes(theirs: Sequence[SideStep]) -> list[str]:
@@ -128,10 +131,10 @@ def _check_installed(package: str) -> None:
         )
 
 
-def _check_model(model: str, key: str) -> None:
+def _check_model(model: str, revision: str) -> None:
     """Raise `UsageError` unless the model's files are on this machine."""
-    if model_config(model) is None:
+    if not local_config(model, revision):
         raise UsageError(
             f"--try: the model {model} is not on this machine; load it (hf download {model}), or give a small one of "
-            f"the same kind after the file: -- --{key} DIR"
+            f"the same kind after the file: -- --{of_trl.MODEL} DIR"
         )

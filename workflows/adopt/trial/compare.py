@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, Final
 
 import msgspec
@@ -18,6 +19,7 @@ FIGURES: Final = ("reward", "loss", "kl", "gradient_norm", "lr")
 """Figures of a step, by the names that a run of ours has for them but ``kl``."""
 _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "rows": ("data", "sampling", "trainer.prompts_per_step"),
+    "rows in the loss": ("algorithm.mask_truncated", "sampling"),
     "prompt tokens": ("data", "model"),
     "reward": ("reward", "data.columns"),
     "advantage": ("algorithm", "reward"),
@@ -90,10 +92,9 @@ def first_difference(theirs: Sequence[SideStep], ours: Sequence[SideStep]) -> Fi
 
     In each step: rows, tokens of prompts, `FIGURES` with the advantages of all rows after the reward.
     """
-    for place, one in enumerate(theirs):
-        other = ours[place] if place < len(ours) else None
+    for one, other in zip_longest(theirs, ours[: len(theirs)]):
         for figure, left, right in _differences(one, other):
-            return FirstDifference(step=one.step, figure=figure, theirs=left, ours=right)
+            return FirstDifference(step=one.step, figure=figure, theirs=_text(left), ours=_text(right))
     return None
 
 
@@ -118,7 +119,7 @@ def reasons(
     if found.figure == "prompt tokens":
         why.append("a prompt that is a text is a message of the user here, where the model has a chat template")
     near = sorted(changed.items(), key=lambda item: not item[0].startswith(keys))
-    why += [f"{key} is {_short(now)}, where adopt writes {_short(then)}" for key, (then, now) in near]
+    why += [f"{key} is {_text(now)}, where adopt writes {_text(then)}" for key, (then, now) in near]
     for verdict in ("refused", "unknown"):
         why += [f"{line.key}={line.value} is {verdict}: {line.why}" for line in lines if line.verdict == verdict]
     return why[:_REASONS_MAX] or [f"no key is refused, unknown or changed; it depends on {', '.join(keys)}"]
@@ -136,44 +137,39 @@ def figures_of(theirs: Sequence[SideStep], ours: Sequence[SideStep]) -> list[dic
     ]
 
 
-def _differences(one: SideStep, other: SideStep | None) -> Iterator[tuple[str, str, str]]:
-    """Yield what differs in a step: its name, and both values as texts."""
+def _differences(one: SideStep, other: SideStep | None) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what differs in a step: its name, and both values."""
     if other is None or len(one.prompts) != len(other.prompts):
-        yield "rows", str(len(one.prompts)), str(len(other.prompts) if other else 0)
+        yield "rows", len(one.prompts), len(other.prompts) if other else 0
         return
-    for left, right in zip(sorted(one.prompts), sorted(other.prompts), strict=True):
-        if left != right:
-            yield "prompt tokens", _short(left), _short(right)
+    for prompt, own in zip(sorted(one.prompts), sorted(other.prompts), strict=True):
+        if prompt != own:
+            yield "prompt tokens", prompt, own
     for name in FIGURES:
-        yield from _of_figure(name, one.figures.get(name), other.figures.get(name))
+        left, right = one.figures.get(name), other.figures.get(name)
+        if left is None or right is None:
+            if left is not right:
+                yield name, left, right
+        elif not _near(left, right, least=0.0 if name == "lr" else 1.0):
+            yield name, left, right
         if name == "reward":
             yield from _of_advantages(one, other)
 
 
-def _of_figure(name: str, left: float | None, right: float | None) -> Iterator[tuple[str, str, str]]:
-    if left is None or right is None:
-        if left is not right:
-            yield name, _text(left), _text(right)
-    elif not _near(left, right, least=0.0 if name == "lr" else 1.0):
-        yield name, _text(left), _text(right)
-
-
-def _of_advantages(one: SideStep, other: SideStep) -> Iterator[tuple[str, str, str]]:
+def _of_advantages(one: SideStep, other: SideStep) -> Iterator[tuple[str, Any, Any]]:
     if len(one.rows) != len(other.rows):
-        yield "rows", f"{len(one.rows)} in the loss", f"{len(other.rows)} in the loss"
+        yield "rows in the loss", len(one.rows), len(other.rows)
         return
     for (ids, left), (own, right) in zip(sorted(one.rows), sorted(other.rows), strict=True):
         if ids != own or not _near(left, right, least=1.0):
-            yield "advantage", _text(left), _text(right)
+            yield "advantage", left, right
 
 
 def _near(left: float, right: float, *, least: float) -> bool:
     return math.isclose(left, right, rel_tol=BOUND, abs_tol=BOUND * least)
 
 
-def _text(value: float | None) -> str:
-    return "none" if value is None else f"{value:.8g}"
-
-
-def _short(value: Any) -> str:
-    return shown(value, _SHOWN)
+def _text(value: Any) -> str:
+    if value is None:
+        return "none"
+    return f"{value:.8g}" if isinstance(value, float) else shown(value, _SHOWN)

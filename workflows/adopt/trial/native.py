@@ -1,33 +1,34 @@
 """Our side of a trial: the job that adopt wrote, through the queue, with an engine that gives recorded responses.
 
 What differs from the job: the data are the rows that the stack drew, in its order; one engine, which draws nothing; one
-rank; float32; rows are recorded; no evaluation, checkpoint or logger. The run ends with these rows, so its learning
-rate is set to that of the first step of the whole schedule; the second one's changes no loss that is compared.
+rank; float32; ``pacing.mode = "sync"`` whatever the job has, so that each step trains the rows of the stack's step and
+no others; rows are recorded; no evaluation, checkpoint or logger, and so not ``reproducible``; nothing of `weights` and
+`dispatch`, which serve the engines. The run ends with these rows, so its learning rate is set to that of the first step
+of the whole schedule; the second one's changes no loss that is compared.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from transferqueue.adapters.protocols import Completion, Completions, Pause, Prompt, Sampling, WeightSource
 from transferqueue.adapters.stages.generation import row_seed
 from transferqueue.errors import UsageError
 from transferqueue.storage.row_files.reader import open_run
 from transferqueue.workflows.adopt.trial.compare import FIGURES, SideStep
-from transferqueue.workflows.adopt.trial.side import Send, SideTrained, run_side
-from transferqueue.workflows.flow.events import Event, Figures
-from transferqueue.workflows.flow.reports.loggers import STEP
+from transferqueue.workflows.adopt.trial.side import Send, run_side
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.run.folder import RunFolder
 from transferqueue.workflows.job.run.run import run_job
 from transferqueue.workflows.job.run_files import STEPS, json_lines
+from transferqueue.workflows.job.settings.defaults import columns_of
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.read import job_from_file, job_from_values
 from transferqueue.workflows.job.settings.write import job_as_toml
@@ -36,7 +37,9 @@ from transferqueue.workflows.job.training.learner import rate_share
 MODULE: Final = __name__
 _NATIVE: Final = {"kl": "ref_kl"}
 """Our names of figures that have another one in `compare.FIGURES`."""
-_NOT_TRIED: Final = ("evaluation", "on", "ray", "log", "checkpoint", "elastic", "pacing")
+_NOT_TRIED: Final = ("evaluation", "on", "ray", "log", "elastic", "dispatch", "weights", "reproducible")
+_ROWS: Final = "rows.jsonl"
+_RESPONSES: Final = "responses.json"
 
 
 class RecordedResponses(msgspec.Struct, frozen=True):
@@ -52,31 +55,43 @@ def scheduled_lr(job: Job, step: int) -> float:
     return job.trainer.lr * share
 
 
-def write_trial(values: Mapping[str, Any], job: Job, folder: Path, steps: Sequence[SideStep]) -> None:
-    """Write the job of a trial, its data and its responses to `folder`. values, job: of the job file. steps: the
-    stack's."""
+def trial_job(values: Mapping[str, Any], job: Job, folder: Path, steps: int) -> Job:
+    """Return the job of a trial, whose files are in `folder`. values, job: of the job file.
+
+    Raises:
+        UsageError: the job reads what recorded rows do not have, or a rule of jobs refuses its trial.
+    """
+    algorithm = job.algorithm
+    given = {f'old="{algorithm.old}"': algorithm.old != "trainer", f"tis_max={algorithm.tis_max}": algorithm.tis_max}
+    given['kl_in="reward"'] = "rollout_logprobs" in columns_of(algorithm).get(names.ADVANTAGE, ())
+    if read_by := next((key for key, reads in given.items() if reads), ""):
+        raise UsageError(
+            f"--try: algorithm.{read_by} reads the log-probs of the engine, which recorded rows do not have; a trial "
+            'takes old="trainer", tis_max=0 and kl_in="loss"'
+        )
     values = {name: value for name, value in copy.deepcopy(dict(values)).items() if name not in _NOT_TRIED}
     for key in ("sources", "subset", "split"):
         values["data"].pop(key, None)
-    values["data"] |= {"path": str(folder / "rows.jsonl"), "shuffle": False, "epochs": 1}
+    values["data"] |= {"path": str(folder / _ROWS), "shuffle": False, "epochs": 1}
     values["model"]["dtype"] = "float32"
     first = {"lr": scheduled_lr(job, 1), "schedule": "constant", "warmup": 0}
     values["trainer"] = {**values.get("trainer", {}), "ranks": 1, "parallel": "single", **first}
-    values["steps"] = len(steps)
-    values["checkpoint"] = {"every": 0}
     values["queue"] = {**values.get("queue", {}), "record": "on", "durability": "memory", "address": ""}
-    values["engine"] = [
-        {
-            "kind": "factory",
-            "factory": f"{MODULE}:replay_engine",
-            "options": {"responses": str(folder / "responses.json")},
-        }
-    ]
+    options = {"responses": str(folder / _RESPONSES)}
+    values["engine"] = [{"kind": "factory", "factory": f"{MODULE}:replay_engine", "options": options}]
+    values |= {"steps": steps, "pacing": {"mode": "sync"}, "checkpoint": {"every": 0}}
+    return job_from_values(values, named="trial")
+
+
+def write_trial(trial: Job, folder: Path, steps: Sequence[SideStep]) -> Path:
+    """Write the job of a trial, its data and its responses to `folder`. Returns the job file. steps: the stack's."""
     rows = [row for step in steps for row in step.data]
-    (folder / "rows.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
-    responses = RecordedResponses(job.seed, [ids for step in steps for ids in step.completions])
-    (folder / "responses.json").write_bytes(msgspec.json.encode(responses))
-    (folder / "job.toml").write_text(job_as_toml(job_from_values(values, named="trial")), encoding="utf-8")
+    (folder / _ROWS).write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    responses = RecordedResponses(trial.seed, [ids for step in steps for ids in step.completions])
+    (folder / _RESPONSES).write_bytes(msgspec.json.encode(responses))
+    file = folder / "job.toml"
+    file.write_text(job_as_toml(replace(trial, steps=len(steps))), encoding="utf-8")
+    return file
 
 
 def run(words: list[str], send: Send) -> None:
@@ -84,13 +99,7 @@ def run(words: list[str], send: Send) -> None:
     whose modules rewards may name."""
     file, folder, code = words
     job = job_from_file(file)
-
-    def hear(label: str, event: Event) -> None:
-        if isinstance(event, Figures) and event.kind == STEP:
-            loss = event.values["loss"]
-            send(SideTrained(event.values["step"], math.nan if loss is None else loss))
-
-    run_job(job, folder=RunFolder(Path(folder)), code=Path(code), observe=hear)
+    run_job(job, folder=RunFolder(Path(folder)), code=Path(code))
     for step in recorded_steps(Path(folder), job):
         send(step)
 
@@ -126,7 +135,7 @@ def replay_engine(directory: str, *, slots: int, responses: str) -> ReplayedResp
 class ReplayedResponses:
     """A generator that gives each row the response that was recorded for its ordinal, which its seed tells.
 
-    The log-probs are 0: of what a trial compares, nothing reads them.
+    The log-probs are 0: `trial_job` refuses what would read them, and no figure of `compare.FIGURES` does.
     """
 
     def __init__(self, recorded: RecordedResponses) -> None:

@@ -2,12 +2,14 @@
 
 The trainer is TRL's own class. Three of its public seams record: a reward function that has no weight gets the rows of
 the data and the responses; `compute_loss` has the prompts' tokens and the advantages; a callback gets the figures, and
-ends the run. The schedule is that of the whole run.
+ends the run. The schedule is that of the whole run. It sees one GPU at most: with several the trainer would spread a
+batch over them, and so train another number of rows.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +17,7 @@ from typing import Any, Final
 from transferqueue.errors import UsageError
 from transferqueue.workflows.adopt.mapping import Settings
 from transferqueue.workflows.adopt.trial.compare import SideStep
-from transferqueue.workflows.adopt.trial.side import Send, SideTrained, run_side
+from transferqueue.workflows.adopt.trial.side import Send, run_side
 
 MODULE: Final = __name__
 PACKAGE: Final = "trl"
@@ -50,6 +52,7 @@ _FIGURES: Final = {
     "learning_rate": "lr",
 }
 """TRL's figures, by their names in `compare.FIGURES`."""
+_VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _NOT_DATA: Final = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """Arguments of a reward function that are no columns of the data."""
 
@@ -88,12 +91,22 @@ def options(settings: Settings, folder: Path) -> dict[str, Any]:
     return {**given, **_OURS, "output_dir": str(folder)}
 
 
+def first_visible(devices: str | None) -> str:
+    """Return the first of the visible GPUs. devices: their list as CUDA reads it; None: all of them.
+
+    >>> first_visible("3,1"), first_visible(None), first_visible("")
+    ('3', '0', '')
+    """
+    return "0" if devices is None else devices.partition(",")[0]
+
+
 class _Enough(Exception):
     """The steps are taken."""
 
 
 def run(words: list[str], send: Send) -> None:
     """Train by TRL's script. words: its configuration, and the number of steps."""
+    os.environ[_VISIBLE] = first_visible(os.environ.get(_VISIBLE))
     trl: Any = importlib.import_module("trl")
     script: Any = importlib.import_module("trl.scripts.grpo")
     config, steps = words
@@ -107,6 +120,7 @@ def run(words: list[str], send: Send) -> None:
 def _recorder(trainer: Any, transformers: Any, steps: int, send: Send) -> Any:
     """Return a trainer class that sends each of its first steps, then ends. A step is one generation, with all its
     updates."""
+    from transferqueue.workflows.job.training.passes import of_updates as means
 
     class Recorder(trainer):  # type: ignore[misc]
         def __init__(self, *, reward_funcs: list[Any], args: Any, **others: Any) -> None:
@@ -126,9 +140,7 @@ def _recorder(trainer: Any, transformers: Any, steps: int, send: Send) -> Any:
             if len(self.step_figures) < each:
                 return
             self.taken += 1
-            figures = _means(self.step_figures)
-            send(self.step_rows.step(self.taken, figures, updates // each))
-            send(SideTrained(self.taken, figures["loss"]))
+            send(self.step_rows.step(self.taken, means(self.step_figures), updates // each))
             self.step_rows, self.step_figures = self.step_rows.cleared(), []
             if self.taken == steps:
                 raise _Enough
@@ -194,13 +206,6 @@ class _StepRows:
             data=data,
             completions=completions,
         )
-
-
-def _means(figures: list[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each figure over the updates that have it."""
-    from transferqueue.workflows.job.training.passes import of_updates
-
-    return of_updates(figures)
 
 
 if __name__ == "__main__":

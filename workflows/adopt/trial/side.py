@@ -6,6 +6,7 @@ ends with its parent, and after `TRIAL_S`.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -25,20 +26,13 @@ TRIAL_S: Final = 1800.0
 """Longest time that one side takes, with its start."""
 
 
-class SideTrained(msgspec.Struct, frozen=True, tag="trained"):
-    """A side has taken a step, and the next one begins."""
-
-    step: int
-    loss: float
-
-
 class SideFailed(msgspec.Struct, frozen=True, tag="failed"):
     """A side cannot go on."""
 
     text: str
 
 
-Send = Callable[[SideStep | SideTrained | SideFailed], None]
+Send = Callable[[SideStep | SideFailed], None]
 
 
 def steps_of(name: str, module: str, words: list[str], log: Path, tell: Callable[[str], None]) -> list[SideStep]:
@@ -58,13 +52,11 @@ def steps_of(name: str, module: str, words: list[str], log: Path, tell: Callable
     process, deadline, steps = PipedProcess(module, *words, str(log)), time.monotonic() + TRIAL_S, list[SideStep]()
     try:
         while True:
-            message = process.receive(SideStep | SideTrained | SideFailed, deadline)
+            message = process.receive(SideStep | SideFailed, deadline)
             if isinstance(message, SideFailed):
                 raise UsageError(f"{name} could not be run: {message.text}")
-            if isinstance(message, SideStep):
-                steps.append(message)
-            else:
-                tell(f"{name}: step {message.step}, loss {message.loss:.6g}")
+            steps.append(message)
+            tell(f"{name}: step {message.step}, loss {message.figures.get('loss', math.nan):.6g}")
     except EOFError as error:
         code = process.end()
         if code or not steps:

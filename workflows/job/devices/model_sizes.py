@@ -25,7 +25,8 @@ _CONFIG: Final = "config.json"
 _CONFIG_BYTES_MAX: Final = 1 << 20
 _HEAD_NORMS: Final = ("qwen3", "gemma3", "olmo2")
 """Beginnings of ``model_type`` of models with such norms."""
-_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_KEYS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of a configuration with the number of a layer's experts."""
 _ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _PICKLED: Final = "pytorch_model*.bin"
 _REFUSED: Final = (401, 403, 404)
@@ -74,7 +75,7 @@ def model_sizes(path: str, revision: str = "") -> ModelSizes | None:
         revision: of an id; default "": the hub's default branch.
     """
     folder, config = model_folder(path, revision), model_config(path, revision)
-    inner = config.get("text_config") or config
+    inner = text_config(config)
     parameters = _parameters(folder, config) if folder else 0
     is_id = bool(config) and is_model_id(path)
     if not parameters and is_id:
@@ -95,8 +96,7 @@ def positions_of(path: str, revision: str = "") -> int:
         path: as of `model_sizes`.
         revision: as of `model_sizes`; default "".
     """
-    config = model_config(path, revision)
-    config = config.get("text_config") or config
+    config = text_config(model_config(path, revision))
     stated = config.get("max_position_embeddings") or config.get("n_positions") or 0
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     original, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
@@ -152,12 +152,30 @@ def model_config(path: str, revision: str = "") -> dict[str, Any]:
         path: as of `model_sizes`.
         revision: as of `model_sizes`; default "".
     """
+    if model_folder(path, revision):
+        return local_config(path, revision)
+    return _object(_from_hub(path, revision).text)
+
+
+def local_config(path: str, revision: str = "") -> dict[str, Any]:
+    """Return the configuration of a model whose files are on this machine; empty if they are not, or are no JSON. The
+    hub is not asked.
+
+    Args:
+        path: as of `model_sizes`.
+        revision: as of `model_sizes`; default "".
+    """
     folder = model_folder(path, revision)
     try:
-        text = (folder / _CONFIG).read_bytes() if folder else _from_hub(path, revision).text
+        return _object((folder / _CONFIG).read_bytes()) if folder else {}
     except OSError:
         return {}
-    return _object(text)
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a configuration that describes the decoder of text; the whole one if it has no such part."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) and inner else config
 
 
 def why_not_in_hub(path: str, revision: str = "") -> str:
@@ -241,7 +259,7 @@ def _counted(sizes: ModelSizes, config: Mapping[str, Any]) -> int:
     one for each expert. 0 if the configuration says no layers."""
     if not sizes.layers or not sizes.vocabulary:
         return 0
-    experts = next((config[name] for name in _EXPERTS if config.get(name)), 1)
+    experts = next((config[name] for name in EXPERT_KEYS if config.get(name)), 1)
     inner = (experts > 1 and config.get("moe_intermediate_size")) or sizes.inner
     attention = 2 * sizes.hidden * (sizes.queries + sizes.keys)
     layer = attention + 2 * sizes.hidden + 3 * sizes.hidden * inner * experts
