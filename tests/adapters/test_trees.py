@@ -129,6 +129,59 @@ def test_a_group_that_fits_stays_together_and_ranks_share_one_that_is_alone() ->
     assert micro_batches_of_ranks([110] * 8, 8192, 2, tree=alone) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+GROUP_OF_8 = [(2000, 100)] * 8
+CUTS = {
+    "a group by four ranks": ([GROUP_OF_8], 4, 8192, [2200] * 4),
+    "a group by three ranks": ([GROUP_OF_8], 3, 8192, [2300, 2300, 2200]),
+    "three groups by four ranks": ([GROUP_OF_8] * 3, 4, 8192, [2800, 2800, 2400, 2400]),
+    "four groups by four ranks": ([GROUP_OF_8] * 4, 4, 8192, [2800] * 4),
+    "two groups by four ranks": ([GROUP_OF_8] * 2, 4, 8192, [2400] * 4),
+    "long and short responses": ([[(2000, 300)] + [(2000, 100)] * 5], 4, 8192, [2300, 2200, 2200, 2100]),
+    "rows apart": ([[(0, 110)]] * 8, 4, 8192, [220] * 4),
+    "more rows than fit": ([GROUP_OF_8] * 6, 2, 2800, [2800] * 6),
+    "fewer rows than ranks": ([[(10, 5)] * 3], 4, 8192, [15] * 3),
+    "a short own part": ([[(1000, 10)] * 16], 1, 8192, [1160]),
+    "short own parts by two ranks": ([[(1000, 10)] * 16] * 2, 2, 8192, [1160] * 2),
+    "groups that fill their paths together": ([[(1000, 10)] * 16] * 5, 1, 8192, [4640, 1160]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("groups", "ranks", "tokens", "sizes"), CUTS.values(), ids=CUTS)
+def test_ranks_get_as_many_passes_with_few_tokens(
+    groups: list[list[tuple[int, int]]], ranks: int, tokens: int, sizes: list[int]
+) -> None:
+    """groups: prompt and own tokens of each row. sizes: tokens of each micro-batch."""
+    rows = [(group, prompt, own) for group, each in enumerate(groups) for prompt, own in each]
+    lengths, tree = [prompt + own for _, prompt, own in rows], RowTree.of_prompts([[g] * p for g, p, _ in rows])
+    batches = micro_batches_of_ranks(lengths, tokens, ranks, tree=tree)
+    assert batches == micro_batches_of_ranks(lengths, tokens, ranks, tree=tree)
+    assert sorted(row for batch in batches for row in batch) == list(range(len(rows)))
+    assert [sum(lengths[row] for row in batch) - tree.select(batch).shared.sum() for batch in batches] == sizes
+    assert len(batches) % ranks == 0 or len(batches) == len(rows)
+    assert all(sum(lengths[row] for row in batch) <= PATHS_MAX * tokens for batch in batches)
+
+
+@given(rows=FORESTS, tokens=st.integers(1, 40), ranks=st.integers(2, 4), padded=st.booleans())
+def test_rounds_take_no_longer_than_those_of_rows_apart(rows: Rows, tokens: int, ranks: int, padded: bool) -> None:
+    lengths = [len(row) for row in rows.rows]
+    tree = RowTree.apart(len(lengths)) if padded else rows.tree
+
+    def time_of(batches: list[list[int]]) -> int:
+        sizes = [
+            max(lengths[row] for row in batch) * len(batch)
+            if padded
+            else sum(lengths[row] for row in batch) - int(tree.select(batch).shared.sum())
+            for batch in batches
+        ]
+        return sum(sorted(sizes, reverse=True)[::ranks])
+
+    batches = micro_batches_of_ranks(lengths, tokens, ranks, padded=padded, tree=tree)
+    assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
+    assert len(batches) >= min(ranks, len(lengths))
+    apart = micro_batches(lengths, min(tokens, max(1, -(-sum(lengths) // ranks))), padded=padded)
+    assert time_of(batches) <= min(time_of(apart), time_of(micro_batches(lengths, tokens, padded=padded, tree=tree)))
+
+
 def test_attention_holds_at_most_a_few_paths_a_token() -> None:
     """Keys and values are held for each row that shares a token."""
     batches = micro_batches([1001] * 64, 1100, tree=RowTree.of_prompts([[1] * 1000] * 64))

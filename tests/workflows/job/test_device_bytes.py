@@ -100,7 +100,8 @@ def test_the_passes_of_a_step_hold_as_many_bytes_as_torch_has_at_most(
     """Of the second micro-batch of a step, with the gradients of the first one."""
     write(kind, tmp_path)
     tokens = f"trainer.micro_tokens={2 * TOKENS * ROWS}"
-    job = resolve(jobs.job("grpo", f'model.path="{tmp_path}"', tokens, "sampling.group_size=2", *changes))
+    few = ("sampling.group_size=2", "trainer.prompts_per_step=1")
+    job = resolve(jobs.job("grpo", f'model.path="{tmp_path}"', tokens, *few, *changes))
     ids = np.arange(TOKENS)
     assert_held(job, tmp_path, [ids + row for row in range(ROWS)], [ids] * ROWS)
 
@@ -134,6 +135,27 @@ def assert_held(job: Any, model: Path, prompts: list[Any], responses: list[Any])
     parts = device_bytes.trained(job, sizes_of(model)).parts
     assert parts.pop("moments") > 0
     assert sum(parts.values()) == pytest.approx(held.peak, rel=0.1)
+
+
+def activations(kind: str, *changes: str) -> int:
+    sizes = ModelSizes(
+        parameters=100_000, layers=2, hidden=64, inner=96, queries=64, keys=32, vocabulary=48, head_norms=False
+    )
+    return device_bytes.trained(jobs.job(kind, "model.dtype=float32", *changes), sizes).parts["activations"]
+
+
+def test_a_pass_in_float32_holds_one_mask_of_its_longest_response() -> None:
+    short, long = ("sampling.tokens_max=16", "sampling.tokens_max=1016")
+    assert activations("grpo", long) - activations("grpo", short) == 4 * (1016 * (32 + 1016) - 16 * (32 + 16))
+    assert activations("grpo", long, "model.dtype=bfloat16") == activations("grpo", short, "model.dtype=bfloat16")
+    alone = ("trainer.prompts_per_step=1", "sampling.group_size=1")
+    assert activations("sft", long, *alone) == activations("sft", short, *alone)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def test_rows_of_different_prompts_of_a_step_may_share_one(kind: str) -> None:
+    one, two, many, more = (activations(kind, f"trainer.prompts_per_step={prompts}") for prompts in (1, 2, 16, 32))
+    assert one < two < many == more
 
 
 @pytest.mark.slow

@@ -10,9 +10,10 @@ With P parameters of the model, and n bytes of a number of the named dtype:
 
 Weights, gradients and moments are exact. A rank of ``fsdp2`` has its share of them, from loading on, and two layers
 whole in place of all copies. Under LoRA only the adapters have gradients and moments. Activations are an estimate for a
-decoder of Llama's form whose attention keeps no scores. What comes once they are freed stands in their place if it is
-more: the step's own gradient where weights are not float32, and the optimizer's temporary tensors. vLLM takes its share
-of the device for all three. `tests/workflows/job/test_device_bytes.py` compares with what torch holds on a CPU.
+decoder of Llama's form whose attention keeps no scores; a trainer in float32 also has a mask of its longest response.
+What comes once they are freed stands in their place if it is more: the step's own gradient where weights are not
+float32, and the optimizer's temporary tensors. vLLM takes its share of the device for all three.
+`tests/workflows/job/test_device_bytes.py` compares with what torch holds on a CPU.
 
 A trainer and an engine that use a device in turn (mode ``colocated``) hold what stays of both, and the larger of what
 each adds in its turn: the trainer keeps weights and moments; an engine keeps its weights, but for vLLM, which sleeps.
@@ -26,7 +27,7 @@ from typing import Final
 from transferqueue.adapters.scoring.batching import PATHS_MAX
 from transferqueue.workflows.job.devices.model_sizes import ModelSizes
 from transferqueue.workflows.job.settings.job import EngineSettings, Job
-from transferqueue.workflows.job.settings.sizes import group_rows, tokens_of_row
+from transferqueue.workflows.job.settings.sizes import batch_rows, tokens_of_row
 
 CACHE: Final = "kv_cache_memory_bytes"
 """Option of vLLM: bytes of its KV cache on each device."""
@@ -84,7 +85,7 @@ def trained(job: Job, sizes: ModelSizes, *, critic: bool = False) -> DeviceBytes
         settings.micro_tokens,
         compute,
         residual=base,
-        paths=min(PATHS_MAX, group_rows(job)),
+        paths=min(PATHS_MAX, batch_rows(job)),
         recomputed=settings.gradient_checkpointing,
         copies=0 if sharded else copies,
     )
@@ -95,7 +96,9 @@ def trained(job: Job, sizes: ModelSizes, *, critic: bool = False) -> DeviceBytes
             "gradients": learned * 4 // ranks,
             "moments": 2 * learned * master // ranks,
             "copies": copies,
-            "activations": max(activations + logits, step),  # those are freed when the optimizer begins
+            "activations": max(
+                activations + logits + _mask(job, compute), step
+            ),  # those are freed when the optimizer begins
         },
     )
 
@@ -165,6 +168,15 @@ def _activations(
         gone = copies - copies // max(1, sizes.layers)
         return tokens * sizes.layers * sizes.hidden * residual + max(0, layer - gone)
     return sizes.layers * layer
+
+
+def _mask(job: Job, compute: int) -> int:
+    """The mask of the longest response after a shared prompt: a number for each of its tokens and each of its row, once
+    for all layers. The GPU's kernel for 16-bit numbers needs none."""
+    tokens = job.trainer.micro_tokens
+    if compute < 4 or batch_rows(job) == 1:
+        return 0
+    return min(tokens, job.sampling.tokens_max) * min(tokens, tokens_of_row(job)) * compute
 
 
 def _layer(sizes: ModelSizes, compute: int, residual: int, paths: int) -> int:
