@@ -569,7 +569,7 @@ class Model:
         lease, named, held = self._named(session, number, rows)
         if drop and (fields or version is not None):
             raise Refused("UsageError")
-        if any(fields & set(self.rows[row].fields) for row in held):
+        if any((fields - set(self.tasks[lease.task].needs)) & set(self.rows[row].fields) for row in held):
             raise Refused("AlreadyExists")
         if not drop and self._owes(lease.task, held, fields):
             raise Refused("UsageError")

@@ -64,6 +64,15 @@ def test_what_no_other_task_needs_may_stay_away(client: Driver) -> None:
     assert client.ack(client.lease("reward", 1), **scores(client, 1)).rows == 1, "nobody needs trace"
 
 
+def test_a_task_may_replace_what_it_has_read_and_nothing_else(client: Driver) -> None:
+    client.put(2, ["x"])
+    lease = client.lease("reward", 2)
+    client.update([0, 1], inline={"rewards": 2.0})
+    with pytest.raises(AlreadyExists, match='field "rewards"'):
+        client.ack(lease, **scores(client, 2))
+    assert client.ack(lease, columns=client.columns(2, ["x"])).rows == 2
+
+
 def test_what_the_rows_have_already_need_not_come_again(client: Driver) -> None:
     client.put(3, ["x"])
     lease = client.lease("reward", 3)

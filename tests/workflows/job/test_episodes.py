@@ -25,6 +25,7 @@ from tests.workflows.job.policies import job_of, table_of
 from transferqueue.adapters.protocols import Completion, PartialResult, Prompt, Sampling
 from transferqueue.adapters.stages.environments import Episodes
 from transferqueue.workflows.flow.loop.runner import StageFailedInProcess
+from transferqueue.workflows.flow.loop.serving import serve
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.sequence import NumberedPrompt
 from transferqueue.workflows.job.reward_terms import environment_host, tries
@@ -272,6 +273,26 @@ def test_trained_rows_have_their_first_observation_in_the_prompt(tokenizer: Any)
                 chat_ids(tokenizer, ("user", text)) for text in ("1+1=look", "1+1=look", "2+2=", "2+2=")
             ]
             assert [tokenizer.decode(row.tolist()) for row in read["response_ids"]] == ["4<|im_end|>"] * 4
+
+
+def test_a_first_observation_is_committed_with_its_episode(tokenizer: Any) -> None:
+    settings = job(ENVIRONMENTS + "BeginsOne", group_size=2)
+    questions = ["1+1=", "2+2="]
+    with tq.connect() as queue:
+        table = table_of(queue, settings)
+        table.put(
+            prompt_ids=tq.Repeat([np.array(chat_ids(tokenizer, ("user", each)), np.int32) for each in questions], 2),
+            data=tq.Repeat([{"prompt": each, "question": each} for each in questions], 2),
+            ordinal=np.arange(4),
+            group_id=[0, 0, 1, 1],
+            group_size=2,
+        )
+        with table.lease(names.PLAY, rows=4, timeout_s=10) as batch:
+            assert serve(batch, episodes_of(settings, Scripted(tokenizer, {"=": ["4"]}), tokenizer)) is None
+        with table.read(range(4), fields=["prompt_ids"]) as read:
+            assert [row.tolist() for row in read["prompt_ids"]] == [
+                chat_ids(tokenizer, ("user", text)) for text in ("1+1=look", "1+1=look", "2+2=", "2+2=")
+            ]
 
 
 def test_a_row_that_is_played_again_without_a_first_observation_loses_the_old_one(tokenizer: Any) -> None:

@@ -109,7 +109,8 @@ def _check_results(
         raise UsageError(f"an ack that drops its rows ({request.drop!r}) carries no columns: no task would read them")
     if lease.staged is None:  # else these are not used: the rows get those that came first, whatever they have
         held = lease.rows[named[lease.held[named]]]
-        check_unset(table, staged, held, table.rows.pages.index(held))
+        needs = table.tasks[lease.task].task.needs  # the holder has read these, and may put others in their place
+        check_unset(table, staged, held, table.rows.pages.index(held), replaces=needs)
     return staged
 
 

@@ -12,7 +12,7 @@ request (`MemberRows`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Protocol
@@ -182,10 +182,12 @@ def _check_inline(field: Field, data: bytes, count: int) -> AnyArray:
     return values
 
 
-def check_unset(table: CommitTable, staged: StagedCommit, ids: IntArray, at: IntArray) -> None:
-    """Raise if a row already has one of the fields."""
+def check_unset(
+    table: CommitTable, staged: StagedCommit, ids: IntArray, at: IntArray, *, replaces: Collection[str] = ()
+) -> None:
+    """Raise if a row already has one of the fields, but for those that the commit `replaces`."""
     rows = table.rows
-    names = [name for name in staged.names if name in rows.fields]
+    names = [name for name in staged.names if name in rows.fields and name not in replaces]
     if not rows.has_any(at, rows.mask(names)).any():
         return
     for name in names:

@@ -52,7 +52,6 @@ _FIGURES: Final = {
     "learning_rate": "lr",
 }
 """TRL's figures, by their names in `compare.FIGURES`."""
-_VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _NOT_DATA: Final = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """Arguments of a reward function that are no columns of the data."""
 
@@ -106,7 +105,7 @@ class _Enough(Exception):
 
 def run(words: list[str], send: Send) -> None:
     """Train by TRL's script. words: its configuration, and the number of steps."""
-    os.environ[_VISIBLE] = first_visible(os.environ.get(_VISIBLE))
+    os.environ["CUDA_VISIBLE_DEVICES"] = first_visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
     trl: Any = importlib.import_module("trl")
     script: Any = importlib.import_module("trl.scripts.grpo")
     config, steps = words
