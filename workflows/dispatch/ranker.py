@@ -37,8 +37,8 @@ RIDGE: Final = 3.0
 4,096.
 """
 PAIR_RIDGE: Final = 100.0
-"""Penalty of the weights of pairs: there are more kinds of pairs than of tokens, and each is seen less. With 3, pairs
-that say nothing cost up to 0.1 of the recall of the longest fifth in the first 500 prompts.
+"""Penalty of the weights of pairs: there are more kinds of pairs than of tokens, and each is seen less, so those that
+say nothing must not outweigh tokens that do.
 """
 MODEL_ROWS: Final = 1.0
 """Answers that the model's prediction counts for beside the history of a prompt."""

@@ -245,21 +245,26 @@ def test_the_tokens_of_a_first_observation_are_tokens_of_its_episode(tokenizer: 
     assert tokenizer.decode(part.columns["response_ids"][0].tolist()) == "45"
 
 
+def put_two_questions(table: tq.Table, tokenizer: Any) -> None:
+    """Rows of two prompts, twice each, as the source of a job puts them."""
+    questions = ["1+1=", "2+2="]
+    table.put(
+        prompt_ids=tq.Repeat([np.array(chat_ids(tokenizer, ("user", each)), np.int32) for each in questions], 2),
+        data=tq.Repeat([{"prompt": each, "question": each} for each in questions], 2),
+        ordinal=np.arange(4),
+        group_id=[0, 0, 1, 1],
+        group_size=2,
+    )
+
+
 def test_trained_rows_have_their_first_observation_in_the_prompt(tokenizer: Any) -> None:
     """The rows of a prompt share its tokens; one that begins with an observation has its own, however often it is
     played."""
     settings = job(ENVIRONMENTS + "BeginsOne", group_size=2)
     episodes = episodes_of(settings, Scripted(tokenizer, {"=": ["4"]}), tokenizer)
-    questions = ["1+1=", "2+2="]
     with tq.connect() as queue:
         table = table_of(queue, settings)
-        table.put(
-            prompt_ids=tq.Repeat([np.array(chat_ids(tokenizer, ("user", each)), np.int32) for each in questions], 2),
-            data=tq.Repeat([{"prompt": each, "question": each} for each in questions], 2),
-            ordinal=np.arange(4),
-            group_id=[0, 0, 1, 1],
-            group_size=2,
-        )
+        put_two_questions(table, tokenizer)
         for time_played in range(2):
             with table.lease(names.PLAY, rows=4, timeout_s=10) as batch:
                 for part in episodes(batch):
@@ -277,16 +282,9 @@ def test_trained_rows_have_their_first_observation_in_the_prompt(tokenizer: Any)
 
 def test_a_first_observation_is_committed_with_its_episode(tokenizer: Any) -> None:
     settings = job(ENVIRONMENTS + "BeginsOne", group_size=2)
-    questions = ["1+1=", "2+2="]
     with tq.connect() as queue:
         table = table_of(queue, settings)
-        table.put(
-            prompt_ids=tq.Repeat([np.array(chat_ids(tokenizer, ("user", each)), np.int32) for each in questions], 2),
-            data=tq.Repeat([{"prompt": each, "question": each} for each in questions], 2),
-            ordinal=np.arange(4),
-            group_id=[0, 0, 1, 1],
-            group_size=2,
-        )
+        put_two_questions(table, tokenizer)
         with table.lease(names.PLAY, rows=4, timeout_s=10) as batch:
             assert serve(batch, episodes_of(settings, Scripted(tokenizer, {"=": ["4"]}), tokenizer)) is None
         with table.read(range(4), fields=["prompt_ids"]) as read:

@@ -83,8 +83,8 @@ class Batch(BatchBase):
             BatchEnded: this worker has ended the batch before.
             NotFound: a row that is not, or no longer, in this batch.
             SchemaError: a column does not fit its field.
-            AlreadyExists: a row has one of the fields already, and the task does not need it (a field that it needs is
-                replaced), or another row has the key.
+            AlreadyExists: a row already has a field that the task does not need (fields that it needs are replaced), or
+                another row has the key.
             UsageError: a row would end without a field that the task gives and another task needs (`drop` ends rows
                 that have no result); or a part of a group of a task that takes groups.
 
