@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final, TypeVar
 
 import msgspec
@@ -16,7 +16,7 @@ import numpy as np
 
 import transferqueue as tq
 from transferqueue.adapters.protocols import Generator
-from transferqueue.errors import DeadlineExceeded, PeerError, UsageError
+from transferqueue.errors import DeadlineExceeded, NotFound, PeerError, UsageError
 from transferqueue.policies import Compare
 from transferqueue.workflows.dispatch.decode import MeteredGenerator
 from transferqueue.workflows.flow.stage import LeaseChoice
@@ -38,12 +38,13 @@ def report_channel(table: str, engine: str) -> str:
     return f"{table}/decode/{engine}"
 
 
-def publish(queue: tq.Queue, channel: str, value: msgspec.Struct) -> int:
-    """Publish `value` as the next version of `channel`, and return the version. Blocks for two calls."""
+def publish(queue: tq.Queue, channel: str, value: msgspec.Struct, *, keep: int = 1) -> int:
+    """Publish `value` as the next version of `channel`, of which `keep` are kept, and return the version. Blocks for
+    two calls."""
     known = queue.stats().channels.get(channel)
     version = 0 if known is None else known.newest + 1
     encoded = np.frombuffer(msgspec.json.encode(value), np.uint8)
-    queue.weights(channel, keep=1).publish(version, {_VALUE: encoded})
+    queue.weights(channel, keep=keep).publish(version, {_VALUE: encoded})
     return version
 
 
@@ -52,10 +53,25 @@ def newest(queue: tq.Queue, channel: str, form: type[T], *, above: int = -1, tim
     `timeout_s`, and `UsageError` if it is no `form`.
     """
     with queue.weights(channel).pull(above=above, timeout_s=timeout_s) as pulled:
-        encoded = bytes(pulled.numpy()[_VALUE])
-        version = pulled.version
+        return pulled.version, _decoded(pulled, channel, form)
+
+
+def since(queue: tq.Queue, channel: str, form: type[T], version: int) -> tuple[int, list[T]]:
+    """Return the newest version, and the values of all versions after `version` that are kept, the oldest first. Raises
+    `UsageError` as `newest` does."""
+    known = queue.stats().channels.get(channel)
+    values: list[T] = []
+    for each in () if known is None else known.kept:
+        if each > version:
+            with suppress(NotFound), queue.weights(channel).pull(version=each, timeout_s=0) as pulled:
+                values.append(_decoded(pulled, channel, form))
+            version = each
+    return version, values
+
+
+def _decoded(pulled: tq.Weights, channel: str, form: type[T]) -> T:
     try:
-        return version, msgspec.json.decode(encoded, type=form)
+        return msgspec.json.decode(bytes(pulled.numpy()[_VALUE]), type=form)
     except msgspec.DecodeError as error:
         raise UsageError(
             f'channel "{channel}" has no {form.__name__}: {error}; another program writes to it'

@@ -20,9 +20,15 @@ FIRST: Final = f"{TABLE}/first"
 """Weight channel that says with which version and prompt the table begins, where the step of a row decides its
 version."""
 
+PASS_RATES: Final = f"{TABLE}/pass_rates"
+"""Channel on which the advantage stage tells the source of prompts how many responses of each group passed."""
+
 DATA: Final = "data"
 """Column with a prompt's row of the data file, a dict of plain values: `prompt` as rewards see it (a text, or a list of
 messages), and the columns that rewards or environments ask for, by the names that they use."""
+DATA_ROW: Final = "data_row"
+"""Column with the row of the data that a prompt is made of, all sources one after the other: int64, in jobs whose
+prompts are chosen by it."""
 ENVIRONMENT: Final = "environment"
 """Column with the name of the environment that plays the row, in jobs with several."""
 REWARD_TERMS: Final = "reward_terms"

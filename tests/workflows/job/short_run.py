@@ -68,11 +68,14 @@ def ahead(job: str) -> str:
 AGENT = GRPO.replace(
     'reward = [{ function = "any_rewards:spread" }]', 'environment = [{ factory = "any_rewards:TwoTurns" }]'
 ).replace("tokens_max = 6", "tokens_max = 24")
+SAMPLER = '{ by = "pass_rate", low = 0.0, high = 1.0, share = 0.75, pass_reward = 0.5 }'
+"""Prompts that come again whatever their pass rate is."""
 JOBS = {
     "grpo": GRPO,
     "ppo": PPO,
     "ppo-whitened": PPO.replace("whiten = false", "whiten = true"),
     "colocated": GRPO.replace('mode = "sync"', 'mode = "colocated"'),
+    "sampled": GRPO.replace("prompt_tokens_max = 32", f"prompt_tokens_max = 32, sampler = {SAMPLER}"),
     "delayed": GRPO.replace('mode = "sync"', 'mode = "delayed"'),
     "async": ahead(GRPO),
     "async-ppo": ahead(PPO.replace("whiten = false", "whiten = true")),

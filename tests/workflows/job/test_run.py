@@ -143,7 +143,8 @@ def test_a_reward_that_raises_ends_the_run_with_the_row_and_its_text(place):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "kind", ["grpo", "ppo", "ppo-whitened", "colocated", "delayed", "async", "async-ppo", "async-agent"]
+    "kind",
+    ["grpo", "ppo", "ppo-whitened", "colocated", "sampled", "delayed", "async", "async-ppo", "async-agent"],
 )
 def test_processes_killed_at_random_moments_lose_and_double_nothing(kind):
     assert kill_matrix.main(["--runs", "2", "--sample", "--kind", kind]) == 0

@@ -329,6 +329,21 @@ REFUSED = [
     (GRPO, "reproducible=true ; on=ray", 'with on="ray" and ray.replicas=1: later prompts'),
     (
         GRPO,
+        "reproducible=true ; data.sampler.by=pass_rate",
+        "mode='async' with data.sampler.by='pass_rate': the time would decide which pass rates are known",
+    ),
+    (
+        GRPO,
+        "reproducible=true ; data.sampler.by=pass_rate ; pacing.mode=sync ; algorithm.filter_equal=true",
+        "filter_equal=true: later prompts .* with pass rates for data.sampler.by='pass_rate' that the time decides",
+    ),
+    (GRPO, "data.sampler.low=0.1", "data.sampler without by"),
+    (GRPO, "data.sampler.by=rate", "data.sampler.by='rate': give \"pass_rate\", or a function"),
+    (GRPO, "data.sampler={by='pass_rate', low=0.9}", "data.sampler.low=0.9 is above high=0.8"),
+    (GRPO, "data.sampler.by=pass_rate ; data.epochs=9", "data.epochs=9 with data.sampler: prompts come again"),
+    (PPO, "data.sampler.by=pass_rate", "kind='ppo', which compares no responses to a prompt"),
+    (
+        GRPO,
         "algorithm={kind='reinforce_pp', filter_equal=true, tis_max=0} ; algorithm.old=rollout",
         "filter_equal with kind='reinforce_pp', whose rows are trained one by one",
     ),

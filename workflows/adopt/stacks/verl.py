@@ -585,7 +585,9 @@ _RULES: Final = (
     refused("data.image_key", IMAGES),
     refused("data.video_key", IMAGES),
     refused("data.custom_cls.*", "a class that makes prompts: write its rows to a file, and set data.path"),
-    refused("data.sampler.*", "prompts are drawn by seed; a sampler of your own is not called"),
+    refused(
+        "data.sampler.*", "a class that draws prompts: a function chooses them by their pass rates, see data.sampler"
+    ),
     refused("data.train_max_samples", "set data.path to a file of these rows", unless=(-1, "-1")),
     mapped(
         "data.val_max_samples", "evaluation.rows", only_if(lambda s: s.whole("data.val_max_samples") > 0, "all of them")

@@ -8,7 +8,7 @@ once: a run that starts again at number n reads the prompts before it, at most o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -36,7 +36,7 @@ _UNKNOWN, _FITS, _TOO_LONG = np.int8(0), np.int8(1), np.int8(-1)
 class NumberedPrompt:
     """One prompt. number: its place in the run. ids: int32 ``[P]``. data: value of column ``data``. response_ids: int32
     ``[T]`` for sft. learned: bool ``[T]``, which of them it learns; None: all. environment: name of the one that plays
-    it; empty: the only one, if any."""
+    it; empty: the only one, if any. row: of the data, all sources one after the other."""
 
     number: int
     ids: Ids
@@ -45,6 +45,7 @@ class NumberedPrompt:
     response_ids: Ids | None = None
     learned: npt.NDArray[np.bool_] | None = None
     environment: str = ""
+    row: int = 0
 
 
 class DataOrder:
@@ -78,7 +79,8 @@ class DataOrder:
 
 
 class SourceSequence:
-    """Yields the prompts of one source in order. Each has the number 0; `PromptSequence` gives the numbers of the run.
+    """Yields the prompts of one source in order. Each has the number 0 and its row of the source; `PromptSequence`
+    gives the numbers of the run, and the rows of the data.
 
     named: the source, for messages. tokens_max: most tokens of a response that is learned (sft). `dropped` counts rows
     with too many tokens, as far as they have been read. Raises as `PromptSequence` does.
@@ -90,7 +92,8 @@ class SourceSequence:
         self._source, self._named, self._settings, self._order = source, named, settings, order
         self._tokens_max = tokens_max
         self._fits = np.full(len(source.rows), _UNKNOWN, np.int8)
-        self._place = 0
+        self.place = 0
+        """Place of the next row in the order."""
 
     @property
     def environment(self) -> str:
@@ -106,22 +109,26 @@ class SourceSequence:
         """Return the next `count` prompts; fewer if the data ends."""
         taken: list[NumberedPrompt] = []
         while len(taken) < count:
-            positions = self._order.positions(self._place, count - len(taken))
+            positions = self._order.positions(self.place, count - len(taken))
             if not len(positions):
                 break
-            self._place += len(positions)
+            self.place += len(positions)
             fitting = self._prompts(positions[self._fits[positions] != _TOO_LONG])
             if not fitting:
                 self._check_some_fit()
             taken += fitting
         return taken
 
+    def at(self, positions: Sequence[int]) -> list[NumberedPrompt]:
+        """Return the prompts of these rows, wherever they are in the order; without those that have too many tokens."""
+        return self._prompts(np.array(positions, np.int64))
+
     def skip(self, count: int) -> int:
         """Go `count` prompts ahead, as if they had been taken; return how many there were, fewer if the data ends."""
         left = count
         while left:
             left -= self._skip_epochs(left)
-            positions = self._order.positions(self._place, SKIPPED_TOGETHER)
+            positions = self._order.positions(self.place, SKIPPED_TOGETHER)
             if not left or not len(positions):
                 break
             self._prompts(positions[self._fits[positions] == _UNKNOWN])
@@ -130,15 +137,15 @@ class SourceSequence:
                 self._check_some_fit()
             places = min(int(np.searchsorted(fitting, left)) + 1, len(positions))
             left -= int(fitting[places - 1])
-            self._place += places
+            self.place += places
         return count - left
 
     def _skip_epochs(self, count: int) -> int:
         """Skip whole epochs, if it is known which rows fit."""
-        if self._place % self._order.rows or (self._fits == _UNKNOWN).any() or self._settings.epochs:
+        if self.place % self._order.rows or (self._fits == _UNKNOWN).any() or self._settings.epochs:
             return 0
         in_epoch = int(np.count_nonzero(self._fits == _FITS))
-        self._place += count // in_epoch * self._order.rows
+        self.place += count // in_epoch * self._order.rows
         return count // in_epoch * in_epoch
 
     def _prompts(self, positions: Positions) -> list[NumberedPrompt]:
@@ -163,6 +170,7 @@ class SourceSequence:
                 response_ids=response_ids[at],
                 learned=None if (response := responses[at]) is None else response.learned,
                 environment=source.environment,
+                row=int(positions[at]),
             )
             for at in np.flatnonzero(fits).tolist()
         ]
@@ -203,12 +211,18 @@ class PromptSequence:
     `UsageError` if the data says "refuse". `UsageError` too if no prompt of a source fits.
     """
 
+    chooses_late: Final = False
+    """Whether prompts are chosen only once there is room for them."""
+
     def __init__(self, data: PromptData, settings: DataSettings, *, seed: int, tokens_max: int = 0) -> None:
         named = [each.path for each in settings.sources] or [settings.path]
         terms: dict[str, Any] = {"seed": seed, "shuffle": settings.shuffle, "epochs": settings.epochs}
+        self.sizes = [len(source.rows) for source in data.sources]
+        """Rows of each source."""
+        self._ends = np.cumsum(self.sizes)
         self._sources = [
             SourceSequence(
-                source, name, settings, DataOrder(len(source.rows), **terms, source=place), tokens_max=tokens_max
+                source, name, settings, DataOrder(self.sizes[place], **terms, source=place), tokens_max=tokens_max
             )
             for place, (source, name) in enumerate(zip(data.sources, named, strict=True))
         ]
@@ -221,15 +235,57 @@ class PromptSequence:
         """Rows of the data with too many tokens, as far as they have been read."""
         return sum(source.dropped for source in self._sources)
 
-    def take(self, count: int) -> list[NumberedPrompt]:
-        """Return the next `count` prompts; fewer if the data ends."""
+    @property
+    def places(self) -> list[int]:
+        """Place of the next row in the order of each source."""
+        return [source.place for source in self._sources]
+
+    def go_to(self, number: int, places: Sequence[int]) -> None:
+        """Go on with the prompt `number`, and with these places."""
+        self.number = number
+        for source, place in zip(self._sources, places, strict=True):
+            source.place = place
+
+    def take(
+        self, count: int, chosen: Callable[[int, int], Sequence[int]] = lambda source, count: ()
+    ) -> list[NumberedPrompt]:
+        """Return the next `count` prompts; fewer if the data ends.
+
+        chosen: called with a source and how many prompts are to be of it; returns rows of it that come first, and in
+        place of those with too many tokens the next in order.
+        """
         places = sources_of(self.number, count, self._weights)
         counts = np.bincount(places, minlength=len(self._sources)).tolist()
-        drawn = [iter(source.take(each)) for source, each in zip(self._sources, counts, strict=True)]
-        prompts = [prompt for place in places.tolist() if (prompt := next(drawn[place], None)) is not None]
-        taken = [replace(prompt, number=number) for number, prompt in enumerate(prompts, self.number)]
+        own = [source.at(chosen(place, counts[place])) for place, source in enumerate(self._sources)]
+        drawn = [
+            iter([*first, *source.take(each - len(first))])
+            for source, first, each in zip(self._sources, own, counts, strict=True)
+        ]
+        prompts = [(place, prompt) for place in places.tolist() if (prompt := next(drawn[place], None)) is not None]
+        taken = [
+            replace(prompt, number=number, row=self._first_row(place) + prompt.row)
+            for number, (place, prompt) in enumerate(prompts, self.number)
+        ]
         self.number += len(taken)
         return taken
+
+    def at(self, number: int, rows: Sequence[int]) -> list[NumberedPrompt]:
+        """Return the prompts of rows of the data, numbered from `number` on, wherever they are in the order. Raises
+        `UsageError` for one with too many tokens."""
+        prompts = []
+        for at, row in enumerate(rows, number):
+            place = int(np.searchsorted(self._ends, row, "right"))
+            found = self._sources[place].at([row - self._first_row(place)])
+            if not found:
+                raise UsageError(
+                    f"prompt {at} of the run, row {row} of the data, was chosen before, and has over "
+                    "data.prompt_tokens_max tokens now; set it as it was"
+                )
+            prompts.append(replace(found[0], number=at, row=row))
+        return prompts
+
+    def _first_row(self, place: int) -> int:
+        return int(self._ends[place]) - self.sizes[place]
 
     def take_one_of_each(self, besides: Collection[str]) -> list[NumberedPrompt]:
         """Return a prompt of each environment but `besides`, for a trial: the next of its first source. These sources

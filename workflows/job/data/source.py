@@ -5,7 +5,8 @@
    queue refuses a second source that puts a group which is live: the group would have too many rows.
 2. A job that never drops a row puts exactly the prompts of its steps. One that may drop groups (equal rewards, too old,
    a reward that fails) puts more in their place, until the trainer seals the table.
-3. Data that ends before the steps do (`data.epochs`) ends the table: the source seals it, and the trainer's last step
+3. A sampler chooses the prompts of a step by pass rates (`data.sampler`), and notes them before they are put.
+4. Data that ends before the steps do (`data.epochs`) ends the table: the source seals it, and the trainer's last step
    takes the remaining rows.
 """
 
@@ -20,15 +21,16 @@ import numpy as np
 
 import transferqueue as tq
 from transferqueue.adapters.stages.generation import BEGUN
-from transferqueue.errors import InternalError, Sealed
+from transferqueue.errors import InternalError, Sealed, UsageError
 from transferqueue.workflows.flow.reports.audit import audit
 from transferqueue.workflows.flow.stage import Context, Produce
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.prompt_data import open_prompts
+from transferqueue.workflows.job.data.sampler import SampledSequence, ToldRates
 from transferqueue.workflows.job.data.sequence import NumberedPrompt, PromptSequence
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
 from transferqueue.workflows.job.graph import has_several_environments, in_parts
-from transferqueue.workflows.job.run_files import first_prompt
+from transferqueue.workflows.job.run_files import SAMPLER, first_prompt
 from transferqueue.workflows.job.settings.defaults import filled
 from transferqueue.workflows.job.settings.job import IN_TURN, Job
 from transferqueue.workflows.job.settings.sizes import group_rows, has_step_versions, rows_ahead
@@ -77,7 +79,7 @@ class JobPrompts:
     """The producer (`adapters.protocols.Producer`) of a job's prompts. rows_put: rows that the run's
     tables received before."""
 
-    def __init__(self, job: Job, sequence: PromptSequence, *, rows_put: int) -> None:
+    def __init__(self, job: Job, sequence: PromptSequence | SampledSequence, *, rows_put: int) -> None:
         self._size, self._in_parts = group_rows(job), in_parts(job)
         self._names_environments = has_several_environments(job)
         self._groups_per_put = groups_per_put(job)
@@ -92,17 +94,21 @@ class JobPrompts:
         self.data_ended = sequence.skip(rows_put // self._size) < rows_put // self._size
 
     def wants(self) -> int:
-        """Return the rows of the next put, which is made ready; 0 after the last."""
+        """Return the rows of the next put; 0 after the last. It is made ready, unless its prompts are chosen by what
+        the rows before it teach."""
         if not self._next:
             left = self._groups_per_put if self._end is None else self._end - self._sequence.number
             count = min(self._groups_per_put, left)
+            if self._sequence.chooses_late:
+                return count * self._size
             self._next = self._sequence.take(count)
             self.data_ended |= len(self._next) < count
         return len(self._next) * self._size
 
     def __call__(self, rows: int) -> Mapping[str, Any]:
         """Return the next groups: what belongs to the prompt is stored once a group."""
-        prompts, self._next = self._next, []
+        prompts = self._sequence.take(rows // self._size) if self._sequence.chooses_late else self._next
+        self._next = []
         if len(prompts) * self._size != rows:
             raise InternalError(f"{rows} rows asked for, {len(prompts)} groups of {self._size} ready")
         number = np.repeat([prompt.number for prompt in prompts], self._size)
@@ -119,6 +125,8 @@ class JobPrompts:
             "prompt_ids": [prompt.ids for prompt in prompts],
             names.DATA: [prompt.data for prompt in prompts],
         }
+        if self._sequence.chooses_late:
+            columns[names.DATA_ROW] = [prompt.row for prompt in prompts]
         if self._names_environments:
             columns[names.ENVIRONMENT] = [prompt.environment for prompt in prompts]
         if prompts[0].response_ids is not None:
@@ -132,6 +140,24 @@ class JobPrompts:
 
 def _nothing(name: str) -> np.ndarray[Any, Any]:
     return np.empty(0, np.float32 if name == "begun_logprobs" else np.int32)
+
+
+def sampled(sequence: PromptSequence, job: Job, context: Context) -> PromptSequence | SampledSequence:
+    """Return the prompts of a job, by its sampler if it has one."""
+    if not job.data.sampler.by:
+        return sequence
+    if context.directory is None:
+        raise UsageError(
+            "data.sampler notes its prompts in the folder of the run, and this flow has none; leave it out"
+        )
+    return SampledSequence(
+        sequence,
+        job.data.sampler,
+        prompts=job.trainer.prompts_per_step,
+        seed=job.seed,
+        path=context.directory / SAMPLER,
+        news=ToldRates(context.queue),
+    )
 
 
 @contextmanager
@@ -149,7 +175,7 @@ def source_with(context: Context, tokenizer: TextTokenizer) -> Iterator[Produce]
     """
     job = context.settings(Job)
     data = open_prompts(job, tokenizer)
-    sequence = PromptSequence(data, job.data, seed=job.seed, tokens_max=job.sampling.tokens_max)
+    sequence = sampled(PromptSequence(data, job.data, seed=job.seed, tokens_max=job.sampling.tokens_max), job, context)
     before = first_prompt(context.directory) * group_rows(job)
     produce = JobPrompts(job, sequence, rows_put=before + audit(context.table).put)
     yield produce

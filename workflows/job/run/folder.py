@@ -11,7 +11,7 @@
       failed_rows.jsonl  restarts.jsonl
       step_rows.jsonl    the rows of each step in their order, for transferqueue replay
       samples.jsonl      responses as text, of a job that does not record its rows
-      dispatch.jsonl  ranker.jsonl  elastic.jsonl                                    where a job has them
+      dispatch.jsonl  ranker.jsonl  elastic.jsonl  sampler.jsonl                     where a job has them
       checkpoints/       of the trainer, each a model directory too
       first-prompt       of a run that was lengthened: where its table begins in the data
       rows/              recorded rows, by table (`queue.record`)
@@ -124,6 +124,7 @@ class RunFolder:
         if self._is_new:
             self.check_new()
             self._is_new = False
+        self._check_sampler(job)
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "logs").mkdir(exist_ok=True)
         start = RunStart(
@@ -137,6 +138,16 @@ class RunFolder:
             self._reopen(job)
         _replace(self.path / JOB, job_as_toml(job))
         _replace(self.path / ABOUT, msgspec.json.format(msgspec.json.encode([*self.starts(), start])).decode() + "\n")
+
+    def _check_sampler(self, job: Job) -> None:
+        """The prompts that were put followed the order of the data, or did not: only the file of a sampler says which
+        are next."""
+        if (self.path / JOB).exists() and bool(began := self.job().data.sampler.by) != bool(job.data.sampler.by):
+            raise UsageError(
+                f"data.sampler.by={job.data.sampler.by!r} with the run in {self.path}, which began with by={began!r}: "
+                f"go on with that, or start a new run with --set checkpoint.resume={self.path}, which begins at its "
+                "checkpoints"
+            )
 
     def _reopen(self, job: Job) -> None:
         """Let a finished run go on."""

@@ -19,6 +19,7 @@ from transferqueue.adapters.builtin import is_builtin
 from transferqueue.adapters.stages.reward_functions import load_callable
 from transferqueue.errors import Impossible, NotFound, PeerError, Unreachable, UsageError, listing
 from transferqueue.workflows.job.data.prompt_data import PromptData, open_all
+from transferqueue.workflows.job.data.sampler import BY_RATE
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, class_environment, revision_of
 from transferqueue.workflows.job.devices.cores import THREADS
 from transferqueue.workflows.job.devices.device_bytes import NUMBER_BYTES
@@ -179,6 +180,7 @@ def _names(job: Job) -> Iterator[tuple[str, str]]:
     """Yield what the job names by text to be imported, by its key. It is checked before what takes longer."""
     for place, name in enumerate(job.log.to):
         yield f"log.to.{place}", "" if name in LOGGERS else name
+    yield "data.sampler.by", "" if job.data.sampler.by == BY_RATE else job.data.sampler.by
     for reward in job.reward:
         yield "reward.function", reward.function
     for place, environment in enumerate(job.environment):

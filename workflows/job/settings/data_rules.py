@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from transferqueue.errors import Impossible, UsageError, listing
 from transferqueue.workflows.job.settings.defaults import KINDS, defaults_of
 from transferqueue.workflows.job.settings.environment_factories import environment_name
-from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.settings.job import Job, SamplerSettings
 from transferqueue.workflows.job.settings.sizes import (
     merged_for,
 )
@@ -91,6 +91,31 @@ def _mixture(job: Job) -> None:
         raise UsageError(
             f"data.epochs={data.epochs} with data.sources: each source is passed over as often as its weight needs; "
             "leave it out, and set steps"
+        )
+
+
+def _sampler(job: Job) -> None:
+    sampler = job.data.sampler
+    if not sampler.by:
+        if sampler != SamplerSettings():
+            raise UsageError('data.sampler without by: the prompts follow the order of the data; set by="pass_rate"')
+        return
+    if sampler.by != "pass_rate" and not FUNCTION.fullmatch(sampler.by):
+        raise UsageError(
+            f'data.sampler.by={sampler.by!r}: give "pass_rate", or a function as "module:function" or '
+            '"file.py:function"'
+        )
+    if not defaults_of(job.algorithm.kind).compares:
+        raise UsageError(
+            f"data.sampler.by={sampler.by!r} with kind={job.algorithm.kind!r}, which compares no responses to a "
+            "prompt: there is no pass rate; leave it out"
+        )
+    if sampler.low > sampler.high:
+        raise UsageError(f"data.sampler.low={sampler.low:g} is above high={sampler.high:g}: no prompt is between")
+    if job.data.epochs:
+        raise UsageError(
+            f"data.epochs={job.data.epochs} with data.sampler: prompts come again by their pass rates; leave it out, "
+            "and set steps"
         )
 
 
@@ -292,6 +317,7 @@ DATA_RULES: Final[tuple[Callable[[Job], None], ...]] = (
     _dtypes,
     _data,
     _mixture,
+    _sampler,
     _models_of_the_kind,
     _adapters,
     _published_adapters,

@@ -118,6 +118,29 @@ class MixtureSource(DataPart):
     ] = 1.0
 
 
+class SamplerSettings(_Table):
+    """Which prompts a step takes."""
+
+    by: Annotated[
+        str,
+        "`pass_rate`: a `share` of the prompts of each step is drawn from those whose pass rate, that of their newest"
+        " group, is from `low` to `high`. Or a function of your own, `module:function` or `file.py:function`, that"
+        " chooses these. Empty: all follow the order of the data.",
+        For("data of mixed difficulty, much of it too hard or too easy"),
+    ] = ""
+    low: Annotated[float, "Least pass rate.", For("data with many prompts that no response answers")] = 0.2
+    high: Annotated[float, "Largest pass rate.", For("data with many prompts that each response answers")] = 0.8
+    share: Annotated[
+        float,
+        "Part of each step, and of each source, that is chosen so: on average, and less where fewer fit. The others"
+        " follow the order of the data, so new prompts come too, and old ones are measured again.",
+        For("small shares of useful prompts: more; pass rates that change fast: less"),
+    ] = 0.5
+    pass_reward: Annotated[
+        float, "Least reward of a response that passes.", For("rewards where a right answer gives other than 1")
+    ] = 1.0
+
+
 class DataSettings(_Table):
     """The prompts that the policy is trained on."""
 
@@ -137,6 +160,7 @@ class DataSettings(_Table):
         "Split of a directory, by the names of its files. Where `path` is a file, it is not read.",
         For("data with several splits"),
     ] = "train"
+    sampler: SamplerSettings = SamplerSettings()
     sources: Annotated[
         tuple[MixtureSource, ...],
         "Several data sets instead of `path`, mixed by weight: `{ path, weight, … }`, with the keys `subset`, `split`,"

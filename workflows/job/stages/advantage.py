@@ -28,11 +28,12 @@ from transferqueue.workflows.job.algorithms.advantages import (
     advantage_columns_of,
     group_advantages,
 )
-from transferqueue.workflows.job.names import ADVANTAGE, OPEN_STATES
+from transferqueue.workflows.job.names import ADVANTAGE, DATA_ROW, OPEN_STATES
 from transferqueue.workflows.job.settings.defaults import columns_of, filled
 from transferqueue.workflows.job.settings.job import IN_TURN, Job
 from transferqueue.workflows.job.settings.sizes import depth, group_rows, has_step_versions
 from transferqueue.workflows.job.stages.all_dropped_guard import AllDroppedGuard
+from transferqueue.workflows.job.stages.pass_rates import tell_rates
 from transferqueue.workflows.job.stages.step_versions import StepVersions, step_versions
 
 ZERO_ADVANTAGE: Final = "zero_advantage"
@@ -57,6 +58,8 @@ def advantage(context: Context) -> Iterator[Work]:
             yield PartialResult(at=np.arange(len(batch)), columns={}, unfinished=True)
             return
         rewards_B = batch["rewards"].numpy()
+        if job.data.sampler.by:
+            tell_rates(context.queue, job, batch[DATA_ROW].numpy(), batch.group_id, rewards_B)
         taught_B = _differ(rewards_B, batch.group_id) if algorithm.filter_equal else np.ones(len(batch), bool)
         order = np.argsort(batch.ordinal, kind="stable")
         at, equal = order[taught_B[order]], order[~taught_B[order]]

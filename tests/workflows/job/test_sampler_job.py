@@ -1,0 +1,79 @@
+"""Prompts by pass rate in a whole job: it repeats whatever dies after prompts were chosen, and goes on by --resume."""
+
+import os
+import shutil
+import signal
+
+import pytest
+
+from tests.workflows.job import short_run
+from tests.workflows.job.short_run import ROWS, STEPS, final_weights, finished, lines, train, wait_for
+from transferqueue.workflows.job.run_files import SAMPLER
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytest.importorskip("transformers", exc_type=ImportError)
+
+WORDS = ("job.toml", "--json", "--set", 'evaluation.path=""')
+PROMPTS = 4
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A job whose steps repeat prompts, and its undisturbed run in ``whole``."""
+    place = short_run.make_place(tmp_path_factory.mktemp("job"), "sampled")
+    finished(train(place, *WORDS, "--out", "whole"))
+    steps = lines(place / "whole" / SAMPLER)
+    assert [step["first"] for step in steps] == [PROMPTS * number for number in range(STEPS)]
+    in_order = sum(steps[-1]["places"])
+    assert STEPS * PROMPTS - in_order >= STEPS, "so many were chosen"
+    return place
+
+
+@pytest.mark.parametrize(
+    "names", [("prompts", "advantage"), pytest.param(("prompts", "server"), marks=pytest.mark.long)]
+)
+def test_a_run_takes_the_same_prompts_though_its_source_dies(place, tmp_path, names):
+    folder = tmp_path / "run"
+    process = train(place, *WORDS, "--out", str(folder))
+    wait_for(process, folder / SAMPLER, 2)
+    for name in names:
+        os.kill(short_run.pid_of(process.pid, name), signal.SIGKILL)
+    outcome = finished(process)
+    assert (outcome["starts"], outcome["rows_put"], outcome["rows_done"]) == (1, ROWS, ROWS)
+    assert "prompts-0" in [restart["label"] for restart in lines(folder / "restarts.jsonl")]
+    assert lines(folder / SAMPLER) == lines(place / "whole" / SAMPLER)
+    assert final_weights(folder) == final_weights(place / "whole")
+
+
+@pytest.mark.parametrize("queue", ["kept", pytest.param("lost", marks=pytest.mark.long)])
+def test_resume_goes_on_with_the_same_prompts(place, tmp_path, queue):
+    folder = tmp_path / "run"
+    process = train(place, *WORDS, "--out", str(folder))
+    wait_for(process, folder / SAMPLER, 4)
+    for pid in [*short_run.descendants(process.pid), process.pid]:
+        os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert len(lines(folder / SAMPLER)) == STEPS, "killed after the last choice"
+    if queue == "lost":  # the table begins anew at the newest checkpoint
+        for name in ("state", "snapshots"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+    resumed = finished(train(place, *WORDS, "--resume", "--out", str(folder)))
+    assert (resumed["starts"], resumed["steps"], resumed["rows_dropped"]) == (2, STEPS, {})
+    both = [[step["rows"] for step in lines(run / SAMPLER)] for run in (folder, place / "whole")]
+    assert both[0] == both[1]
+    assert final_weights(folder) == final_weights(place / "whole")
+
+
+@pytest.mark.long
+def test_a_resume_whose_file_of_prompts_is_lost_ends_with_its_name(place, tmp_path):
+    folder = tmp_path / "run"
+    process = train(place, *WORDS, "--out", str(folder))
+    wait_for(process, folder / SAMPLER, 2)
+    for pid in [*short_run.descendants(process.pid), process.pid]:
+        os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    (folder / SAMPLER).unlink()
+    resumed = train(place, *WORDS, "--resume", "--out", str(folder))
+    _, stderr = resumed.communicate(timeout=200)
+    assert resumed.returncode in (2, 3)
+    assert f"{SAMPLER} has the first 0 prompts of the run, and" in stderr
