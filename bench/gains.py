@@ -24,6 +24,8 @@ TITLES: Final = {
     "reward": "Reward at equal samples",
     "lora": "Adapters alone, and merged weights",
     "record": "A job that records its rows",
+    "sampler": "Prompts by pass rate",
+    "passes": "A second pass over the rows of a step",
 }
 ENGINES: Final = {
     "vllm": "vLLM's CPU build",
@@ -95,6 +97,9 @@ def _rewards(base: str) -> Iterator[tuple[str, str]]:
     yield "held-out reward at the end", "held-out reward"
     yield "versions behind", "staleness"
     yield "bytes a version", "bytes a version"
+    yield "steps until the held-out reward", "steps until the held-out reward"
+    yield "tokens until then", "tokens until the held-out reward"
+    yield f"over {base}, by seeds", f"tokens until the held-out reward over {base}"
 
 
 def _of(results: dict[str, MeasuredResult], rung: str, column: tuple[str, str]) -> MeasuredResult | None:

@@ -22,6 +22,12 @@ direction each second time; figures are over the steps after the first.
   figures, and the bytes of a version. Synchronous steps, so that nothing depends on the time.
 - *record*: what `queue.record` costs: asynchronous steps without it and with it. Only some steps overlap the writing of
   a file, so a second ratio, *all steps*, is of the seconds from the first step to the last.
+- *sampler*: what prompts by pass rate gain: `data.sampler` and the order of the data, on prompts of which eight in
+  twenty are solved by any response, eight by none before the end, and the others one after the other. Synchronous
+  steps, a seed a turn; the steps, and the tokens generated in them, until an evaluation of held-out prompts has the
+  reward ``--until``. There is one every two steps.
+- *passes*: what a second pass over the rows of a step (`algorithm.epochs`) gains at equal generated tokens; the same
+  figures.
 
 In asyncflow and streamrl a response has a length that its prompt and seed decide (`bench.given_lengths`), ``--skew
 published`` or ``mild``. ``--engine paced`` takes the published times of a 7B model and no core: then a run says what
@@ -69,6 +75,9 @@ BY_LENGTH: Final = {"dispatch.kind": "length"}
 FOUR_AHEAD: Final = AHEAD | {"pacing.depth": "4"}
 CORRECTED: Final = {"algorithm.old": "trainer", "algorithm.tis_max": "2.0"}
 UNCORRECTED: Final = {"algorithm.old": "rollout"}
+EVALUATED_EXACTLY: Final = {"pacing.mode": "sync", "weights.keep": "128"}
+"""Evaluations lag behind, and each needs the weights of its step."""
+BY_RATE: Final = {"data.sampler.by": "pass_rate", "data.sampler.low": "0.1", "data.sampler.high": "0.9"}
 LORA: Final = {"pacing.mode": "sync", "trainer.lora_rank": "8", "trainer.lora_alpha": "16.0"}
 LADDERS: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = {
     "modes": {
@@ -108,11 +117,21 @@ LADDERS: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = {
         "adapters alone": LORA | {"weights.lora": "adapter"},
     },
     "record": {"no record": AHEAD, "record": AHEAD | {"queue.record": "on"}},
+    "sampler": {
+        "in the order of the data": EVALUATED_EXACTLY,
+        "by pass rate": EVALUATED_EXACTLY | BY_RATE,
+    },
+    "passes": {
+        "one pass": EVALUATED_EXACTLY,
+        "two passes": EVALUATED_EXACTLY | {"algorithm.epochs": "2"},
+    },
 }
 """Rungs of each ladder, and the settings that each changes. Ratios are to the first."""
-REWARDED: Final = ("reward", "lora")
+EVALUATED: Final = ("sampler", "passes")
+"""Ladders that compare the steps until a held-out reward."""
+REWARDED: Final = ("reward", "lora", *EVALUATED)
 """Ladders that compare rewards at equal samples."""
-PLAIN_JOBS: Final = ("modes", "reward", "lora", "record")
+PLAIN_JOBS: Final = ("modes", "record", *REWARDED)
 """Ladders of jobs with an engine by its kind, one reward function, and responses that end as the model ends them."""
 ENGINES_OF: Final = {
     "modes": ("vllm", "transformers"),
@@ -120,6 +139,7 @@ ENGINES_OF: Final = {
     "reward": ("builtin", "vllm", "transformers"),
     "lora": ("vllm", "transformers"),
     "record": ("builtin", "vllm", "transformers"),
+    **dict.fromkeys(EVALUATED, ("builtin", "vllm", "transformers")),
 }
 """Engines of the ladders that do not have all those of given lengths."""
 SCORED: Final = ("asyncflow", "streamrl")
@@ -128,6 +148,8 @@ PUBLISHED: Final = {
     "asyncflow": "1.00, 2.01 with TransferQueue, 2.74 asynchronous (7B, 512 NPUs)",
     "streamrl": "1.00 colocated, 1.08 with dispatch, 1.23 streamed, 1.48 asynchronous (72B)",
 }
+UNTIL: Final = 0.7
+"""Held-out reward whose steps the ladders `EVALUATED` count."""
 USUAL: Final[Mapping[str, Any]] = {"engine": "transformers", "size": "rounds", "runs": 3, "steps": 12, "lr": 1e-4}
 USUAL_OF: Final[Mapping[str, Mapping[str, Any]]] = {
     "modes": {"size": "tiny"},
@@ -135,11 +157,15 @@ USUAL_OF: Final[Mapping[str, Mapping[str, Any]]] = {
     "reward": {"engine": "builtin", "size": "tiny", "runs": 5, "steps": 30},
     "lora": {"size": "tiny", "steps": 30, "lr": 4e-3},
     "record": {"engine": "builtin", "size": "tiny", "runs": 5, "steps": 30},
+    **{name: {"engine": "builtin", "size": "tiny", "steps": 80, "until": UNTIL} for name in EVALUATED},
 }
 """What a ladder takes where the command does not say."""
 QUICK: Final = {"runs": 1, "steps": 2}
 RUN_S: Final = 1800.0
 PROMPT_TOKENS: Final = 40
+LEAST: Final = (*[0] * 8, 14, 16, 18, 20, *[22] * 8)
+"""Of twenty prompts of the ladder `sampler`: the even tokens that a response needs to solve each. A model that knows
+nothing has about twelve, of 24 tokens."""
 HELD_OUT: Final = 128
 """Prompts whose reward ends a run of a ladder that compares rewards, with two responses each."""
 KEPT, SETTINGS = "runs.jsonl", "settings.json"
@@ -187,11 +213,15 @@ log = {{ samples = 0 }}
 queue = {{ memory_gib = 0.25 }}
 """
 EVALUATION: Final = f"""
-evaluation = {{ path = "data", every = 0, rows = {HELD_OUT}, samples = 2, temperature = 1.0 }}
+evaluation = {{{{ path = "data", every = {{every}}, rows = {HELD_OUT}, samples = 2, temperature = 1.0 }}}}
 """
 REWARD: Final = """
 def even(completion_ids, **columns):
     return [sum(token % 2 == 0 for token in ids) / max(1, len(ids)) for ids in completion_ids]
+
+
+def solved(completion_ids, least, **columns):
+    return [float(sum(token % 2 == 0 for token in ids) >= wanted) for ids, wanted in zip(completion_ids, least)]
 """
 
 
@@ -210,6 +240,8 @@ class RungRun:
         staleness: Versions between the weights of a row and those of the trainer, mean over all rows.
         recall: The ranker's; NaN: the rung has no dispatch, or too few steps.
         version_bytes: That the trainer wrote for a version, mean over all.
+        reached_steps: Steps before the first evaluation with the reward; NaN: none had it.
+        reached_tokens: That were generated in them.
     """
 
     rows: int
@@ -222,6 +254,8 @@ class RungRun:
     staleness: float = 0.0
     recall: float = math.nan
     version_bytes: float = 0.0
+    reached_steps: float = math.nan
+    reached_tokens: float = math.nan
 
     @property
     def rate(self) -> float:
@@ -241,10 +275,14 @@ def prepare(place: Path, chosen: argparse.Namespace) -> None:
         make(place / "model", kind="builtin", max_position_embeddings=PROMPT_TOKENS + size.tokens, **size.model)
     else:
         make(place / "model", tie_word_embeddings=False, **size.model)
-    rewards = ['{ function = "even_reward:even" }']
+    rewards = [f'{{ function = "even_reward:{"solved" if chosen.ladder == "sampler" else "even"}" }}']
     (place / "even_reward.py").write_text(REWARD)
     if chosen.ladder in PLAIN_JOBS:
         write_data(place / "data", train=2048, test=HELD_OUT)
+        for file in (place / "data").glob("*.jsonl") if chosen.ladder == "sampler" else ():
+            lines = [json.loads(line) for line in file.read_text().splitlines()]
+            with_least = [line | {"least": LEAST[at % len(LEAST)]} for at, line in enumerate(lines)]
+            file.write_text("".join(json.dumps(line) + "\n" for line in with_least))
     else:
         (place / "data").mkdir()
         lines = [json.dumps({"question": text}) for text in texts(2048, seed=0)]
@@ -254,7 +292,7 @@ def prepare(place: Path, chosen: argparse.Namespace) -> None:
         rewards.append('{ model = "judge" }')
     terms = {"prompts": size.prompts, "group": size.group, "tokens": size.tokens, "rewards": ", ".join(rewards)}
     terms |= {"kl": 0.01 if chosen.ladder in SCORED else 0.0, "prompt_tokens": PROMPT_TOKENS}
-    evaluation = EVALUATION if chosen.ladder in REWARDED else ""
+    evaluation = EVALUATION.format(every=2 * (chosen.ladder in EVALUATED)) if chosen.ladder in REWARDED else ""
     (place / "job.toml").write_text(JOB.format(engines=", ".join(_engines(chosen)), **terms) + evaluation)
 
 
@@ -305,7 +343,7 @@ def run(place: Path, rung: str, turn: int, chosen: argparse.Namespace) -> RungRu
     seconds = [later["at"] - earlier["at"] for earlier, later in pairwise(lines)]
     reward = mean(line["reward"] for line in lines)
     found = RungRun(size.rows, seconds, whole_s, {}, reached_s(lines, chosen.until), reward)
-    return found if rung in SCRIPTS else replace(found, **_of_job(place / name, lines))
+    return found if rung in SCRIPTS else replace(found, **_of_job(place / name, lines, chosen.until))
 
 
 def reached_s(lines: Sequence[Mapping[str, Any]], until: float | None) -> float:
@@ -318,7 +356,7 @@ def reached_s(lines: Sequence[Mapping[str, Any]], until: float | None) -> float:
     return math.nan
 
 
-def _of_job(folder: Path, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _of_job(folder: Path, lines: Sequence[Mapping[str, Any]], until: float | None) -> dict[str, Any]:
     """Return what the folder of a run says beside its steps."""
     summary = json.loads((folder / "summary.json").read_text())
     step_s = summary["trained_s"] / summary["steps"]
@@ -327,13 +365,24 @@ def _of_job(folder: Path, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rows = summary["staleness"]
     staleness = sum(int(versions) * count for versions, count in rows.items()) / sum(rows.values())
     held_out = math.nan if summary["after"] is None else summary["after"]
+    reached = _reached_steps(folder / "evaluations.jsonl", until)
     return {
         "stages": stages,
         "staleness": staleness,
         "held_out": held_out,
         "recall": _recall(folder / "ranker.jsonl"),
         "version_bytes": summary["publications"].get("train-0", {}).get("bytes", 0.0),
+        "reached_steps": reached,
+        "reached_tokens": sum(line["rows"] * line["length_mean"] for line in lines if line["step"] <= reached)
+        or math.nan,
     }
+
+
+def _reached_steps(file: Path, until: float | None) -> float:
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return min(
+        (float(line["step"]) for line in lines if until is not None and line["reward"] >= until), default=math.nan
+    )
 
 
 def _recall(file: Path) -> float:
@@ -437,6 +486,11 @@ def _of_rung(rung: str, runs: Sequence[RungRun], ladder: str) -> Iterator[Measur
     yield summarize(f"{rung}: whole run", "s", [each.whole_s for each in runs])
     if reached := [each.reached_s for each in runs if not math.isnan(each.reached_s)]:
         yield summarize(f"{rung}: until the reward, {len(reached)} of {len(runs)} runs", "s", reached)
+    for unit in ("steps", "tokens"):
+        values = [getattr(each, f"reached_{unit}") for each in runs]
+        if reached := [value for value in values if not math.isnan(value)]:
+            name = f"{rung}: {unit} until the held-out reward, {len(reached)} of {len(runs)} runs"
+            yield summarize(name, "count", reached)
     if stages := [each.stages for each in runs if each.stages.keys() >= {"rollout", "train"}]:
         yield summarize(f"{rung}: generation", "s", [each["rollout"] for each in stages])
         yield summarize(f"{rung}: training", "s", [each["train"] for each in stages])
@@ -469,6 +523,13 @@ def results(
             for name, value in REWARDS.items():
                 costs = [value(first) - value(each) for each, first in zip(runs, found[base], strict=True)]
                 yield summarize(f"{rung}: {name} below {base}", "ratio", costs)
+        for unit in ("steps", "tokens") if rung != base else ():
+            pairs = [
+                [getattr(each, f"reached_{unit}") for each in pair] for pair in zip(runs, found[base], strict=True)
+            ]
+            shares = [own / first for own, first in pairs]
+            if not any(map(math.isnan, shares)):
+                yield summarize(f"{rung}: {unit} until the held-out reward over {base}", "ratio", shares)
     alone = found.get("whole batches", ())
     for rung, runs in found.items():
         if alone and rung not in SCRIPTS and ladder not in PLAIN_JOBS:
@@ -488,20 +549,25 @@ def main() -> None:
     parser.add_argument(
         "--engine",
         choices=("builtin", *ENGINES),
-        help="default: transformers; for elastic paced, for reward and record builtin",
+        help="default: transformers; for elastic paced, for reward, record, sampler and passes builtin",
     )
     parser.add_argument(
         "--size",
         choices=tuple(SIZES),
-        help="default: tiny for modes, reward, lora and record, paced for elastic, else rounds",
+        help="default: paced for elastic, tiny for most, rounds for asyncflow and streamrl",
     )
     parser.add_argument("--skew", choices=tuple(SKEWS), default="published", help="of lengths (default: published)")
     parser.add_argument(
         "--runs", type=int, help="of each rung (default: 3, for reward and record 5; one takes some minutes)"
     )
-    parser.add_argument("--steps", type=int, help="of each run (default: 12 or 30)")
+    parser.add_argument("--steps", type=int, help="of each run (default: 12, 30 or 80)")
     parser.add_argument("--lr", type=float, help="learning rate (default: 1e-4, for lora 4e-3)")
-    parser.add_argument("--until", type=float, help="mean reward of three steps whose time is to be told")
+    parser.add_argument(
+        "--until",
+        type=float,
+        help="mean reward: the seconds until three steps have it, and the steps until held-out prompts have it "
+        f"(default for sampler and passes: {UNTIL})",
+    )
     parser.add_argument("--rungs", nargs="+", help="default: all")
     parser.add_argument("--quick", action="store_true", help="one run of two steps a rung: to try the command")
     parser.add_argument("--keep", type=Path, help="folder for the runs; the same command goes on after those it has")

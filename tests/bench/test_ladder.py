@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 from bench.gains import markdown, newest, tables
 from bench.given_lengths import difficulty_of, length_of, published_lengths
-from bench.ladder import KEPT, PLAIN, RungRun, _recall, begin, bound_s, keep, kept, reached_s, results
+from bench.ladder import KEPT, PLAIN, RungRun, _reached_steps, _recall, begin, bound_s, keep, kept, reached_s, results
 from bench.measurement_record import Measurement
 from bench.run_record import RECORDS
 from transferqueue.adapters.protocols import Prompt
@@ -78,6 +79,28 @@ def test_recall_is_that_of_the_later_half_of_refits(tmp_path: Path) -> None:
     assert _recall(file) == pytest.approx(0.8)
 
 
+def test_the_steps_until_a_held_out_reward_are_those_before_the_first_evaluation_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "evaluations.jsonl"
+    assert math.isnan(_reached_steps(file, 0.5))
+    lines = [{"step": step, "reward": reward} for step, reward in ((0, 0.1), (2, 0.6), (4, 0.4), (6, 0.9))]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    assert (_reached_steps(file, 0.5), _reached_steps(file, 0.7)) == (2, 6)
+    assert math.isnan(_reached_steps(file, 0.95))
+    assert math.isnan(_reached_steps(file, None))
+
+
+def test_steps_until_a_reward_are_compared_where_each_seed_reached_it() -> None:
+    def runs(*steps: float) -> list[RungRun]:
+        return [RungRun(64, [1.0], 9.0, {}, reached_steps=each, reached_tokens=9 * each) for each in steps]
+
+    found = {r.name: r.median for r in results({"one pass": runs(40, 60), "two passes": runs(30, 30)}, "passes", 2)}
+    assert found["one pass: steps until the held-out reward, 2 of 2 runs"] == 50
+    assert found["two passes: tokens until the held-out reward over one pass"] == 0.625
+    names = {r.name for r in results({"one pass": runs(40, math.nan), "two passes": runs(30, 30)}, "passes", 2)}
+    assert "one pass: steps until the held-out reward, 1 of 2 runs" in names
+    assert not any("reward over one pass" in name for name in names)
+
+
 def of_seed(reward: float, held_out: float, staleness: float = 0.0) -> RungRun:
     return RungRun(64, [1.0], 9.0, STAGES, 1.0, reward=reward, held_out=held_out, staleness=staleness, recall=0.7)
 
@@ -130,7 +153,9 @@ def test_rungs_with_adapters_are_compared_by_seeds_and_by_bytes() -> None:
 
 
 def test_a_ladder_without_a_record_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="no record of modes, asyncflow, streamrl, elastic, reward, lora, record: "):
+    with pytest.raises(
+        SystemExit, match="no record of modes, asyncflow, streamrl, elastic, reward, lora, record, sampler, passes: "
+    ):
         tables([], tmp_path)
     shutil.copy(next(RECORDS.glob("ladder-reward-*.json")), tmp_path)
     said = re.escape("no record of asyncflow, streamrl: python -m bench.ladder NAME --into bench/records")
@@ -140,12 +165,10 @@ def test_a_ladder_without_a_record_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_keeps_the_runs_of_one_setting(tmp_path: Path) -> None:
-    for turn, run in enumerate(REWARDS["asynchronous"]):
+    runs = [replace(run, reached_steps=2.0, reached_tokens=18.0) for run in REWARDS["asynchronous"]]
+    for turn, run in enumerate(runs):
         keep(tmp_path, "asynchronous", turn, run)
-    assert kept(tmp_path) == {
-        ("asynchronous", 0): REWARDS["asynchronous"][0],
-        ("asynchronous", 1): REWARDS["asynchronous"][1],
-    }
+    assert kept(tmp_path) == {("asynchronous", 0): runs[0], ("asynchronous", 1): runs[1]}
     (tmp_path / "settings.json").write_text(json.dumps({"steps": 60}))
     nothing: Any = None
     begin(tmp_path, {"steps": 60}, nothing)
