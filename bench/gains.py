@@ -25,7 +25,6 @@ TITLES: Final = {
     "lora": "Adapters alone, and merged weights",
     "record": "A job that records its rows",
     "sampler": "Prompts by pass rate",
-    "passes": "A second pass over the rows of a step",
 }
 ENGINES: Final = {
     "vllm": "vLLM's CPU build",

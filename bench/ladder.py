@@ -26,8 +26,6 @@ direction each second time; figures are over the steps after the first.
   twenty are solved by any response, eight by none before the end, and the others one after the other. Synchronous
   steps, a seed a turn; the steps, and the tokens generated in them, until an evaluation of held-out prompts has the
   reward ``--until``. There is one every two steps.
-- *passes*: what a second pass over the rows of a step (`algorithm.epochs`) gains at equal generated tokens; the same
-  figures.
 
 In asyncflow and streamrl a response has a length that its prompt and seed decide (`bench.given_lengths`), ``--skew
 published`` or ``mild``. ``--engine paced`` takes the published times of a 7B model and no core: then a run says what
@@ -121,15 +119,9 @@ LADDERS: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = {
         "in the order of the data": EVALUATED_EXACTLY,
         "by pass rate": EVALUATED_EXACTLY | BY_RATE,
     },
-    "passes": {
-        "one pass": EVALUATED_EXACTLY,
-        "two passes": EVALUATED_EXACTLY | {"algorithm.epochs": "2"},
-    },
 }
 """Rungs of each ladder, and the settings that each changes. Ratios are to the first."""
-EVALUATED: Final = ("sampler", "passes")
-"""Ladders that compare the steps until a held-out reward."""
-REWARDED: Final = ("reward", "lora", *EVALUATED)
+REWARDED: Final = ("reward", "lora", "sampler")
 """Ladders that compare rewards at equal samples."""
 PLAIN_JOBS: Final = ("modes", "record", *REWARDED)
 """Ladders of jobs with an engine by its kind, one reward function, and responses that end as the model ends them."""
@@ -139,7 +131,7 @@ ENGINES_OF: Final = {
     "reward": ("builtin", "vllm", "transformers"),
     "lora": ("vllm", "transformers"),
     "record": ("builtin", "vllm", "transformers"),
-    **dict.fromkeys(EVALUATED, ("builtin", "vllm", "transformers")),
+    "sampler": ("builtin", "vllm", "transformers"),
 }
 """Engines of the ladders that do not have all those of given lengths."""
 SCORED: Final = ("asyncflow", "streamrl")
@@ -148,8 +140,9 @@ PUBLISHED: Final = {
     "asyncflow": "1.00, 2.01 with TransferQueue, 2.74 asynchronous (7B, 512 NPUs)",
     "streamrl": "1.00 colocated, 1.08 with dispatch, 1.23 streamed, 1.48 asynchronous (72B)",
 }
-UNTIL: Final = 0.7
-"""Held-out reward whose steps the ladders `EVALUATED` count."""
+UNTIL: Final = 0.58
+"""Held-out reward until which `sampler` counts the steps: the prompts that any response solves and the four others
+before the hardest give 0.6."""
 USUAL: Final[Mapping[str, Any]] = {"engine": "transformers", "size": "rounds", "runs": 3, "steps": 12, "lr": 1e-4}
 USUAL_OF: Final[Mapping[str, Mapping[str, Any]]] = {
     "modes": {"size": "tiny"},
@@ -157,7 +150,7 @@ USUAL_OF: Final[Mapping[str, Mapping[str, Any]]] = {
     "reward": {"engine": "builtin", "size": "tiny", "runs": 5, "steps": 30},
     "lora": {"size": "tiny", "steps": 30, "lr": 4e-3},
     "record": {"engine": "builtin", "size": "tiny", "runs": 5, "steps": 30},
-    **{name: {"engine": "builtin", "size": "tiny", "steps": 80, "until": UNTIL} for name in EVALUATED},
+    "sampler": {"engine": "builtin", "size": "tiny", "steps": 80, "until": UNTIL},
 }
 """What a ladder takes where the command does not say."""
 QUICK: Final = {"runs": 1, "steps": 2}
@@ -292,7 +285,7 @@ def prepare(place: Path, chosen: argparse.Namespace) -> None:
         rewards.append('{ model = "judge" }')
     terms = {"prompts": size.prompts, "group": size.group, "tokens": size.tokens, "rewards": ", ".join(rewards)}
     terms |= {"kl": 0.01 if chosen.ladder in SCORED else 0.0, "prompt_tokens": PROMPT_TOKENS}
-    evaluation = EVALUATION.format(every=2 * (chosen.ladder in EVALUATED)) if chosen.ladder in REWARDED else ""
+    evaluation = EVALUATION.format(every=2 * (chosen.ladder == "sampler")) if chosen.ladder in REWARDED else ""
     (place / "job.toml").write_text(JOB.format(engines=", ".join(_engines(chosen)), **terms) + evaluation)
 
 
@@ -527,7 +520,7 @@ def results(
             pairs = [
                 [getattr(each, f"reached_{unit}") for each in pair] for pair in zip(runs, found[base], strict=True)
             ]
-            shares = [own / first for own, first in pairs]
+            shares = [own / first if first else math.nan for own, first in pairs]
             if not any(map(math.isnan, shares)):
                 yield summarize(f"{rung}: {unit} until the held-out reward over {base}", "ratio", shares)
     alone = found.get("whole batches", ())
@@ -549,7 +542,7 @@ def main() -> None:
     parser.add_argument(
         "--engine",
         choices=("builtin", *ENGINES),
-        help="default: transformers; for elastic paced, for reward, record, sampler and passes builtin",
+        help="default: transformers; for elastic paced, for reward, record and sampler builtin",
     )
     parser.add_argument(
         "--size",
@@ -566,7 +559,7 @@ def main() -> None:
         "--until",
         type=float,
         help="mean reward: the seconds until three steps have it, and the steps until held-out prompts have it "
-        f"(default for sampler and passes: {UNTIL})",
+        f"(default for sampler: {UNTIL})",
     )
     parser.add_argument("--rungs", nargs="+", help="default: all")
     parser.add_argument("--quick", action="store_true", help="one run of two steps a rung: to try the command")

@@ -93,12 +93,18 @@ def test_steps_until_a_reward_are_compared_where_each_seed_reached_it() -> None:
     def runs(*steps: float) -> list[RungRun]:
         return [RungRun(64, [1.0], 9.0, {}, reached_steps=each, reached_tokens=9 * each) for each in steps]
 
-    found = {r.name: r.median for r in results({"one pass": runs(40, 60), "two passes": runs(30, 30)}, "passes", 2)}
-    assert found["one pass: steps until the held-out reward, 2 of 2 runs"] == 50
-    assert found["two passes: tokens until the held-out reward over one pass"] == 0.625
-    names = {r.name for r in results({"one pass": runs(40, math.nan), "two passes": runs(30, 30)}, "passes", 2)}
-    assert "one pass: steps until the held-out reward, 1 of 2 runs" in names
-    assert not any("reward over one pass" in name for name in names)
+    def found(*base: float) -> dict[str, float]:
+        rungs = {"in the order of the data": runs(*base), "by pass rate": runs(30, 30)}
+        return {each.name: each.median for each in results(rungs, "sampler", 2)}
+
+    steps, share = "steps until the held-out reward", "by pass rate: tokens until the held-out reward over"
+    both = found(40, 60)
+    assert both[f"in the order of the data: {steps}, 2 of 2 runs"] == 50
+    assert both[f"{share} in the order of the data"] == 0.625
+    for least, reached in ((math.nan, 1), (0, 2)):
+        one = found(40, least)
+        assert f"in the order of the data: {steps}, {reached} of 2 runs" in one
+        assert not any("reward over in the order" in name for name in one)
 
 
 def of_seed(reward: float, held_out: float, staleness: float = 0.0) -> RungRun:
@@ -154,7 +160,7 @@ def test_rungs_with_adapters_are_compared_by_seeds_and_by_bytes() -> None:
 
 def test_a_ladder_without_a_record_is_named(tmp_path: Path) -> None:
     with pytest.raises(
-        SystemExit, match="no record of modes, asyncflow, streamrl, elastic, reward, lora, record, sampler, passes: "
+        SystemExit, match="no record of modes, asyncflow, streamrl, elastic, reward, lora, record, sampler: "
     ):
         tables([], tmp_path)
     shutil.copy(next(RECORDS.glob("ladder-reward-*.json")), tmp_path)
