@@ -38,11 +38,12 @@ def report_channel(table: str, engine: str) -> str:
     return f"{table}/decode/{engine}"
 
 
-def publish(queue: tq.Queue, channel: str, value: msgspec.Struct, *, keep: int = 1) -> int:
+def publish(queue: tq.Queue, channel: str, value: object, *, keep: int = 1, version: int | None = None) -> int:
     """Publish `value` as the next version of `channel`, of which `keep` are kept, and return the version. Blocks for
-    two calls."""
-    known = queue.stats().channels.get(channel)
-    version = 0 if known is None else known.newest + 1
+    two calls; for one if it is told which `version` is next."""
+    if version is None:
+        known = queue.stats().channels.get(channel)
+        version = 0 if known is None else known.newest + 1
     encoded = np.frombuffer(msgspec.json.encode(value), np.uint8)
     queue.weights(channel, keep=keep).publish(version, {_VALUE: encoded})
     return version
@@ -57,9 +58,11 @@ def newest(queue: tq.Queue, channel: str, form: type[T], *, above: int = -1, tim
 
 
 def since(queue: tq.Queue, channel: str, form: type[T], version: int) -> tuple[int, list[T]]:
-    """Return the newest version, and the values of all versions after `version` that are kept, the oldest first. Raises
-    `UsageError` as `newest` does."""
+    """Return the newest version, and the values of all versions after `version` that are kept, the oldest first; all
+    of them if the channel began anew. Raises `UsageError` as `newest` does."""
     known = queue.stats().channels.get(channel)
+    if known is None or known.newest < version:
+        version = -1
     values: list[T] = []
     for each in () if known is None else known.kept:
         if each > version:

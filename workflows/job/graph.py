@@ -96,7 +96,6 @@ _FIELDS: Final[dict[str, tq.Field]] = {
         tq.Field("prompt_ids", "int32", RAGGED),
         tq.Field(names.DATA, "value"),
         tq.Field(names.ENVIRONMENT, "str"),
-        tq.Field(names.DATA_ROW, "int64"),
         tq.Field(names.EXPECTED_TOKENS, "int32"),
         tq.Field(names.RANKER_VERSION, "int32"),
         tq.Field("response_ids", "int32", RAGGED),
@@ -291,10 +290,8 @@ def _columns(task: str, job: Job) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if task in generates:
         return generates[task]
     gives = advantage_columns(job.algorithm) if task == names.ADVANTAGE else ()
-    more = _figure_columns(job) if task == names.TRAIN else ()
-    if task == names.ADVANTAGE and job.data.sampler.by:
-        more = (names.DATA_ROW,)
-    return tuple(dict.fromkeys((*columns_of(job.algorithm)[task], *mask, *more))), gives
+    figures = _figure_columns(job) if task == names.TRAIN else ()
+    return tuple(dict.fromkeys((*columns_of(job.algorithm)[task], *mask, *figures))), gives
 
 
 def _figure_columns(job: Job) -> tuple[str, ...]:

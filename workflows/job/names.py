@@ -26,9 +26,6 @@ PASS_RATES: Final = f"{TABLE}/pass_rates"
 DATA: Final = "data"
 """Column with a prompt's row of the data file, a dict of plain values: `prompt` as rewards see it (a text, or a list of
 messages), and the columns that rewards or environments ask for, by the names that they use."""
-DATA_ROW: Final = "data_row"
-"""Column with the row of the data that a prompt is made of, all sources one after the other: int64, in jobs whose
-prompts are chosen by it."""
 ENVIRONMENT: Final = "environment"
 """Column with the name of the environment that plays the row, in jobs with several."""
 REWARD_TERMS: Final = "reward_terms"

@@ -68,8 +68,8 @@ def ahead(job: str) -> str:
 AGENT = GRPO.replace(
     'reward = [{ function = "any_rewards:spread" }]', 'environment = [{ factory = "any_rewards:TwoTurns" }]'
 ).replace("tokens_max = 6", "tokens_max = 24")
-SAMPLER = '{ by = "pass_rate", low = 0.0, high = 1.0, share = 0.75, pass_reward = 0.5 }'
-"""Prompts that come again whatever their pass rate is."""
+SAMPLER = '{ by = "pass_rate", low = 0.2, high = 0.8, share = 0.75, pass_reward = 0.5 }'
+"""Prompts come again of whose two responses one passed."""
 JOBS = {
     "grpo": GRPO,
     "ppo": PPO,

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,19 +16,21 @@ import transferqueue as tq
 from tests.scale import examples
 from tests.workflows.job import jobs
 from tests.workflows.job.tokens import ByteTokenizer
-from transferqueue.errors import DeadlineExceeded, UsageError
+from transferqueue.errors import AlreadyExists, DeadlineExceeded, UsageError
+from transferqueue.workflows.dispatch.channels import since
+from transferqueue.workflows.flow.loop.serving import StageFailedInProcess
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data import sampler
 from transferqueue.workflows.job.data.prompt_data import open_prompts
-from transferqueue.workflows.job.data.sampler import GroupRate, SampledSequence, StepPrompts, ToldRates, noted_steps
+from transferqueue.workflows.job.data.sampler import GroupRates, SampledSequence, StepPrompts
 from transferqueue.workflows.job.data.sequence import NumberedPrompt, PromptSequence, sources_of
 from transferqueue.workflows.job.data.source import JobPrompts, sampled
 from transferqueue.workflows.job.graph import fields
 from transferqueue.workflows.job.run.folder import RunFolder
 from transferqueue.workflows.job.run_files import SAMPLER
 from transferqueue.workflows.job.settings.job import SamplerSettings
-from transferqueue.workflows.job.stages.pass_rates import tell_rates
+from transferqueue.workflows.job.stages.advantage import PassRates
 
 SIZES = (7, 5)
 WEIGHTS = (3.0, 1.0)
@@ -64,7 +66,7 @@ class Policy:
 
     def __init__(self, path: Path, rates: Sequence[float] = (1.0,), delay: int = 0) -> None:
         self.path, self.rates, self.delay = path, rates, delay
-        self.told: list[GroupRate] = []
+        self.told: list[tuple[int, float]] = []
 
     def life(self, data, seed=0, **changes) -> SampledSequence:
         """The sequence of a source that has just begun. changes: to the job's sampler."""
@@ -75,15 +77,19 @@ class Policy:
             prompts=PROMPTS,
             seed=seed,
             path=self.path,
-            news=lambda: self.told[: max(0, len(self.told) - self.delay)],
+            news=lambda version: (version, [self.told[: max(0, len(self.told) - self.delay)]]),
         )
 
     def answer(self, prompts: Sequence[NumberedPrompt]) -> None:
         for each in prompts:
-            self.told.append(GroupRate(each.row, each.number, self.rates[each.number % len(self.rates)]))
+            self.told.append((each.number, self.rates[each.number % len(self.rates)]))
 
     def steps(self) -> list[StepPrompts]:
-        return [msgspec.json.decode(line, type=StepPrompts) for line in self.path.read_bytes().splitlines()]
+        return steps_of(self.path)
+
+
+def steps_of(path: Path) -> list[StepPrompts]:
+    return [msgspec.json.decode(line, type=StepPrompts) for line in path.read_bytes().splitlines()]
 
 
 def taken(data, policy: Policy, puts: Sequence[int], kills: Sequence[bool], seed: int = 0) -> list[NumberedPrompt]:
@@ -137,7 +143,7 @@ def test_shares_of_sources_hold_and_each_prompt_has_its_turn(data, new_path, rat
     assert sources == sources_of(0, len(prompts), WEIGHTS).tolist()
     known: dict[int, float] = {}
     for step, chosen in zip(policy.steps(), chosen_rows(policy.steps()), strict=True):
-        known |= {group.row: group.rate for group in sorted(step.rates, key=lambda group: group.number)}
+        known |= {prompts[number].row: rate for number, rate in step.rates}
         assert all(LOW <= known[row] <= HIGH for row in chosen)
         assert len(set(chosen)) == len(chosen) <= SHARE * PROMPTS + len(SIZES)  # a share of each, rounded by chance
     for source, turns in enumerate(policy.steps()[-1].places):
@@ -157,12 +163,41 @@ def chosen_rows(steps: Sequence[StepPrompts]) -> Iterator[list[int]]:
         yield chosen
 
 
-def test_the_newest_group_decides_whenever_it_is_scored():
-    known = sampler.KnownRates([6, 3])
-    assert known.add([GroupRate(5, 8, 0.5), GroupRate(8, 2, 1.0)]) == [GroupRate(5, 8, 0.5), GroupRate(8, 2, 1.0)]
-    again = GroupRate(5, 8, 0.25)
-    assert known.add([GroupRate(5, 7, 0.0), again, GroupRate(8, 2, 1.0)]) == [again]
-    assert [[each.tolist() for each in known.of(source)] for source in (0, 1)] == [[[5], [0.25]], [[2], [1.0]]]
+def by_row(source: SampledSequence) -> dict[int, tuple[int, float]]:
+    return source._rates
+
+
+def test_the_newest_group_decides_whenever_it_is_scored_and_numbers_of_no_prompt_are_passed_over(data, tmp_path):
+    policy = Policy(tmp_path / SAMPLER)
+    policy.told = [(number, 0.5) for number in range(99)]
+    live = policy.life(data)
+    prompts = live.take(PROMPTS)
+    assert policy.steps()[0].rates == [], "another run told these"
+    for _ in range(20):  # until a prompt of the first step came again
+        policy.told = []
+        prompts += live.take(PROMPTS)
+        again = next((each for each in prompts[PROMPTS:] if each.row in {first.row for first in prompts[:PROMPTS]}), 0)
+        if again:
+            break
+    first = next(each for each in prompts if each.row == again.row)
+    policy.told = [(again.number, 0.25), (first.number, 1.0)]
+    live.take(PROMPTS)
+    assert by_row(live) == {again.row: (again.number, 0.25)}
+    assert policy.steps()[-1].rates == [(again.number, 0.25)]
+
+
+def test_rates_that_are_told_again_are_those_told_last_after_a_kill_too(data, tmp_path):
+    policy = Policy(tmp_path / SAMPLER)
+    live = policy.life(data)
+    live.take(PROMPTS)
+    policy.told = [(0, 0.5), (1, 0.25)]
+    live.take(PROMPTS)
+    policy.told += [(0, 1.0), (1, 1.0), (0, 0.5)]  # after a step that was taken back: another rate, then the one before
+    live.take(PROMPTS)
+    assert [step.rates for step in policy.steps()] == [[], [(0, 0.5), (1, 0.25)], [(1, 1.0)]]
+    again = policy.life(data)
+    again.skip(3 * PROMPTS)
+    assert by_row(again) == by_row(live)
 
 
 # ---------------------------------------------------------------- functions of one's own
@@ -181,6 +216,9 @@ def raises(**given): return [][0]
 def exits(**given): exit()
 def hangs(**given): threading.Event().wait()
 def second(**given): return [1]
+def endless(**given):
+    while True:
+        yield 1
 """
 
 
@@ -194,6 +232,7 @@ def second(**given): return [1]
         ("beyond", UsageError, r"chose \[99\]; .* from 0 to 6"),
         ("negative", UsageError, "from 0 to 6"),
         ("many", UsageError, "return at most count="),
+        ("endless", UsageError, "return at most count="),
         ("raises", UsageError, "raised IndexError: list index out of range"),
         ("exits", UsageError, "raised SystemExit"),
         ("hangs", DeadlineExceeded, r"did not return within 0\.1 s"),
@@ -232,20 +271,36 @@ def noted(data, tmp_path, prompts: int = 3 * PROMPTS) -> Policy:
     return policy
 
 
-def test_a_line_that_a_kill_cut_short_is_removed_where_nothing_of_it_was_put(data, tmp_path):
-    policy = noted(data, tmp_path)
-    lines = policy.path.read_bytes().splitlines(keepends=True)
-    policy.path.write_bytes(lines[0] + lines[1] + lines[2][:-9])
-    assert [step.first for step in noted_steps(policy.path, 2 * PROMPTS, [*SIZES])] == [0, PROMPTS]
-    assert policy.path.read_bytes() == lines[0] + lines[1], "what comes again is noted again"
-
-
-def test_steps_after_the_prompts_that_were_put_are_chosen_again(data, tmp_path):
+@pytest.mark.parametrize("rest", [-9, 0])
+def test_a_line_that_a_kill_cut_short_is_written_again_where_nothing_of_it_was_put(data, tmp_path, rest):
     policy = noted(data, tmp_path)
     whole = policy.path.read_bytes()
-    assert [step.first for step in noted_steps(policy.path, PROMPTS - 1, [*SIZES])] == [0]
-    assert policy.path.read_bytes() == whole.splitlines(keepends=True)[0]
-    assert policy.life(data).skip(2) == 2
+    lines = whole.splitlines(keepends=True)
+    policy.path.write_bytes(lines[0] + lines[1] + lines[2][:rest])
+    source = policy.life(data)
+    source.skip(2 * PROMPTS)
+    source.take(PROMPTS)
+    assert policy.path.read_bytes() == whole
+
+
+def test_steps_after_the_prompts_that_were_put_are_taken_as_they_were_noted(data, tmp_path):
+    policy = Policy(tmp_path / SAMPLER, (0.5,))
+    puts = [PROMPTS] * 6
+    prompts = taken(data, policy, puts, [False] * 6)
+    whole, last = policy.path.read_bytes(), policy.life(data)
+    last.skip(sum(puts))
+    policy.told = []  # a run that goes on at a checkpoint has a new channel
+    source = policy.life(data)
+    source.skip(5)
+    again = [prompt for count in (1, 6, 2, 10) for prompt in source.take(count)]
+    assert [(each.number, each.text) for each in again] == [(each.number, each.text) for each in prompts[5:]]
+    assert policy.path.read_bytes() == whole
+    assert by_row(source) == by_row(last), "no rate is lost"
+
+
+def changed(name: str, value: list) -> Callable[[list[bytes]], list[bytes]]:
+    """A damage that gives a field of the second line another value."""
+    return lambda lines: [lines[0], json.dumps(json.loads(lines[1]) | {name: value}).encode() + b"\n", lines[2]]
 
 
 @pytest.mark.parametrize(
@@ -255,6 +310,14 @@ def test_steps_after_the_prompts_that_were_put_are_chosen_again(data, tmp_path):
         (lambda lines: [lines[0], b"\0" * 60 + b"\n", lines[2]], PROMPTS, "line 2 is damaged"),
         (lambda lines: [lines[0], lines[2]], PROMPTS, "line 2 is damaged"),
         (lambda lines: [lines[0], lines[1].replace(b'"rows":[', b'"rows":[99,'), lines[2]], PROMPTS, "line 2 is dam"),
+        (changed("rates", [[0, 2.0]]), PROMPTS, "line 2 is damaged"),
+        (changed("rates", [[PROMPTS, 0.5]]), PROMPTS, "line 2 is damaged"),
+        (changed("rates", [[-1, 0.5]]), PROMPTS, "line 2 is damaged"),
+        (changed("places", [1]), PROMPTS, "line 2 is damaged"),
+        (changed("places", [-3, 1]), PROMPTS, "line 2 is damaged"),
+        (changed("places", [10**30, 1]), PROMPTS, "line 2 is damaged"),
+        (changed("rows", []), PROMPTS, "line 2 is damaged"),
+        (changed("rows", [-1] * PROMPTS), PROMPTS, "line 2 is damaged"),
         (lambda lines: lines[:2], 2 * PROMPTS, "the rest is missing"),
         (lambda lines: [], 0, "the rest is missing"),
         (None, 0, "the rest is missing"),
@@ -270,6 +333,18 @@ def test_a_file_that_lacks_prompts_which_were_put_is_refused_and_left_as_it_is(d
     with pytest.raises(UsageError, match=rf"has the first {end} prompts of the run, and {put} were put: {why}"):
         policy.life(data).skip(put)
     assert (policy.path.read_bytes() if policy.path.exists() else None) == before
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk that is always full")
+def test_a_step_that_cannot_be_noted_ends_the_run_with_what_to_do(data, tmp_path):
+    path = tmp_path / SAMPLER
+    path.symlink_to("/dev/full")
+    with pytest.raises(
+        StageFailedInProcess, match=rf'cannot be noted in "{path}": .*; make room there, and go on with'
+    ):
+        Policy(path).life(data).take(1)
+    with pytest.raises(StageFailedInProcess, match=rf'cannot be read from "{tmp_path}": .* go on with train --resume'):
+        Policy(tmp_path).life(data).skip(1)
 
 
 def test_other_data_is_refused(data, tmp_path):
@@ -317,7 +392,7 @@ def test_pass_rates_reach_the_next_step_and_choices_survive_the_source(data, tmp
         table = queue.create_table(
             names.TABLE,
             fields=fields(job),
-            tasks=[tq.Task("train", needs=["prompt_ids", names.DATA_ROW])],
+            tasks=[tq.Task("train", needs=["prompt_ids"])],
         )
         context = Context(queue=queue, table=table, emit=lambda event: None, directory=tmp_path)
         for step in range(6):
@@ -326,13 +401,15 @@ def test_pass_rates_reach_the_next_step_and_choices_survive_the_source(data, tmp
             while table.audit().rows_put < (step + 1) * 8:
                 table.put(**produce(produce.wants()))
             with table.lease("train", rows=8, timeout_s=30) as batch:
-                of_rows = batch[names.DATA_ROW].numpy()
+                noted = [row for each in steps_of(tmp_path / SAMPLER) for row in each.rows]
+                of_rows = np.array(noted)[batch.group_id]
+                tell = PassRates(queue, job)
                 passed = np.where(of_rows % 2 == 0, np.arange(8) % 2, 0).astype(np.float32)  # even rows: one of two
                 for half in (slice(0, 4), slice(4, 8)):
-                    tell_rates(queue, job, of_rows[half], batch.group_id[half], passed[half])
+                    tell(batch.group_id[half], passed[half])
                 rows += of_rows[::2].tolist()
                 batch.ack()
-    steps = noted_steps(tmp_path / SAMPLER, 6 * PROMPTS, [*SIZES])
+    steps = steps_of(tmp_path / SAMPLER)
     assert [row for step in steps for row in step.rows] == rows
     assert (steps[0].rates, len(steps[1].rates)) == ([], PROMPTS)
     chosen = [row for step in chosen_rows(steps) for row in step]
@@ -344,13 +421,18 @@ def test_pass_rates_reach_the_next_step_and_choices_survive_the_source(data, tmp
 def test_each_batch_tells_its_own_groups_and_the_source_hears_each_once(data):
     job = job_of(data.here)
     with tq.connect() as queue:
-        told = ToldRates(queue)
-        assert told() == []
-        first = (np.array([5, 5, 3, 3]), np.array([8, 8, 7, 7]), np.array([1, 0, 1, 1], np.float32))
-        tell_rates(queue, job, *first)
-        tell_rates(queue, job, np.array([4, 4]), np.array([9, 9]), np.array([0, 0.5], np.float32))
-        assert told() == [GroupRate(3, 7, 1.0), GroupRate(5, 8, 0.5), GroupRate(4, 9, 0.0)]
-        assert told() == []
-        tell_rates(queue, job, *first)
-        assert told() == [GroupRate(3, 7, 1.0), GroupRate(5, 8, 0.5)]
-        assert len(ToldRates(queue)()) == 5, "a source that is started again hears all that are kept"
+        assert since(queue, names.PASS_RATES, GroupRates, -1) == (-1, [])
+        tell = PassRates(queue, job)
+        first = (np.array([8, 8, 7, 7]), np.array([1, 0, 1, 1], np.float32))
+        tell(*first)
+        tell(np.array([9, 9]), np.array([0, 0.5], np.float32))
+        version, told = since(queue, names.PASS_RATES, GroupRates, -1)
+        assert told == [[(7, 1.0), (8, 0.5)], [(9, 0.0)]]
+        assert since(queue, names.PASS_RATES, GroupRates, version) == (version, [])
+        PassRates(queue, job)(*first)
+        assert since(queue, names.PASS_RATES, GroupRates, version)[1] == [[(7, 1.0), (8, 0.5)]]
+        with pytest.raises(AlreadyExists):
+            tell(*first)  # the version that it knew as the next is that of another process
+        tell(*first)
+        assert len(since(queue, names.PASS_RATES, GroupRates, -1)[1]) == 4, "a source that starts again hears all"
+        assert len(since(queue, names.PASS_RATES, GroupRates, 99)[1]) == 4, "and one whose channel began anew"

@@ -26,6 +26,7 @@ def place(tmp_path_factory):
     assert [step["first"] for step in steps] == [PROMPTS * number for number in range(STEPS)]
     in_order = sum(steps[-1]["places"])
     assert STEPS * PROMPTS - in_order >= STEPS, "so many were chosen"
+    assert {rate for step in steps for _, rate in step["rates"]} > {0.5}, "a wrong rate would choose another"
     return place
 
 
@@ -45,22 +46,37 @@ def test_a_run_takes_the_same_prompts_though_its_source_dies(place, tmp_path, na
     assert final_weights(folder) == final_weights(place / "whole")
 
 
+def test_choices_after_a_step_was_taken_back_are_those_of_an_undisturbed_run(place, tmp_path):
+    """The groups of such a step are told twice, in any order."""
+    folder = tmp_path / "run"
+    process = train(place, *WORDS, "--set", f"checkpoint.every={STEPS}", "--out", str(folder))
+    wait_for(process, folder / SAMPLER, 3)
+    os.kill(short_run.pid_of(process.pid, "train"), signal.SIGKILL)
+    wait_for(process, folder / "restarts.jsonl", 1)
+    assert len(lines(folder / SAMPLER)) == 3, "there is a choice to come"
+    os.kill(short_run.pid_of(process.pid, "prompts"), signal.SIGKILL)
+    outcome = finished(process)
+    assert (outcome["starts"], outcome["rows_put"], outcome["rows_done"]) == (1, ROWS, ROWS)
+    assert {"prompts-0", "train-0"} <= {restart["label"] for restart in lines(folder / "restarts.jsonl")}
+    assert lines(folder / SAMPLER) == lines(place / "whole" / SAMPLER)
+    assert final_weights(folder) == final_weights(place / "whole")
+
+
 @pytest.mark.parametrize("queue", ["kept", pytest.param("lost", marks=pytest.mark.long)])
 def test_resume_goes_on_with_the_same_prompts(place, tmp_path, queue):
     folder = tmp_path / "run"
     process = train(place, *WORDS, "--out", str(folder))
-    wait_for(process, folder / SAMPLER, 4)
+    wait_for(process, folder / SAMPLER, 2)
     for pid in [*short_run.descendants(process.pid), process.pid]:
         os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=60)
-    assert len(lines(folder / SAMPLER)) == STEPS, "killed after the last choice"
+    assert len(lines(folder / SAMPLER)) < STEPS, "there is a choice to come"
     if queue == "lost":  # the table begins anew at the newest checkpoint
         for name in ("state", "snapshots"):
             shutil.rmtree(folder / name, ignore_errors=True)
     resumed = finished(train(place, *WORDS, "--resume", "--out", str(folder)))
     assert (resumed["starts"], resumed["steps"], resumed["rows_dropped"]) == (2, STEPS, {})
-    both = [[step["rows"] for step in lines(run / SAMPLER)] for run in (folder, place / "whole")]
-    assert both[0] == both[1]
+    assert lines(folder / SAMPLER) == lines(place / "whole" / SAMPLER)
     assert final_weights(folder) == final_weights(place / "whole")
 
 

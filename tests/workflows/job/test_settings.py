@@ -330,12 +330,17 @@ REFUSED = [
     (
         GRPO,
         "reproducible=true ; data.sampler.by=pass_rate",
-        "mode='async' with data.sampler.by='pass_rate': the time would decide which pass rates are known",
+        "with data.sampler.by='pass_rate': the time would decide which pass rates are known",
     ),
     (
         GRPO,
         "reproducible=true ; data.sampler.by=pass_rate ; pacing.mode=sync ; algorithm.filter_equal=true",
-        "filter_equal=true: later prompts .* with pass rates for data.sampler.by='pass_rate' that the time decides",
+        "the time would decide .* drop no rows",
+    ),
+    (
+        GRPO,
+        "reproducible=true ; data.sampler.by=pass_rate ; pacing.mode=sync ; on=ray ; ray.replicas=2",
+        'the time would decide .* leave on="ray" out',
     ),
     (GRPO, "data.sampler.low=0.1", "data.sampler without by"),
     (GRPO, "data.sampler.by=rate", "data.sampler.by='rate': give \"pass_rate\", or a function"),

@@ -211,9 +211,6 @@ class PromptSequence:
     `UsageError` if the data says "refuse". `UsageError` too if no prompt of a source fits.
     """
 
-    chooses_late: Final = False
-    """Whether prompts are chosen only once there is room for them."""
-
     def __init__(self, data: PromptData, settings: DataSettings, *, seed: int, tokens_max: int = 0) -> None:
         named = [each.path for each in settings.sources] or [settings.path]
         terms: dict[str, Any] = {"seed": seed, "shuffle": settings.shuffle, "epochs": settings.epochs}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -22,11 +23,12 @@ import numpy as np
 import transferqueue as tq
 from transferqueue.adapters.stages.generation import BEGUN
 from transferqueue.errors import InternalError, Sealed, UsageError
+from transferqueue.workflows.dispatch.channels import since
 from transferqueue.workflows.flow.reports.audit import audit
 from transferqueue.workflows.flow.stage import Context, Produce
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.prompt_data import open_prompts
-from transferqueue.workflows.job.data.sampler import SampledSequence, ToldRates
+from transferqueue.workflows.job.data.sampler import GroupRates, SampledSequence
 from transferqueue.workflows.job.data.sequence import NumberedPrompt, PromptSequence
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
 from transferqueue.workflows.job.graph import has_several_environments, in_parts
@@ -83,6 +85,7 @@ class JobPrompts:
         self._size, self._in_parts = group_rows(job), in_parts(job)
         self._names_environments = has_several_environments(job)
         self._groups_per_put = groups_per_put(job)
+        self._chooses_late = bool(job.data.sampler.by)
         self._end = None if needs_spare_prompts(job) else job.steps * job.trainer.prompts_per_step
         self._sequence = sequence
         self._next: list[NumberedPrompt] = []
@@ -99,7 +102,7 @@ class JobPrompts:
         if not self._next:
             left = self._groups_per_put if self._end is None else self._end - self._sequence.number
             count = min(self._groups_per_put, left)
-            if self._sequence.chooses_late:
+            if self._chooses_late:
                 return count * self._size
             self._next = self._sequence.take(count)
             self.data_ended |= len(self._next) < count
@@ -107,7 +110,7 @@ class JobPrompts:
 
     def __call__(self, rows: int) -> Mapping[str, Any]:
         """Return the next groups: what belongs to the prompt is stored once a group."""
-        prompts = self._sequence.take(rows // self._size) if self._sequence.chooses_late else self._next
+        prompts = self._sequence.take(rows // self._size) if self._chooses_late else self._next
         self._next = []
         if len(prompts) * self._size != rows:
             raise InternalError(f"{rows} rows asked for, {len(prompts)} groups of {self._size} ready")
@@ -125,8 +128,6 @@ class JobPrompts:
             "prompt_ids": [prompt.ids for prompt in prompts],
             names.DATA: [prompt.data for prompt in prompts],
         }
-        if self._sequence.chooses_late:
-            columns[names.DATA_ROW] = [prompt.row for prompt in prompts]
         if self._names_environments:
             columns[names.ENVIRONMENT] = [prompt.environment for prompt in prompts]
         if prompts[0].response_ids is not None:
@@ -156,7 +157,7 @@ def sampled(sequence: PromptSequence, job: Job, context: Context) -> PromptSeque
         prompts=job.trainer.prompts_per_step,
         seed=job.seed,
         path=context.directory / SAMPLER,
-        news=ToldRates(context.queue),
+        news=partial(since, context.queue, names.PASS_RATES, GroupRates),
     )
 
 

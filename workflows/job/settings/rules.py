@@ -212,14 +212,6 @@ def _order(job: Job) -> None:
 def _order_ahead(job: Job) -> None:
     """Where rows are generated ahead in the order of the data, a prompt's number says which step trains it. So no row
     may be dropped, whose place another takes."""
-    sampler = job.data.sampler.by if job.reproducible else ""
-    if sampler and job.pacing.mode not in IN_TURN:
-        raise UsageError(
-            f"reproducible=true and mode={job.pacing.mode!r} with data.sampler.by={sampler!r}: the time would decide "
-            'which pass rates are known when a step is chosen; set pacing.mode="sync", or leave one of them out'
-        )
-    if not has_step_versions(job) and not sampler:
-        return
     drops = {
         "algorithm.filter_equal=true": bool(filled(job.algorithm).filter_equal),
         **{
@@ -229,14 +221,19 @@ def _order_ahead(job: Job) -> None:
         },
         'on="ray" and ray.replicas=1': job.on == "ray" and job.ray.replicas == 1,
     }
-    what, remedy = "weights", 'set pacing.mode="sync", or leave reproducible out'
-    if sampler:
-        what, remedy = f"pass rates for data.sampler.by={sampler!r}", "leave one of the three out"
+    sampler = job.data.sampler.by if job.reproducible else ""
+    if sampler and (job.pacing.mode not in IN_TURN or job.on == "ray" or any(drops.values())):
+        raise UsageError(
+            f"reproducible=true with data.sampler.by={sampler!r}: the time would decide which pass rates are known "
+            'when a step is chosen; set pacing.mode="sync" or "colocated", drop no rows (filter_equal, on_error), and '
+            'leave on="ray" out; or leave reproducible out'
+        )
     for key, may_drop in drops.items():
-        if may_drop:
+        if may_drop and has_step_versions(job):
             raise UsageError(
                 f"reproducible=true and mode={job.pacing.mode!r} with {key}: later prompts would take the places of "
-                f"rows that are dropped, with {what} that the time decides; {remedy}"
+                'rows that are dropped, with weights that the time decides; set pacing.mode="sync", or leave '
+                "reproducible out"
             )
 
 

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import transferqueue as tq
 from transferqueue.adapters.protocols import PartialResult
 from transferqueue.errors import NotFound
+from transferqueue.workflows.dispatch.channels import publish
 from transferqueue.workflows.flow.loop.preference import PreferringWork
 from transferqueue.workflows.flow.stage import Context, LeaseChoice, Work
 from transferqueue.workflows.job.algorithms.advantages import (
@@ -28,12 +29,11 @@ from transferqueue.workflows.job.algorithms.advantages import (
     advantage_columns_of,
     group_advantages,
 )
-from transferqueue.workflows.job.names import ADVANTAGE, DATA_ROW, OPEN_STATES
+from transferqueue.workflows.job.names import ADVANTAGE, OPEN_STATES, PASS_RATES
 from transferqueue.workflows.job.settings.defaults import columns_of, filled
 from transferqueue.workflows.job.settings.job import IN_TURN, Job
-from transferqueue.workflows.job.settings.sizes import depth, group_rows, has_step_versions
+from transferqueue.workflows.job.settings.sizes import depth, group_rows, has_step_versions, rows_ahead
 from transferqueue.workflows.job.stages.all_dropped_guard import AllDroppedGuard
-from transferqueue.workflows.job.stages.pass_rates import tell_rates
 from transferqueue.workflows.job.stages.step_versions import StepVersions, step_versions
 
 ZERO_ADVANTAGE: Final = "zero_advantage"
@@ -52,6 +52,7 @@ def advantage(context: Context) -> Iterator[Work]:
     )
 
     step = _whole_steps(context, job) if algorithm.whiten else None
+    tell_rates = PassRates(context.queue, job)
 
     def compare(batch: tq.Batch) -> Iterator[PartialResult]:
         if step is not None and not step.are(batch):
@@ -59,7 +60,7 @@ def advantage(context: Context) -> Iterator[Work]:
             return
         rewards_B = batch["rewards"].numpy()
         if job.data.sampler.by:
-            tell_rates(context.queue, job, batch[DATA_ROW].numpy(), batch.group_id, rewards_B)
+            tell_rates(batch.group_id, rewards_B)
         taught_B = _differ(rewards_B, batch.group_id) if algorithm.filter_equal else np.ones(len(batch), bool)
         order = np.argsort(batch.ordinal, kind="stable")
         at, equal = order[taught_B[order]], order[~taught_B[order]]
@@ -72,6 +73,27 @@ def advantage(context: Context) -> Iterator[Work]:
         guard.count(kept=int(at.size), dropped=int(equal.size))
 
     yield compare if step is None else PreferringWork(compare, step.choice)
+
+
+class PassRates:
+    """Tells the source of prompts the pass rates of groups, where `data.sampler` chooses prompts.
+
+    A group is told before it is acked or dropped: a step that is trained has told all of its groups. Each batch is a
+    version of a channel, of its groups alone.
+    """
+
+    def __init__(self, queue: tq.Queue, job: Job) -> None:
+        self._queue, self._pass_reward = queue, job.data.sampler.pass_reward
+        self._keep = rows_ahead(job) // group_rows(job) + job.trainer.prompts_per_step  # told between two steps chosen
+        self._next: int | None = None
+
+    def __call__(self, numbers_B: npt.NDArray[np.int64], rewards_B: npt.NDArray[np.float32]) -> None:
+        """Tell the pass rate of each group of a batch, by the number of its prompt."""
+        numbers, group_B = np.unique(numbers_B, return_inverse=True)
+        rates = np.bincount(group_B, weights=rewards_B >= self._pass_reward) / np.bincount(group_B)
+        groups = list(zip(numbers.tolist(), rates.tolist(), strict=True))
+        version, self._next = self._next, None  # after a failure it is looked up
+        self._next = publish(self._queue, PASS_RATES, groups, keep=self._keep, version=version) + 1
 
 
 def _whole_steps(context: Context, job: Job) -> StepRows | NumberedStepRows | None:
