@@ -81,6 +81,7 @@ def _columns(base: str) -> Iterator[tuple[str, str]]:
     yield "samples a second", "samples a second"
     yield f"over {base}", f"over {base}"
     yield "of its bound", "of its bound"
+    yield "of the planner's prediction", "of the prediction"
     yield "generation, seconds a step", "generation"
     yield "training", "training"
     yield "recall of the longest fifth", "recall"

@@ -16,11 +16,13 @@ import pytest
 
 from bench.gains import markdown, newest, tables
 from bench.given_lengths import difficulty_of, length_of, published_lengths
-from bench.ladder import KEPT, PLAIN, RungRun, _recall, begin, bound_s, keep, kept, reached_s, results
+from bench.ladder import KEPT, LADDERS, PLAIN, RungRun, _recall, begin, bound_s, keep, kept, reached_s, results
 from bench.measurement_record import Measurement
+from bench.predicted import Prediction
 from bench.run_record import RECORDS
 from transferqueue.adapters.protocols import Prompt
 from transferqueue.workflows.dispatch.ranker_accuracy import recall
+from transferqueue.workflows.planner.profile import GenerationProfile, Profile, StageProfile
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,6 +62,28 @@ def test_a_rung_stands_beside_its_bound() -> None:
     found = {result.name: result.median for result in results(runs, "asyncflow", 4)}
     assert (found["streamed: over whole batches"], found["streamed: bound"]) == (1.5, 20.0)
     assert found["streamed: of its bound"] == 0.75
+
+
+GIVEN = Profile(
+    batch_rows=16,
+    group_rows=2,
+    devices=2,
+    generation=GenerationProfile(devices=1, slots=4, token_ms=[(1, 10.0), (4, 12.0)], lengths=[10, 20, 90]),
+    train=StageProfile(row_s=0.05, devices=1),
+)
+
+
+def test_the_planner_predicts_each_mode_of_a_ladder() -> None:
+    of = Prediction(GIVEN, 1)
+    whole, streamed, ahead = (of.step_s(LADDERS["asyncflow"][rung]) for rung in LADDERS["asyncflow"])
+    assert whole is not None and streamed is not None and ahead is not None
+    assert whole > streamed > ahead
+    sorted_rows = of.step_s(LADDERS["streamrl"]["whole batches, dispatch"])
+    assert sorted_rows is not None and sorted_rows < whole  # the tail begins first
+    assert of.step_s({"pacing.mode": "colocated"}) is None
+    runs = {"whole batches": [RungRun(16, [whole], 9.0, STAGES)] * 2}
+    found = {result.name: result.median for result in results(runs, "asyncflow", 2, prediction=of)}
+    assert found["whole batches: of the prediction"] == pytest.approx(1.0, rel=1e-3)
 
 
 def test_a_reward_is_reached_when_three_steps_have_it() -> None:
