@@ -172,8 +172,8 @@ SIZES: Final = {
     "rounds": Size({"hidden_size": 192, "intermediate_size": 576, "num_hidden_layers": 4}, 16, 8, 16, 192),
     "paced": Size({}, 16, 8, 8, 192),
 }
-"""About 140,000, 9 million, 9 million, 2 million and 140,000 parameters. short: little to generate. rounds: a step takes
-an engine several rounds of slots. paced: many rounds, and little to train."""
+"""About 140,000, 9 million, 9 million, 2 million and 140,000 parameters. short: little to generate. rounds: a step
+takes an engine several rounds of slots. paced: many rounds, and little to train."""
 
 JOB: Final = """
 name = "ladder"
@@ -502,8 +502,8 @@ def results(
             shares = [each.rate / bound for each, bound in zip(runs, bounds, strict=True)]
             yield summarize(f"{rung}: of its bound", "ratio", shares)
     for rung, runs in found.items():
-        step_s = prediction.step_s(rungs[rung]) if prediction else None
-        if step_s is not None:
+        step_s = prediction.step_s(rungs[rung]) if prediction else math.nan
+        if not math.isnan(step_s):
             rate = runs[0].rows / step_s
             yield single(f"{rung}: predicted", "1/s", round(rate, 3))
             yield summarize(f"{rung}: of the prediction", "ratio", [each.rate / rate for each in runs])

@@ -6,6 +6,7 @@ alone. Each rung is then the plan that a job with these settings runs.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -37,15 +38,15 @@ class Prediction:
         """Return the prediction from a profile."""
         return cls(load(path), engines)
 
-    def step_s(self, settings: Mapping[str, str]) -> float | None:
-        """Return the predicted seconds of a step of a rung, None in mode colocated, which the planner does not have.
+    def step_s(self, settings: Mapping[str, str]) -> float:
+        """Return the predicted seconds of a step of a rung; NaN in mode colocated, which the planner does not have.
 
         Args:
             settings: that the rung changes.
         """
         mode, profile = settings["pacing.mode"], self.profile
         if mode == "colocated":
-            return None
+            return math.nan
         streams = settings.get("trainer.stream") != "off"
         stages = {stage.name: 1 for stage in profile.stages}
         candidate = DevicePlan(

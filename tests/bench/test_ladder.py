@@ -76,11 +76,9 @@ GIVEN = Profile(
 def test_the_planner_predicts_each_mode_of_a_ladder() -> None:
     of = Prediction(GIVEN, 1)
     whole, streamed, ahead = (of.step_s(LADDERS["asyncflow"][rung]) for rung in LADDERS["asyncflow"])
-    assert whole is not None and streamed is not None and ahead is not None
     assert whole > streamed > ahead
-    sorted_rows = of.step_s(LADDERS["streamrl"]["whole batches, dispatch"])
-    assert sorted_rows is not None and sorted_rows < whole  # the tail begins first
-    assert of.step_s({"pacing.mode": "colocated"}) is None
+    assert of.step_s(LADDERS["streamrl"]["whole batches, dispatch"]) < whole  # the tail begins first
+    assert math.isnan(of.step_s({"pacing.mode": "colocated"}))
     runs = {"whole batches": [RungRun(16, [whole], 9.0, STAGES)] * 2}
     found = {result.name: result.median for result in results(runs, "asyncflow", 2, prediction=of)}
     assert found["whole batches: of the prediction"] == pytest.approx(1.0, rel=1e-3)
