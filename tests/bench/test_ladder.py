@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.gains import markdown, newest, tables
+from bench.gains import colocated_or_apart, draw, markdown, newest, tables
 from bench.given_lengths import difficulty_of, length_of, published_lengths
 from bench.ladder import KEPT, LADDERS, PLAIN, RungRun, _recall, begin, bound_s, keep, kept, reached_s, results
 from bench.measurement_record import Measurement
@@ -149,6 +149,19 @@ def test_rungs_with_adapters_are_compared_by_seeds_and_by_bytes() -> None:
     found = {result.name: result.median for result in results({"merged": merged, "adapters alone": alone}, "lora", 2)}
     assert (found["merged: bytes a version"], found["adapters alone: bytes a version"]) == (4000.0, 1000.0)
     assert found["adapters alone: reward of the run below merged"] == 0.0
+
+
+def test_colocated_stands_beside_asynchronous_by_the_ratio_of_its_stages(tmp_path: Path) -> None:
+    alone, apart = RungRun(64, [2.0], 9.0, {"rollout": 1.5, "train": 0.5}), RungRun(64, [1.6], 9.0, {})
+    details = {"ladder": "modes", "engine": "vllm", "size": "small"}
+    whole = Measurement().record(
+        "ladder", [*results({"colocated": [alone], "asynchronous": [apart]}, "modes", 2)], details=details
+    )
+    without = Measurement().record("ladder", [*results({"asynchronous": [apart]}, "modes", 2)], details=details)
+    (point,) = colocated_or_apart([whole, without])
+    assert (point.name, point.generation_over_training, point.gain) == ("vLLM's CPU build, small", 3.0, 1.25)
+    draw(tmp_path / "points.svg", [point])
+    assert (tmp_path / "points.svg").stat().st_size > 1000
 
 
 def test_a_ladder_without_a_record_is_named(tmp_path: Path) -> None:
