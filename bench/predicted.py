@@ -63,14 +63,17 @@ class Prediction:
 
 def main() -> None:
     """Profile the job of a folder, with the changes ``key=value`` that follow it."""
+    place, cores, threads = Path(sys.argv[1]).absolute(), os.sched_getaffinity(0), os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"  # the engine's core; read when torch is imported
     from transferqueue.workflows.job.profiling.job import profile_job
     from transferqueue.workflows.job.profiling.trial import run_trials
     from transferqueue.workflows.job.settings.read import job_from_file
 
-    place, cores = Path(sys.argv[1]).absolute(), os.sched_getaffinity(0)
     job = job_from_file(place / "job.toml", set=sys.argv[2:])
     alone = profile_job(job, code=place)
     os.sched_setaffinity(0, cores)  # the engine has taken this process to its core
+    del os.environ["OMP_NUM_THREADS"]
+    os.environ |= {} if threads is None else {"OMP_NUM_THREADS": threads}
     trials = run_trials(job, alone, steps=TRIAL_STEPS, code=place, say=lambda line: print(line, flush=True))
     profile = msgspec.structs.replace(alone, trials=trials)
     (place / PROFILE).write_text(as_toml(profile), encoding="utf-8")
