@@ -28,8 +28,9 @@ from transferqueue.adapters.vllm.engine import VllmGenerator
 from transferqueue.adapters.weights import ModuleWeights, WeightUpdater
 from transferqueue.errors import SchemaError, UsageError
 
-SLOTS = 2
+SLOTS, BLOCK = 2, 32
 LONG = Sampling(tokens_max=150)
+# Its first block is found in the cache again by a later request with the same adapters.
 PROMPT = Prompt(ids=np.random.default_rng(3).integers(5, 60, size=40).astype(np.int32), samples=2)
 
 pytestmark = pytest.mark.slow
@@ -45,6 +46,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             enforce_eager=True,
             max_model_len=256,
             max_num_seqs=32,
+            block_size=BLOCK,
             kv_cache_memory_bytes=64 << 20,
             enable_lora=True,
             max_loras=SLOTS,
@@ -61,8 +63,9 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 class Trained:
     """A model whose adapters move, the channel that it publishes them on, and what the engine follows it by."""
 
-    def __init__(self, engine: VllmGenerator, queue: tq.Queue, rank: int = 4, keep: int = 2) -> None:
+    def __init__(self, engine: VllmGenerator, queue: tq.Queue, rank: int = 4, keep: int = 2, seed: int = 0) -> None:
         self.model, self.engine, self.states = model(1), engine, list[dict[str, torch.Tensor]]()
+        torch.manual_seed(seed)  # `model` sets one of its own
         add_lora(self.model, rank=rank, targets=["q_proj", "v_proj", "gate_proj", "down_proj"])
         self.queue, self.channel = queue, queue.weights("policy", keep=keep)
         self.updater = WeightUpdater(queue, "policy", engine.update_weights, reads_channel=engine.reads_channel)
@@ -185,11 +188,12 @@ def test_no_caches_of_other_adapters_are_read_whose_channel_and_version_have_the
     engine: VllmGenerator, kv: Caches
 ) -> None:
     """A trainer begins again on another queue, with the same numbers of versions, and other adapters."""
+    assert len(PROMPT.ids) > BLOCK
     engine.kv = kv
     try:
-        for _ in range(2):
+        for seed in range(2):
             with tq.connect() as queue:
-                trained = Trained(engine, queue)
+                trained = Trained(engine, queue, seed=seed)
                 trained.step()
                 for completion in drawn(engine):
                     trained.check(completion, 0)
