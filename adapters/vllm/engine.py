@@ -206,10 +206,9 @@ class VllmGenerator(SteppedGenerator):
         self._rank_max = 0 if lora is None else lora.max_lora_rank
         """Of adapters; 0: they are merged."""
         self._folder = None if lora is None else tempfile.TemporaryDirectory(prefix="transferqueue-lora-")
-        self._loads = itertools.count(1)
-        self._rows = _Batch(
-            self._engine, takes_seeds=not (current_platform.is_cpu() and in_parts), salt=lambda: salt_of(self)
-        )
+        self._loads = 0
+        """Number of updates that were begun: a version may come again, from another channel or trainer."""
+        self._rows = _Batch(self._engine, takes_seeds=not (current_platform.is_cpu() and in_parts), salt=self._salt)
 
     def _row(self, request: SteppedRequest, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> _Row:
         return _Row(request, index, sample, prompt, sampling)
@@ -242,6 +241,10 @@ class VllmGenerator(SteppedGenerator):
     def _going(self) -> None:
         self._core("resume_scheduler")
 
+    def _salt(self) -> str:
+        """Return what keeps new requests from caches of older weights; "": they may share them."""
+        return f"load {self._loads}" if self.kv is Caches.SALT else ""
+
     def _core(self, call: str, *arguments: Any) -> Any:
         """Call the engine's core, in this process or in its own."""
         client = self._engine.engine_core
@@ -262,6 +265,7 @@ class VllmGenerator(SteppedGenerator):
         """The workers read weights of a channel (`weights.ChannelWeights`) directly; other weights are published once
         to a queue that this adapter embeds."""
         place, version_there = self._relay.place(source)
+        self._loads += 1
         adapters, before = self._adapters(source, place, version), self._rows.adapters
         goes_on = adapters is not None and before is not None and before.place == place == self._channel
         if not goes_on and (adapters or before) and self._rows.running():
@@ -308,7 +312,7 @@ class VllmGenerator(SteppedGenerator):
         """Return how vLLM is to know the adapters of a version; None: it has none, or they are merged."""
         if self._folder is None or not isinstance(source, ChannelWeights) or not source.rank:
             return None
-        number = next(self._loads)
+        number = self._loads
         name, path = f"{place[1]} {version}, load {number}", str(Path(self._folder.name) / str(number))
         return _Adapters(place, version, LoRARequest(lora_name=name, lora_int_id=number, lora_path=path))
 
@@ -331,11 +335,6 @@ class VllmGenerator(SteppedGenerator):
             self._relay.close()
             if self._folder is not None:
                 self._folder.cleanup()
-
-
-def salt_of(engine: Any) -> str:
-    """Return the salt of an engine's new requests: its version, if they are to share no cache of older ones."""
-    return f"version {engine.version}" if engine.kv is Caches.SALT else ""
 
 
 @contextmanager
