@@ -18,8 +18,9 @@ direction each second time; figures are over the steps after the first.
   batches ahead, each with the correction of a job file (`algorithm.old = "trainer"`, `tis_max = 2`) and without
   (`old = "rollout"`); the built-in engine, a seed a turn; the reward of held-out prompts after the run, and that of all
   trained rows.
-- *lora*: a job with adapters whose versions are merged weights, and one that publishes the adapters alone: the same
-  figures, and the bytes of a version. Synchronous steps, so that nothing depends on the time.
+- *lora*: a job with adapters whose versions are merged weights, and one that publishes the adapters alone, which vLLM
+  takes as LoRA requests and other engines merge: the same figures, and the bytes of a version. Synchronous steps, so
+  that nothing depends on the time.
 - *record*: what `queue.record` costs: asynchronous steps without it and with it. Only some steps overlap the writing of
   a file, so a second ratio, *all steps*, is of the seconds from the first step to the last.
 
@@ -276,8 +277,11 @@ def _engines(chosen: argparse.Namespace) -> Iterator[str]:
 
 
 def changes(rung: str, chosen: argparse.Namespace) -> dict[str, str]:
-    """Return the settings of a rung. In mode colocated there is one engine, without a core of its own."""
+    """Return the settings of a rung. In mode colocated there is one engine, without a core of its own. vLLM takes
+    adapters alone as LoRA requests."""
     found = dict(LADDERS[chosen.ladder][rung])
+    if chosen.engine == "vllm" and found.get("weights.lora") == "adapter":
+        found["engine.0.options.enable_lora"] = "true"
     if chosen.ladder == "streamrl" and found["pacing.mode"] == "colocated":
         found["engine"] = _one_engine(chosen).replace(", core=0", "")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -16,7 +17,7 @@ import pytest
 
 from bench.gains import colocated_or_apart, draw, markdown, newest, tables
 from bench.given_lengths import difficulty_of, length_of, published_lengths
-from bench.ladder import KEPT, LADDERS, PLAIN, RungRun, _recall, begin, bound_s, keep, kept, reached_s, results
+from bench.ladder import KEPT, LADDERS, PLAIN, RungRun, _recall, begin, bound_s, changes, keep, kept, reached_s, results
 from bench.measurement_record import Measurement
 from bench.predicted import Prediction
 from bench.run_record import RECORDS
@@ -50,6 +51,14 @@ def test_ratios_are_of_the_same_turn() -> None:
 )
 def test_a_step_takes_at_least_what_its_mode_cannot_overlap(settings: dict[str, str], seconds: float) -> None:
     assert bound_s(settings, STAGES, 4) == seconds
+
+
+@pytest.mark.parametrize(("engine", "is_request"), [("vllm", True), ("transformers", False)])
+def test_vllm_takes_adapters_alone_as_lora_requests(engine: str, is_request: bool) -> None:
+    chosen = argparse.Namespace(ladder="lora", engine=engine)
+    option = "engine.0.options.enable_lora"
+    assert (option in changes("adapters alone", chosen)) is is_request
+    assert option not in changes("merged", chosen)
 
 
 def test_stages_share_the_cores_but_for_a_paced_engine() -> None:

@@ -736,8 +736,9 @@ class WeightsSettings(_Table):
     lora: Annotated[
         Literal["adapter", "merged", ""],
         "What a job with adapters (`trainer.lora_rank`) publishes. `adapter`: the weights of the model once, and of"
-        " each version the adapters, which engines merge. `merged`: merged weights in each version. Empty: `adapter`,"
-        " but `merged` with `fsdp2`, in mode `colocated`, and for vLLM on several devices or as a server.",
+        " each version the adapters, which engines merge (vLLM with `enable_lora` does not). `merged`: merged weights"
+        " in each version. Empty: `adapter`, but `merged` with `fsdp2`, in mode `colocated`, and for vLLM on several"
+        " devices or as a server.",
         For("LoRA with engines of one's own that read no adapters: `merged`"),
     ] = ""
 
