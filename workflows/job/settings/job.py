@@ -408,6 +408,11 @@ class AlgorithmSettings(_Table):
         "Read by `grpo`, `dr_grpo`, `dapo` and `gspo`.",
         For("replays of results by TRL and verl, which differ"),
     ] = ""
+    std_eps: Annotated[
+        float,
+        "Added to that deviation. TRL adds 1e-4, verl, NeMo-RL and slime 1e-6, OpenRLHF 1e-9.",
+        For("jobs of other stacks, and replays of their results"),
+    ] = 1e-4
     clip_low: Annotated[
         float, "The ratio is clipped below 1 − `clip_low`.", For("DAPO's clip-higher, published recipes")
     ] = 0.0
