@@ -27,7 +27,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 from transferqueue.web.rollouts.document import TOKENS_MAX, content_of
 from transferqueue.web.rollouts.questions import PAGE_ROWS, GroupName, RecordColumns, RowFilter, RowName, asked
-from transferqueue.web.rollouts.tokenizer import pieces
+from transferqueue.web.rollouts.tokenizer import RunTexts, pieces
 
 GENEROUS_S = 60
 BASE = {"_tokens": 0}
@@ -146,6 +146,19 @@ def test_a_prompt_may_be_messages_with_calls() -> None:
         ("assistant", "", ["f"]),
     ]
     assert (content.text, content.columns) == ("yes", [("data.answer", "3")])
+
+
+def test_data_with_a_prompt_alone_is_the_prompt() -> None:
+    content = content_of(BASE | {"data": {"prompt": "Hi"}}, "", (), None)
+    assert ([one.text for one in content.prompt], content.columns) == (["Hi"], [])
+
+
+@pytest.mark.parametrize("job", ["x = 1", "not [toml", 'model = {path = "/none/such"}'])
+def test_a_job_that_cannot_be_read_says_why_tokens_are_ids(tmp_path: Path, job: str) -> None:
+    (tmp_path / "job.toml").write_text(job)
+    texts = RunTexts(tmp_path)
+    assert texts.decode is None
+    assert texts.why_not.startswith("tokens are shown as ids, since the tokenizer of the run cannot be read: ")
 
 
 def test_a_long_text_is_cut_and_says_so() -> None:

@@ -221,7 +221,7 @@ def content_of(
             *(
                 (name, cut(_text(value)))
                 for name, value in row.items()
-                if not name.startswith("_") and name not in used and not (name == DATA and data)
+                if not name.startswith("_") and name not in used and not (name == DATA and isinstance(row[DATA], dict))
             ),
         ],
     )
