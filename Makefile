@@ -279,7 +279,7 @@ $(WEBBED): tests/web/browser.txt pyproject.toml
 	@touch $@
 
 test-web: $(WEBBED) ## the page in headless Chromium (seconds; skipped without chromium and chromedriver)
-	$(WEB)/bin/python -m pytest tests/web/test_browser.py $(ARGS)
+	$(WEB)/bin/python -m pytest tests/web/test_browser.py tests/web/test_rollouts.py tests/web/test_rollouts_browser.py $(ARGS)
 
 $(LINTED): tests/deploy/linters.txt pyproject.toml
 	@test -x $(LINTERS)/bin/python || { echo 'deploy: creating $(LINTERS) with actionlint, hadolint, shellcheck and schemas'; $(PYTHON) -m venv $(LINTERS); }
