@@ -191,8 +191,8 @@ $(STACKED): tests/engines/stacks.txt pyproject.toml
 	@$(STACKS)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable .
 	@touch $@
 
-test-stacks: $(STACKED) ## verl 0.9.1 trains on a CPU over Ray, on the original and on the drop-in: the same results (minutes; ARGS goes to pytest)
-	RAY_ADDRESS=local $(STACKS)/bin/python -m pytest -m '' tests/engines/test_stacks.py $(ARGS)
+test-stacks: $(STACKED) ## verl 0.9.1 trains on a CPU over Ray, on the original, on the drop-in and beside the adopted job: the same results (minutes; ARGS goes to pytest)
+	RAY_ADDRESS=local $(STACKS)/bin/python -m pytest -m '' tests/engines/test_stacks.py tests/engines/test_adopt_verl.py $(ARGS)
 
 # Some folders of a public repository, of one commit: where to, from where, which commit, which folders. Where from may also be a copy on this
 # machine (make test-roll ROLL_FROM=/path/to/ROLL), of which only those folders need be whole: git serves a part of it, as the public one does.
@@ -279,7 +279,7 @@ $(WEBBED): tests/web/browser.txt pyproject.toml
 	@touch $@
 
 test-web: $(WEBBED) ## the page in headless Chromium (seconds; skipped without chromium and chromedriver)
-	$(WEB)/bin/python -m pytest tests/web/test_browser.py $(ARGS)
+	$(WEB)/bin/python -m pytest tests/web/test_browser.py tests/web/test_rollouts.py tests/web/test_rollouts_browser.py $(ARGS)
 
 $(LINTED): tests/deploy/linters.txt pyproject.toml
 	@test -x $(LINTERS)/bin/python || { echo 'deploy: creating $(LINTERS) with actionlint, hadolint, shellcheck and schemas'; $(PYTHON) -m venv $(LINTERS); }

@@ -51,16 +51,20 @@ class ChannelWeights(TensorWeights):
     Args:
         address: of the queue.
         weights: the version, held for as long as the source is used. Only `metadata` works if it was pulled in part.
+        merged: merge adapters into the weights beside them; default True. Else they come by `adapters` alone.
 
     Raises:
         SchemaError: adapters that do not fit the weights that they are published with.
     """
 
-    def __init__(self, address: str, weights: tq.Weights) -> None:
+    def __init__(self, address: str, weights: tq.Weights, *, merged: bool = True) -> None:
         super().__init__(weights)
         specs = {name: TensorSpec(field.fixed, field.dtype) for name, field in weights.published().items()}
         self._weights, self._missing = weights, sorted(specs.keys() - weights.keys())
-        self._layers = adapted_layers(specs)
+        layers = adapted_layers(specs)
+        self._layers, self._adapted = layers if merged else {}, [*layers.values()]
+        self.rank = max((specs[f"{layer}.{LORA_A}"].shape[0] for layer in self._adapted), default=0)
+        """Of its adapters; 0: it has none."""
         self._specs = {name: spec for name, spec in specs.items() if not is_adapter(name) and name != LORA_SCALE}
         self.address, self.channel, self.version = address, weights.channel, weights.version
 
@@ -106,12 +110,22 @@ class ChannelWeights(TensorWeights):
         a, b = self._weights[f"{layer}.{LORA_A}"], self._weights[f"{layer}.{LORA_B}"]
         return with_product(weight, a, b, float(self._weights[LORA_SCALE])).to(weight.dtype)
 
+    def adapters(self) -> tuple[float, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+        """Return the scale of all adapters, and A and B of each adapted layer."""
+        pairs = {
+            layer: (self._weights[f"{layer}.{LORA_A}"], self._weights[f"{layer}.{LORA_B}"]) for layer in self._adapted
+        }
+        return float(self._weights[LORA_SCALE]), pairs
+
     def changed(self) -> list[str]:
         """Return the names of the tensors that differ from the version that the weights were pulled ``since``, in
         order."""
         changed = self._weights.changed()
-        moved = {f"{name.rpartition('.')[0]}.weight" for name in changed if is_adapter(name)}
-        moved |= self._layers.keys() if LORA_SCALE in changed else set()
+        moved = {
+            name
+            for name, layer in self._layers.items()
+            if not changed.isdisjoint((f"{layer}.{LORA_A}", f"{layer}.{LORA_B}", LORA_SCALE))
+        }
         return [name for name in self._specs if name in changed or name in moved]
 
     @property

@@ -2,12 +2,17 @@
 
 python -m bench.gains [modes asyncflow streamrl elastic reward lora record]
 python -m bench.gains reward --into docs/how-to/pacing.md
+python -m bench.gains modes --picture docs/pictures/colocated.svg
+
+The picture has asynchronous steps over mode colocated, by the ratio of generation to training. Needs matplotlib.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -82,6 +87,7 @@ def _columns(base: str) -> Iterator[tuple[str, str]]:
     yield "samples a second", "samples a second"
     yield f"over {base}", f"over {base}"
     yield "of its bound", "of its bound"
+    yield "of the planner's prediction", "of the prediction"
     yield "generation, seconds a step", "generation"
     yield "training", "training"
     yield "recall of the longest fifth", "recall"
@@ -99,6 +105,51 @@ def _rewards(base: str) -> Iterator[tuple[str, str]]:
     yield "steps until the held-out reward", "steps until the held-out reward"
     yield "tokens until then", "tokens until the held-out reward"
     yield f"over {base}, by seeds", f"tokens until the held-out reward over {base}"
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Mode colocated beside asynchronous steps, in one record: samples of the latter over the former's, and the seconds
+    of generation over those of training, as colocated has them."""
+
+    name: str
+    generation_over_training: float
+    gain: float
+
+
+def colocated_or_apart(records: Sequence[MeasurementRecord]) -> list[Beside]:
+    """Return one for each record that has both modes and the seconds of generation."""
+    found = []
+    for record in records:
+        medians = {result.name: result.median for result in record.results}
+        names = [f"colocated: {name}" for name in ("generation", "training", "samples a second")]
+        wanted = [medians.get(name) for name in (*names, "asynchronous: samples a second")]
+        generation, training, together, apart = (math.nan if value is None else value for value in wanted)
+        if None not in wanted:
+            name = f"{ENGINES[record.details['engine']]}, {record.details['size']}"
+            found.append(Beside(name, generation / training, apart / together))
+    return found
+
+
+def draw(path: Path, points: Sequence[Beside]) -> None:
+    """Draw them. Blocks; writes `path`, as SVG or PNG by its name."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.axhline(1.0, color="#a0aec0", linewidth=1)
+    for point in points:
+        axes.plot([point.generation_over_training], [point.gain], "o", color="#2b6cb0")
+        at, beside = (point.generation_over_training, point.gain), (6, 5)
+        axes.annotate(point.name, at, beside, textcoords="offset points", fontsize="x-small")
+    axes.set_xscale("log")
+    axes.margins(x=0.35, y=0.2)
+    axes.set_xlabel("seconds of generation over seconds of training")
+    axes.set_ylabel("samples, asynchronous over colocated")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def _of(results: dict[str, MeasuredResult], rung: str, column: tuple[str, str]) -> MeasuredResult | None:
@@ -119,7 +170,11 @@ def main() -> None:
         "ladders", nargs="*", metavar="LADDER", help=f"of {', '.join(TITLES)} (default: all with a record)"
     )
     parser.add_argument("--into", type=Path)
+    parser.add_argument("--picture", type=Path, help="of colocated beside asynchronous; an SVG or PNG file")
     chosen = parser.parse_args()
+    if chosen.picture:
+        draw(chosen.picture, colocated_or_apart(newest(["modes"])))
+        return
     text = tables(chosen.ladders)
     if chosen.into:
         chosen.into.write_text(insert(chosen.into.read_text(), text))

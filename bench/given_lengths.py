@@ -124,6 +124,9 @@ ENGINES: Final[dict[str, Callable[..., Any]]] = {"vllm": vllm, "transformers": t
 
 
 def _limited(prompt: Prompt, sampling: Sampling, longest: int, skew: str) -> Sampling:
+    """Sampling that ends at the prompt's length; as it is where nothing may end a response, as profiles time tokens."""
+    if not sampling.stop_ids:
+        return sampling
     return replace(sampling, tokens_max=length_of(prompt, longest, skew), stop_ids=())
 
 

@@ -18,8 +18,9 @@ direction each second time; figures are over the steps after the first.
   batches ahead, each with the correction of a job file (`algorithm.old = "trainer"`, `tis_max = 2`) and without
   (`old = "rollout"`); the built-in engine, a seed a turn; the reward of held-out prompts after the run, and that of all
   trained rows.
-- *lora*: a job with adapters whose versions are merged weights, and one that publishes the adapters alone: the same
-  figures, and the bytes of a version. Synchronous steps, so that nothing depends on the time.
+- *lora*: a job with adapters whose versions are merged weights, and one that publishes the adapters alone, which vLLM
+  takes as LoRA requests and other engines merge: the same figures, and the bytes of a version. Synchronous steps, so
+  that nothing depends on the time.
 - *record*: what `queue.record` costs: asynchronous steps without it and with it. Only some steps overlap the writing of
   a file, so a second ratio, *all steps*, is of the seconds from the first step to the last.
 - *sampler*: what prompts by pass rate gain: `data.sampler` and the order of the data, on prompts of which eight in
@@ -31,9 +32,10 @@ In asyncflow and streamrl a response has a length that its prompt and seed decid
 published`` or ``mild``. ``--engine paced`` takes the published times of a 7B model and no core: then a run says what
 waits for what.
 
-Beside each rung stands its bound, from the seconds that a step of the first rung spends in each stage: their sum for
-whole batches, the longest of generation and training for streamed steps, and the longest of all for asynchronous ones;
-for both at least what all stages compute, divided by the cores.
+Beside each rung of these two stands its bound, from the seconds that a step of whole batches spends in each stage:
+their sum for whole batches, the longest of generation and training for streamed steps, and the longest of all for
+asynchronous ones; for both at least what all stages compute, divided by the cores. And the planner's prediction
+(`bench.predicted`), from a profile of the job with trials of 12 steps before the first run.
 On a machine that does other work too, set ``OMP_NUM_THREADS=1``: threads that wait for each other say nothing.
 ``--keep FOLDER`` keeps the runs: the same command goes on after those that the folder has.
 """
@@ -58,7 +60,8 @@ from typing import Any, Final
 
 from bench.given_lengths import ENGINES, SKEWS, texts
 from bench.harness import ROOT
-from bench.measurement_record import MeasuredResult, Measurement, summarize
+from bench.measurement_record import MeasuredResult, Measurement, single, summarize
+from bench.predicted import PROFILE, Prediction
 from bench.run_record import into_option, save_record, show
 
 PLAIN: Final = "plain loop"
@@ -185,11 +188,12 @@ class Size:
 SIZES: Final = {
     "tiny": Size({}, 8, 8, 64, 24),
     "small": Size({"hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 5}, 8, 8, 64, 64),
+    "short": Size({"hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 5}, 8, 8, 64, 8),
     "rounds": Size({"hidden_size": 192, "intermediate_size": 576, "num_hidden_layers": 4}, 16, 8, 16, 192),
     "paced": Size({}, 16, 8, 8, 192),
 }
-"""About 140,000, 9 million, 2 million and 140,000 parameters. rounds: a step takes an engine several rounds of slots.
-paced: many rounds, and little to train."""
+"""About 140,000, 9 million, 9 million, 2 million and 140,000 parameters. short: little to generate. rounds: a step
+takes an engine several rounds of slots. paced: many rounds, and little to train."""
 
 JOB: Final = """
 name = "ladder"
@@ -304,12 +308,30 @@ def _engines(chosen: argparse.Namespace) -> Iterator[str]:
 
 
 def changes(rung: str, chosen: argparse.Namespace) -> dict[str, str]:
-    """Return the settings of a rung. In mode colocated there is one engine, without a core of its own."""
+    """Return the settings of a rung. In mode colocated there is one engine, without a core of its own. vLLM takes
+    adapters alone as LoRA requests."""
     found = dict(LADDERS[chosen.ladder][rung])
+    if chosen.engine == "vllm" and found.get("weights.lora") == "adapter":
+        found["engine.0.options.enable_lora"] = "true"
     if chosen.ladder == "streamrl" and found["pacing.mode"] == "colocated":
-        one = next(_engines(chosen)).replace(", core = 0", "")
-        found["engine"] = "[" + one.replace(" = ", "=") + "]"
+        found["engine"] = _one_engine(chosen).replace(", core=0", "")
     return found
+
+
+def _one_engine(chosen: argparse.Namespace) -> str:
+    """Return the first engine alone, as ``--set`` takes it."""
+    return f"[{next(_engines(chosen))}]".replace(" = ", "=")
+
+
+def predicted(place: Path, chosen: argparse.Namespace) -> Prediction | None:
+    """Return the planner's prediction from a profile of the job, which it measures if the folder has none; None for
+    ladders without bounds, and for paced engines."""
+    if chosen.ladder not in SCORED or chosen.engine == "paced":
+        return None
+    if not (place / PROFILE).exists():
+        values = {"engine": _one_engine(chosen), "trainer.lr": str(chosen.lr)}
+        _command(place, ["bench.predicted", ".", *(f"{key}={value}" for key, value in values.items())])
+    return Prediction.read(place / PROFILE, engines=len([*_engines(chosen)]))
 
 
 # ---------------------------------------------------------------- runs
@@ -498,9 +520,15 @@ def _of_rung(rung: str, runs: Sequence[RungRun], ladder: str) -> Iterator[Measur
 
 
 def results(
-    found: Mapping[str, Sequence[RungRun]], ladder: str, cores: float, *, paced: bool = False
+    found: Mapping[str, Sequence[RungRun]],
+    ladder: str,
+    cores: float,
+    *,
+    paced: bool = False,
+    prediction: Prediction | None = None,
 ) -> Iterator[MeasuredResult]:
-    """Give samples a second of each rung, and their ratios to the first rung's by turns and to their `bound_s`."""
+    """Give samples a second of each rung, and their ratios to the first rung's by turns, to their `bound_s` and to the
+    planner's prediction."""
     rungs = LADDERS[ladder]
     base = next((rung for rung in rungs if rung in found), "")
     for rung, runs in found.items():
@@ -531,6 +559,12 @@ def results(
             yield summarize(f"{rung}: bound", "1/s", bounds)
             shares = [each.rate / bound for each, bound in zip(runs, bounds, strict=True)]
             yield summarize(f"{rung}: of its bound", "ratio", shares)
+    for rung, runs in found.items():
+        step_s = prediction.step_s(rungs[rung]) if prediction else math.nan
+        if not math.isnan(step_s):
+            rate = runs[0].rows / step_s
+            yield single(f"{rung}: predicted", "1/s", round(rate, 3))
+            yield summarize(f"{rung}: of the prediction", "ratio", [each.rate / rate for each in runs])
 
 
 def main() -> None:
@@ -576,8 +610,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="transferqueue-ladder-") as folder:
         place = (chosen.keep or Path(folder)).absolute()
         begin(place, settings, chosen)
+        prediction = predicted(place, chosen)
         found, cores = measured(place, chosen), len(os.sched_getaffinity(0))
-        lines = [*results(found, chosen.ladder, cores, paced=chosen.engine == "paced")]
+        lines = [*results(found, chosen.ladder, cores, paced=chosen.engine == "paced", prediction=prediction)]
     show(lines)
     details: dict[str, Any] = settings | {"threads": os.environ.get("OMP_NUM_THREADS", "by the mode")}
     details["published"] = PUBLISHED.get(chosen.ladder, "")

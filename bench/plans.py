@@ -4,8 +4,7 @@ The job is real and nothing is paced. `transferqueue profile` measures the trans
 tiny model, alone; then the job runs with each of several plans, by turns. A figure is the median of a run's steps.
 
 - *modes*: plans of one engine that differ in mode, slots and micro-batch, whose processes share two cores (generation
-  takes one, training the other, rewards and the server a little). The profile has two trial runs of the job, of 12
-  steps and with the slots and micro-batch of two of the plans. Goal: the order of the plans is right, and each step
+  takes one, training the other, rewards and the server a little). Goal: the order of the plans is right, and each step
   within 15 %.
 - *money*: devices of two kinds with prices, and the plan for the money beside even splits. A device is a share of a
   core that the kernel holds a process to (a control group with a quota), so this needs root. *small* devices cost about
@@ -13,6 +12,8 @@ tiny model, alone; then the job runs with each of several plans, by turns. A fig
   bandwidth and little arithmetic do (the two kinds of StreamRL's second site). A kind's seconds are those of a whole
   core over its share. The even split takes half of the devices of a kind for each side. The figure is samples for the
   money. Expected, written before the first run: at least 1.2 times that of the best even split, predicted within 10 %.
+
+The profile has two trial runs of the job, of 12 steps, each with the slots and micro-batch of one of its plans.
 
 Needs transformers, and two idle cores. About a minute a run.
 """
@@ -48,7 +49,7 @@ from transferqueue.workflows.planner.profile import DeviceKind, Profile
 from transferqueue.workflows.planner.simulated_job import GENERATE, TRAIN
 
 SLOTS: Final = {"modes": 32, "money": 16}
-TRIAL_STEPS: Final = {"modes": 12, "money": 0}
+TRIAL_STEPS: Final = 12
 RUN_STEPS: Final = {"modes": 24, "money": 16}
 SIZE: Final = {
     "hidden_size": 128,
@@ -302,8 +303,8 @@ def profiled(place: Path, objective: str) -> Profile:
     make(place / "model", **SIZE)
     write_data(place / "data", train=512, test=16)
     (place / "job.toml").write_text(JOB.replace("PLACE", str(place)).replace("SLOTS", str(SLOTS[objective])))
-    job, trials = job_from_file(place / "job.toml"), TRIAL_STEPS[objective]
-    alone = profile_job(job, code=ROOT, trial_steps=trials, say=lambda line: print(line, flush=True))
+    job = job_from_file(place / "job.toml")
+    alone = profile_job(job, code=ROOT, trial_steps=TRIAL_STEPS, say=lambda line: print(line, flush=True))
     return with_kinds(alone) if objective == "money" else alone
 
 

@@ -24,7 +24,7 @@ from transferqueue.adapters.lora_weights import LORA_A, LORA_B, LORA_SCALE, is_a
 from transferqueue.adapters.protocols import TensorSpec, Unsupported
 from transferqueue.adapters.weight_files import write_tensors
 from transferqueue.adapters.weight_shards import is_sharded, like, shard_of
-from transferqueue.adapters.weights import ModuleWeights
+from transferqueue.adapters.weights import ChannelWeights, ModuleWeights
 from transferqueue.errors import UsageError, listing
 
 
@@ -268,16 +268,39 @@ def save_adapter(model: nn.Module, directory: str | Path, *, base: str) -> None:
     Raises:
         UsageError: a model without adapters.
     """
-    config = peft_config(model, base)
     tensors = {
         peft_name(name): whole(part.detach()).contiguous()
         for name, part in model.named_parameters()
         if is_adapter(name)
     }
-    place = Path(directory)
-    place.mkdir(parents=True, exist_ok=True)
-    write_tensors(place / "adapter_model.safetensors", tensors)
-    (place / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    _write_adapter(Path(directory), tensors, peft_config(model, base))
+
+
+def save_published_adapter(source: ChannelWeights, directory: str | Path) -> None:
+    """Write the adapters of a version of a channel in the format of the library peft, for engines that read it.
+
+    Args:
+        source: the version, all of it here.
+        directory: where the files are written; made if it does not exist.
+
+    Raises:
+        UsageError: a version without adapters.
+    """
+    if not source.rank:
+        raise UsageError(f'version {source.version} of channel "{source.channel}" has no adapters')
+    scale, layers = source.adapters()
+    tensors = {
+        peft_name(f"{layer}.{part}"): values.contiguous()
+        for layer, pair in layers.items()
+        for part, values in zip((LORA_A, LORA_B), pair, strict=True)
+    }
+    _write_adapter(Path(directory), tensors, _peft_config(source.rank, scale, layers, ""))
+
+
+def _write_adapter(directory: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    write_tensors(directory / "adapter_model.safetensors", tensors)
+    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def peft_config(model: nn.Module, base: str) -> dict[str, Any]:
@@ -286,13 +309,16 @@ def peft_config(model: nn.Module, base: str) -> dict[str, Any]:
     if not layers:
         raise UsageError(f"{type(model).__name__} has no adapters; call add_lora first")
     first = next(iter(layers.values()))
-    rank = first.lora_a.shape[0]
+    return _peft_config(first.lora_a.shape[0], first.lora_scale, layers, base)
+
+
+def _peft_config(rank: int, scale: float, layers: Collection[str], base: str) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": rank,
-        "lora_alpha": first.lora_scale * rank,
+        "lora_alpha": scale * rank,
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": sorted({name.rpartition(".")[2] for name in layers}),

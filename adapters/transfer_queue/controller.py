@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 import transferqueue as tq
@@ -30,10 +31,11 @@ from transferqueue.adapters.transfer_queue.sampler import (
     SeqlenBalancedSampler,
     SequentialSampler,
 )
-from transferqueue.adapters.transfer_queue.samples.columns import Shape, schema_of_field, shapes_of
+from transferqueue.adapters.transfer_queue.samples.columns import schema_of_field
 from transferqueue.adapters.transfer_queue.samples.index_set import IndexSet, WaitingSamples
 from transferqueue.adapters.transfer_queue.samples.partitions import Partitions, described, indexes_of, put_at_once
 from transferqueue.adapters.transfer_queue.samples.ready_samples import AT_ONCE, ReadySamples
+from transferqueue.adapters.transfer_queue.samples.sample_shapes import SampleShapes, Shape
 from transferqueue.adapters.transfer_queue.samples.tags import given_tags, partition_of, table_of, text_of, value_of
 from transferqueue.errors import NotFound, UsageError
 from transferqueue.limits import ROWS_PER_REQUEST_MAX, TASKS_MAX
@@ -184,32 +186,36 @@ class Partition:
         whole = bool(has_all.all())
         tags, shapes = self._tags_and_shapes(rows, vary if whole else ())
         if not whole and vary and has_all.any():
-            shapes = self._tags_and_shapes([row for row, has in zip(rows, has_all.tolist(), strict=True) if has], vary)[
-                1
-            ]
+            _, some = self._tags_and_shapes([row for row, has in zip(rows, has_all.tolist(), strict=True) if has], vary)
+            shapes = {name: _spread(each, has_all) for name, each in some.items()}
         return BatchMeta(
             global_indexes=list(rows),
             partition_ids=[self.partition_id] * len(rows),
-            field_schema={
-                name: schema_of_field(
-                    schema[name], [shapes.get(name, {}).get(row) for row in rows] if name in vary else ()
-                )
-                for name in named
-            },
+            field_schema={name: schema_of_field(schema[name], shapes.get(name, ())) for name in named},
             production_status=np.where(has_all, READY, NOT_READY).astype(np.int8),
             custom_meta=[tags[row] for row in rows] if any(tags.values()) else None,
         )
 
     def _tags_and_shapes(
         self, rows: Sequence[int], fields: Sequence[str]
-    ) -> tuple[dict[int, dict[str, Any]], dict[str, dict[int, Shape]]]:
-        """Return tags by index, and by field the shapes of samples by index."""
+    ) -> tuple[dict[int, dict[str, Any]], dict[str, Sequence[Shape | None]]]:
+        """Return tags by index, and by field the shape of each sample."""
         if not rows:
             return {}, {}
         once = list(dict.fromkeys(rows))  # a sampler may choose a sample several times
         with self.table.read(indexes_of(once), fields=fields) as read:
             tags = {row: given_tags(stored) if stored else stored for row, stored in zip(once, read.tags, strict=True)}
-            return tags, {name: dict(zip(once, shapes_of(read, name), strict=True)) for name in fields}
+            shapes = {name: SampleShapes(np.array(read[name].shapes)) for name in fields}
+        if len(once) < len(rows):
+            place = {row: at for at, row in enumerate(once)}
+            shapes = {name: each.of([place[row] for row in rows]) for name, each in shapes.items()}
+        return tags, dict(shapes)
+
+
+def _spread(shapes: Iterable[Shape | None], has: npt.NDArray[np.bool_]) -> list[Shape | None]:
+    """Return shapes of samples with None for those that are not `has`."""
+    each = iter(shapes)
+    return [next(each) if one else None for one in has.tolist()]
 
 
 _NOTHING: Final = IndexSet()

@@ -36,6 +36,7 @@ import numpy as np
 import torch
 
 from transferqueue.adapters.transfer_queue.metadata import BatchMeta
+from transferqueue.adapters.transfer_queue.samples.sample_shapes import SampleShapes
 from transferqueue.errors import Corruption, Disconnected
 from transferqueue.limits import MESSAGE_BYTES_MAX
 
@@ -144,6 +145,8 @@ def _encode_schema(schema: dict[str, Any]) -> dict[str, Any]:
     plain = dict(schema)
     if isinstance(dtype := schema.get("dtype"), torch.dtype):
         plain["dtype"] = str(dtype).removeprefix("torch.")
+    if isinstance(shapes := schema.get("per_sample_shapes"), SampleShapes):
+        plain["per_sample_shapes"] = {"dimensions": shapes.array.shape[1], "data": shapes.array.astype("<i8").tobytes()}
     return plain
 
 
@@ -155,8 +158,11 @@ def _decode_schema(plain: dict[str, Any]) -> dict[str, Any]:
             raise TypeError(f"{dtype!r} is no dtype")
     if schema.get("shape") is not None:
         schema["shape"] = tuple(schema["shape"])
-    if "per_sample_shapes" in schema:
-        schema["per_sample_shapes"] = [None if shape is None else tuple(shape) for shape in schema["per_sample_shapes"]]
+    if isinstance(shapes := plain.get("per_sample_shapes"), dict):
+        array = np.frombuffer(shapes["data"], "<i8").reshape(-1, shapes["dimensions"])
+        schema["per_sample_shapes"] = SampleShapes(array.astype(np.int64))
+    elif shapes is not None:
+        schema["per_sample_shapes"] = [None if shape is None else tuple(shape) for shape in shapes]
     return schema
 
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from transferqueue.adapters.transfer_queue.samples.sample_shapes import SampleShapes
+
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
@@ -396,13 +398,15 @@ def schema_of(value: Any) -> dict[str, Any]:
     return {"dtype": value.dtype, "shape": tuple(value.shape[1:]), "is_nested": False, "is_non_tensor": False}
 
 
-def _shapes(value: Any) -> list[tuple[int, ...]]:
+def _shapes(value: Any) -> Sequence[tuple[int, ...]]:
     """Return the shape of each sample of a nested tensor."""
     from transferqueue.adapters.transfer_queue.samples.columns import flat
 
     if flat(value):
-        trailing = tuple(value.shape[2:])
-        return [(length, *trailing) for length in value.offsets().diff().tolist()]
+        lengths, trailing = value.offsets().diff().numpy(force=True), value.shape[2:]
+        array = np.empty((len(lengths), 1 + len(trailing)), np.int64)
+        array[:, 0], array[:, 1:] = lengths, tuple(trailing)
+        return SampleShapes(array)
     return [tuple(part.shape) for part in value.unbind()]
 
 
@@ -427,7 +431,10 @@ def _cut(size: int, chunks: int) -> Iterator[range]:
 
 def _schema_of_some(schema: Mapping[str, Any], places: Sequence[int]) -> dict[str, Any]:
     shapes = schema.get("per_sample_shapes")
-    return {**schema, **({"per_sample_shapes": [shapes[at] for at in places]} if shapes else {})}
+    if not shapes:
+        return dict(schema)
+    some = shapes.of(places) if isinstance(shapes, SampleShapes) else [shapes[at] for at in places]
+    return {**schema, "per_sample_shapes": some}
 
 
 def _joined_schema(parts: Sequence[BatchMeta]) -> dict[str, dict[str, Any]]:
@@ -435,8 +442,16 @@ def _joined_schema(parts: Sequence[BatchMeta]) -> dict[str, dict[str, Any]]:
     for name, schema in parts[0].field_schema.items():
         joined[name] = dict(schema)
         if schema.get("per_sample_shapes"):
-            joined[name]["per_sample_shapes"] = [shape for part in parts for shape in part.get_shapes(name)]
+            joined[name]["per_sample_shapes"] = _joined_shapes(parts, name)
     return joined
+
+
+def _joined_shapes(parts: Sequence[BatchMeta], name: str) -> Sequence[Any]:
+    held = [part.field_schema[name].get("per_sample_shapes") for part in parts]
+    arrays = [shapes.array for shapes in held if isinstance(shapes, SampleShapes)]
+    if len(arrays) == len(parts) and len({array.shape[1] for array in arrays}) == 1:
+        return SampleShapes(np.concatenate(arrays))
+    return [shape for part in parts for shape in part.get_shapes(name)]
 
 
 def _agreed(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -4,6 +4,10 @@ A thread steps the engine (`engines.stepped`), so a request, a pause or new weig
 keeps the running requests: the workers load the weights (`adapters.vllm.weight_transfer`), and the requests go on with
 their context computed again, or with the caches that they have (`kv`). vLLM reports which version drew which token.
 
+With ``enable_lora``, adapters that a channel has beside its weights are not merged: each version becomes a LoRA request
+of vLLM. Completions end with the adapters that they began with, and new ones get the newest. A batch has up to
+``max_loras`` versions; vLLM lets the completions of further ones wait until those of one have ended.
+
 On a CPU the engine's core computes in this process too: messages between two processes took as long as the tokens of a
 small model. There vLLM (0.32) dies of a request with a seed whose prompt it computes in parts: torch's random numbers
 have no offset there. So prompts are computed whole by default, and where the options say otherwise, no seed is sent.
@@ -13,13 +17,17 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.system_utils import set_env_var
@@ -32,8 +40,8 @@ from transferqueue.adapters.engines.completion import completed, context, seed_o
 from transferqueue.adapters.engines.stepped import SteppedGenerator, SteppedRequest
 from transferqueue.adapters.protocols import Caches, Completion, Pause, Prompt, Sampling, WeightSource
 from transferqueue.adapters.vllm import plugin as vllm_plugin
-from transferqueue.adapters.weights import WeightHandoff, check_fits, checkpoint_specs
-from transferqueue.errors import Disconnected
+from transferqueue.adapters.weights import ChannelWeights, WeightHandoff, check_fits, checkpoint_specs
+from transferqueue.errors import Disconnected, SchemaError, UsageError
 
 ON_CPU: Final = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Variables of an engine's processes on a CPU, where they are not set. The engine has ``OMP_NUM_THREADS`` threads on
@@ -44,15 +52,27 @@ ON_CPU_EAGER: Final = {"TORCHDYNAMO_DISABLE": "1"}
 the first rows come."""
 
 
+@dataclass(frozen=True)
+class _Adapters:
+    """Adapters of a version, and the request by which vLLM knows them. Each load has a name, number and directory of
+    its own, so vLLM confuses them with no earlier ones, nor with the caches that those wrote."""
+
+    place: tuple[str, str]
+    version: int
+    request: LoRARequest
+
+
 class _Row:
     """A completion that is being generated."""
 
-    __slots__ = ("index", "internal", "name", "owner", "prompt", "sample", "sampling")
+    __slots__ = ("adapters", "index", "internal", "name", "owner", "prompt", "sample", "sampling")
 
     def __init__(self, owner: SteppedRequest, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> None:
         self.owner, self.index, self.sample, self.prompt, self.sampling = owner, index, sample, prompt, sampling
         self.name = self.internal = ""
         """Its ids of vLLM: outside and inside."""
+        self.adapters: _Adapters | None = None
+        """That all its tokens are drawn with; None: none, or merged ones."""
 
 
 class _Batch:
@@ -66,6 +86,8 @@ class _Batch:
 
     def __init__(self, engine: LLMEngine, *, takes_seeds: bool, salt: Callable[[], str]) -> None:
         self._engine, self._takes_seeds, self._salt = engine, takes_seeds, salt
+        self.adapters: _Adapters | None = None
+        """Of new rows."""
         self._rows: dict[str, _Row] = {}
         self._names = itertools.count()
         self._failure: BaseException | None = None
@@ -76,12 +98,17 @@ class _Batch:
             raise Disconnected(f"the engine died: {self._failure}") from self._failure
         salt = self._salt()
         salted = {"cache_salt": salt} if salt else {}
+        lora = None if self.adapters is None else self.adapters.request
         with _deaths():
             for row in rows:
                 name = f"tq-{next(self._names)}"
                 request = {"prompt_token_ids": context(row.prompt).tolist(), **salted}
-                row.internal = self._engine.add_request(name, request, self._parameters(row))
-                row.name, self._rows[name] = name, row
+                row.internal = self._engine.add_request(name, request, self._parameters(row), lora_request=lora)
+                row.name, row.adapters, self._rows[name] = name, self.adapters, row
+
+    def running(self) -> list[_Row]:
+        """Rows that are unfinished."""
+        return [*self._rows.values()]
 
     def _parameters(self, row: _Row) -> SamplingParams:
         sampling = row.sampling
@@ -100,6 +127,8 @@ class _Batch:
         """See `stepped.SteppedBatch`."""
         found = 0
         for row in self._rows.values():
+            if row.adapters is not None:  # an update leaves its cache as it is
+                continue
             state = self._engine.output_processor.request_states.get(row.internal)
             drawn = 0 if state is None else state.detokenizer.num_output_tokens()
             found += state.prompt_len + drawn - 1 if drawn else 0
@@ -128,10 +157,7 @@ class _Batch:
     def _finished(self, outputs: Sequence[Any]) -> list[tuple[_Row, Completion]]:
         ended = [output for output in outputs if output.finished and output.request_id in self._rows]
         rows = [self._rows.pop(output.request_id) for output in ended]
-        return [
-            (row, _completion(row.index, row.sample, row.prompt, output.outputs[0]))
-            for row, output in zip(rows, ended, strict=True)
-        ]
+        return [(row, _completion(row, output.outputs[0])) for row, output in zip(rows, ended, strict=True)]
 
 
 class VllmGenerator(SteppedGenerator):
@@ -176,9 +202,13 @@ class VllmGenerator(SteppedGenerator):
         self._context_max = config.model_config.max_model_len
         self._several = config.parallel_config.world_size > 1
         """Whether there are several workers: then an error of one ends them."""
-        self._rows = _Batch(
-            self._engine, takes_seeds=not (current_platform.is_cpu() and in_parts), salt=lambda: salt_of(self)
-        )
+        lora = None if self._several else config.lora_config
+        self._rank_max = 0 if lora is None else lora.max_lora_rank
+        """Of adapters; 0: they are merged."""
+        self._folder = None if lora is None else tempfile.TemporaryDirectory(prefix="transferqueue-lora-")
+        self._loads = 0
+        """Number of updates that were begun: a version may come again, from another channel or trainer."""
+        self._rows = _Batch(self._engine, takes_seeds=not (current_platform.is_cpu() and in_parts), salt=self._salt)
 
     def _row(self, request: SteppedRequest, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> _Row:
         return _Row(request, index, sample, prompt, sampling)
@@ -211,6 +241,10 @@ class VllmGenerator(SteppedGenerator):
     def _going(self) -> None:
         self._core("resume_scheduler")
 
+    def _salt(self) -> str:
+        """Return what keeps new requests from caches of older weights; "": they may share them."""
+        return f"load {self._loads}" if self.kv is Caches.SALT else ""
+
     def _core(self, call: str, *arguments: Any) -> Any:
         """Call the engine's core, in this process or in its own."""
         client = self._engine.engine_core
@@ -221,29 +255,74 @@ class VllmGenerator(SteppedGenerator):
 
     def _check(self, source: WeightSource) -> None:
         check_fits(source, self._wanted)
+        if isinstance(source, ChannelWeights) and source.rank > self._rank_max > 0:
+            raise SchemaError(
+                f"version {source.version} has adapters of rank {source.rank}, and the engine takes those up to "
+                f"max_lora_rank={self._rank_max}: open it with a larger one"
+            )
 
     def _load(self, source: WeightSource, version: int, timeout_s: float) -> None:
         """The workers read weights of a channel (`weights.ChannelWeights`) directly; other weights are published once
         to a queue that this adapter embeds."""
         place, version_there = self._relay.place(source)
+        self._loads += 1
+        adapters, before = self._adapters(source, place, version), self._rows.adapters
+        goes_on = adapters is not None and before is not None and before.place == place == self._channel
+        if not goes_on and (adapters or before) and self._rows.running():
+            raise UsageError(
+                f"version {version} changes the weights beside the adapters that running requests keep; "
+                "pause(Pause.WAIT) first"
+            )
+        update_info = {"version": version_there, "timeout_s": timeout_s, "goes_on": goes_on}
         with _deaths():
             if place != self._channel:
                 address, channel = place
                 self._workers("init_weight_transfer_engine", init_info={"address": address, "channel": channel})
                 self._channel = place
-            if not self._update_begun:
-                self._workers("start_weight_update")
-            self._update_begun = False  # an error of the next call ends vLLM's update
-            with self._changing_weights() if self._several else nullcontext():
-                self._workers("update_weights", update_info={"version": version_there, "timeout_s": timeout_s})
-            self._update_begun = True
-            self._core("pause_scheduler", "keep", self.kv is Caches.RECOMPUTE)
-            with self._changing_weights():
-                self._workers("finish_weight_update")
-                self._engine.engine_core.set_weight_version(str(version))
+            self._fetch(update_info | {"adapters": adapters.request.lora_path if adapters else ""})
+            if goes_on and adapters:
+                self._engine.add_lora(adapters.request)
+            else:
+                self._apply(adapters, version)
+            self._rows.adapters = adapters
+        self._remove_unused()
+
+    def _fetch(self, update_info: Mapping[str, Any]) -> None:
+        if not self._update_begun:
+            self._workers("start_weight_update")
+        self._update_begun = False  # an error of the next call ends vLLM's update
+        with self._changing_weights() if self._several else nullcontext():
+            self._workers("update_weights", update_info=dict(update_info))
+        self._update_begun = True
+
+    def _apply(self, adapters: _Adapters | None, version: int) -> None:
+        """The workers load what they fetched, and vLLM the adapters beside it."""
+        self._core("pause_scheduler", "keep", self.kv is Caches.RECOMPUTE)
+        self._rows.adapters = None
+        with self._changing_weights():
+            self._workers("finish_weight_update")
             self._update_begun = False
-            if self._paused is None:
-                self._going()
+            if adapters is not None:
+                self._engine.add_lora(adapters.request)
+            self._engine.engine_core.set_weight_version(str(version))
+        if self._paused is None:
+            self._going()
+
+    def _adapters(self, source: WeightSource, place: tuple[str, str], version: int) -> _Adapters | None:
+        """Return how vLLM is to know the adapters of a version; None: it has none, or they are merged."""
+        if self._folder is None or not isinstance(source, ChannelWeights) or not source.rank:
+            return None
+        number = self._loads
+        name, path = f"{place[1]} {version}, load {number}", str(Path(self._folder.name) / str(number))
+        return _Adapters(place, version, LoRARequest(lora_name=name, lora_int_id=number, lora_path=path))
+
+    def _remove_unused(self) -> None:
+        """Remove the files of adapters that no request has: vLLM reads them again where it has no memory left."""
+        used = {adapters.request.lora_path for row in self._rows.running() if (adapters := row.adapters)}
+        used |= {self._rows.adapters.request.lora_path} if self._rows.adapters else set()
+        for path in Path(self._folder.name).iterdir() if self._folder else ():
+            if str(path) not in used:
+                shutil.rmtree(path, ignore_errors=True)  # what is left goes with the folder
 
     def _workers(self, call: str, **arguments: Any) -> None:
         self._engine.collective_rpc(call, kwargs=arguments)
@@ -254,11 +333,8 @@ class VllmGenerator(SteppedGenerator):
             super().close()
             self._engine.engine_core.shutdown()
             self._relay.close()
-
-
-def salt_of(engine: Any) -> str:
-    """Return the salt of an engine's new requests: its version, if they are to share no cache of older ones."""
-    return f"version {engine.version}" if engine.kv is Caches.SALT else ""
+            if self._folder is not None:
+                self._folder.cleanup()
 
 
 @contextmanager
@@ -281,9 +357,11 @@ def _deaths() -> Iterator[None]:
         raise Disconnected(f"the engine died: {error}") from error
 
 
-def _completion(index: int, sample: int, prompt: Prompt, output: Any) -> Completion:
-    logprobs = [
-        position[token].logprob for position, token in zip(output.logprobs or (), output.token_ids, strict=True)
-    ]
-    spans = [(int(span.version), span.end - span.start) for span in output.weight_versions or ()]
-    return completed(index, sample, prompt, output.token_ids, logprobs, output.finish_reason, spans)
+def _completion(row: _Row, output: Any) -> Completion:
+    ids = output.token_ids
+    logprobs = [position[token].logprob for position, token in zip(output.logprobs or (), ids, strict=True)]
+    if row.adapters is not None:
+        spans = [(row.adapters.version, len(ids))] if len(ids) else []
+    else:
+        spans = [(int(span.version), span.end - span.start) for span in output.weight_versions or ()]
+    return completed(row.index, row.sample, row.prompt, ids, logprobs, output.finish_reason, spans)

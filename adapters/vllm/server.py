@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -91,6 +92,8 @@ class VllmServer(ServerEngine):
         self._half_loaded = False
         """Whether the server's weights may be of two versions, since a load did not end well."""
         self._takes_seeds = True
+        self._load = secrets.token_hex(8)
+        """Another one after each load: a version may come again with other weights, from another channel or trainer."""
         self._asked: set[asyncio.Future[Any]] = set()
         super().__init__(url, api_key=api_key, version=version, checkpoint=checkpoint, connections_max=connections_max)
 
@@ -138,7 +141,7 @@ class VllmServer(ServerEngine):
             return {}
         async with self._control:
             await self._control.wait_for(lambda: not self._held)
-            return {"cache_salt": f"version {self._version}"}
+            return {"cache_salt": f"version {self._version}, load {self._load}"}
 
     async def _answered(self, body: Mapping[str, Any]) -> Any:
         """Return the server's answer; None for a request that was taken back here: it arrived after a pause, or the
@@ -212,7 +215,7 @@ class VllmServer(ServerEngine):
                     await ask("POST", f"/pause?mode=keep{self._clearing()}")
                 await ask("POST", "/update_weight_version", {"new_version": LOADING})
                 await ask("POST", "/finish_weight_update", {"weight_version": str(version)}, may_fail=True)
-            self._version = version
+            self._version, self._load = version, secrets.token_hex(8)
             if not self._held:
                 await ask("POST", "/resume")
 

@@ -14,6 +14,10 @@ all tensors of every layer of the checkpoint that has a changed tensor, since vL
 of one whose weights are joined (queries, keys and values; gates and up projections) no part may be missing. A quantised
 model is loaded whole.
 
+With ``enable_lora``, a version that has adapters beside its weights is not merged: the worker loads the weights once,
+and writes A and B of each version to files, which vLLM's LoRA requests name. After the first version that is
+``update_weights`` alone, since ``finish_weight_update`` takes all adapters out of vLLM's memory.
+
 A worker of several (tensor or pipeline parallel) pulls the part of each tensor that its layers take, from the second
 version on (`adapters.tensor_parallel.PartsLoader`).
 """
@@ -32,13 +36,18 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
+from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 import transferqueue as tq
+from transferqueue.adapters.lora_weights import LORA_A
+from transferqueue.adapters.scoring.lora import peft_name, save_published_adapter
 from transferqueue.adapters.tensor_parallel import PartsLoader
 from transferqueue.adapters.weights import ChannelWeights, in_layers_of
+from transferqueue.errors import SchemaError, listing
 
 _log: Final = logging.getLogger("transferqueue.adapters.vllm")
 _reload_log: Final = logging.getLogger(initialize_layerwise_reload.__module__)
@@ -56,10 +65,13 @@ class ChannelAt(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class VersionOf(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Version to load, and how long to wait for it."""
+    """Version to load, and how long to wait for it. adapters: write its adapters to this directory, in peft's format;
+    empty: merge them. goes_on: the model has the weights beside them."""
 
     version: int
     timeout_s: float
+    adapters: str = ""
+    goes_on: bool = False
 
 
 class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore[misc]
@@ -75,7 +87,7 @@ class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore
         self._channel: tq.WeightChannel | None = None
         self._parts: PartsLoader | None = None
         self._held: tq.Weights | None = None
-        self._fetched: tq.Weights | None = None
+        self._fetched: tuple[tq.Weights, ChannelWeights] | None = None
         self._is_whole = self.model_config.quantization is not None
         if self._is_whole:
             _log.info("vLLM's weights are quantised (%s): each version is loaded whole", self.model_config.quantization)
@@ -105,11 +117,40 @@ class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore
             self._parts.pull(version=update_info.version, timeout_s=update_info.timeout_s)
             return
         if self._fetched is not None:
-            self._fetched.release()
+            self._fetched[0].release()
             self._fetched = None
-        self._fetched = self._channel.pull(
-            version=update_info.version, since=self._held, timeout_s=update_info.timeout_s
-        )
+        weights = self._channel.pull(version=update_info.version, since=self._held, timeout_s=update_info.timeout_s)
+        with _released_by_errors(weights):
+            source = ChannelWeights(self._address, weights, merged=not update_info.adapters)
+            if update_info.adapters:
+                self._write_adapters(source, update_info)
+        if update_info.goes_on:
+            self._hold(weights)
+        else:
+            self._fetched = weights, source
+
+    def _write_adapters(self, source: ChannelWeights, update_info: VersionOf) -> None:
+        changed, version = source.changed(), source.version
+        if update_info.goes_on and changed:
+            raise SchemaError(
+                f'version {version} changes tensor "{changed[0]}" beside its adapters, with which requests of older '
+                "adapters compute; open the engine anew"
+            )
+        if others := self._without_lora(source.adapters()[1]):
+            raise SchemaError(
+                f"version {version} has adapters of {listing(others)}, for which vLLM has none: leave them out "
+                "(trainer.lora_targets), or merge (no enable_lora)"
+            )
+        save_published_adapter(source, update_info.adapters)
+
+    def _without_lora(self, layers: Iterable[str]) -> list[str]:
+        """Return the layers that vLLM would draw without their adapters, or whose adapters have another shape there."""
+        manager, mapper = self.model.lora_manager, getattr(self.model, "hf_to_vllm_mapper", None)
+        renamed = mapper.get_rename_mapper() if mapper is not None else None
+        linear = {at for at, layer in manager.modules.items() if not isinstance(layer, VocabParallelEmbeddingWithLoRA)}
+        known = linear.union(*manager.packed_modules.values())
+        names = {layer: parse_fine_tuned_lora_name(peft_name(f"{layer}.{LORA_A}"), renamed)[0] for layer in layers}
+        return [layer for layer, name in names.items() if name not in known]
 
     def finish_weight_update(self) -> None:
         """Load the changed layers of the version that was fetched. When this returns, it is on the device, and
@@ -119,18 +160,23 @@ class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore
                 self._parts.load_pulled(self._load)
                 self._parts.unpin()
             elif self._fetched is not None:
-                self._load_fetched(self._fetched)
+                self._load_fetched(*self._fetched)
             if torch.accelerator.is_available():
                 torch.accelerator.synchronize()
 
-    def _load_fetched(self, weights: tq.Weights) -> None:
+    def _load_fetched(self, weights: tq.Weights, source: ChannelWeights) -> None:
         before, self._held, self._fetched = self._held, None, None  # after a load that fails, the next one is whole
-        source = ChannelWeights(self._address, weights)
-        names = in_layers_of(source.metadata() if self._is_whole else source.changed(), source.metadata())
-        if names:
-            # One tensor at a time is put together of its slices, or merged with its adapter.
-            self._load((name, source.tensor(name)) for name in names)
-        self._held = weights
+        with _released_by_errors(weights):
+            names = in_layers_of(source.metadata() if self._is_whole else source.changed(), source.metadata())
+            if names:
+                # One tensor at a time is put together of its slices, or merged with its adapter.
+                self._load((name, source.tensor(name)) for name in names)
+        self._held = before
+        self._hold(weights)
+
+    def _hold(self, weights: tq.Weights) -> None:
+        """Hold the version in place of the one before, without memory of the server."""
+        before, self._held = self._held, weights
         weights.unpin()
         if before is not None:
             before.release()
@@ -177,6 +223,16 @@ class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore
         if self._queue is not None:
             self._queue.close()
             self._queue = self._channel = self._parts = self._held = self._fetched = None
+
+
+@contextmanager
+def _released_by_errors(weights: tq.Weights) -> Iterator[None]:
+    """Release a version that an error in the block refuses, since a pinned version stays in the queue's memory."""
+    try:
+        yield
+    except BaseException:
+        weights.release()
+        raise
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 from bench.harness import ROOT
 from bench.stacks import calls
 from bench.stacks.calls import Recording
+from transferqueue.workflows.adopt.trial.of_verl.job import ENVIRONMENT, on_cpu
 from transferqueue.workflows.job.tiny_model.make import make, write_data
 
 Package = Literal["ours", "original"]
@@ -129,85 +130,46 @@ def _steps(metrics: Path) -> Iterator[Mapping[str, float]]:
 
 
 def _environment(paths: Sequence[str], recorded: Path, metrics: Path) -> dict[str, str]:
-    """The environment of the driver; Ray's processes inherit it. Each of a dozen imports torch and transformers, so
-    modules stay compiled."""
+    """The environment of the driver; Ray's processes inherit it."""
     return {
         **os.environ,
+        **ENVIRONMENT,
         "PYTHONPATH": os.pathsep.join(paths),
-        "VERL_PLATFORM": "cpu",
-        "VERL_ENGINE_DEVICE": "cuda",  # the FSDP engine that is registered for it has no CUDA in it
         "VERL_USE_EXTERNAL_MODULES": "bench.stacks.verl_plugin",
         "VERL_FILE_LOGGER_PATH": str(metrics),
         "BENCH_STACKS_CALLS": str(recorded),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "HYDRA_FULL_ERROR": "1",
-        "PYTHONDONTWRITEBYTECODE": "",
         "RAY_DEDUP_LOGS": "0",
-        "RAY_prestart_worker_first_driver": "0",  # Ray would start an idle process for each of its CPUs
     }
 
 
 def _settings(job: VerlJob, prepared: Path) -> list[str]:
     """Settings of verl for a CPU and a tiny model."""
-    model = "actor_rollout_ref.model"
     actor, rollout, ref = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
     given: dict[str, Any] = {
-        "trainer.device": "cpu",
+        **on_cpu(job.workers),
         "trainer.v1.trainer_mode": "sync",
-        "trainer.nnodes": 1,
-        "trainer.n_gpus_per_node": job.workers,
         "trainer.total_training_steps": job.steps,
         "trainer.total_epochs": 1,
-        "trainer.val_before_train": False,
-        "trainer.test_freq": -1,
-        "trainer.save_freq": -1,
-        "trainer.resume_mode": "disable",
         "trainer.logger": "[console,file]",
-        "+ray_kwargs.ray_init.num_gpus": job.workers,
-        "ray_kwargs.ray_init.num_cpus": 16,
-        "+ray_kwargs.ray_init.include_dashboard": False,
         "algorithm.adv_estimator": "grpo",
         "data.train_files": prepared / "train.json",
         "data.val_files": prepared / "test.json",
         "data.train_batch_size": job.prompts,
         "data.max_prompt_length": 64,
         "data.max_response_length": 16,
-        "data.dataloader_num_workers": 0,
         "data.seed": 1,
-        "reward.num_workers": 1,
         "reward.custom_reward_function.path": prepared / "reward.py",
         "transfer_queue.backend.SimpleStorage.total_storage_size": 4096,
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 2,
-        f"{rollout}.name": "transformers",
         f"{rollout}.n": job.samples,
         f"{rollout}.full_determinism": job.seeded,
-        f"{rollout}.tensor_model_parallel_size": 1,
-        f"{rollout}.free_cache_engine": False,
         f"{rollout}.agent.num_workers": 2,
         f"{rollout}.log_prob_micro_batch_size_per_gpu": job.worker_rows(),
         f"{actor}.ppo_mini_batch_size": job.prompts,
+        f"{actor}.ppo_micro_batch_size_per_gpu": job.worker_rows(),
         f"{actor}.optim.lr": 1e-3,
         f"{actor}.use_kl_loss": True,
         f"{ref}.log_prob_micro_batch_size_per_gpu": job.worker_rows(),
-        **_model(model, prepared),
-        f"{actor}.strategy": "fsdp2",
-        f"{actor}.ppo_micro_batch_size_per_gpu": job.worker_rows(),
-        **_engine(f"{actor}.fsdp_config"),
-        **_engine(f"{ref}.fsdp_config"),
+        "actor_rollout_ref.model.path": prepared / "model",
     }
-    return [f"{name}={value}" for name, value in given.items()]
-
-
-def _model(place: str, prepared: Path) -> dict[str, Any]:
-    return {
-        f"{place}.path": prepared / "model",
-        f"{place}.use_remove_padding": False,
-        f"{place}.enable_gradient_checkpointing": False,
-        f"+{place}.override_config.attn_implementation": "sdpa",
-    }
-
-
-def _engine(place: str) -> dict[str, Any]:
-    """An FSDP engine in float32, not compiled."""
-    return {f"{place}.use_torch_compile": False, f"+{place}.mixed_precision.param_dtype": "fp32"}
+    return [f"++{name}={value}" for name, value in given.items()]

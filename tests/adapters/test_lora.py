@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import transferqueue as tq
 from transferqueue.errors import UsageError
 
 torch = pytest.importorskip("torch")
@@ -28,7 +29,8 @@ from transferqueue.adapters.scoring import (  # noqa: E402
     response_logprobs,
     save_adapter,
 )
-from transferqueue.adapters.weights import ModuleWeights, copy_weights, spec  # noqa: E402
+from transferqueue.adapters.scoring.lora import AdapterWeights, save_published_adapter  # noqa: E402
+from transferqueue.adapters.weights import ChannelWeights, ModuleWeights, copy_weights, spec  # noqa: E402
 
 
 def trained(model: Any, steps: int = 2) -> Any:
@@ -116,6 +118,31 @@ def test_adapters_are_saved_as_peft_reads_them(tmp_path: Path) -> None:
     assert len(tensors) == 2 * 14
     b = tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"]
     assert torch.equal(b, model.model.layers[0].self_attn.q_proj.lora_b)
+
+
+def test_adapters_of_a_channel_are_saved_as_the_trainer_saves_them(tmp_path: Path) -> None:
+    model = qwen3()
+    add_lora(model, rank=2, alpha=6.0)
+    trained(model)
+    save_adapter(model, tmp_path / "trainer", base="")
+    with tq.connect("embedded") as queue:
+        channel = queue.weights("policy")
+        channel.publish(0, dict(AdapterWeights(model)))
+        with channel.pull() as weights:
+            source = ChannelWeights(queue.address, weights, merged=False)
+            save_published_adapter(source, tmp_path / "engine")
+            assert torch.equal(source.tensor("model.norm.weight"), model.model.norm.weight)
+            assert "model.layers.0.self_attn.q_proj.weight" in source.changed()
+        channel.publish(1, dict(ModuleWeights(qwen3())))
+        with (
+            channel.pull() as weights,
+            pytest.raises(UsageError, match='version 1 of channel "policy" has no adapters'),
+        ):
+            save_published_adapter(ChannelWeights(queue.address, weights), tmp_path / "none")
+    files = sorted(path.name for path in (tmp_path / "trainer").iterdir())
+    assert files == ["adapter_config.json", "adapter_model.safetensors"]
+    for name in files:
+        assert (tmp_path / "engine" / name).read_bytes() == (tmp_path / "trainer" / name).read_bytes()
 
 
 def test_what_cannot_be_adapted_is_refused() -> None:

@@ -19,9 +19,11 @@ import transferqueue as tq
 from transferqueue.adapters.transfer_queue import controller
 from transferqueue.adapters.transfer_queue import deployment as service
 from transferqueue.adapters.transfer_queue import sampler as samplers
+from transferqueue.adapters.transfer_queue.metadata import BatchMeta
 from transferqueue.adapters.transfer_queue.sampler import BaseSampler
 from transferqueue.adapters.transfer_queue.samples import ready_samples
 from transferqueue.adapters.transfer_queue.samples.ready_samples import AHEAD, ReadySamples
+from transferqueue.adapters.transfer_queue.samples.sample_shapes import SampleShapes
 from transferqueue.errors import Disconnected, NotFound, SchemaError, Unreachable, UsageError
 
 DEADLINE_S = 50.0
@@ -185,6 +187,23 @@ def features(client: Any, length: int, samples: int = 2) -> Any:
 
 def everything(client: Any) -> Any:
     return client.get_meta(["x"], 0, "p", mode="force_fetch")
+
+
+def test_shapes_of_ragged_samples_are_kept_as_arrays_through_a_put_a_question_and_a_concat(client: Any) -> None:
+    """A tuple for each sample and field was most of the cost of a question about 32 fields."""
+    parts = [torch.ones(length, 3) for length in (2, 1, 4)]
+    data = TensorDict({"x": torch.nested.as_nested_tensor(parts, layout=torch.jagged)}, batch_size=[3])
+    made = client.put(data, partition_id="p")
+    found = client.get_meta(["x"], 3, "p", task_name="t")
+    both = BatchMeta.concat([found, client.put(data, partition_id="q")])
+    for meta, shapes in ((made, [(2, 3), (1, 3), (4, 3)]), (both, [(2, 3), (1, 3), (4, 3)] * 2)):
+        held = meta.field_schema["x"]["per_sample_shapes"]
+        assert isinstance(held, SampleShapes)
+        assert held == shapes
+        assert (len(held), held[-1], held[:2]) == (len(shapes), (4, 3), shapes[:2])
+        assert meta.get_shapes("x") == shapes
+        assert meta.select_samples([2, 0]).get_shapes("x") == [shapes[2], shapes[0]]
+    assert found.field_schema["x"]["per_sample_shapes"] == made.field_schema["x"]["per_sample_shapes"]
 
 
 def test_is_nested_tells_whether_shapes_differ(client: Any) -> None:

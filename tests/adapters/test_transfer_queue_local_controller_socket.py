@@ -19,6 +19,7 @@ tensordict = pytest.importorskip("tensordict")
 pytest.importorskip("omegaconf", reason="make test-shim has it")
 
 import msgspec
+import numpy as np
 
 from transferqueue.adapters.transfer_queue import deployment as service
 from transferqueue.adapters.transfer_queue import local_controller_socket
@@ -30,6 +31,7 @@ from transferqueue.adapters.transfer_queue.local_controller_socket import (
     encode_meta,
 )
 from transferqueue.adapters.transfer_queue.metadata import BatchMeta
+from transferqueue.adapters.transfer_queue.samples.sample_shapes import SampleShapes
 from transferqueue.errors import Corruption, Disconnected
 
 TensorDict = tensordict.TensorDict
@@ -314,6 +316,7 @@ def test_metadata_arrives_as_it_was() -> None:
         "a": {"dtype": torch.bfloat16, "shape": (), "is_nested": False, "is_non_tensor": False},
         "b": {"dtype": None, "shape": (), "is_nested": False, "is_non_tensor": True},
         "c": {"dtype": torch.int8, "shape": None, "is_nested": True, "per_sample_shapes": [(1, 2), None]},
+        "d": {"dtype": torch.int8, "shape": None, "per_sample_shapes": SampleShapes(np.array([[1, 2], [3, 4]]))},
     }
     meta = BatchMeta([1, 1 << 60], ["p", "q"], schema, custom_meta=[{"k": [1, {"v": b"x"}]}, {}])
     arrived = decode_meta(msgspec.msgpack.decode(msgspec.msgpack.encode(encode_meta(meta))))

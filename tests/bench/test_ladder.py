@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -15,13 +16,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.gains import markdown, newest, tables
+from bench.gains import colocated_or_apart, draw, markdown, newest, tables
 from bench.given_lengths import difficulty_of, length_of, published_lengths
-from bench.ladder import KEPT, PLAIN, RungRun, _reached_steps, _recall, begin, bound_s, keep, kept, reached_s, results
+from bench.ladder import (
+    KEPT,
+    LADDERS,
+    PLAIN,
+    RungRun,
+    _reached_steps,
+    _recall,
+    begin,
+    bound_s,
+    changes,
+    keep,
+    kept,
+    reached_s,
+    results,
+)
 from bench.measurement_record import Measurement
+from bench.predicted import Prediction
 from bench.run_record import RECORDS
 from transferqueue.adapters.protocols import Prompt
 from transferqueue.workflows.dispatch.ranker_accuracy import recall
+from transferqueue.workflows.planner.profile import GenerationProfile, Profile, StageProfile
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,6 +68,14 @@ def test_a_step_takes_at_least_what_its_mode_cannot_overlap(settings: dict[str, 
     assert bound_s(settings, STAGES, 4) == seconds
 
 
+@pytest.mark.parametrize(("engine", "is_request"), [("vllm", True), ("transformers", False)])
+def test_vllm_takes_adapters_alone_as_lora_requests(engine: str, is_request: bool) -> None:
+    chosen = argparse.Namespace(ladder="lora", engine=engine)
+    option = "engine.0.options.enable_lora"
+    assert (option in changes("adapters alone", chosen)) is is_request
+    assert option not in changes("merged", chosen)
+
+
 def test_stages_share_the_cores_but_for_a_paced_engine() -> None:
     settings = {"pacing.mode": "async"}
     assert (bound_s(settings, STAGES, 1), bound_s(settings, STAGES, 1, paced=True)) == (10.5, 7.5)
@@ -61,6 +86,26 @@ def test_a_rung_stands_beside_its_bound() -> None:
     found = {result.name: result.median for result in results(runs, "asyncflow", 4)}
     assert (found["streamed: over whole batches"], found["streamed: bound"]) == (1.5, 20.0)
     assert found["streamed: of its bound"] == 0.75
+
+
+GIVEN = Profile(
+    batch_rows=16,
+    group_rows=2,
+    devices=2,
+    generation=GenerationProfile(devices=1, slots=4, token_ms=[(1, 10.0), (4, 12.0)], lengths=[10, 20, 90]),
+    train=StageProfile(row_s=0.05, devices=1),
+)
+
+
+def test_the_planner_predicts_each_mode_of_a_ladder() -> None:
+    of = Prediction(GIVEN, 1)
+    whole, streamed, ahead = (of.step_s(LADDERS["asyncflow"][rung]) for rung in LADDERS["asyncflow"])
+    assert whole > streamed > ahead
+    assert of.step_s(LADDERS["streamrl"]["whole batches, dispatch"]) < whole  # the tail begins first
+    assert math.isnan(of.step_s({"pacing.mode": "colocated"}))
+    runs = {"whole batches": [RungRun(16, [whole], 9.0, STAGES)] * 2}
+    found = {result.name: result.median for result in results(runs, "asyncflow", 2, prediction=of)}
+    assert found["whole batches: of the prediction"] == pytest.approx(1.0, rel=1e-3)
 
 
 def test_a_reward_is_reached_when_three_steps_have_it() -> None:
@@ -156,6 +201,19 @@ def test_rungs_with_adapters_are_compared_by_seeds_and_by_bytes() -> None:
     found = {result.name: result.median for result in results({"merged": merged, "adapters alone": alone}, "lora", 2)}
     assert (found["merged: bytes a version"], found["adapters alone: bytes a version"]) == (4000.0, 1000.0)
     assert found["adapters alone: reward of the run below merged"] == 0.0
+
+
+def test_colocated_stands_beside_asynchronous_by_the_ratio_of_its_stages(tmp_path: Path) -> None:
+    alone, apart = RungRun(64, [2.0], 9.0, {"rollout": 1.5, "train": 0.5}), RungRun(64, [1.6], 9.0, {})
+    details = {"ladder": "modes", "engine": "vllm", "size": "small"}
+    whole = Measurement().record(
+        "ladder", [*results({"colocated": [alone], "asynchronous": [apart]}, "modes", 2)], details=details
+    )
+    without = Measurement().record("ladder", [*results({"asynchronous": [apart]}, "modes", 2)], details=details)
+    (point,) = colocated_or_apart([whole, without])
+    assert (point.name, point.generation_over_training, point.gain) == ("vLLM's CPU build, small", 3.0, 1.25)
+    draw(tmp_path / "points.svg", [point])
+    assert (tmp_path / "points.svg").stat().st_size > 1000
 
 
 def test_a_ladder_without_a_record_is_named(tmp_path: Path) -> None:

@@ -104,7 +104,8 @@ def tried(*more: str, **changes: str) -> tuple[int, dict[str, Any]]:
     options = [word for name, value in {**SMALL, **changes}.items() for word in (f"--{name}", value)]
     ran = CliRunner().invoke(app, ["adopt", "--try", "--json", *more, "grpo.yaml", "--", *options])
     assert ran.exit_code in (0, 1), ran.stderr
-    return ran.exit_code, json.loads(ran.stdout)["tried"]
+    (outcome,) = json.loads(ran.stdout)["tried"]
+    return ran.exit_code, outcome
 
 
 @pytest.mark.timeout(1800)

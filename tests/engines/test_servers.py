@@ -211,7 +211,29 @@ def test_a_request_during_an_update_or_a_pause_has_the_salt_of_the_weights_that_
     first, second = asyncio.run(run(watched := Watched(url)))
     assert ({version for version, _ in first}, {version for version, _ in second}) == ({1}, {2})
     update, change = ["/pause", "/finish_weight_update", "/resume"], ["/pause", "/finish_weight_update"]
-    assert watched.said == [*update, "version 1", *change, "/resume", "version 2"]
+    assert [said.partition(",")[0] for said in watched.said] == [*update, "version 1", *change, "/resume", "version 2"]
+
+
+def test_a_version_that_comes_again_has_another_salt(served: Served, url: str) -> None:
+    """From a trainer that began again, or by another client."""
+
+    def follow(way: str) -> None:
+        for _ in range(2):
+            engine = VllmServer(way)
+            engine.kv = Caches.SALT
+            with closing(engine):
+                for which in (0, 1):
+                    engine.update_weights(served.weights(which), 1)
+                    assert len(list(engine.generate([Prompt(ids=served.prompts()[0])], Sampling(tokens_max=4)))) == 1
+
+    async def run(watched: Watched) -> None:
+        async with watched.listening() as way:
+            await asyncio.wait_for(asyncio.to_thread(follow, way), 240)
+
+    served.open()
+    asyncio.run(run(watched := Watched(url)))
+    salts = [said for said in watched.said if not said.startswith("/")]
+    assert len(set(salts)) == len(salts) == 4
 
 
 def test_a_request_that_a_pause_overtakes_is_handed_out_as_it_was(served: Served, url: str) -> None:

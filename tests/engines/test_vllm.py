@@ -240,8 +240,10 @@ def test_adapters_that_travel_alone_are_merged_to_the_bits_of_a_whole_load(subje
 
 
 @pytest.mark.slow
-def test_a_salt_keeps_later_requests_from_prefixes_of_older_weights(subject: Subject) -> None:
-    """A prompt that fills blocks of the cache, read under weights 0 and asked for again under weights 1."""
+@pytest.mark.parametrize("version", [1, 0])
+def test_a_salt_keeps_later_requests_from_prefixes_of_older_weights(subject: Subject, version: int) -> None:
+    """A prompt that fills blocks of the cache, read under weights 0 and asked for again under others. A trainer that
+    begins again gives those the same version."""
     prompt = Prompt(ids=np.random.default_rng(3).integers(5, 60, size=200).astype(np.int32))
     sampling = Sampling(tokens_max=8)
     errors = dict[Caches, float]()
@@ -250,7 +252,7 @@ def test_a_salt_keeps_later_requests_from_prefixes_of_older_weights(subject: Sub
         engine.kv = kv  # type: ignore[attr-defined]
         try:
             list(engine.generate([prompt], sampling))
-            engine.update_weights(subject.weights(1), 1)
+            engine.update_weights(subject.weights(1), version)
             (drawn,) = engine.generate([prompt], sampling)
         finally:
             engine.kv = Caches.RECOMPUTE  # type: ignore[attr-defined]

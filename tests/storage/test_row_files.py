@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -243,6 +244,43 @@ def test_sql_writes_nothing_and_loads_nothing(run: tq.Run) -> None:
     names = ["temp_directory", "autoinstall_known_extensions", "autoload_known_extensions"]
     answer = run.sql("select " + ", ".join(f"current_setting('{name}')::varchar as {name}" for name in names))
     assert list(answer.to_pylist()[0].values()) == ["", "false", "false"]
+
+
+def test_half_floats_are_asked_as_floats(tmp_path: Path) -> None:
+    pytest.importorskip("duckdb")
+    halves = np.array([1.5, 6e-8], np.float16)
+    with tq.connect("embedded") as queue:
+        table = queue.create_table("t", tasks=[tq.Task("a")], retention=tq.Recorded(str(tmp_path)))
+        table.put(
+            one=halves,
+            ragged=[halves, halves[:1]],
+            fixed=halves.reshape(2, 1),
+            deep=[halves.reshape(1, 2)] * 2,
+            x=[1, 2],
+        )
+        table.drop([0, 1], reason="over")
+    answer = tq.open_run(tmp_path).sql("select * from t where one > 1 and x = 1").to_pylist()
+    tiny = float(halves[1])
+    assert [(row["one"], row["ragged"], row["fixed"], row["deep"]) for row in answer] == [
+        (1.5, [1.5, tiny], [1.5], [[1.5, tiny]])
+    ]
+
+
+def test_values_of_a_query_are_values_and_never_sql(run: tq.Run) -> None:
+    pytest.importorskip("duckdb")
+    counted = 'select count(*) as n from "a/b" where _step >= ? and reward <= ?'
+    assert run.sql(counted, [1, 2.0]).to_pylist() == [{"n": 200}]
+    assert run.sql('select ? as text from "a/b" limit 1', ["' or 1=1 --"]).to_pylist() == [{"text": "' or 1=1 --"}]
+    with pytest.raises(tq.UsageError, match="the query failed"):
+        run.sql(counted, [1])
+
+
+def test_a_query_ends_at_its_deadline(run: tq.Run) -> None:
+    pytest.importorskip("duckdb")
+    endless = 'select count(*) from "a/b" a, "a/b" b, "a/b" c, "a/b" d where a._row + b._row + c._row + d._row = -1'
+    with pytest.raises(tq.DeadlineExceeded, match=r"longer than timeout_s=0\.2; name _step or _fate in where"):
+        run.sql(endless, timeout_s=0.2)
+    assert run.sql('select count(*) as n from "a/b"', timeout_s=60).to_pylist() == [{"n": 400}]
 
 
 @pytest.mark.slow

@@ -289,5 +289,5 @@ def test_without_the_token_there_is_nothing(driver: webdriver.Chrome, page: Page
     driver.get(page.link.partition("?")[0])
     assert (
         driver.find_element(By.TAG_NAME, "body").text
-        == "open the link that serve printed; it holds the token, which programs send as Authorization: Bearer TOKEN"
+        == "open the link that was printed; it holds the token, which programs send as Authorization: Bearer TOKEN"
     )

@@ -25,6 +25,7 @@ GENEROUS_S = 60
 TOKEN = "token-of-the-test"  # noqa: S105
 METRICS_TOKEN = "token-of-the-metrics"  # noqa: S105
 FIGURES = b'{"title":"recall","columns":["refit","20 %"],"lines":[["1","0.25"]]}'
+FILES = ["/icon.svg", "/draw.js", "/row.js", "/rollouts.js", "/page.js", "/page.css"]
 AWKWARD = ["a/b", "a/b/0", "a/../b", "_/", "row//0", "a.b-c", "x" * 128]
 """Names that tables may have, and that paths find hard."""
 
@@ -97,14 +98,12 @@ def test_the_link_is_exchanged_for_a_cookie_and_the_token_leaves_the_address(pag
     assert "<title>TransferQueue</title>" in body
 
 
-@pytest.mark.parametrize(
-    "path", ["/", "/icon.svg", "/draw.js", "/page.js", "/page.css", "/events", "/row/rows/0", "/no/such"]
-)
+@pytest.mark.parametrize("path", ["/", *FILES, "/events", "/row/rows/0", "/rollouts", "/no/such"])
 def test_nothing_is_told_to_who_has_no_token_or_comes_by_another_name(page, path):
     status, headers, body = get(page, path, Authorization="Bearer wrong")
     assert (status, body) == (
         401,
-        "open the link that serve printed; it holds the token, which programs send as Authorization: Bearer TOKEN\n",
+        "open the link that was printed; it holds the token, which programs send as Authorization: Bearer TOKEN\n",
     )
     assert "default-src 'none'" in headers["content-security-policy"]
     assert get(page, path, Host="evil.example")[0] == 421
@@ -112,7 +111,7 @@ def test_nothing_is_told_to_who_has_no_token_or_comes_by_another_name(page, path
 
 
 def test_its_files_load_nothing_from_any_network(page):
-    for path in ("/", "/icon.svg", "/draw.js", "/page.js", "/page.css"):
+    for path in ("/", *FILES):
         status, headers, body = get(page, path)
         assert status == 200
         assert "no-store" in headers["cache-control"]
@@ -157,12 +156,19 @@ def test_frames_show_tables_rates_ages_staleness_the_doctor_and_the_arena(page, 
     stream.close()
 
 
+def test_a_queue_without_a_folder_has_no_recorded_rows_to_show(page):
+    status, _, body = get(page, "/rollouts")
+    assert (status, json.loads(body)) == (200, {"live": True, "path": "", "tables": [], "damaged": []})
+    assert get(page, "/rollouts/rows?table=rows")[0] == 404
+
+
 def test_a_rows_life_and_a_row_that_is_none(page):
     status, _, body = get(page, "/row/rows/0")
     assert status == 200
     found = json.loads(body)
     me = f"pid {os.getpid()}"
     assert (found["put_by"], found["held_by"]) == (me, {"train": "", "reward": ""})
+    assert found["content"]["columns"] == [["x", "1"]]
     assert (found["life"]["events"][0]["what"], found["done_by"][0]) == ("put", me)
     status, _, body = get(page, "/row/rows/999999")
     assert status in (400, 404)
@@ -366,7 +372,7 @@ def test_serve_refuses_a_page_that_others_could_reach(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["draw.js", "page.js"])
+@pytest.mark.parametrize("name", ["draw.js", "row.js", "rollouts.js", "page.js"])
 @pytest.mark.skipif(shutil.which("node") is None, reason="node checks the grammar")
 def test_the_script_is_one(tmp_path, name):
     script = tmp_path / name

@@ -16,7 +16,7 @@ import typer
 import typer.core
 
 from transferqueue.cli.commands import adopt, check_history, docs, drop_in, export, new_adapter, train, version
-from transferqueue.cli.commands.looking import doctor, inspect, query, replay, samples, top, trace
+from transferqueue.cli.commands.looking import doctor, inspect, page, query, replay, samples, top, trace
 from transferqueue.cli.commands.planning import plan, profile
 from transferqueue.cli.commands.servers import keys, relay, serve, shard, snapshot
 from transferqueue.cli.exit_codes import reported
@@ -28,7 +28,7 @@ _HELP_NAMES: Final = {"help_option_names": ["--help", "-h"]}
 PANELS: Final = {
     "Start": ("demo", "docs", "version"),
     "Train": ("train", "adopt", "export", "profile", "plan"),
-    "Watch": ("top", "doctor", "inspect", "samples", "query", "replay", "trace"),
+    "Watch": ("top", "doctor", "inspect", "page", "samples", "query", "replay", "trace"),
     "Operate": ("serve", "shard", "relay", "keys", "snapshot", "restore"),
     "Develop": ("new-adapter", "check-history", "drop-in"),
 }
@@ -121,6 +121,7 @@ def _group() -> typer.Typer:
     _add(group, "top", top.top, top.EXAMPLES)
     _add(group, "doctor", doctor.doctor, doctor.EXAMPLES)
     _add(group, "inspect", inspect.inspect, inspect.EXAMPLES)
+    _add(group, "page", page.page, page.EXAMPLES)
     _add(group, "samples", samples.samples, samples.EXAMPLES)
     _add(group, "query", query.query, query.EXAMPLES)
     _add(group, "replay", replay.replay, replay.EXAMPLES)

@@ -8,24 +8,23 @@ metrics from standard input, and ends when the server closes that pipe.
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 from collections.abc import Callable
 from typing import Final
 
 import transferqueue as tq
-from transferqueue.errors import AddressInUse, TransferQueueError
+from transferqueue.errors import TransferQueueError
 from transferqueue.errors.text import visible
 from transferqueue.transport import TcpAddress
 from transferqueue.web.access import AccessPolicy, web_place
-from transferqueue.web.connections import Server, configured
-from transferqueue.web.page.app import Gate, make_app
+from transferqueue.web.connections import Server, configured, listening
+from transferqueue.web.page.app import CONNECTIONS_MAX, Gate, make_app
 from transferqueue.web.service.service import make_service
 from transferqueue.web.subprocesses import CONNECT_S
 from transferqueue.web.token import TOKEN_CHARS_MAX
 
 Make = Callable[[tq.AsyncQueue, AccessPolicy], Gate]
-APPS: Final[dict[str, tuple[Make, int]]] = {"page": (make_app, 128), "service": (make_service, 512)}
+APPS: Final[dict[str, tuple[Make, int]]] = {"page": (make_app, CONNECTIONS_MAX), "service": (make_service, 512)}
 """The application of each kind, and its limit of connections (`connections`). Each connection of the service may wait
 for rows, and a session has at most 1024 waits, which include abandoned waits that have not ended yet."""
 
@@ -44,7 +43,7 @@ def main(arguments: list[str]) -> int:
 
 async def _serve(kind: str, address: str, place: TcpAddress, token: str, metrics_token: str) -> None:
     make, most = APPS[kind]
-    with _listening(place) as listener:
+    with listening(place) as listener:
         here = TcpAddress(place.host, listener.getsockname()[1])
         sys.stdout.write(
             f"http://{here.host}:{here.port}/\n"
@@ -60,20 +59,6 @@ async def _serve(kind: str, address: str, place: TcpAddress, token: str, metrics
 def _end(server: Server, loop: asyncio.AbstractEventLoop) -> None:
     server.should_exit = True
     loop.remove_reader(sys.stdin.fileno())
-
-
-def _listening(place: TcpAddress) -> socket.socket:
-    family = socket.AF_INET6 if place.host.startswith("[") else socket.AF_INET
-    try:
-        listener = socket.create_server((place.host.strip("[]"), place.port), family=family)
-    except OSError as error:
-        raise AddressInUse(
-            f"web address {place.host}:{place.port} cannot be listened at: {error.strerror}; take another"
-        ) from error
-    # Connections inherit it. Head and body are sent apart; without it the body waits 40 ms for the acknowledgement of
-    # the head.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener
 
 
 if __name__ == "__main__":

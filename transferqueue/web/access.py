@@ -3,7 +3,7 @@
 - The page listens at a loopback host only: unencrypted data stays on the machine (use ``ssh -L`` from elsewhere).
 - Every request must name, as its Host, an address at which the page listens. So a site whose name resolves to this
   machine gets nothing. A request with an Origin must come from the page itself.
-- Every request must bring a token: in the link that `serve` printed, in the cookie that replaces the link (not readable
+- Every request must bring a token: in the link that was printed, in the cookie that replaces the link (not readable
   by scripts, sent to no other site), or as ``Authorization: Bearer``. Tokens are compared in constant time.
 - Of the three tokens, that of the page opens the page and that of the service the service, each at its own port only.
   The token of the metrics opens `/metrics` at both and nothing else, which suffices for a Prometheus.
@@ -84,9 +84,9 @@ class AccessPolicy:
             return None
         if opens_metrics:
             return AccessDenied(
-                HTTPStatus.FORBIDDEN, f"this token opens {METRICS} and nothing else; open the link that serve printed"
+                HTTPStatus.FORBIDDEN, f"this token opens {METRICS} and nothing else; open the link that was printed"
             )
         return AccessDenied(
             HTTPStatus.UNAUTHORIZED,
-            "open the link that serve printed; it holds the token, which programs send as Authorization: Bearer TOKEN",
+            "open the link that was printed; it holds the token, which programs send as Authorization: Bearer TOKEN",
         )

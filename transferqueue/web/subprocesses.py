@@ -22,11 +22,11 @@ CONNECT_S: Final = (len(KINDS) + 1) * START_S
 """The server answers a page once all pages have started."""
 
 
-def check_installed() -> None:
-    """`UsageError` if the libraries of the page are not installed."""
+def check_installed(asks: str = "--web and --http") -> None:
+    """`UsageError` if the libraries of the page are not installed. asks: what needs them."""
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
-        raise UsageError(f"--web and --http need {' and '.join(missing)}, not installed here: {install_line('web')}")
+        raise UsageError(f"{asks} need {' and '.join(missing)}, not installed here: {install_line('web')}")
 
 
 def start_page(

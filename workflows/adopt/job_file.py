@@ -59,7 +59,7 @@ def job_values(lines: Sequence[Line]) -> dict[str, Any]:
     if not flat.get("algorithm.kl"):
         flat = {key: value for key, value in flat.items() if not key.startswith("reference.")}
     if kind not in [name for name, each in KINDS.items() if each.compares]:
-        flat = {key: value for key, value in flat.items() if key != "algorithm.std"}
+        flat = {key: value for key, value in flat.items() if not key.startswith("algorithm.std")}
     return _nested(flat)
 
 

@@ -19,6 +19,8 @@ from typing import Any, Final
 from transferqueue.workflows.adopt.sources.shell import is_open
 from transferqueue.workflows.job.settings.rules import LOGGERS
 
+REWARDS: Final = "adopted_rewards.py"
+"""The module beside a job file that calls a stack's own reward (`Stack.rewards`)."""
 ABSENT: Final = object()
 """No value: the job leaves the key out, and the stack has no default that matters."""
 
@@ -142,7 +144,7 @@ class Stack:
         on_queue: how its own trainer uses the queue, a line each; empty: there is no adapter.
         extra: of this package, which that needs.
         version: of the stack whose keys the table has.
-        rewards: the text of a module ``rewards.py`` that calls the stack's own reward. "": none is needed.
+        rewards: the text of a module, `REWARDS`, that calls the stack's own reward. "": none is needed.
         of_model: keys that the job leaves out and whose value is then the model's own, where it matters here: the key,
             that value as a text ("": the model's files are not here), and the reason.
     """
@@ -284,6 +286,11 @@ def only_if(condition: Callable[[Settings], bool], why: str, convert: Convert | 
         return value if convert is None else convert(value, settings)
 
     return converted
+
+
+def divided(is_divided: bool, eps: float) -> OurValues:
+    """Return whether a group's centred rewards are divided by their deviation. eps: what the stack adds to that."""
+    return OurValues({"algorithm.std": "sample", "algorithm.std_eps": eps} if is_divided else {"algorithm.std": "none"})
 
 
 def interval(value: Plain, settings: Settings) -> int:

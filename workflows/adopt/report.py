@@ -15,13 +15,12 @@ from transferqueue.errors.text import visible
 from transferqueue.lazy import install_line
 from transferqueue.workflows.adopt.apply import ALWAYS, VERDICTS, Line, apply
 from transferqueue.workflows.adopt.job_file import added, as_text, job_values
-from transferqueue.workflows.adopt.mapping import Refuse
+from transferqueue.workflows.adopt.mapping import REWARDS, Refuse
 from transferqueue.workflows.adopt.read import read_job
 from transferqueue.workflows.adopt.trial.compare import Tried
 from transferqueue.workflows.job.settings.read import job_from_values
 
 JOB: Final = "job.toml"
-REWARDS: Final = "adopted_rewards.py"
 _COLUMNS: Final = 120
 _MEANING: Final = {
     "kept": "the same value here",
@@ -39,7 +38,7 @@ class Adopted(msgspec.Struct, frozen=True, kw_only=True):
 
     stack, version: the stack, and the version whose keys its table has. counts: of `lines` by verdict. job, rewards:
     texts of the files; job is empty if the rules of our job file refuse it, and `problem` says why. on_queue: how the
-    stack's own trainer uses the queue. tried: the outcome of a trial, if there was one.
+    stack's own trainer uses the queue. tried: the outcomes of a trial, if there was one.
     """
 
     stack: str
@@ -52,7 +51,7 @@ class Adopted(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     rewards: str
     problem: str
-    tried: Tried | None = None
+    tried: list[Tried] = []
 
     def text(self) -> str:
         """Return the report for people: what is to be looked at comes last."""

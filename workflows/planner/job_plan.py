@@ -310,6 +310,7 @@ def predict(profile: Profile, candidate: DevicePlan, bound: float, lengths: Leng
         stages=stages,
         train=SimStage(name=TRAIN, row_s=train.row_s / candidate.instances[TRAIN], call_s=train.call_s),
         feed=BatchFeed(rows=candidate.micro_rows),
+        longest_first=profile.by_length,
         depth=candidate.depth,
         update_s=_update_s(profile, candidate),
         step_s=train.step_s,
@@ -356,11 +357,9 @@ def _train(kind: DeviceKind) -> StageProfile:
 
 def assumed(profile: Profile) -> list[str]:
     """Return the assumptions of a plan of `profile`, to be shown with it."""
+    known = "which the dispatch knows (an oracle)" if profile.by_length else "and rows are taken as they were put"
     return [
-        (
-            f"lengths are drawn from the {len(profile.generation.lengths)} observed ones, which the dispatch knows (an "
-            "oracle)"
-        ),
+        f"lengths are drawn from the {len(profile.generation.lengths)} observed ones, {known}",
         "other plans cost as much more than their parts alone as the trial runs did"
         if profile.trials
         else "transfers and the queue itself take no time; processes do not disturb each other: no trial was run",

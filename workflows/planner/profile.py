@@ -6,6 +6,7 @@ Seconds are those of one instance. A device count is of one instance, too::
     batch_rows = 512            # rows of a trainer's step
     devices = 64                # the budget
     depths = [0, 1]             # batches ahead that may be tried; 0 is synchronous
+    by_length = false           # engines take the longest rows first (dispatch.kind = "length")
 
     [generation]
     devices = 4
@@ -159,7 +160,7 @@ class DeviceKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Costs and budget of a job; the module docstring shows one as TOML. group_rows: of a prompt. streams: a step may
-    begin with a part of its rows.
+    begin with a part of its rows. by_length: engines take the longest rows first.
     """
 
     batch_rows: int
@@ -172,6 +173,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     link_s: float = 0.0
     group_rows: int = 1
     streams: bool = True
+    by_length: bool = False
     trials: list[TrialFactors] = []
 
     def factors(self, depth: int) -> TrialFactors:

@@ -18,6 +18,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
+from transferqueue.adapters.transfer_queue.samples.sample_shapes import SampleShapes, Shape
 from transferqueue.client.operations.name_suggestions import RESERVED
 from transferqueue.errors import UsageError
 from transferqueue.schema import Field
@@ -27,8 +28,6 @@ from transferqueue.storage.elements.torch_interop import as_jagged
 TORCH_DTYPE = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
-
-Shape = tuple[int | None, ...]
 
 _field: Final = lru_cache(1 << 12)(Field)
 """Cached fields: computing a field's dtype and shape costs time, and every partition is a new table with the same
@@ -172,15 +171,19 @@ def schema_of_field(field: Field, shapes: Sequence[Shape | None] = ()) -> dict[s
     if field.blob:
         return {"dtype": None, "shape": (), "is_nested": False, "is_non_tensor": True}
     schema = {"dtype": TORCH_DTYPE[field.dtype], "is_non_tensor": False}
-    different = {field.shape} if field.dense else set(shapes) - {None}
-    if len(different) == 1:
-        return {**schema, "shape": different.pop(), "is_nested": False}
-    return {**schema, "shape": None, "is_nested": True, **({"per_sample_shapes": list(shapes)} if different else {})}
+    if field.dense:
+        return {**schema, "shape": field.shape, "is_nested": False}
+    if (common := _common(shapes)) is not None:
+        return {**schema, "shape": common, "is_nested": False}
+    has_any = any(shape is not None for shape in shapes)
+    return {**schema, "shape": None, "is_nested": True, **({"per_sample_shapes": shapes} if has_any else {})}
 
 
-def shapes_of(rows: Any, name: str) -> list[Shape]:
-    """Return the shape of a field in each sample of `transferqueue.Rows`. Reads no values."""
-    return list(map(tuple, rows[name].shapes.tolist()))
+def _common(shapes: Sequence[Shape | None]) -> Shape | None:
+    if isinstance(shapes, SampleShapes):
+        return shapes.common
+    different = set(shapes) - {None}
+    return different.pop() if len(different) == 1 else None
 
 
 def _column(name: str, value: Any, known: Field | None) -> tuple[Field, Any]:

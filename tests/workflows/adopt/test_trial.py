@@ -11,9 +11,17 @@ from msgspec.structs import replace
 from transferqueue.adapters.protocols import Prompt, Sampling
 from transferqueue.adapters.stages.generation import row_seed
 from transferqueue.errors import UsageError
+from transferqueue.workflows.adopt.read import read_job
 from transferqueue.workflows.adopt.report import adopt
 from transferqueue.workflows.adopt.trial.both import try_both
-from transferqueue.workflows.adopt.trial.compare import FirstDifference, SideStep, Tried, first_difference, reasons
+from transferqueue.workflows.adopt.trial.compare import (
+    ON_QUEUE,
+    FirstDifference,
+    SideStep,
+    Tried,
+    first_difference,
+    reasons,
+)
 from transferqueue.workflows.adopt.trial.native import (
     RecordedResponses,
     ReplayedResponses,
@@ -22,6 +30,8 @@ from transferqueue.workflows.adopt.trial.native import (
     write_trial,
 )
 from transferqueue.workflows.adopt.trial.of_trl import first_visible
+from transferqueue.workflows.adopt.trial.of_verl.job import compared, trial_settings, unmapped
+from transferqueue.workflows.adopt.trial.of_verl.rows import recorded
 from transferqueue.workflows.job.settings.read import job_from_file, job_from_values
 from transferqueue.workflows.job.settings.sizes import batch_rows, rows_ahead
 
@@ -189,6 +199,85 @@ def test_a_job_that_cannot_be_compared_is_refused_before_anything_runs(more, err
         try_both(words, stack="trl", written="", lines=[])
 
 
-def test_other_stacks_are_not_tried():
-    with pytest.raises(UsageError, match="--try runs jobs of trl; this one is of verl"):
-        try_both([], stack="verl", written="", lines=[])
+@pytest.mark.parametrize("stack", ["nemo-rl", "slime", "openrlhf"])
+def test_a_stack_that_does_not_start_on_a_cpu_is_not_tried_and_the_error_says_why(stack):
+    with pytest.raises(UsageError, match=f"of trl and verl on a CPU; {stack} does not start on one: .* GPU.* generate"):
+        try_both([], stack=stack, written="", lines=[])
+
+
+VERL = [
+    *("verl.trainer.main_ppo", "algorithm.adv_estimator=grpo", "data.train_batch_size=8"),
+    *("actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.model.path=nowhere/none"),
+]
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        ("trainer.v1.trainer_mode=separate_async", "which rows a step of separate_async trains depends on time; give"),
+        ("actor_rollout_ref.actor.strategy=megatron", "megatron does not run on a CPU; give actor_rollout_ref.actor."),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=4", "order that differs .*; give .*.ppo_mini_batch_size=8 after"),
+        ("actor_rollout_ref.model.lora_rank=8", "adapters begin with random numbers .*; give .*.lora_rank=0 after"),
+        ("actor_rollout_ref.rollout.top_k=20", "has no top_k; give actor_rollout_ref.rollout.top_k=-1 after the file"),
+        ("algorithm.adv_estimator=gae", "critic has not been run on a CPU; give algorithm.adv_estimator=grpo"),
+        ("data.seed=3", "the model nowhere/none is not on this machine; .* after the file: actor_rollout_ref.model.p"),
+    ],
+)
+def test_a_job_that_verl_cannot_run_twice_on_a_cpu_is_refused_before_anything_runs(more, error):
+    with pytest.raises(UsageError, match=error):
+        try_both([*VERL, more], stack="verl", written="", lines=[])
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ("data.seed=3", ""),
+        ("algorithm.adv_estimator=reinforce_plus_plus", "gives each token an advantage"),
+        ("actor_rollout_ref.actor.ppo_epochs=2", "give actor_rollout_ref.actor.ppo_epochs=1"),
+        ("algorithm.use_kl_in_reward=True", "reads the log-probs of the engine"),
+        ("algorithm.filter_groups.enable=True", "are replaced by ones that the other side does not draw"),
+    ],
+)
+def test_the_native_job_is_left_out_where_it_cannot_train_the_rows_of_verl(more, why):
+    found = unmapped(read_job([*VERL, more]).settings)
+    assert why in found
+    assert bool(why) == bool(found)
+
+
+def test_settings_of_the_trial_go_before_those_of_the_job_and_figures_are_those_that_both_define_alike():
+    settings = read_job([*VERL, "trainer.n_gpus_per_node=8", "actor_rollout_ref.actor.use_kl_loss=True"]).settings
+    given = trial_settings(settings)
+    assert (given["trainer.n_gpus_per_node"], given["data.train_batch_size"], given["data.seed"]) == (1, 8, 1)
+    assert compared(settings) == {"reward", "loss", "kl", "gradient_norm", "lr"}
+    other = read_job([*VERL, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"]).settings
+    assert compared(other) == {"reward", "loss", "gradient_norm", "lr"}
+
+
+def test_rows_of_verl_are_recorded_prompt_by_prompt():
+    keys = ["b_1_0", "a_10_0", "b_0_0", "a_2_0"]
+    rows = {
+        "prompts": [[7], [5, 6], [7], [5, 6]],
+        "responses": [[1], [2, 2], [3], []],
+        "rm_scores": [[1.0], [0.0, 0.5], [0.0], [0.0]],
+        "advantages": [[0.5], [1.0, 1.0], [-0.5], []],
+        "raw_prompt": ["seven", "five", "seven", "five"],
+        "answer": ["B", "A", "B", "A"],
+    }
+    step = recorded(2, 20, keys, rows, {"loss": 0.25}, "question")
+    assert step.completions == [[], [2, 2], [3], [1]]
+    assert step.data == [{"question": "five", "answer": "A"}, {"question": "seven", "answer": "B"}]
+    assert step.prompts == [[5, 6], [5, 6], [7], [7]]
+    assert step.rows == [([2, 2], 1.0), ([3], -0.5), ([1], 0.5)]
+    assert (step.figures, step.steps) == ({"reward": 0.375, "loss": 0.25}, 20)
+
+
+def test_the_text_of_a_trial_on_two_queues_names_both_and_the_figures_that_were_compared():
+    tried = Tried(
+        stack="verl", other=ON_QUEUE, bound=1e-5, figures=[{"loss": (0.25, 0.25)}], differs=None, notes=["so"]
+    )
+    assert tried.text().splitlines() == [
+        "tried: verl and itself on this queue, on the rows that each generated",
+        "  step 1: loss 0.25 and 0.25",
+        "  equal within 1e-05: prompt tokens, advantages, loss",
+        "  note: so",
+    ]

@@ -31,6 +31,8 @@ def test_a_run_trains_every_row_and_leaves_files_and_no_memory(place, whole):
     folder = place / "whole"
     assert (whole["steps"], whole["rows_put"], whole["rows_done"], whole["rows_dropped"]) == (STEPS, ROWS, ROWS, {})
     assert (whole["measure"], whole["starts"], whole["staleness"]) == ("reward", 1, {"0": 32})
+    steps = lines(folder / "steps.jsonl")
+    assert whole["token_staleness"] == {"0": sum(round(step["length_mean"] * step["rows"]) for step in steps)}
     assert whole["before"] is not None
     assert whole["after"] is not None
     assert [(found["when"], found["step"]) for found in lines(folder / "evaluations.jsonl")] == [

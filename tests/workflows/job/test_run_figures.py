@@ -380,7 +380,24 @@ def test_figures_of_rows_are_those_of_their_columns():
     assert (found["truncated"], found["staleness"]) == (0.5, {"0": 4})
     assert (found["reward/exact"], found["reward/dead"], found["reward_std/dead"]) == (2.0, 0.0, 0.0)
     assert found["reward"] == pytest.approx(0.3)
+    assert "token_staleness" not in found
     assert all(described(name) for name in found)
+
+
+def test_tokens_by_staleness_are_those_that_weights_drew_and_are_described():
+    """Rows that changed weights in flight; tokens of an environment (-1) are not counted."""
+    versions = [[0, 0, 1], [-1, 2], [0, -1, 3, 3]]
+    fields = [tq.Field("response_ids", "int32", (None,)), tq.Field("token_versions", "int32", (None,))]
+    columns = {field.name: [np.array(row, np.int32) for row in versions] for field in fields}
+    with tq.connect("embedded") as queue:
+        table = queue.create_table("t", fields=fields, tasks=[tq.Task("train", needs=list(columns))])
+        table.put(policy_version=[0, 2, 0], **columns)
+        table.advance(2)
+        with table.lease("train", rows=3) as batch:
+            found = row_figures([batch], ())
+    assert found["staleness"] == {"0": 1, "2": 2}
+    assert found["token_staleness"] == {"0": 3, "1": 1, "2": 3}
+    assert described("token_staleness").by_value
 
 
 def test_tokens_that_updates_have_read_again_are_a_figure_with_its_rule(tmp_path):

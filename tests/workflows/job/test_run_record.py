@@ -1,9 +1,11 @@
 """What a run writes while it goes on, what a resumed run reads back, and what the summary says of both."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.observe.snapshots import table
@@ -23,7 +25,8 @@ AUDIT = Audit(put=32, live=0, done=30, dropped={"equal": 2})
 
 def step(number, at, **values):
     figures = {"step": number, "rows": 8, "tokens": 80, "reward": number / 10, "loss": 0.5, "idle_s": 0.25} | values
-    return Figures(kind="step", at=at, values={"staleness": {"0": 6, "1": 2}} | figures)
+    behind = {"staleness": {"0": 6, "1": 2}, "token_staleness": {"0": 70, "2": 10}}
+    return Figures(kind="step", at=at, values=behind | figures)
 
 
 def evaluation(when, reward, number=0):
@@ -66,12 +69,15 @@ def test_figures_of_a_run_add_up_to_its_summary(tmp_path):
     assert summary.figures["reward"] == (0.1, 0.4)
     assert (summary.steps, summary.trained_s, summary.samples_per_s, summary.tokens_per_s) == (4, 4.0, 8.0, 80.0)
     assert (summary.trainer_idle, summary.busy, summary.publish_s) == (0.25, {"rollout": 0.5}, 0.125)
-    assert summary.staleness == {"0": 24, "1": 8}
+    assert (summary.staleness, summary.token_staleness) == ({"0": 24, "1": 8}, {"0": 280, "2": 40})
+    assert msgspec.json.decode(msgspec.json.encode(summary))["token_staleness"] == {"0": 280, "2": 40}
     assert (summary.rows_put, summary.rows_done, summary.rows_dropped) == (32, 30, {"equal": 2})
     assert summary.failures == {"reward-0": 1}
     text = summary.text()
     for words in ("0.250 → 0.750  (+0.500)", "trainer idle", "25%", "32 / 30 / 2 equal", "grpo, async, seed 0"):
         assert words in text
+    assert re.search(r"rows by staleness +0: 24, 1: 8\n", text)
+    assert re.search(r"tokens by staleness +0: 280, 2: 40\n", text)
 
 
 def test_a_summary_says_where_staleness_comes_from_and_how_long_generation_stood_still(tmp_path):

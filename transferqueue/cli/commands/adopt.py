@@ -49,9 +49,10 @@ def adopt(
         bool,
         typer.Option(
             "--try",
-            help="Also run two steps of a job of TRL, by TRL itself where it is installed, and of the native job on "
-            "the same rows, and compare rewards, advantages, losses, gradients and learning rates. Executes the job's "
-            "code. Tries the job.toml that is in --out DIR already, with your changes.",
+            help="Also run two steps of a job of TRL or verl, by the stack itself where it is installed, and of the "
+            "native job on the same rows, and compare rewards, advantages, losses, gradients and learning rates. verl "
+            "runs on a CPU, on its own queue and on this one. Executes the job's code. Tries the job.toml that is in "
+            "--out DIR already, with your changes.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON document.")] = False,
@@ -68,19 +69,19 @@ def adopt(
     from transferqueue.workflows.adopt.report import adopt as read
 
     adopted = read(words, stack=stack)
-    _show(adopted.text(), None if with_trial and adopted.job else adopted, as_json=as_json)
-    if (out is not None or with_trial) and not adopted.job:
+    _show(adopted.text(), None if with_trial else adopted, as_json=as_json)
+    if out is not None and not adopted.job:
         raise UsageError(f"{adopted.source}: job.toml is not written: {adopted.problem}")
     folder = None if out is None else folder_to_write("--out", out)
     changed = folder / JOB if with_trial and folder is not None and (folder / JOB).exists() else None
     if with_trial:
         tried = _tried(adopted, words, changed)
         adopted = replace(adopted, tried=tried)
-        _show(f"\n{tried.text()}", adopted, as_json=as_json)
+        _show("".join(f"\n{each.text()}\n" for each in tried).rstrip("\n"), adopted, as_json=as_json)
     say(_next(adopted, out), err=as_json)
     for path in write(adopted, folder) if folder is not None and changed is None else ():
         say(f"wrote {path}", err=as_json)
-    if adopted.tried is not None and adopted.tried.differs is not None:
+    if any(each.differs is not None for each in adopted.tried):
         raise typer.Exit(1)
 
 
@@ -92,13 +93,22 @@ def _show(text: str, report: Adopted | None, *, as_json: bool) -> None:
         show_json(report)
 
 
-def _tried(adopted: Adopted, words: list[str], file: Path | None) -> Tried:
+def _tried(adopted: Adopted, words: list[str], file: Path | None) -> list[Tried]:
     """Try the job. file: the job file to try, which is there already; None: the one of adopt."""
     from transferqueue.workflows.adopt.trial.both import try_both
 
     with ended_like_ctrl_c(SIGTERM):
         tell = partial(say, err=True)
-        return try_both(words, stack=adopted.stack, written=adopted.job, lines=adopted.lines, file=file, tell=tell)
+        return try_both(
+            words,
+            stack=adopted.stack,
+            written=adopted.job,
+            lines=adopted.lines,
+            rewards=adopted.rewards,
+            problem=adopted.problem,
+            file=file,
+            tell=tell,
+        )
 
 
 def _next(adopted: Adopted, out: Path | None) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from transferqueue.errors import Corruption, NotFound, SchemaError, UsageError, listing
+from transferqueue.errors import Corruption, DeadlineExceeded, NotFound, SchemaError, UsageError, listing
 from transferqueue.lazy import install_line
 from transferqueue.storage.row_files.files import (
     RecordedFile,
@@ -26,6 +29,8 @@ TRIES: Final = 5
 """Files may be removed while they are read, as the bounds of their table say. Then the reader begins again."""
 SQL_MEMORY: Final = "4GiB"
 SQL_THREADS: Final = 4
+INTERRUPT_S: Final = 0.1
+"""Time between two interrupts of a query that is late: one that comes between two of its stages is lost."""
 JOB_ROWS: Final = "rows"
 """The folder of a job's run in which its tables are."""
 
@@ -240,16 +245,20 @@ class Run:
             raise NotFound(f"{which} in {self.path}; it has {listing(tables)}")
         return self._tables.setdefault(name, RecordedRows(name, directory_of(self.path, name)))
 
-    def sql(self, query: str) -> pa.Table:
+    def sql(self, query: str, parameters: Sequence[Any] = (), *, timeout_s: float | None = None) -> pa.Table:
         """The result of one SELECT of DuckDB over the tables. It reads files of this record only, and writes none.
 
         Args:
             query: names each table of the run as in `tables`, quoted (``"a/b"``) if its name is no SQL name.
+            parameters: the values of its ``?``, in order; default: it has none.
+            timeout_s: ends a query that takes longer; default None: none does.
 
         Raises:
             UsageError: the query is no single SELECT, or fails; or DuckDB is not installed.
+            DeadlineExceeded: it took longer than `timeout_s`.
         """
         duckdb = _duckdb()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         rows = [self.table(name) for name in self.tables]
         _check_names(f"the tables of {self.path}", [one.name for one in rows])
 
@@ -257,11 +266,12 @@ class Run:
             with duckdb.connect(":memory:", config=_SANDBOX) as connection:
                 _check_select(duckdb, connection, query)
                 for one in rows:
-                    columns = one.dataset()
+                    columns = _with_wide_halves(one.dataset())
                     _check_names(f'the columns of "{one.name}"', columns.schema.names)
                     connection.register(one.name, columns)
                 try:
-                    return connection.sql(query).to_arrow_table()
+                    with _interrupted(connection, deadline):
+                        return connection.sql(query, params=list(parameters) or None).to_arrow_table()
                 except duckdb.Error as error:
                     if _OF_ARROW in str(error):
                         raise OSError(str(error)) from error
@@ -269,6 +279,10 @@ class Run:
 
         try:
             return _around(rows, answer)
+        except duckdb.InterruptException as error:
+            raise DeadlineExceeded(
+                f"the query took longer than timeout_s={timeout_s:g}; name _step or _fate in where, or fewer columns"
+            ) from error
         except (duckdb.Error, OSError) as error:
             raise UsageError(f"the query failed: {error}") from error
 
@@ -293,6 +307,50 @@ def _around(tables: list[RecordedRows], read: Callable[[], T]) -> T:
             if damaged == [len(one.damaged) for one in tables]:
                 raise
     return read()
+
+
+@contextmanager
+def _interrupted(connection: Any, deadline: float | None) -> Iterator[None]:
+    """Interrupt what `connection` does in this block from `deadline` on."""
+    if deadline is None:
+        yield
+        return
+    ended = threading.Event()
+
+    def interrupt() -> None:
+        wait_s = max(0.0, deadline - time.monotonic())
+        while not ended.wait(wait_s):
+            connection.interrupt()
+            wait_s = INTERRUPT_S
+
+    thread = threading.Thread(target=interrupt, name="transferqueue query deadline", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _with_wide_halves(dataset: ds.Dataset) -> ds.Dataset:
+    """The dataset with float16 values as float32, exactly: DuckDB reads no table that has the former."""
+    import pyarrow as pa
+    import pyarrow.dataset as ds
+    from pyarrow.fs import LocalFileSystem
+
+    def wide(kind: Any) -> Any:
+        if pa.types.is_float16(kind):
+            return pa.float32()
+        if pa.types.is_large_list(kind):
+            return pa.large_list(wide(kind.value_type))
+        if pa.types.is_fixed_size_list(kind):
+            return pa.list_(wide(kind.value_type), kind.list_size)
+        return kind
+
+    schema = pa.schema([field.with_type(wide(field.type)) for field in dataset.schema])
+    if schema.equals(dataset.schema):
+        return dataset
+    return ds.FileSystemDataset([*dataset.get_fragments()], schema, dataset.format, LocalFileSystem())
 
 
 _OF_ARROW: Final = "IOError: "

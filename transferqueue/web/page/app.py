@@ -1,4 +1,5 @@
-"""The page as an ASGI application: its files, a stream of frames, the life of a row, and `/metrics` for Prometheus.
+"""The page as an ASGI application: its files, a stream of frames, the life of a row, the recorded rows of a run
+(`web.rollouts`), and `/metrics` for Prometheus.
 
 All viewers share one sampler (`sampler`).
 """
@@ -6,6 +7,7 @@ All viewers share one sampler (`sampler`).
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from http import HTTPStatus
 from importlib.resources import files
 from typing import Final
@@ -25,16 +27,23 @@ from transferqueue.limits import check_name
 from transferqueue.observe.prometheus import CONTENT_TYPE, exposition
 from transferqueue.web.access import HEADERS, LINK, METRICS, AccessPolicy
 from transferqueue.web.connections import LET_IN
-from transferqueue.web.page.row_life import named
+from transferqueue.web.page.row_life import live_content, named
 from transferqueue.web.page.sampler import Sampler
+from transferqueue.web.rollouts.record import RecordBrowser
+from transferqueue.web.rollouts.routes import rollouts
+from transferqueue.web.rollouts.tokenizer import RunTexts
 from transferqueue.web.status import status_of
 
 VIEWERS_MAX: Final = 16
 """Bound on open streams. Each is a connection of one page."""
+CONNECTIONS_MAX: Final = 128
+"""Bound on connections (`web.connections`)."""
 _KINDS: Final = {
     "page.html": "text/html",
     "draw.js": "text/javascript",
     "page.js": "text/javascript",
+    "row.js": "text/javascript",
+    "rollouts.js": "text/javascript",
     "page.css": "text/css",
     "icon.svg": "image/svg+xml",
 }
@@ -51,6 +60,20 @@ _HEADERS: Final = [(name.lower().encode(), value.encode()) for name, value in HE
 def make_app(queue: tq.AsyncQueue, access: AccessPolicy) -> Gate:
     """The application that shows `queue` to requests that `access` admits. Starts a sampler in the running event
     loop."""
+    return make_run_page(queue, access, None)
+
+
+def make_run_page(queue: tq.AsyncQueue | None, access: AccessPolicy, record: RecordBrowser | None) -> Gate:
+    """The application that shows `queue`, if there is one, and the rows of `record`, if there is one."""
+    files_of_page = {f"/{name}": page_file(name) for name in _KINDS if name != "page.html"}
+    pages = {"/": page_file("page.html"), **files_of_page, **rollouts(record, live=queue is not None)}
+    if queue is not None:
+        pages |= _of_queue(queue, record.texts if record else partial(RunTexts, None))
+    return gated(access, [Route(path, page, methods=["GET"]) for path, page in pages.items()], _refused)
+
+
+def _of_queue(queue: tq.AsyncQueue, texts: Callable[[], RunTexts]) -> dict[str, Endpoint]:
+    """The routes about a queue that runs. Starts a sampler in the running event loop. texts: of its tokens."""
     sampler = Sampler(queue)
     sampler.start()
 
@@ -65,20 +88,11 @@ def make_app(queue: tq.AsyncQueue, access: AccessPolicy) -> Gate:
 
     async def row(request: Request) -> Response:
         table = check_name("table", request.path_params["table"])
-        life = named(await queue.inspect(table, row_id(request.path_params["row"])))
-        return Response(msgspec.json.encode(life), media_type="application/json")
+        life = await queue.inspect(table, row_id(request.path_params["row"]))
+        shown = named(life, await live_content(queue, life, texts))
+        return Response(msgspec.json.encode(shown), media_type="application/json")
 
-    pages: dict[str, Endpoint] = {
-        "/": page_file("page.html"),
-        "/draw.js": page_file("draw.js"),
-        "/page.js": page_file("page.js"),
-        "/page.css": page_file("page.css"),
-        "/icon.svg": page_file("icon.svg"),
-        "/events": events,
-        "/row/{table:path}/{row}": row,
-        METRICS: metrics_of(queue),
-    }
-    return gated(access, [Route(path, page, methods=["GET"]) for path, page in pages.items()], _refused)
+    return {"/events": events, "/row/{table:path}/{row}": row, METRICS: metrics_of(queue)}
 
 
 def row_id(text: str) -> int:
@@ -159,7 +173,7 @@ def gated(access: AccessPolicy, routes: Sequence[Route], refused: Callable[[HTTP
 
 
 def _link_token(scope: Scope) -> str | None:
-    """The token in the link that `serve` printed."""
+    """The token in the link that was printed."""
     query: bytes = scope["query_string"]
     if scope["path"] != LINK or scope["method"] not in ("GET", "HEAD") or not query.startswith(b"token="):
         return None

@@ -26,6 +26,30 @@ function holding(tag, className, ...children) {
   return element;
 }
 
+// A button that says `text` and does `act`.
+function button(text, act) {
+  const element = made("button", text);
+  element.type = "button";
+  element.addEventListener("click", act);
+  return element;
+}
+
+// Text of several lines: only the ends of lines are not escaped. mark: is shown before each.
+const lined = (text, mark = "") => text.split("\n").map(visible).join(`${mark}\n`);
+
+// Have a select offer these values, each a text or [value, text], and keep what is chosen if it is one of them.
+function offer(select, values) {
+  const pairs = values.map((one) => (Array.isArray(one) ? one : [one, one]));
+  if ([...select.options].map((one) => one.value).join("\n") === pairs.map(([value]) => value).join("\n")) return;
+  const chosen = select.value;
+  select.replaceChildren(...pairs.map(([value, text]) => {
+    const option = made("option", text);
+    option.value = value;
+    return option;
+  }));
+  if (pairs.some(([value]) => value === chosen)) select.value = chosen;
+}
+
 const count = (n) => (n === null ? "–" : n.toLocaleString("en"));
 const rate = (n) => (n === undefined ? "–" : n < 10 ? n.toFixed(1) : count(Math.round(n)));
 const share = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "–");
@@ -44,7 +68,7 @@ function size(n) {
   return `${n} B`;
 }
 
-// A grid of text: columns are their headings, lines are lists of texts or of [text, class].
+// A grid: columns are their headings, lines are lists of texts, of [text, class] or of elements.
 function grid(columns, lines, label) {
   const table = made("table");
   if (label) table.setAttribute("aria-label", label);
@@ -53,7 +77,9 @@ function grid(columns, lines, label) {
   const body = table.createTBody();
   for (const one of lines) {
     const row = body.insertRow();
-    for (const cell of one) row.append(Array.isArray(cell) ? made("td", ...cell) : made("td", cell));
+    for (const cell of one) {
+      row.append(cell instanceof Node ? holding("td", "", cell) : Array.isArray(cell) ? made("td", ...cell) : made("td", cell));
+    }
   }
   return holding("div", "scroll", table);
 }

@@ -1,4 +1,4 @@
-// Shows the frames that /events sends, and a row's life when asked.
+// Shows the frames that /events sends.
 "use strict";
 
 const BAR_PX = 48; // the tallest bar of a histogram
@@ -176,10 +176,7 @@ function tables(frame) {
     shown.setAttribute("aria-label", `Table ${name}`);
     return shown;
   }));
-  const chosen = at("row-table");
-  if ([...chosen.options].map((one) => one.value).join("\n") !== names.join("\n")) {
-    chosen.replaceChildren(...names.map((name) => made("option", name)));
-  }
+  offer(at("row-table"), [...new Set([...names, ...recorded])]);
 }
 
 function figures(found) {
@@ -197,54 +194,6 @@ function figures(found) {
     shown.setAttribute("aria-label", `Figures ${name}`);
     return shown;
   }));
-}
-
-// ------------------------------------------------------------------ a row
-
-function rowFacts({ life, put_by }) {
-  const parts = [life.reason ? `${life.state} (${life.reason})` : life.state];
-  if (life.age_s !== null) parts.push(`put ${span(life.age_s)} ago${put_by ? ` by ${put_by}` : ""}`);
-  if (life.key) parts.push(`key ${life.key}`);
-  if (life.group_id >= 0) parts.push(`group ${life.group_id} of ${life.group_size}`);
-  if (life.policy_version >= 0) parts.push(`policy version ${life.policy_version}`);
-  if (life.tokens > 0) parts.push(`${count(life.tokens)} tokens`);
-  for (const [name, value] of Object.entries(life.tags)) parts.push(`${name}=${value}`);
-  return made("p", parts.join(" · "), "facts");
-}
-
-function fieldLine([name, field]) {
-  if (!field.set) return [name, ["missing", "idle-key"]];
-  const place = `${field.bytes === null ? "" : `${size(field.bytes)} `}in block ${field.block}, slot ${field.slot}`;
-  return [name, field.inline ? String(field.value) : place];
-}
-
-function standing(task, by) {
-  if (task.lease === null) return task.lacks.length ? `lacks ${task.lacks.join(", ")}` : "";
-  return `by ${by}${task.left_s === null ? "" : `, ${span(task.left_s)} left`}`;
-}
-
-function showRow(shown) {
-  const { life, held_by, done_by } = shown;
-  const tasks = Object.entries(life.tasks).map(([name, task]) => [name, task.state, count(task.attempts), standing(task, held_by[name])]);
-  const happened = life.events.map((one, i) => [`${span(one.ago_s)} ago`, one.what, one.task, done_by[i], one.detail]);
-  const parts = [["Fields", ["field", "value"], Object.entries(life.fields).map(fieldLine)],
-    ["Tasks", ["task", "state", "attempts", ""], tasks], ["Events", ["when", "what", "task", "by", ""], happened]];
-  at("row").replaceChildren(
-    made("h3", `Row ${life.row} of ${life.table}`), rowFacts(shown),
-    ...parts.filter(([, , lines]) => lines.length).map(([label, columns, lines]) => grid(columns, lines, label)));
-  if (!life.events_complete) at("row").append(made("p", "earlier events are no longer kept", "facts"));
-}
-
-async function askRow(event) {
-  event.preventDefault();
-  const path = `/row/${encodeURIComponent(at("row-table").value)}/${Number(at("row-id").value) || 0}`;
-  try {
-    const answer = await fetch(path);
-    if (answer.ok) showRow(await answer.json());
-    else at("row").replaceChildren(made("p", await answer.text(), "bad"));
-  } catch {
-    at("row").replaceChildren(made("p", "the page's server does not answer", "bad"));
-  }
 }
 
 // ------------------------------------------------------------------ events
@@ -273,19 +222,26 @@ function say(text, old) {
 function gone(update) {
   verdict(update.verdict);
   say(`the server is gone; last seen ${clock(0, update.ago_s)}`, true);
-  events.close();
 }
 
-at("row-form").addEventListener("submit", askRow);
-at("window").addEventListener("change", () => newest && show(newest));
-const events = new EventSource("/events");
-events.addEventListener("past", (event) => { moments = JSON.parse(event.data); });
-events.addEventListener("frame", (event) => {
-  newest = JSON.parse(event.data);
-  const { moment } = newest;
-  moments = [...moments.filter((one) => one.at_s > moment.at_s - KEPT_S && one.at_s < moment.at_s), moment];
-  show(newest);
-});
-events.addEventListener("late", (event) => say(JSON.parse(event.data).text, true));
-events.addEventListener("gone", (event) => gone(JSON.parse(event.data)));
-events.onerror = () => say("the page's server does not answer; trying again", true);
+// Follow the queue.
+function watch() {
+  at("queue").hidden = false;
+  at("window").addEventListener("change", () => newest && show(newest));
+  const events = new EventSource("/events");
+  events.addEventListener("past", (event) => { moments = JSON.parse(event.data); });
+  events.addEventListener("frame", (event) => {
+    newest = JSON.parse(event.data);
+    const { moment } = newest;
+    moments = [...moments.filter((one) => one.at_s > moment.at_s - KEPT_S && one.at_s < moment.at_s), moment];
+    show(newest);
+  });
+  events.addEventListener("late", (event) => say(JSON.parse(event.data).text, true));
+  events.addEventListener("gone", (event) => {
+    gone(JSON.parse(event.data));
+    events.close();
+  });
+  events.onerror = () => say("the page's server does not answer; trying again", true);
+}
+
+begin();

@@ -21,6 +21,7 @@ from transferqueue.workflows.adopt.mapping import (
     Refuse,
     Settings,
     Stack,
+    divided,
     flag,
     interval,
     kept,
@@ -78,8 +79,8 @@ def _estimator(value: Plain, settings: Settings) -> OurValues:
     return OurValues({})
 
 
-def _normalizes(value: Plain, settings: Settings) -> str:
-    return "sample" if flag(value) else "none"
+def _normalizes(value: Plain, settings: Settings) -> OurValues:
+    return divided(flag(value), 1e-6)
 
 
 def _leave_one_out(value: Plain, settings: Settings) -> OurValues:

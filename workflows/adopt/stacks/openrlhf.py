@@ -38,7 +38,7 @@ from transferqueue.workflows.adopt.mapping import (
 
 _ENGINE: Final = "engine.0.options."
 _ESTIMATORS: Final[dict[str, dict[str, Plain]]] = {
-    "group_norm": {"algorithm.kind": "grpo", "algorithm.std": "sample"},
+    "group_norm": {"algorithm.kind": "grpo", "algorithm.std": "sample", "algorithm.std_eps": 1e-9},
     "dr_grpo": {"algorithm.kind": "dr_grpo"},
     "rloo": {"algorithm.kind": "rloo"},
     "reinforce": {"algorithm.kind": "reinforce_pp"},

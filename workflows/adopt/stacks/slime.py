@@ -22,6 +22,7 @@ from transferqueue.workflows.adopt.mapping import (
     Refuse,
     Settings,
     Stack,
+    divided,
     flag,
     interval,
     kept,
@@ -282,7 +283,8 @@ _RULES: Final = (
     mapped(
         "disable-grpo-std-normalization",
         "algorithm.std",
-        only_if(_compares, "of groups", lambda v, s: "none" if flag(v) else "sample"),
+        only_if(_compares, "of groups", lambda v, s: divided(not flag(v), 1e-6)),
+        default=False,
     ),
     refused("disable-rewards-normalization", "rewards are compared within their group", unless=(False, "false")),
     mapped("normalize-advantages", "algorithm.whiten", lambda v, s: s.is_on("normalize-advantages")),

@@ -26,6 +26,7 @@ from transferqueue.workflows.adopt.mapping import (
     Refuse,
     Settings,
     Stack,
+    divided,
     interval,
     is_same,
     kept,
@@ -150,8 +151,8 @@ def _kind(value: Plain, settings: Settings) -> Plain:
     return kinds[value]
 
 
-def _std(value: Plain, settings: Settings) -> Plain:
-    return "sample" if str(value).lower() == "true" else "none"
+def _std(value: Plain, settings: Settings) -> OurValues:
+    return divided(str(value).lower() == "true", 1e-6)
 
 
 def _files(ours: str, rest: str) -> Convert:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -29,6 +29,7 @@ _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "lr": ("trainer", "steps"),
 }
 """Our keys that each figure depends on."""
+ON_QUEUE: Final = "itself on this queue"
 _REASONS_MAX: Final = 8
 _SHOWN: Final = 60
 
@@ -61,10 +62,12 @@ class FirstDifference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome. figures: of each step, by name, the stack's and ours; None: that side has none. differs: None:
-    nothing does. notes: what limits what the outcome says."""
+    """The outcome. other: what the stack was compared with: the native job on the stack's rows, or the stack itself on
+    this queue, each run on its own rows. figures: of each step, by name, the stack's and the other's; None: that side
+    has none. differs: None: nothing does. notes: what limits what the outcome says."""
 
     stack: str
+    other: Literal["the native job", "itself on this queue"] = "the native job"
     bound: float
     figures: list[dict[str, tuple[float | None, float | None]]]
     differs: FirstDifference | None
@@ -72,12 +75,13 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
 
     def text(self) -> str:
         """Return the outcome for people."""
-        lines = [f"tried: {self.stack} and the native job, on the rows that {self.stack} generated"]
+        whose = "the rows that each generated" if self.other == ON_QUEUE else f"the rows that {self.stack} generated"
+        lines = [f"tried: {self.stack} and {self.other}, on {whose}"]
         for number, figures in enumerate(self.figures, 1):
             pairs = [f"{name} {_text(one)} and {_text(other)}" for name, (one, other) in figures.items()]
             lines.append(f"  step {number}: {', '.join(pairs)}")
         if self.differs is None:
-            lines.append(f"  equal within {self.bound:g}: prompt tokens, advantages, {', '.join(FIGURES)}")
+            lines.append(f"  equal within {self.bound:g}: prompt tokens, advantages, {', '.join(self._compared())}")
         else:
             found = self.differs
             lines.append(
@@ -85,6 +89,9 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
             )
             lines += [f"    {reason}" for reason in found.why]
         return "\n".join(visible(line) for line in [*lines, *(f"  note: {note}" for note in self.notes)])
+
+    def _compared(self) -> list[str]:
+        return [name for name in FIGURES if any(name in step for step in self.figures)]
 
 
 def first_difference(theirs: Sequence[SideStep], ours: Sequence[SideStep]) -> FirstDifference | None:

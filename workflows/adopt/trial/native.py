@@ -10,6 +10,7 @@ of the whole schedule; the second one's changes no loss that is compared.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -95,9 +96,11 @@ def write_trial(trial: Job, folder: Path, steps: Sequence[SideStep]) -> Path:
 
 
 def run(words: list[str], send: Send) -> None:
-    """Run the job to the end of its rows, and send its steps. words: the job file, the folder of its run, and the one
-    whose modules rewards may name."""
-    file, folder, code = words
+    """Run the job to the end of its rows, and send its steps. words: the job file, the folder of its run, the one whose
+    modules rewards may name, and ``cpu`` to hide GPUs."""
+    file, folder, code, devices = words
+    if devices == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     job = job_from_file(file)
     run_job(job, folder=RunFolder(Path(folder)), code=Path(code))
     for step in recorded_steps(Path(folder), job):

@@ -237,7 +237,7 @@ def _compared(rewards_R: Floats, group_id: npt.ArrayLike, algorithm: AlgorithmSe
         advantages_R = leave_one_out_advantages(rewards_R, group_id)
     else:
         std = algorithm.std or "none"
-        advantages_R = group_advantages(rewards_R, group_id, std=std)
+        advantages_R = group_advantages(rewards_R, group_id, std=std, std_eps=algorithm.std_eps)
     if not algorithm.whiten:
         return advantages_R
     every_R = [np.ones(1, bool)] * len(advantages_R)

@@ -86,6 +86,7 @@ def profile_job(
         devices=devices,
         group_rows=group_rows(job),
         streams=can_stream(job),
+        by_length=job.dispatch.kind == "length",
     )
     if not trial_steps:
         return profile

@@ -396,6 +396,13 @@ FIGURES: Final[tuple[StepFigure, ...]] = (
             remedy="lower pacing.max_staleness or pacing.depth, or correct for it (algorithm.tis_max)",
         ),
     ),
+    StepFigure(
+        name="token_staleness",
+        unit="tokens",
+        meaning="Tokens of responses by versions behind the table's clock, where their version is known.",
+        made="trainer: by `token_versions`",
+        by_value=True,
+    ),
     StepFigure(name="rows", unit="rows", meaning="Rows of the step.", made=_TRAINER),
     StepFigure(name="tokens", unit="tokens", meaning="Tokens of the loss, over all updates' mean.", made=_TRAINER),
     StepFigure(name="passes", meaning="Forward and backward passes.", made=_TRAINER),

@@ -263,11 +263,11 @@ class RunRecord:
         gaps = [after - before for before, after in pairwise(ends)]
         return median(gaps) if gaps else None
 
-    def staleness(self) -> dict[str, int]:
-        """Rows by versions behind, over all steps."""
+    def staleness(self, figure: str = "staleness") -> dict[str, int]:
+        """Rows by versions behind, over all steps; with the figure ``token_staleness`` tokens."""
         total: Counter[str] = Counter()
         for step in self.steps.values():
-            total.update(step.get("staleness", {}))
+            total.update(step.get(figure, {}))
         return {versions: total[versions] for versions in sorted(total, key=int)}
 
     def write_timeline(self, path: Path) -> None:

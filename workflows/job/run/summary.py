@@ -40,6 +40,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
         staleness: Rows by versions behind when the trainer leased them.
         staleness_in_flight: The part of it up to the put, in versions since the row's (`pacing.staleness_of`).
         staleness_in_queue: The part of it after the put.
+        token_staleness: Tokens of responses by versions behind then; empty for those whose versions are not known.
         publish_s: Median time of a publication.
         publish_lag_s: Median time from a publication until a generating process has loaded it.
         publications: What those of each trainer or rank (``train-0``, …) cost: their number (versions), bytes that it
@@ -93,6 +94,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     predicted: Predicted | None = None
     staleness_in_flight: dict[str, int] = {}
     staleness_in_queue: dict[str, int] = {}
+    token_staleness: dict[str, int] = {}
     publish_lag_s: float = 0.0
     swaps: Swaps = NO_SWAPS
     rows_unrecorded: int = 0
@@ -112,6 +114,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
             ("rows by staleness", _counts(self.staleness)),
             ("  of it in flight", _counts(self.staleness_in_flight)),
             ("  of it in the queue", _counts(self.staleness_in_queue)),
+            ("tokens by staleness", _counts(self.token_staleness)),
             ("published → applied", _median(self.publish_lag_s)),
             *([("generation stood still", self.swaps.text())] if self.swaps.count else []),
             ("weights published in", _median(self.publish_s)),
@@ -179,6 +182,7 @@ def summarize(
         staleness=record.staleness(),
         staleness_in_flight=table.staleness_in_flight if table else {},
         staleness_in_queue=table.staleness_in_queue if table else {},
+        token_staleness=record.staleness("token_staleness"),
         rows_unrecorded=table.rows_unrecorded + table.rows_to_record if table else 0,
         publish_lag_s=publish_lag_s(generators, trainers),
         swaps=swaps_of(generators),

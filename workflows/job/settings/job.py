@@ -432,6 +432,11 @@ class AlgorithmSettings(_Table):
         "Read by `grpo`, `dr_grpo`, `dapo` and `gspo`.",
         For("replays of results by TRL and verl, which differ"),
     ] = ""
+    std_eps: Annotated[
+        float,
+        "Added to that deviation. TRL adds 1e-4, verl, NeMo-RL and slime 1e-6, OpenRLHF 1e-9.",
+        For("jobs of other stacks, and replays of their results"),
+    ] = 1e-4
     clip_low: Annotated[
         float, "The ratio is clipped below 1 − `clip_low`.", For("DAPO's clip-higher, published recipes")
     ] = 0.0
@@ -760,8 +765,9 @@ class WeightsSettings(_Table):
     lora: Annotated[
         Literal["adapter", "merged", ""],
         "What a job with adapters (`trainer.lora_rank`) publishes. `adapter`: the weights of the model once, and of"
-        " each version the adapters, which engines merge. `merged`: merged weights in each version. Empty: `adapter`,"
-        " but `merged` with `fsdp2`, in mode `colocated`, and for vLLM on several devices or as a server.",
+        " each version the adapters, which engines merge (vLLM with `enable_lora` does not). `merged`: merged weights"
+        " in each version. Empty: `adapter`, but `merged` with `fsdp2`, in mode `colocated`, and for vLLM on several"
+        " devices or as a server.",
         For("LoRA with engines of one's own that read no adapters: `merged`"),
     ] = ""
 

@@ -74,6 +74,7 @@ RANGES: Final[dict[str, NumberRange]] = {
     "environment.episode_s": _POSITIVE,
     "environment.failed_max": _SHARE,
     "reward.failed_max": _SHARE,
+    "algorithm.std_eps": _ANY,
     "algorithm.clip_low": NumberRange(0, 1, below=True, why="0 takes the one of the kind"),
     "algorithm.clip_high": NumberRange(0, why="0 takes the one of the kind"),
     "algorithm.dual_clip": NumberRange(1, above=True, or_zero=True),

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,13 +52,25 @@ def _column(batches: Sequence[tq.Batch], name: str) -> Iterator[Any]:
 
 
 def _staleness(batches: Sequence[tq.Batch]) -> dict[str, Any]:
-    """Versions behind the table's clock; nothing of rows that no policy drew."""
-    drawn = [(batch.version, batch.policy_version[batch.policy_version >= 0]) for batch in batches]
-    behind_B = np.concatenate([np.maximum(0, version - versions) for version, versions in drawn])
+    """Versions behind the table's clock, by rows and by tokens; nothing of rows and tokens that no policy drew."""
+    behind_B = _behind((batch.version, batch.policy_version) for batch in batches)
     if not behind_B.size:
         return {}
-    counts = {str(behind): count for behind, count in sorted(Counter(behind_B.tolist()).items())}
-    return {"staleness": counts, "staleness_mean": float(behind_B.mean())}
+    figures: dict[str, Any] = {"staleness": _counts(behind_B), "staleness_mean": float(behind_B.mean())}
+    if "token_versions" in batches[0].fields:
+        behind_N = _behind((batch.version, row_T) for batch in batches for row_T in batch["token_versions"])
+        figures["token_staleness"] = _counts(behind_N)
+    return figures
+
+
+def _behind(versions: Iterable[tuple[int, Any]]) -> npt.NDArray[np.int64]:
+    """How far each drawn version is behind its clock. versions: a clock, and versions (-1: not drawn)."""
+    pairs = [(clock, np.asarray(drawn)) for clock, drawn in versions]
+    return np.concatenate([np.maximum(0, clock - drawn[drawn >= 0]) for clock, drawn in pairs])
+
+
+def _counts(behind: npt.NDArray[np.int64]) -> dict[str, int]:
+    return {str(versions): count for versions, count in sorted(Counter(behind.tolist()).items())}
 
 
 def _spread(name: str, part: str, values: Floats) -> dict[str, float]:

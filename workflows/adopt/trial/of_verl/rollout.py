@@ -12,7 +12,6 @@ server.
 from __future__ import annotations
 
 import asyncio
-import os
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -164,7 +163,7 @@ class TransformersAdapter(BaseRollout):  # type: ignore[misc]
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
         super().__init__(config, model_config, device_mesh)
-        self.replica_rank = int(os.environ["RANK"]) if replica_rank < 0 else replica_rank
+        self.replica_rank = torch.distributed.get_rank() if replica_rank < 0 else replica_rank
         self.is_leader_rank = True
 
     async def resume(self, tags: list[str]) -> None:
