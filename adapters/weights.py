@@ -63,6 +63,9 @@ class ChannelWeights(TensorWeights):
         self._weights, self._missing = weights, sorted(specs.keys() - weights.keys())
         layers = adapted_layers(specs)
         self._layers, self._adapted = layers if merged else {}, [*layers.values()]
+        lost = [name.rpartition(".")[0] for name in weights.removed() if is_adapter(name)] if merged else []
+        self._unmerged = {f"{layer}.weight" for layer in lost}
+        """Weights that have lost the adapter which they were merged with in the version before."""
         self.rank = max((specs[f"{layer}.{LORA_A}"].shape[0] for layer in self._adapted), default=0)
         """Of its adapters; 0: it has none."""
         self._specs = {name: spec for name, spec in specs.items() if not is_adapter(name) and name != LORA_SCALE}
@@ -126,7 +129,7 @@ class ChannelWeights(TensorWeights):
             for name, layer in self._layers.items()
             if not changed.isdisjoint((f"{layer}.{LORA_A}", f"{layer}.{LORA_B}", LORA_SCALE))
         }
-        return [name for name in self._specs if name in changed or name in moved]
+        return [name for name in self._specs if name in changed or name in moved or name in self._unmerged]
 
     @property
     def place(self) -> tuple[str, str, int]:
@@ -144,7 +147,8 @@ class ChannelWeights(TensorWeights):
 
         known = place == (self.address, self.channel, self._weights.since)
         for name in self.changed() if known else self._specs:
-            moved = self._weights.moved(name) if known and name not in self._layers else None
+            in_part = known and name not in self._layers and name not in self._unmerged
+            moved = self._weights.moved(name) if in_part else None
             yield name, self.tensor(name), None if moved is None else torch.from_numpy(moved)
 
 

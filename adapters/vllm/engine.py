@@ -40,8 +40,10 @@ from transferqueue.adapters.engines.completion import completed, context, seed_o
 from transferqueue.adapters.engines.stepped import SteppedGenerator, SteppedRequest
 from transferqueue.adapters.protocols import Caches, Completion, Pause, Prompt, Sampling, WeightSource
 from transferqueue.adapters.vllm import plugin as vllm_plugin
+from transferqueue.adapters.vllm.weight_transfer import others_run, refused
 from transferqueue.adapters.weights import ChannelWeights, WeightHandoff, check_fits, checkpoint_specs
 from transferqueue.errors import Disconnected, SchemaError, UsageError
+from transferqueue.transport.system.file_lock import FileLock, remove_unlocked
 
 ON_CPU: Final = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Variables of an engine's processes on a CPU, where they are not set. The engine has ``OMP_NUM_THREADS`` threads on
@@ -50,6 +52,9 @@ and worker compute in this process: two processes less to start, and no messages
 ON_CPU_EAGER: Final = {"TORCHDYNAMO_DISABLE": "1"}
 """A further one with ``enforce_eager``: vLLM would still compile functions of its sampler, with a C++ compiler, when
 the first rows come."""
+
+_FOLDER: Final = "transferqueue-lora-"
+"""Begins the name of a folder for files of adapters; beside it lies its lock."""
 
 
 @dataclass(frozen=True)
@@ -195,17 +200,25 @@ class VllmGenerator(SteppedGenerator):
         self._relay = WeightHandoff()
         self._sleeps = bool(engine.get("enable_sleep_mode")) and not current_platform.is_cpu()
         with _variables(arguments):
-            self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+            options = EngineArgs(**arguments)
+            if options.enable_lora and options.tensor_parallel_size * options.pipeline_parallel_size > 1:
+                raise UsageError(
+                    "enable_lora with several workers (tensor_parallel_size, pipeline_parallel_size), which take "
+                    "merged weights: leave it out"
+                )
+            self._engine = LLMEngine.from_engine_args(options)
         self._engine.engine_core.set_weight_version(str(version))
         config = self._engine.vllm_config
         in_parts = config.scheduler_config.enable_chunked_prefill
         self._context_max = config.model_config.max_model_len
         self._several = config.parallel_config.world_size > 1
         """Whether there are several workers: then an error of one ends them."""
-        lora = None if self._several else config.lora_config
+        lora = config.lora_config
         self._rank_max = 0 if lora is None else lora.max_lora_rank
         """Of adapters; 0: they are merged."""
-        self._folder = None if lora is None else tempfile.TemporaryDirectory(prefix="transferqueue-lora-")
+        folder, lock = (None, None) if lora is None else _folder()
+        self._folder: tempfile.TemporaryDirectory[str] | None = folder
+        self._lock: FileLock | None = lock
         self._loads = 0
         """Number of updates that were begun: a version may come again, from another channel or trainer."""
         self._rows = _Batch(self._engine, takes_seeds=not (current_platform.is_cpu() and in_parts), salt=self._salt)
@@ -266,44 +279,67 @@ class VllmGenerator(SteppedGenerator):
         to a queue that this adapter embeds."""
         place, version_there = self._relay.place(source)
         self._loads += 1
-        adapters, before = self._adapters(source, place, version), self._rows.adapters
-        goes_on = adapters is not None and before is not None and before.place == place == self._channel
-        if not goes_on and (adapters or before) and self._rows.running():
-            raise UsageError(
-                f"version {version} changes the weights beside the adapters that running requests keep; "
+        adapters, rows = self._adapters(source, place, version), self._rows.running()
+        if any((row.adapters is None) is not (adapters is None) for row in rows):
+            # vLLM (0.32) on a CPU draws rows without adapters with those of others in their batch.
+            running, has = ("without", "some") if adapters else ("with", "none")
+            raise SchemaError(
+                f"requests run {running} adapters, and version {version} has {has}, which vLLM may confuse in a batch; "
                 "pause(Pause.WAIT) first"
             )
-        update_info = {"version": version_there, "timeout_s": timeout_s, "goes_on": goes_on}
-        with _deaths():
-            if place != self._channel:
-                address, channel = place
-                self._workers("init_weight_transfer_engine", init_info={"address": address, "channel": channel})
-                self._channel = place
-            self._fetch(update_info | {"adapters": adapters.request.lora_path if adapters else ""})
-            if goes_on and adapters:
-                self._engine.add_lora(adapters.request)
-            else:
-                self._apply(adapters, version)
+        stays = bool(rows) and adapters is not None
+        if stays and place != self._channel:
+            raise SchemaError(others_run(version))
+        update_info = {"version": version_there, "timeout_s": timeout_s, "stays": stays, "merged": not self._rank_max}
+        try:
+            with _deaths():
+                if place != self._channel:
+                    self._connect(place)
+                self._fetch(update_info | {"adapters": adapters.request.lora_path if adapters else ""})
+                if adapters is not None:
+                    self._add(adapters, is_fetched=not stays)
+                if not stays:
+                    self._apply(version)
             self._rows.adapters = adapters
-        self._remove_unused()
+        finally:
+            self._remove_unused()
+
+    def _connect(self, place: tuple[str, str]) -> None:
+        """The workers read this channel from now on, and hold nothing of the one before."""
+        address, channel = place
+        self._workers("init_weight_transfer_engine", init_info={"address": address, "channel": channel})
+        self._channel = place
+
+    def _add(self, adapters: _Adapters, *, is_fetched: bool) -> None:
+        """Let vLLM read the adapters, before any weight changes. is_fetched: the workers hold a version to load."""
+        try:
+            self._engine.add_lora(adapters.request)
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            if is_fetched:
+                self._connect(adapters.place)  # so that the version is not held
+            raise SchemaError(f"vLLM does not take the adapters of version {adapters.version}: {error}") from error
 
     def _fetch(self, update_info: Mapping[str, Any]) -> None:
         if not self._update_begun:
             self._workers("start_weight_update")
         self._update_begun = False  # an error of the next call ends vLLM's update
         with self._changing_weights() if self._several else nullcontext():
-            self._workers("update_weights", update_info=dict(update_info))
+            try:
+                self._workers("update_weights", update_info=dict(update_info))
+            except Exception as error:
+                if (refusal := refused(error)) is None:
+                    raise
+                raise refusal from error
         self._update_begun = True
 
-    def _apply(self, adapters: _Adapters | None, version: int) -> None:
-        """The workers load what they fetched, and vLLM the adapters beside it."""
+    def _apply(self, version: int) -> None:
+        """The workers load what they fetched, which takes adapters out of vLLM's memory until a request has them."""
         self._core("pause_scheduler", "keep", self.kv is Caches.RECOMPUTE)
-        self._rows.adapters = None
         with self._changing_weights():
             self._workers("finish_weight_update")
             self._update_begun = False
-            if adapters is not None:
-                self._engine.add_lora(adapters.request)
             self._engine.engine_core.set_weight_version(str(version))
         if self._paused is None:
             self._going()
@@ -333,8 +369,21 @@ class VllmGenerator(SteppedGenerator):
             super().close()
             self._engine.engine_core.shutdown()
             self._relay.close()
-            if self._folder is not None:
+            if self._folder is not None and self._lock is not None:
                 self._folder.cleanup()
+                self._lock.release()
+
+
+def _folder() -> tuple[tempfile.TemporaryDirectory[str], FileLock]:
+    """Return a folder for files of adapters, and its lock. Folders that killed processes left here are removed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*.lock"):
+        if remove_unlocked(left):
+            shutil.rmtree(left.with_suffix(""), ignore_errors=True)
+    while True:
+        folder = tempfile.TemporaryDirectory(prefix=_FOLDER)
+        if (lock := FileLock(f"{folder.name}.lock")).take():
+            return folder, lock
+        folder.cleanup()  # another process just looked whether the lock is held
 
 
 @contextmanager

@@ -14,9 +14,11 @@ all tensors of every layer of the checkpoint that has a changed tensor, since vL
 of one whose weights are joined (queries, keys and values; gates and up projections) no part may be missing. A quantised
 model is loaded whole.
 
-With ``enable_lora``, a version that has adapters beside its weights is not merged: the worker loads the weights once,
-and writes A and B of each version to files, which vLLM's LoRA requests name. After the first version that is
-``update_weights`` alone, since ``finish_weight_update`` takes all adapters out of vLLM's memory.
+With ``enable_lora``, a version that has adapters beside its weights is not merged: the worker loads the weights that
+changed, and writes A and B of each version to files, which vLLM's LoRA requests name. While requests run that keep
+their weights, that is ``update_weights`` alone, which refuses a version that changes these.
+
+vLLM passes the text of a worker's error on, and not its kind: `refused` reads that in the text.
 
 A worker of several (tensor or pipeline parallel) pulls the part of each tensor that its layers take, from the second
 version on (`adapters.tensor_parallel.PartsLoader`).
@@ -53,6 +55,27 @@ _log: Final = logging.getLogger("transferqueue.adapters.vllm")
 _reload_log: Final = logging.getLogger(initialize_layerwise_reload.__module__)
 _UNLOADED: Final = "%s: Failed to load weights"
 """vLLM's warning of each layer that a reload left as it was."""
+_REFUSED: Final = "weights refused: "
+_REFUSED_END: Final = " (end of refusal)"
+
+
+def others_run(version: int, changed: str = "") -> str:
+    """Return the text of a refusal: a version changes weights that running requests keep. changed: which."""
+    return (
+        f"version {version} changes the weights{changed} beside the adapters that running requests keep; "
+        "pause(Pause.WAIT) first"
+    )
+
+
+def refused(error: BaseException) -> SchemaError | None:
+    """Return a worker's refusal of a version, which vLLM raises as an error of another kind where its core is another
+    process; None: the error is no refusal."""
+    _, found, text = str(error).partition(_REFUSED)
+    return SchemaError(text.partition(_REFUSED_END)[0]) if found else None
+
+
+def _refusal(text: str) -> SchemaError:
+    return SchemaError(f"{_REFUSED}{text}{_REFUSED_END}")
 
 
 @dataclass
@@ -65,13 +88,14 @@ class ChannelAt(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class VersionOf(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Version to load, and how long to wait for it. adapters: write its adapters to this directory, in peft's format;
-    empty: merge them. goes_on: the model has the weights beside them."""
+    """Version to load, and how long to wait for it. merged: merge its adapters. adapters: write them to this directory,
+    in peft's format; empty: it has none, or they are merged. stays: refuse it if it changes the weights beside them."""
 
     version: int
     timeout_s: float
+    merged: bool = True
     adapters: str = ""
-    goes_on: bool = False
+    stays: bool = False
 
 
 class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore[misc]
@@ -121,27 +145,23 @@ class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore
             self._fetched = None
         weights = self._channel.pull(version=update_info.version, since=self._held, timeout_s=update_info.timeout_s)
         with _released_by_errors(weights):
-            source = ChannelWeights(self._address, weights, merged=not update_info.adapters)
+            source = ChannelWeights(self._address, weights, merged=update_info.merged)
+            if update_info.stays and (changed := source.changed()):
+                raise _refusal(others_run(source.version, f' (tensor "{changed[0]}")'))
             if update_info.adapters:
-                self._write_adapters(source, update_info)
-        if update_info.goes_on:
+                self._write_adapters(source, update_info.adapters)
+        if update_info.stays:
             self._hold(weights)
         else:
             self._fetched = weights, source
 
-    def _write_adapters(self, source: ChannelWeights, update_info: VersionOf) -> None:
-        changed, version = source.changed(), source.version
-        if update_info.goes_on and changed:
-            raise SchemaError(
-                f'version {version} changes tensor "{changed[0]}" beside its adapters, with which requests of older '
-                "adapters compute; open the engine anew"
-            )
+    def _write_adapters(self, source: ChannelWeights, directory: str) -> None:
         if others := self._without_lora(source.adapters()[1]):
-            raise SchemaError(
-                f"version {version} has adapters of {listing(others)}, for which vLLM has none: leave them out "
-                "(trainer.lora_targets), or merge (no enable_lora)"
+            raise _refusal(
+                f"version {source.version} has adapters of {listing(others)}, for which vLLM has none: leave "
+                "them out (trainer.lora_targets), or merge (no enable_lora)"
             )
-        save_published_adapter(source, update_info.adapters)
+        save_published_adapter(source, directory)
 
     def _without_lora(self, layers: Iterable[str]) -> list[str]:
         """Return the layers that vLLM would draw without their adapters, or whose adapters have another shape there."""

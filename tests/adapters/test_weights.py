@@ -199,6 +199,42 @@ def test_the_adapter_alone_travels_and_is_merged_where_it_is_read(queue: tq.Queu
     assert changed == [[*served.state_dict()], ["up.weight"], ["up.weight"]]
 
 
+def test_a_layer_that_loses_its_adapter_gets_its_weight_alone_and_one_that_gains_it_the_product(
+    queue: tq.Queue,
+) -> None:
+    channel, both, served = queue.weights("policy"), plain(), plain()
+    add_lora(both, rank=2, targets=["up", "head"])
+    torch.nn.init.normal_(both["up"].lora_b)
+    torch.nn.init.normal_(both["head"].lora_b)
+    all_of, changed, loader = dict(AdapterWeights(both)), list[list[str]](), ModuleLoader(served)
+
+    def update(source: ChannelWeights, version: int) -> None:
+        changed.append(source.changed())
+        loader.load(source)
+
+    updater = WeightUpdater(queue, "policy", update)
+    merged = dict(published_weights(both))
+    base = {name: all_of[name] for name in merged}
+    up_alone = {name: tensor for name, tensor in all_of.items() if not name.startswith("head.lora")}
+    for version, tensors, wanted in (
+        (0, all_of, merged),
+        (1, up_alone, merged | {"head.weight": base["head.weight"]}),
+        (2, base, base),
+        (3, all_of, merged),
+        (4, base, base),
+    ):
+        channel.publish(version, tensors)
+        assert updater.follow()
+        assert has(served, wanted), version
+    weights = ["up.weight", "head.weight"]
+    assert [sorted(names) for names in changed[1:]] == [
+        ["head.weight"],
+        ["up.weight"],
+        sorted(weights),
+        sorted(weights),
+    ]
+
+
 def test_two_sizes_of_an_adapter_and_a_scale_are_merged(queue: tq.Queue) -> None:
     channel, trained, served = queue.weights("policy"), adapted(), plain()
     loader = ModuleLoader(served)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_D
 
 from transferqueue.adapters.protocols import Caches, Completion, Pause, Prompt, Sampling
 from transferqueue.adapters.scoring.lora import AdapterWeights, add_lora
-from transferqueue.adapters.vllm.engine import VllmGenerator
+from transferqueue.adapters.vllm.engine import VllmGenerator, _folder
 from transferqueue.adapters.weights import ModuleWeights, WeightUpdater
 from transferqueue.errors import SchemaError, UsageError
 
@@ -240,21 +241,60 @@ def test_what_does_not_fit_is_refused_and_released_and_the_adapters_stay(engine:
             ):
                 larger.updater.follow()
         tensors = dict(AdapterWeights(trained.model))
-        changed = tensors | {"model.norm.weight": tensors["model.norm.weight"] + 1}
-        trained.channel.publish(1, changed)
-        with pytest.raises(Exception, match=r'changes tensor "model\.norm\.weight" beside its adapt'):
-            trained.updater.follow()
-        until(trained.nothing_is_pinned)
         embedding = {"model.embed_tokens.lora_a": torch.ones(4, 64), "model.embed_tokens.lora_b": torch.ones(64, 4)}
-        trained.channel.publish(2, tensors | embedding)
-        with pytest.raises(Exception, match=r"adapters of model\.embed_tokens, for which vLLM has none"):
+        trained.channel.publish(1, tensors | embedding)
+        with pytest.raises(
+            SchemaError, match=r"^version 1 has adapters of model\.embed_tokens, for which vLLM has none"
+        ):
             trained.updater.follow()
         until(trained.nothing_is_pinned)
         old = Running(engine, 5)
-        with pytest.raises(UsageError, match="changes the weights beside the adapters that running requests keep"):
+        with pytest.raises(SchemaError, match="requests run with adapters, and version 9 has none"):
             engine.update_weights(ModuleWeights(model(0)), 9)
+        with tq.connect() as another:
+            other = Trained(engine, another, seed=1)
+            other.publish()
+            with pytest.raises(SchemaError, match="changes the weights beside the adapters that running requests keep"):
+                other.updater.follow()
+        changed = tensors | {"model.norm.weight": tensors["model.norm.weight"] + 1}
+        trained.channel.publish(2, changed)
+        words = r'^version 2 changes the weights \(tensor "model\.norm\.weight"\) .* pause\(Pause\.WAIT\) first$'
+        with pytest.raises(SchemaError, match=words):
+            trained.updater.follow()
+        until(trained.nothing_is_pinned)
+        assert len(files(engine)) == 1
         for completion in old.end():
             trained.check(completion, 0)
+        trained.states += [trained.states[0], {**trained.states[0], "model.norm.weight": changed["model.norm.weight"]}]
+        assert trained.updater.follow(), "nothing runs now"
+        for completion in drawn(engine):
+            np.testing.assert_allclose(completion.logprobs, trained.truth(2, completion.ids), atol=1e-3)
+
+
+def test_adapters_that_vllm_does_not_take_leave_the_older_ones(
+    engine: VllmGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their files are damaged between worker and vLLM."""
+    with tq.connect() as queue:
+        trained = Trained(engine, queue)
+        trained.step()
+        add = engine._engine.add_lora
+
+        def damaged(request: Any) -> bool:
+            (Path(request.lora_path) / "adapter_model.safetensors").write_bytes(b"none")
+            return add(request)
+
+        for runs in (True, False):
+            old = Running(engine, 5) if runs else None
+            trained.publish()
+            with monkeypatch.context() as patched:
+                patched.setattr(engine._engine, "add_lora", damaged)
+                with pytest.raises(SchemaError, match="vLLM does not take the adapters of version"):
+                    trained.updater.follow()
+            until(trained.nothing_is_pinned)
+            assert len(files(engine)) == 1
+            for completion in old.end() if old else drawn(engine):
+                trained.check(completion, 0)
 
 
 def test_a_version_without_adapters_is_drawn_with_alone(engine: VllmGenerator) -> None:
@@ -272,3 +312,51 @@ def test_a_version_without_adapters_is_drawn_with_alone(engine: VllmGenerator) -
         trained.step()
         for completion in drawn(engine):
             np.testing.assert_allclose(completion.logprobs, trained.truth(1, completion.ids), atol=1e-3)
+
+
+def test_requests_with_adapters_and_without_run_apart(engine: VllmGenerator) -> None:
+    """In one batch vLLM on a CPU draws those without with the adapters of the others."""
+    with tq.connect() as queue:
+        trained = Trained(engine, queue)
+        tensors = {name: tensor for name, tensor in AdapterWeights(trained.model) if "lora" not in name}
+        trained.states.append({name: tensor.clone() for name, tensor in trained.model.state_dict().items()})  # B is 0
+        trained.channel.publish(0, tensors)
+        assert trained.updater.follow()
+        plain = Running(engine, 20)
+        trained.publish()
+        with pytest.raises(SchemaError, match=r"^requests run without adapters, and version 1 has some"):
+            trained.updater.follow()
+        for completion in plain.end():
+            trained.check(completion, 0)
+        assert trained.updater.follow()
+        old = Running(engine, 20)
+        trained.channel.publish(2, tensors)
+        with pytest.raises(SchemaError, match=r"^requests run with adapters, and version 2 has none"):
+            trained.updater.follow()
+        for completion in old.end():
+            trained.check(completion, 1)
+        assert trained.updater.follow()
+        for completion in drawn(engine):
+            assert completion.spans == ((2, len(completion.ids)),)
+            np.testing.assert_allclose(completion.logprobs, trained.truth(0, completion.ids), atol=1e-3)
+
+
+def test_several_workers_take_merged_weights(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="enable_lora with several workers"):
+        VllmGenerator(str(save(tmp_path)), dtype="float32", enable_lora=True, tensor_parallel_size=2)
+
+
+def test_files_that_a_killed_process_left_are_removed_and_those_of_a_living_one_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    living, lock = _folder()
+    (tmp_path / "transferqueue-lora-dead" / "3").mkdir(parents=True)
+    (tmp_path / "transferqueue-lora-dead.lock").touch()
+    (tmp_path / "transferqueue-lora-other").mkdir()
+    folder, own = _folder()
+    kept = {living.name, f"{living.name}.lock", folder.name, f"{folder.name}.lock"}
+    assert {str(path) for path in tmp_path.iterdir()} == kept | {str(tmp_path / "transferqueue-lora-other")}
+    for each, held in ((living, lock), (folder, own)):
+        each.cleanup()
+        held.release()

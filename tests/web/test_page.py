@@ -162,6 +162,18 @@ def test_a_queue_without_a_folder_has_no_recorded_rows_to_show(page):
     assert get(page, "/rollouts/rows?table=rows")[0] == 404
 
 
+def test_a_live_row_whose_columns_have_other_types_is_shown(page, queue):
+    table = queue.create_table("odd", tasks=[tq.Task("score", needs=["x"])])
+    calls = {"function": None}, "f", {"function": "f"}
+    row = {"completion_ids": ["text"], "response_ids": [3], "reward_terms": [0.5], "loss_mask": [1.0], "x": [1.0]}
+    data = {"prompt": [{"role": 1, "tool_calls": [*calls]}, {"tool_calls": {"function": {"name": 2}}}]}
+    (number,) = table.put(**row, turn_rewards=[2.0], data=[data])
+    status, _, body = get(page, f"/row/odd/{number}")
+    shown = json.loads(body)
+    assert (status, shown["life"]["state"], shown["content"]["why_not"]) == (200, "live", "")
+    assert ["completion_ids", "text"] in shown["content"]["columns"]
+
+
 def test_a_rows_life_and_a_row_that_is_none(page):
     status, _, body = get(page, "/row/rows/0")
     assert status == 200

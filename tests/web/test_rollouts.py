@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, quote, urlencode, urlsplit
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,17 +28,25 @@ from hypothesis import strategies as st
 import transferqueue as tq
 from tests.client.test_recorded import wait_until_recorded
 from tests.storage.test_row_files import change_a_value
-from tests.web.recorded_run import ANSWERS, GROUP, MARKUP, STEPS, TABLE, make
+from tests.web.recorded_run import ANSWERS, GROUP, JOB, MARKUP, STEPS, TABLE, make
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
-from transferqueue.web.rollouts.document import TOKENS_MAX, content_of
+from starlette.requests import Request
+
+from transferqueue.adapters.builtin import MARK
+from transferqueue.web import run_page
+from transferqueue.web.rollouts.document import PROMPTS, RESPONSES, TOKENS_MAX, content_of, encoded, short_rows
 from transferqueue.web.rollouts.questions import PAGE_ROWS, GroupName, RecordColumns, RowFilter, RowName, asked
+from transferqueue.web.rollouts.record import Page, RecordBrowser, RecordIndex
+from transferqueue.web.rollouts.routes import WAITING_MAX, rollouts
 from transferqueue.web.rollouts.tokenizer import RunTexts, pieces
+from transferqueue.workflows.job.run.server import running_address
 
 GENEROUS_S = 60
 BASE = {"_tokens": 0}
 TASKS = [tq.Task("train", needs=["x"])]
+ROLES = (*RESPONSES, *PROMPTS, "prompt_ids", "loss_mask", "reward_terms", "turn_rewards", "advantages", "data")
 
 
 # ---------------------------------------------------------------- questions and documents
@@ -41,7 +56,7 @@ def test_a_question_puts_values_beside_the_sql_and_quotes_names() -> None:
     columns = RecordColumns('a"b', ["_fate", "rewards", 'x"y'], ["rewards", 'x"y'])
     sql, values = columns.rows(RowFilter(table='a"b', step=3, worker="'; drop", reward='x"y', reward_min=0.5))
     assert 'from "a""b"' in sql
-    assert '"x""y" >= ?' in sql
+    assert '"x""y"::double' in sql
     assert "drop" not in sql
     assert values == [3, 0.5, "'; drop"]
 
@@ -135,6 +150,68 @@ def test_an_episode_is_its_turns_with_rewards_and_calls() -> None:
     assert turns[1].start == len(texts[0][0])
 
 
+def episode(text: str) -> dict[str, Any]:
+    """A row whose model said `text`, after an observation."""
+    ids = list(text.encode())
+    return BASE | {"response_ids": [65, *ids], "loss_mask": [False, *([True] * len(ids))]}
+
+
+@given(
+    st.text(max_size=40)
+    | st.text(alphabet='"\\\\ud8019f{}:name,', max_size=40)
+    | st.just('{"name": "\\\\ud800", "arguments": ["\\\\udfff"]}')
+)
+def test_any_text_in_a_tool_call_is_a_document(text: str) -> None:
+    content = content_of(episode(f"<tool_call>{text}</tool_call>"), "", (), utf8)
+    assert content.why_not == ""
+    assert json.loads(encoded(content))["turns"][-1]["calls"]
+
+
+def test_half_a_surrogate_pair_is_escaped() -> None:
+    call = '<tool_call>{"name": "\\ud800", "arguments": {"\\udfff": 1}}</tool_call>'
+    told = json.loads(encoded(content_of(episode(call), "", (), utf8)))
+    assert told["turns"][-1]["calls"][0]["name"] == "\\ud800"
+
+
+def test_a_tool_call_that_does_not_end_takes_no_time() -> None:
+    blanks = "<tool_call>" + " " * 12_000
+    begun = time.monotonic()
+    assert [turn.calls for turn in content_of(episode(blanks), "", (), utf8).turns] == [[], []]
+    assert content_of(episode("<tool_call>" * 1000), "", (), utf8).turns[-1].calls == []
+    assert time.monotonic() - begun < 5.0
+
+
+_NUMBERS = st.integers() | st.floats() | st.booleans() | st.none()
+_ANYTHING = st.recursive(
+    _NUMBERS | st.text(max_size=5) | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+_MESSAGES = st.lists(
+    st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "function"]), _ANYTHING, max_size=4), max_size=3
+)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["rewards", "x", "finish_reason", *ROLES]), _ANYTHING | st.lists(_NUMBERS, max_size=4)
+    ),
+    _MESSAGES,
+)
+def test_a_row_of_any_values_is_shown(row: dict[str, Any], messages: list[Any]) -> None:
+    """A column counts as its role only if it has the values of that role."""
+    for shown in (row, row | {"data": {"prompt": messages}}):
+        for decode in (None, lambda ids: bytes(token % 128 for token in ids).decode()):
+            content = content_of(BASE | shown, "rewards", ("exact",), decode)
+            assert content.why_not == ""
+            encoded(content)
+
+
+def test_what_cannot_be_shown_says_why_and_the_life_is_there() -> None:
+    content = content_of(BASE | {"response_ids": [1]}, "", (), lambda ids: "x" + 1)  # type: ignore[operator]
+    assert content.why_not.startswith("what the row says cannot be shown: TypeError: ")
+
+
 def test_a_prompt_may_be_messages_with_calls() -> None:
     messages = [
         {"role": "user", "content": "Hi"},
@@ -220,7 +297,13 @@ def page(run: Path) -> Iterator[Browser]:
 
 
 def test_a_finished_run_is_shown_without_a_queue(page: Browser, run: Path) -> None:
-    assert page.ask() == {"live": False, "path": str(run), "tables": [TABLE], "damaged": []}
+    assert page.ask() == {
+        "live": False,
+        "why_not_live": "",
+        "path": str(run),
+        "tables": [TABLE],
+        "damaged": [],
+    }
     about = page.ask("/about", table=TABLE)
     assert (about["rows"], about["first"], about["last"]) == ((STEPS + 1) * GROUP + 1, 1, STEPS)
     assert (about["finishes"], about["reasons"]) == (["length", "stop"], ["zero_advantage"])
@@ -240,6 +323,7 @@ def test_a_finished_run_is_shown_without_a_queue(page: Browser, run: Path) -> No
         ({"reason": "zero_advantage", "tokens_max": 1}, [8, 9, 10, 11]),
         ({"finish": "stop"}, [12]),
         ({"worker": "generator-1", "step": 2}, [4, 5, 6, 7]),
+        ({"order": "worst", "reward_max": -0.4}, [3, 7]),
         ({"tokens_min": 30, "order": "shortest"}, [3, 7, 12]),
         ({"worker": MARKUP}, []),
         ({"order": "best", "page": 1}, []),
@@ -299,7 +383,8 @@ def test_a_row_is_its_text_its_rewards_and_its_life(page: Browser) -> None:
         ("/row", {"table": TABLE, "row": 99}, 404, 'row 99 of "rollouts" is not recorded'),
         ("/row", {"table": TABLE, "row": 2**62 + 1}, 400, "row"),
         ("/row", {"table": TABLE, "row": 0, "life": "other"}, 404, "is not recorded"),
-        ("/group", {"table": TABLE, "group": 77}, 404, "has no recorded rows"),
+        ("/group", {"table": TABLE, "group": 77, "life": "x"}, 404, "has no recorded rows"),
+        ("/group", {"table": TABLE, "group": 0}, 400, "missing required field `life`"),
         ("/about", {"table": "../../etc"}, 404, "has no files"),
     ],
 )
@@ -332,8 +417,6 @@ def test_any_words_in_a_path_are_answered_or_refused(page: Browser) -> None:
 
 @pytest.mark.slow
 def test_a_file_that_is_cut_and_a_page_that_changed_are_named_and_the_rest_is_shown(run: Path, tmp_path: Path) -> None:
-    from transferqueue.web.rollouts.record import RecordBrowser
-
     with tq.connect("embedded") as queue:
         table = queue.create_table(
             "t", tasks=[tq.Task("train", needs=["x"])], retention=tq.Recorded(str(tmp_path / "r"))
@@ -358,8 +441,6 @@ def test_a_file_that_is_cut_and_a_page_that_changed_are_named_and_the_rest_is_sh
 @pytest.mark.slow
 def test_a_record_that_grows_is_read_as_it_is(tmp_path: Path) -> None:
     pytest.importorskip("duckdb")
-    from transferqueue.web.rollouts.record import RecordBrowser
-
     with tq.connect("embedded") as queue:
         table = queue.create_table(
             "t", tasks=[tq.Task("train", needs=["x"])], retention=tq.Recorded(str(tmp_path / "r"))
@@ -368,14 +449,14 @@ def test_a_record_that_grows_is_read_as_it_is(tmp_path: Path) -> None:
         assert record.about("t").rows == 0
         assert record.rows(RowFilter(table="t")).rows == []
         with pytest.raises(tq.NotFound, match="has no recorded rows"):
-            record.group(GroupName(table="t", group=1))
+            record.group(GroupName(table="t", group=1, life="x"))
         table.put(x=[[1]] * (PAGE_ROWS + 1), group_id=1, group_size=PAGE_ROWS + 1)
         table.lease("train", rows=PAGE_ROWS + 1).ack()
         wait_until_recorded(table, PAGE_ROWS + 1)
         found = record.rows(RowFilter(table="t"))
         assert (len(found.rows), found.more, record.about("t").rows) == (PAGE_ROWS, True, PAGE_ROWS + 1)
         assert len(record.rows(RowFilter(table="t", page=1)).rows) == 1
-        group = record.group(GroupName(table="t", group=1))
+        group = record.group(GroupName(table="t", group=1, life=found.rows[0].life))
         assert (len(group.rows), group.more) == (PAGE_ROWS + 1, False)
 
 
@@ -409,3 +490,201 @@ def test_a_run_without_rows_and_an_address_for_others(run: Path, tmp_path: Path)
     command = [sys.executable, "-m", "transferqueue.cli", "page", str(run), "--web", "0.0.0.0:0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=GENEROUS_S)
     assert (done.returncode, "the page is not encrypted" in done.stderr) == (2, True)
+
+
+# ---------------------------------------------------------------- several lives, slow questions, runs that may go on
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The record of a table that began anew: each row id and group is there twice."""
+    pytest.importorskip("duckdb")
+    folder = tmp_path_factory.mktemp("lives") / "r"
+    for life in range(2):
+        with tq.connect("embedded") as queue:
+            table = queue.create_table("t", tasks=TASKS, retention=tq.Recorded(str(folder)))
+            for group in range(PAGE_ROWS):
+                rewards = [1.0, float("nan"), 0.0] if group == 0 else [1.0, 1.0, 0.5 if group == 1 else 1.0]
+                ids = [np.arange(TOKENS_MAX // 4)] * 3
+                table.put(
+                    x=[[life]] * 3, reward=rewards, response_ids=ids, prompt_ids=ids, group_id=group, group_size=3
+                )
+            table.lease("train", rows=3 * PAGE_ROWS).ack(step=1)
+            table.checkpointed(1, task="train")
+            wait_until_recorded(table, 3 * PAGE_ROWS)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["newest", "worst", "best", "longest", "shortest"])
+def test_pages_have_each_row_and_group_of_each_life_once(lives: Path, order: Any) -> None:
+    record = RecordBrowser(lives)
+    rows, groups = [], []
+    for page in range(6):
+        found = record.rows(RowFilter(table="t", order=order, page=page))
+        assert found.more == (page < 5)
+        rows += [(line.life, line.row) for line in found.rows]
+    for page in range(2):
+        groups += [
+            (line.life, line.group) for line in record.groups(RowFilter(table="t", order=order, page=page)).groups
+        ]
+    assert (len(rows), len(set(rows))) == (6 * PAGE_ROWS, 6 * PAGE_ROWS)
+    assert (len(groups), len(set(groups))) == (2 * PAGE_ROWS, 2 * PAGE_ROWS)
+
+
+@pytest.mark.slow
+def test_filters_choose_groups_that_are_counted_whole(lives: Path) -> None:
+    record = RecordBrowser(lives)
+    equal = record.groups(RowFilter(table="t", equal=True, reward_min=0.9)).groups
+    assert len(equal) == PAGE_ROWS
+    assert not {"0", "1"} & {line.group for line in equal}
+    low = record.groups(RowFilter(table="t", reward_max=0.6, order="worst")).groups
+    assert [(line.group, line.count, line.least, line.greatest) for line in low] == [
+        ("0", 3, 0.0, 1.0), ("0", 3, 0.0, 1.0), ("1", 3, 0.5, 1.0), ("1", 3, 0.5, 1.0)
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_reward_that_is_not_a_number_is_none(lives: Path) -> None:
+    record = RecordBrowser(lives)
+    for order in ("best", "worst"):
+        assert record.rows(RowFilter(table="t", order=order)).rows[0].reward is not None
+        last = record.rows(RowFilter(table="t", order=order, page=5)).rows[-2:]
+        assert [line.reward for line in last] == [None, None]
+
+
+@pytest.mark.slow
+def test_a_group_is_cut_before_it_is_read_and_has_its_prompt_once(lives: Path) -> None:
+    record = RecordBrowser(lives)
+    line = record.groups(RowFilter(table="t")).groups[0]
+    group = record.group(GroupName(table="t", group=int(line.group), life=line.life))
+    tokens, each = TOKENS_MAX // 4, TOKENS_MAX // 3
+    assert [one.content.tokens for one in group.rows] == [tokens] * 3
+    assert [len(one.content.ids) for one in group.rows] == [min(tokens, each)] * 3
+    assert [bool(one.content.prompt) for one in group.rows] == [True, False, False]
+    assert {one.record for one in group.rows} == {line.life}
+
+
+def test_lists_are_cut_in_arrow_and_keep_their_lengths() -> None:
+    table = pa.table({
+        "response_ids": pa.array([[1, 2, 3, 4], [5]], pa.large_list(pa.int32())),
+        "entropy": pa.array([[0.5, 1, 2, 3], None], pa.list_(pa.float16())),
+        "pair": pa.array([[1, 2, 3], [4, 5, 6]], pa.list_(pa.int8(), 3)),
+    })  # fmt: skip
+    first, second = (content_of(BASE | row, "", (), None) for row in short_rows(table, 2))
+    assert (first.ids, first.omitted, first.tokens) == ([1, 2], 2, 4)
+    assert [(one.column, one.values) for one in first.colours] == [("entropy", [0.5, 1.0])]
+    assert first.columns == [("pair", "[1, 2, … 1 more]")]
+    assert (second.ids, second.omitted) == ([5], 0)
+
+
+@pytest.mark.slow
+def test_a_question_has_one_deadline_for_all_its_parts(lives: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = RecordBrowser(lives)
+    monkeypatch.setattr("transferqueue.web.rollouts.record.QUERY_S", 1e-9)
+    for question in (record.about, lambda table: record.row(RowName(table=table, row=1))):
+        with pytest.raises(tq.DeadlineExceeded, match="the question takes longer than"):
+            question("t")
+    with pytest.raises(tq.DeadlineExceeded, match="the read took longer"):
+        tq.open_run(lives).table("t").arrow(timeout_s=0)
+
+
+class Slow:
+    """A record whose rows take their time."""
+
+    path, name = Path("slow"), "slow"
+
+    def __init__(self) -> None:
+        self.go, self.asked = threading.Event(), 0
+
+    def index(self) -> RecordIndex:
+        """At once."""
+        return RecordIndex(tables=["t"], damaged=[])
+
+    def rows(self, _wanted: RowFilter) -> Page:
+        """When it may."""
+        self.asked += 1
+        assert self.go.wait(GENEROUS_S)
+        return Page()
+
+    about = groups = row = group = rows
+
+
+def test_abandoned_questions_are_not_asked_and_lock_nobody_out() -> None:
+    record = Slow()
+    routes = rollouts(record, live=True)  # type: ignore[arg-type]
+
+    def request(left: asyncio.Event) -> Request:
+        async def receive() -> Any:
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        return Request({"type": "http", "query_string": b"table=t", "headers": [], "path": "/"}, receive)
+
+    async def ask() -> None:
+        left, stays = asyncio.Event(), asyncio.Event()
+        abandoned = [asyncio.ensure_future(routes["/rollouts/rows"](request(left))) for _ in range(WAITING_MAX)]
+        await asyncio.sleep(0)
+        with pytest.raises(tq.Full):
+            await routes["/rollouts/rows"](request(stays))
+        told = json.loads((await routes["/rollouts"](request(stays))).body)
+        assert (told["live"], told["tables"]) == (True, ["t"])
+        left.set()
+        await asyncio.gather(*abandoned)
+        later = asyncio.ensure_future(routes["/rollouts/rows"](request(stays)))
+        await asyncio.sleep(0)
+        record.go.set()
+        assert (await later).status_code == 200
+        assert record.asked <= 2
+
+    asyncio.run(asyncio.wait_for(ask(), GENEROUS_S))
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_run_that_cannot_be_reached_says_why_and_an_ended_one_is_not_running(
+    tmp_path: Path, listens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that does not answer is no ended one; a socket that an ended server left is."""
+    monkeypatch.setattr(run_page, "CONNECT_S", 0.2)
+
+    async def reason() -> str:
+        async with run_page._queue_of(tmp_path) as (queue, why_not):
+            assert queue is None
+            return why_not
+
+    assert asyncio.run(reason()) == ""
+    with tempfile.TemporaryDirectory(prefix="tq-") as runtime, socket.socket(socket.AF_UNIX) as server:
+        (tmp_path / "runtime").write_text(runtime)
+        server.bind(f"{runtime}/control.sock")
+        if listens:
+            server.listen()
+        else:
+            server.close()
+        assert asyncio.run(reason()).startswith("its queue cannot be shown: ") == listens
+
+
+def test_the_socket_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "runtime").write_text(str(tmp_path / "closed"))
+    (tmp_path / "closed").mkdir(mode=0)
+    me = os.geteuid()
+    os.seteuid(me or 65534)  # root may look everywhere
+    try:
+        with pytest.raises(tq.PermissionDenied, match=r"cannot be seen: .* is not yours; ask as its user"):
+            running_address(tmp_path)
+    finally:
+        os.seteuid(me)
+
+
+def test_a_chat_template_that_fails_hides_no_text_and_paths_are_relative_to_the_place(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    (tmp_path / "model").mkdir()
+    folder.mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({MARK: 1}))
+    (tmp_path / "template").write_text("{{ raise_exception('no') }}")
+    job = JOB.format(model="model").replace("[model]", f'[model]\nchat_template = "{tmp_path / "template"}"')
+    (folder / "job.toml").write_text(job)
+    start = {"began": "", "python": "", "packages": {}, "place": str(tmp_path)}
+    (folder / "run.json").write_text(json.dumps([start]))
+    texts = RunTexts(folder)
+    assert texts.why_not == ""
+    assert texts.decode is not None

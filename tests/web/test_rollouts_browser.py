@@ -274,8 +274,12 @@ def test_a_run_that_goes_on_shows_its_queue_and_live_rows_too(driver: Any, run: 
             table.put(prompt=[MARKUP], response_ids=[[46, 47]], rollout_logprobs=[[-1.0, -2.0]], rewards=[1.0])
         with opened(run, driver) as page:
             page.until("#state", "live")
-            assert "done" in page.show_row(12)
-            shown = page.show_row(17)  # not recorded, so it is the queue's
+            shown = page.show_row(12)  # the record has a row of an earlier life with this id
+            assert "live" in shown
+            assert "life " not in page.text("#row p")
+            page.click("#list tbody tr td button")
+            page.until("#row p", "done · life ")
+            shown = page.show_row(17)
             assert "live" in shown
             assert MARKUP in page.text("#row .prompt")
             assert page.text("#row .completion") == "IJ"

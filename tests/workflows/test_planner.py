@@ -115,6 +115,13 @@ TAILED = Profile(
 """Long publications, so that bounds are loose: the six splits with the best bounds are not the best."""
 
 
+def test_a_job_with_dispatch_by_length_is_predicted_with_its_longest_rows_first() -> None:
+    lengths = draw_lengths(TAILED)
+    one = next(each for each in plans(TAILED) if each.instances == {"generate": 1, "train": 1})
+    sorted_rows = msgspec.structs.replace(TAILED, by_length=True)
+    assert predict(sorted_rows, one, 0.0, lengths).step_s < predict(TAILED, one, 0.0, lengths).step_s
+
+
 @pytest.mark.slow
 def test_no_plan_is_left_out_that_could_be_the_best() -> None:
     """A rule that kept six splits by their bounds found 1.60 s here."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 import transferqueue as tq
-from transferqueue.errors import PeerError
+from transferqueue.errors import TransferQueueError
 from transferqueue.transport import TcpAddress
 from transferqueue.web.access import AccessPolicy, web_place
 from transferqueue.web.connections import Server, configured, listening
@@ -51,22 +52,37 @@ async def _serve(record: RecordBrowser, place: TcpAddress, tell: Callable[[str],
     token = new_token()
     with listening(place) as listener:
         here = TcpAddress(place.host, listener.getsockname()[1])
-        async with _queue_of(record.path) as queue:
-            app = make_run_page(queue, AccessPolicy(here, token, new_token()), record)
+        async with _queue_of(record.path) as (queue, why_not):
+            app = make_run_page(queue, AccessPolicy(here, token, new_token()), record, why_not)
             tell(f"http://{here.host}:{here.port}/?token={token}")
             await Server(configured(app, CONNECTIONS_MAX)).serve(sockets=[listener])
 
 
 @asynccontextmanager
-async def _queue_of(run: Path) -> AsyncIterator[tq.AsyncQueue | None]:
-    """A connection to the queue of a run; None if it does not run."""
-    address = running_address(run)
+async def _queue_of(run: Path) -> AsyncIterator[tuple[tq.AsyncQueue | None, str]]:
+    """A connection to the queue of a run, or None and why: "" if it does not run."""
+    queue, why_not, address = None, "", ""
     try:
-        queue = await tq.aconnect(address, timeout_s=CONNECT_S, label="web page") if address else None
-    except PeerError:  # it ended, and left its socket
-        queue = None
+        if address := running_address(run):
+            queue = await tq.aconnect(address, timeout_s=CONNECT_S, label="web page")
+    except TransferQueueError as error:
+        if not address or _listens(address):
+            why_not = f"its queue cannot be shown: {error}"
     try:
-        yield queue
+        yield queue, why_not
     finally:
         if queue is not None:
             await queue.close()
+
+
+def _listens(address: str) -> bool:
+    """Whether a process has the socket of a server. An ended one leaves its file."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(CONNECT_S)
+        try:
+            probe.connect(address.removeprefix("ipc://"))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:  # it may
+            return True
+    return True

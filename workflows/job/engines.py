@@ -28,6 +28,7 @@ from transferqueue.workflows.job.data.tokenizer import revision_of
 from transferqueue.workflows.job.devices.repeat import repeat_bits
 from transferqueue.workflows.job.graph import is_colocated
 from transferqueue.workflows.job.settings.job import EngineKind, EngineSettings, Job
+from transferqueue.workflows.job.settings.sizes import lora_requests
 
 _CPU_CACHE_BYTES: Final = 256 << 20
 """Key-value cache of vLLM on a machine without an accelerator, where its own default is gigabytes.
@@ -147,6 +148,7 @@ def _vllm(settings: EngineSettings, job: Job, key: str) -> Generator:
         "tensor_parallel_size": settings.tensor_parallel,
         "max_num_seqs": settings.slots,
         **here,
+        **lora_requests(settings, job),
         **settings.options,
     }
     return VllmGenerator(model_directory(settings, job), version=BEGINNING, **arguments)

@@ -12,6 +12,7 @@ from transferqueue.workflows.job.settings.changes import apply
 from transferqueue.workflows.job.settings.environment_factories import environments_of
 from transferqueue.workflows.job.settings.job import DataSettings, EngineSettings, Job, ModelSettings
 from transferqueue.workflows.job.settings.read import checked, job_from_file, job_from_values
+from transferqueue.workflows.job.settings.sizes import lora_requests
 from transferqueue.workflows.job.settings.write import job_as_toml
 
 GRPO = """
@@ -198,6 +199,26 @@ REFUSED = [
         'gradient_checkpointing=True, parallel="single": layers that are computed again, or sharded, choose experts',
     ),
     (GRPO, "algorithm.token_staleness.mask=-1", "token_staleness.mask=-1: give at least 0: 0 leaves no token out"),
+    (
+        GRPO,
+        "engine.0.kind=vllm ; engine.0.options.enable_lora=true",
+        "engine.0.options.enable_lora with a job that publishes no adapters apart (trainer.lora_rank=0",
+    ),
+    (
+        GRPO,
+        "engine.0.kind=vllm ; engine.0.tensor_parallel=2 ; engine.0.options.enable_lora=true ; trainer.lora_rank=8",
+        "vLLM would compute their products for nothing; leave it out",
+    ),
+    (
+        GRPO,
+        "engine.0.kind=vllm ; engine.0.options={enable_lora=true, max_lora_rank=16} ; trainer.lora_rank=20",
+        "engine.0.options.max_lora_rank=16 is less than trainer.lora_rank=20; leave it out",
+    ),
+    (
+        GRPO,
+        "engine.0.kind=vllm ; engine.0.options.enable_lora=true ; trainer.lora_rank=1024",
+        "enable_lora with trainer.lora_rank=1024: vLLM takes adapters up to rank 512; leave it out",
+    ),
     (GRPO, "weights.lora=merged", 'weights.lora="merged" with lora_rank=0: there are no adapters; leave it out'),
     (
         GRPO,
@@ -642,6 +663,20 @@ def adapter(tmp_path, **values):
     (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER | values))
     (tmp_path / "adapter_model.safetensors").touch()
     return f'trainer.lora_adapter="{tmp_path}"'
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        (["trainer.lora_rank=20"], {"max_lora_rank": 32, "max_loras": 2}),
+        (["trainer.lora_rank=8", "pacing.mode=sync"], {"max_lora_rank": 8}),
+        (["trainer.lora_rank=8", "engine.0.options.enable_lora=false"], {}),
+    ],
+)
+def test_vllm_takes_the_adapters_of_the_job_and_of_two_versions_where_it_generates_ahead(job_file, changes, wanted):
+    vllm = ["engine.0.kind=vllm", "engine.0.options={enable_lora=true}", "pacing.mode=async"]
+    job = job_from_file(job_file(GRPO), set=[*vllm, *changes])
+    assert lora_requests(job.engine[0], job) == wanted
 
 
 @pytest.mark.parametrize(

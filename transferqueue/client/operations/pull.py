@@ -93,8 +93,9 @@ class Weights(ProcessBound, Mapping[str, Any]):
         changed: frozenset[str],
         published: Mapping[str, StoredRange],
         since: int = -1,
+        removed: frozenset[str] = frozenset(),
     ) -> None:
-        self._channel, self._version, self._since = channel, version, since
+        self._channel, self._version, self._since, self._removed = channel, version, since, removed
         self._tensors, self._changed = tensors, changed
         self._published = dict(published)
         self._slices = {name: one.slice for name in tensors if (one := published[name]).slice is not None}
@@ -160,6 +161,22 @@ class Weights(ProcessBound, Mapping[str, Any]):
         prefix = self._prefix(adapter)
         changed = {self._tensor_of(field) for field in self._changed}
         return frozenset(name[len(prefix) :] for name in changed if name.startswith(prefix))
+
+    def removed(self) -> frozenset[str]:
+        """Return the names of tensors of the base of ``since`` that the version does not have, pulled or not.
+
+        Example:
+            >>> import numpy as np
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     channel = queue.weights("policy")
+            ...     written = channel.publish(1, {"embed": np.zeros((4, 2)), "head": np.ones(2)})
+            ...     first = channel.pull()
+            ...     written = channel.publish(2, {"embed": np.zeros((4, 2))})
+            ...     sorted(channel.pull(above=1, since=first).removed())
+            ['head']
+        """
+        return self._removed
 
     def moved(self, name: str) -> NDArray[np.int64] | None:
         """Return which elements of a tensor of the base may differ from those of ``since``, as far as that is known.
@@ -539,7 +556,13 @@ def _pull(
     if since is None:
         return Weights(request.channel, reply.version, ordered, frozenset(rest), published)
     changed = frozenset(name for name, one in rest.items() if not since._had(*one))
-    return Weights(request.channel, reply.version, ordered, changed, published, since.version)
+    gone = _tensors_of(since._published) - _tensors_of(published)
+    removed = frozenset(name.removeprefix(BASE) for name in gone if name.startswith(BASE))
+    return Weights(request.channel, reply.version, ordered, changed, published, since.version, removed)
+
+
+def _tensors_of(published: Mapping[str, StoredRange]) -> set[str]:
+    return {stored.tensor for stored in published.values()}
 
 
 def _chosen(

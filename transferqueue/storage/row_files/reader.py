@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -125,23 +126,32 @@ class RecordedRows:
             ) from error
         return ds.FileSystemDataset(fragments, schema, form, LocalFileSystem())
 
-    def arrow(self, columns: Sequence[str] | None = None, filter: Any = None) -> pa.Table:  # noqa: A002  (Arrow's word)
+    def arrow(
+        self,
+        columns: Sequence[str] | None = None,
+        filter: Any = None,  # noqa: A002  (Arrow's word)
+        *,
+        timeout_s: float | None = None,
+    ) -> pa.Table:
         """Read rows into memory.
 
         Args:
             columns: their names; default None: all. Those of lineage begin with ``_``.
             filter: an Arrow expression, such as ``pyarrow.compute.field("_step") == 7``; default None: all rows.
+            timeout_s: ends a read that takes longer, after the part of a file that it reads; default None: none does.
 
         Raises:
             NotFound: a column that no file has.
+            DeadlineExceeded: it took longer than `timeout_s`.
         """
+        deadline = inf if timeout_s is None else time.monotonic() + timeout_s
         names = set(self.dataset().schema.names)
         for column in columns or ():
             if column not in names:
                 raise NotFound(
                     f'column "{column}" is not in the record of "{self.name}"; it has {listing(sorted(names))}'
                 )
-        return _around([self], lambda: self.dataset().to_table(columns=columns, filter=filter))
+        return _around([self], lambda: _scanned(self.dataset(), columns, filter, deadline))
 
     def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
         """All rows as an Arrow stream."""
@@ -289,7 +299,7 @@ class Run:
     @property
     def damaged(self) -> list[Damage]:
         """What reads so far left out, of all tables."""
-        return [damage for one in self._tables.values() for damage in one.damaged]
+        return [damage for one in list(self._tables.values()) for damage in one.damaged]
 
 
 def _around(tables: list[RecordedRows], read: Callable[[], T]) -> T:
@@ -307,6 +317,21 @@ def _around(tables: list[RecordedRows], read: Callable[[], T]) -> T:
             if damaged == [len(one.damaged) for one in tables]:
                 raise
     return read()
+
+
+def _scanned(dataset: ds.Dataset, columns: Sequence[str] | None, filter: Any, deadline: float) -> pa.Table:  # noqa: A002
+    """Rows of a dataset, part by part. `DeadlineExceeded` from `deadline` on."""
+    import pyarrow as pa
+
+    scanner = dataset.scanner(columns=columns, filter=filter)
+    batches = []
+    for batch in scanner.to_batches():
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                "the read took longer than its timeout_s; filter by _step or _row, or name fewer columns"
+            )
+        batches.append(batch)
+    return pa.Table.from_batches(batches, scanner.projected_schema)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from http import HTTPStatus
 from importlib.resources import files
 from typing import Final
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -29,6 +28,7 @@ from transferqueue.web.access import HEADERS, LINK, METRICS, AccessPolicy
 from transferqueue.web.connections import LET_IN
 from transferqueue.web.page.row_life import live_content, named
 from transferqueue.web.page.sampler import Sampler
+from transferqueue.web.rollouts.document import encoded
 from transferqueue.web.rollouts.record import RecordBrowser
 from transferqueue.web.rollouts.routes import rollouts
 from transferqueue.web.rollouts.tokenizer import RunTexts
@@ -63,10 +63,17 @@ def make_app(queue: tq.AsyncQueue, access: AccessPolicy) -> Gate:
     return make_run_page(queue, access, None)
 
 
-def make_run_page(queue: tq.AsyncQueue | None, access: AccessPolicy, record: RecordBrowser | None) -> Gate:
-    """The application that shows `queue`, if there is one, and the rows of `record`, if there is one."""
+def make_run_page(
+    queue: tq.AsyncQueue | None, access: AccessPolicy, record: RecordBrowser | None, why_not_live: str = ""
+) -> Gate:
+    """The application that shows `queue`, if there is one, and the rows of `record`, if there is one. why_not_live:
+    why there is no queue."""
     files_of_page = {f"/{name}": page_file(name) for name in _KINDS if name != "page.html"}
-    pages = {"/": page_file("page.html"), **files_of_page, **rollouts(record, live=queue is not None)}
+    pages = {
+        "/": page_file("page.html"),
+        **files_of_page,
+        **rollouts(record, live=queue is not None, why_not_live=why_not_live),
+    }
     if queue is not None:
         pages |= _of_queue(queue, record.texts if record else partial(RunTexts, None))
     return gated(access, [Route(path, page, methods=["GET"]) for path, page in pages.items()], _refused)
@@ -90,7 +97,7 @@ def _of_queue(queue: tq.AsyncQueue, texts: Callable[[], RunTexts]) -> dict[str, 
         table = check_name("table", request.path_params["table"])
         life = await queue.inspect(table, row_id(request.path_params["row"]))
         shown = named(life, await live_content(queue, life, texts))
-        return Response(msgspec.json.encode(shown), media_type="application/json")
+        return Response(encoded(shown), media_type="application/json")
 
     return {"/events": events, "/row/{table:path}/{row}": row, METRICS: metrics_of(queue)}
 

@@ -96,9 +96,10 @@ async function askRow(table, row, life) {
   at("row-table").value = table;
   at("row-id").value = row;
   const reward = questions().table.value === table ? questions().reward.value : "";
-  const inRecord = recorded.includes(table);
-  let shown = inRecord ? await ask("/rollouts/row", { table, row, life, reward }, at("row")) : null;
-  if (!shown && live && !life) shown = await ask(`/row/${encodeURIComponent(table)}/${row}`, {}, at("row"));
+  // Ids begin again in each life of a table: one without a life is the queue's, if it lives there.
+  const queued = live && !life ? await ask(`/row/${encodeURIComponent(table)}/${row}`, {}, at("row")) : null;
+  const ended = queued?.life.state !== "live" && recorded.includes(table);
+  const shown = (ended && await ask("/rollouts/row", { table, row, life, reward }, at("row"))) || queued;
   if (shown) showRow(shown);
   at("row").scrollIntoView({ block: "nearest" });
 }
@@ -114,15 +115,15 @@ async function askGroup(table, group, life) {
 
 async function begin() {
   const found = await ask("/rollouts", {}, at("row"));
+  if (!found || found.live) watch();
   if (!found) return;
   recorded = found.tables;
   live = found.live;
   offer(at("row-table"), recorded);
   offer(questions().table, recorded);
   at("record").hidden = !found.path;
-  if (live) watch();
-  else {
-    say("not running", false);
+  if (!live) {
+    say(found.why_not_live || "not running", false);
     at("where").textContent = visible(found.path);
     document.title = visible(`Rollouts of ${found.path}`);
   }

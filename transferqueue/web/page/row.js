@@ -144,8 +144,9 @@ function lanes({ life, put_by, done_by }) {
   return [made("h3", "Its life"), ...rows, made("p", `from its put to ${fate}: ${span(begun - last)}`, "facts")];
 }
 
-function rowFacts({ life, put_by, step }) {
+function rowFacts({ life, put_by, step, record }) {
   const parts = [life.reason ? `${life.state} (${life.reason})` : life.state];
+  if (record) parts.push(`life ${record}`);
   if (step !== undefined && step !== null) parts.push(`step ${step}`);
   if (life.age_s !== null && step === undefined) parts.push(`put ${span(life.age_s)} ago${put_by ? ` by ${put_by}` : ""}`);
   else if (put_by) parts.push(`put by ${put_by}`);
@@ -170,6 +171,7 @@ function standing(task, by) {
 
 // What a row says: prompt, response, rewards; the other columns are below.
 function says(content) {
+  if (content.why_not) return [made("p", content.why_not, "bad")];
   const prompt = content.prompt.map((one) => turn({ ...one, reward: null }, said(one.text)));
   return [...rewards(content), made("p", "", "facts legend"), holding("div", "prompt", ...prompt), made("h3", "Response"), completion(content)];
 }
@@ -198,6 +200,7 @@ function showGroup(table, number, { rows, more }) {
   const members = rows.map((one) => {
     const open = button(`Row ${one.life.row}`, () => askRow(table, one.life.row, one.record));
     const facts = rowFacts(one);
+    if (one.content.why_not) return holding("article", "", open, facts, ...says(one.content));
     return holding("article", "", open, facts, ...rewards(one.content), completion(one.content));
   });
   at("row").replaceChildren(

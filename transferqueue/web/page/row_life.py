@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 import transferqueue as tq
-from transferqueue.errors import ColumnFreed, NotFound
+from transferqueue.errors import ColumnFreed, NotFound, TransferQueueError
 from transferqueue.web.rollouts.document import RowContent, content_of
 from transferqueue.web.rollouts.questions import REWARDS
 from transferqueue.web.rollouts.tokenizer import RunTexts
@@ -64,6 +64,8 @@ async def live_content(queue: tq.AsyncQueue, life: RowLife, texts: Callable[[], 
             rows.release()
     except (NotFound, ColumnFreed):  # it ended, or a column of it did
         return None
+    except (TransferQueueError, TypeError, ValueError) as error:  # bytes that are lost, a type that Arrow lacks
+        return RowContent(why_not=f"what the row says cannot be read: {error}")
     row["_tokens"] = life.tokens
     return await asyncio.to_thread(_content, row, texts)
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
@@ -33,8 +32,17 @@ DRAWN: Final = "loss_mask"
 TERMS: Final = "reward_terms"
 TURN_REWARDS: Final = "turn_rewards"
 DATA: Final = "data"
+PROMPT_COLUMNS: Final = (PROMPT_IDS, *PROMPTS, DATA)
+"""All that a prompt is made of."""
 ADVANTAGES: Final = "advantages"
-_CALL: Final = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_ID_MAX: Final = 2**62
+_CALL: Final = ("<tool_call>", "</tool_call>")
+LINEAGE: Final = ("_row", "_life")
+_LENGTHS: Final = "_lengths"
+"""In a row whose lists were cut: their lengths before, by column."""
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 Scale = Literal["logprob", "signed", "version", "number"]
 Row = Mapping[str, Any]
@@ -81,6 +89,7 @@ class RowContent(msgspec.Struct, frozen=True, kw_only=True):
         terms: Reward terms by name.
         tokens: Length of the response.
         columns: All other columns, as texts.
+        why_not: Why it cannot be shown; "": it is.
     """
 
     prompt: list[Turn] = []
@@ -94,6 +103,7 @@ class RowContent(msgspec.Struct, frozen=True, kw_only=True):
     terms: dict[str, float | None] = {}
     tokens: int = 0
     columns: list[tuple[str, str]] = []
+    why_not: str = ""
 
 
 class RecordedLife(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,7 +156,7 @@ def line_of(row: Row, reward: str, decode: Decode | None) -> RowLine:
         reason=row["_reason"] or "",
         reward=_number(row.get(reward)),
         tokens=_length(row),
-        finish=str(row.get("finish_reason") or ""),
+        finish=cut(str(row.get("finish_reason") or "")),
         workers=list(dict.fromkeys(event["worker"] for event in events if event["worker"])),
         preview=_preview(row, decode).replace("\n", " "),
     )
@@ -193,23 +203,73 @@ def life_of(table: str, row: Row, content: RowContent) -> RecordedLife:
     )
 
 
+def short_rows(table: pa.Table, most: int) -> list[dict[str, Any]]:
+    """The rows of an Arrow table with lists of at most `most` elements: the rest never becomes Python."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    lengths: dict[str, list[int]] = {}
+    for at, field in enumerate(table.schema):
+        kind = field.type
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+        if is_list and not field.name.startswith("_"):
+            column = table.column(at)
+            lengths[field.name] = pc.list_value_length(column).to_pylist()
+            table = table.set_column(at, field.name, pc.list_slice(column, 0, most, return_fixed_size_list=False))
+    return [
+        row | {_LENGTHS: {name: of[at] for name, of in lengths.items()}} for at, row in enumerate(table.to_pylist())
+    ]
+
+
+def joined(row: Row, other: Row) -> dict[str, Any]:
+    """The columns of two parts of a row."""
+    return {**row, **other, _LENGTHS: {**row.get(_LENGTHS, {}), **other.get(_LENGTHS, {})}}
+
+
+def encoded(document: Any) -> bytes:
+    """A document as JSON. Half a surrogate pair, which a tool call in JSON may name, is escaped: no text has it."""
+    try:
+        return msgspec.json.encode(document)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_escaped(msgspec.to_builtins(document)))
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, list | tuple):
+        return [_escaped(each) for each in value]
+    if isinstance(value, dict):
+        return {_escaped(name): _escaped(each) for name, each in value.items()}
+    return value
+
+
 def content_of(
     row: Row, reward: str, terms: Sequence[str], decode: Decode | None, tokens_max: int = TOKENS_MAX
 ) -> RowContent:
-    """What a row says. reward: the column that counts as its reward, or "". terms: names of the reward terms."""
-    response = next((name for name in RESPONSES if row.get(name) is not None), "")
-    ids = [int(token) for token in row[response]] if response else []
+    """What a row says, or why it cannot be shown. reward: the column that counts as its reward, or "". terms: names of
+    the reward terms."""
+    try:
+        return _content_of(row, reward, terms, decode, tokens_max)
+    except Exception as error:  # noqa: BLE001  (the kinds of values are endless, and the life of the row is shown)
+        return RowContent(why_not=cut(f"what the row says cannot be shown: {type(error).__name__}: {error}"))
+
+
+def _content_of(row: Row, reward: str, terms: Sequence[str], decode: Decode | None, tokens_max: int) -> RowContent:
+    response, ids = _response(row)
+    count = _length_of(row, response) if response else 0
     shown = ids[:tokens_max]
     texts = pieces(shown, decode)
     text_column = "" if ids else next((name for name in COMPLETIONS if isinstance(row.get(name), str)), "")
     data = _data(row)
-    colours = _colours(row, len(ids), len(shown)) if ids else []
-    used = {response, text_column, DRAWN, TERMS, TURN_REWARDS, PROMPT_IDS, *(each.column for each in colours)}
+    colours = _colours(row, count, len(shown)) if ids else []
+    roles = {name for name in (DRAWN, TERMS, TURN_REWARDS, PROMPT_IDS) if _numbers(row, name) is not None}
+    used = {response, text_column, *roles, *(each.column for each in colours)}
     return RowContent(
         prompt=_prompt(row, data, decode),
         pieces=texts,
         ids=shown,
-        omitted=len(ids) - len(shown),
+        omitted=count - len(shown),
         text=cut(str(row[text_column])) if text_column else "",
         colours=colours,
         turns=_turns(row, texts),
@@ -219,7 +279,7 @@ def content_of(
         columns=[
             *((f"{DATA}.{name}", cut(_text(value))) for name, value in data.items()),
             *(
-                (name, cut(_text(value)))
+                (name, cut(_text(value, _length_of(row, name))))
                 for name, value in row.items()
                 if not name.startswith("_") and name not in used and not (name == DATA and isinstance(row[DATA], dict))
             ),
@@ -234,24 +294,56 @@ def cut(text: str) -> str:
     return f"{text[:TEXT_CHARS_MAX]} … {len(text) - TEXT_CHARS_MAX:,} more characters"
 
 
+def _response(row: Row) -> tuple[str, list[int]]:
+    """The column with the tokens of the response, and these; "" if it has none."""
+    for name in RESPONSES:
+        if (ids := _ids(row, name)) is not None:
+            return name, ids
+    return "", []
+
+
+def _ids(row: Row, name: str) -> list[int] | None:
+    """The tokens in a column; None if it has no list of them."""
+    value = row.get(name)
+    if isinstance(value, list) and all(type(token) is int and abs(token) <= _ID_MAX for token in value):
+        return value
+    return None
+
+
+def _numbers(row: Row, name: str) -> list[float | None] | None:
+    """The numbers in a column, None for each that lacks; None if it has no list of them."""
+    value = row.get(name)
+    if isinstance(value, list) and all(each is None or isinstance(each, int | float) for each in value):
+        return value
+    return None
+
+
+def _length_of(row: Row, name: str) -> int:
+    """The length of a list before it was cut; 0 for what is none."""
+    value = row.get(name)
+    return int(row.get(_LENGTHS, {}).get(name, len(value))) if isinstance(value, list) else 0
+
+
 def _length(row: Row) -> int:
     """Tokens of the response."""
-    return next((len(row[name]) for name in RESPONSES if row.get(name) is not None), int(row["_tokens"]))
+    name, _ = _response(row)
+    return _length_of(row, name) if name else int(row["_tokens"])
 
 
 def _preview(row: Row, decode: Decode | None) -> str:
     """The beginning of the response."""
-    for name in RESPONSES:
-        if row.get(name) is not None:
-            return "".join(pieces(row[name][:PREVIEW_TOKENS], decode))[:PREVIEW_CHARS]
+    name, ids = _response(row)
+    if name:
+        return "".join(pieces(ids[:PREVIEW_TOKENS], decode))[:PREVIEW_CHARS]
     return next((str(row[name])[:PREVIEW_CHARS] for name in COMPLETIONS if isinstance(row.get(name), str)), "")
 
 
 def _number(value: Any) -> float | None:
     """A number of JSON; None for what is none."""
-    if isinstance(value, bool | int | float) and math.isfinite(value):
-        return float(f"{value:.6g}")
-    return None
+    try:
+        return float(f"{value:.6g}") if isinstance(value, int | float) and math.isfinite(value) else None
+    except OverflowError:  # an integer beyond the floats
+        return None
 
 
 def _data(row: Row) -> dict[str, Any]:
@@ -263,9 +355,9 @@ def _data(row: Row) -> dict[str, Any]:
 def _prompt(row: Row, data: dict[str, Any], decode: Decode | None) -> list[Turn]:
     """The prompt. Takes it out of `data`: what else that has are columns."""
     given = data.pop("prompt", None)
-    ids = row.get(PROMPT_IDS)
+    ids = _ids(row, PROMPT_IDS)
     if ids is not None and (decode is not None or given is None):
-        rest = len(ids) - TOKENS_MAX
+        rest = _length_of(row, PROMPT_IDS) - TOKENS_MAX
         text = "".join(pieces(ids[:TOKENS_MAX], None)) if decode is None else decode(ids[:TOKENS_MAX])
         return [Turn("prompt", text=f"{text} … {rest:,} more tokens" if rest > 0 else text)]
     if given is None:
@@ -280,8 +372,11 @@ def _prompt(row: Row, data: dict[str, Any], decode: Decode | None) -> list[Turn]
 def _message(message: dict[str, Any]) -> Turn:
     """A message of a conversation, with its calls of tools."""
     calls = []
-    for call in (message.get("tool_calls") or [])[:CALLS_MAX]:
-        called = call.get("function", call) if isinstance(call, dict) else {"name": "", "arguments": call}
+    given = message.get("tool_calls") or []
+    for call in (given if isinstance(given, list) else [given])[:CALLS_MAX]:
+        called = call.get("function", call) if isinstance(call, dict) else call
+        if not isinstance(called, dict):
+            called = {"arguments": call}
         calls.append(ToolCall(str(called.get("name", "")), cut(_text(called.get("arguments", "")))))
     content = message.get("content")
     return Turn(str(message.get("role", "message")), text="" if content is None else cut(_text(content)), calls=calls)
@@ -289,7 +384,7 @@ def _message(message: dict[str, Any]) -> Turn:
 
 def _terms(row: Row, names: Sequence[str]) -> dict[str, float | None]:
     """The reward terms by their names; by their numbers, where the folder has no names."""
-    values = row.get(TERMS)
+    values = _numbers(row, TERMS)
     if values is None:
         return {}
     named = [*names, *(f"term {at}" for at in range(len(names), len(values)))]
@@ -302,7 +397,7 @@ def _colours(row: Row, tokens: int, shown: int) -> list[TokenColour]:
     for name, value in row.items():
         if name in (DRAWN, *RESPONSES) or name.startswith("_"):
             continue
-        if isinstance(value, list) and len(value) == tokens and _are_numbers(value):
+        if isinstance(value, list) and _length_of(row, name) == tokens and _are_numbers(value):
             found.append(TokenColour(name, _scale(name), [_number(each) for each in value[:shown]]))
         elif name == ADVANTAGES and _number(value) is not None:
             found.append(TokenColour(name, "signed", [_number(value)] * shown))
@@ -324,10 +419,10 @@ def _scale(name: str) -> Scale:
 
 def _turns(row: Row, texts: Sequence[str]) -> list[Turn]:
     """The turns of an episode: runs of tokens that the model drew, and observations between them."""
-    drawn = row.get(DRAWN)
+    drawn = _numbers(row, DRAWN)
     if drawn is None or all(drawn):
         return []
-    rewards = list(row.get(TURN_REWARDS) or ())
+    rewards = list(_numbers(row, TURN_REWARDS) or ())
     turns: list[Turn] = []
     start, count = 0, min(len(drawn), len(texts))
     for stop in range(1, count + 1):
@@ -342,11 +437,23 @@ def _turns(row: Row, texts: Sequence[str]) -> list[Turn]:
                 start,
                 stop,
                 reward=reward,
-                calls=[_call(text) for text in _CALL.findall(said)[:CALLS_MAX]] if is_model else [],
+                calls=_calls(said) if is_model else [],
             )
         )
         start = stop
     return turns
+
+
+def _calls(said: str) -> list[ToolCall]:
+    """The calls in what the model said. Takes linear time: the text is anything."""
+    opened, closed = _CALL
+    calls: list[ToolCall] = []
+    end = 0
+    while len(calls) < CALLS_MAX and (start := said.find(opened, end)) >= 0:
+        if (end := said.find(closed, start)) < 0:
+            break
+        calls.append(_call(said[start + len(opened) : end].strip()))
+    return calls
 
 
 def _call(text: str) -> ToolCall:
@@ -358,8 +465,8 @@ def _call(text: str) -> ToolCall:
         return ToolCall("", cut(text))
 
 
-def _text(value: Any) -> str:
-    """A value as text."""
+def _text(value: Any, length: int = 0) -> str:
+    """A value as text. length: of a list before it was cut."""
     if isinstance(value, str):
         return value
     if isinstance(value, bytes):
@@ -368,10 +475,10 @@ def _text(value: Any) -> str:
         return f"{value:.6g}"
     if isinstance(value, datetime):
         return value.isoformat()
-    if isinstance(value, list) and len(value) > PREVIEW_TOKENS and _are_numbers(value):
-        return f"{_text(value[:PREVIEW_TOKENS])[:-1]}, … {len(value) - PREVIEW_TOKENS:,} more]"
     if isinstance(value, list):
-        return f"[{', '.join(map(_shown, value))}]"
+        shown = value[:PREVIEW_TOKENS] if _are_numbers(value) else value
+        rest = max(length, len(value)) - len(shown)
+        return f"[{', '.join([*map(_shown, shown), *([f'… {rest:,} more'] if rest else [])])}]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(str(name))}: {_shown(each)}" for name, each in value.items()) + "}"
     return str(value)

@@ -6,7 +6,7 @@ parameters.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -35,7 +35,7 @@ AskedT = TypeVar("AskedT", bound=msgspec.Struct)
 
 
 class RowFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which recorded rows, in which order. None: the filter does not apply.
+    """Which recorded rows, or groups with such rows, in which order. None: the filter does not apply.
 
     Attributes:
         table: Of the record.
@@ -89,11 +89,11 @@ class RowName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class GroupName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One recorded group. reward: as in `RowFilter`."""
+    """One recorded group, by its number in a life of its table. reward: as in `RowFilter`."""
 
     table: Text
     group: Id
-    life: Text = ""
+    life: Text
     reward: Text = ""
 
 
@@ -155,26 +155,28 @@ class RecordColumns:
         )
 
     def groups(self, wanted: RowFilter) -> Select:
-        """A page of groups: life, number, step, rows, and the least, mean and greatest reward."""
+        """A page of the groups that have rows of the filter: life, number, step, rows, and the least, mean and greatest
+        reward, each of the whole group."""
         where, values = self._where(wanted)
+        table = _quoted(self.table)
         reward = self._reward(wanted) if wanted.equal or self.reward(wanted.reward) else "null::double"
         same = f"having count({reward}) > 1 and min({reward}) = max({reward})" if wanted.equal else ""
         by = {"worst": "mean nulls last", "best": "mean desc nulls last"}.get(wanted.order, "max(_row) desc")
         return Select(
             f"select _life as life, _group_id as number, max(_step) as step, count(*) as count, "  # noqa: S608
-            f"min({reward}) as least, avg({reward}) as mean, max({reward}) as greatest from {_quoted(self.table)} "
-            f"where _group_id >= 0 and {where} group by _life, _group_id {same} "
-            f"order by {by}, number limit {PAGE_ROWS + 1} offset {wanted.page * PAGE_ROWS}",
+            f"min({reward}) as least, avg({reward}) as mean, max({reward}) as greatest from {table} "
+            f"where _group_id >= 0 and (_life, _group_id) in (select (_life, _group_id) from {table} where {where}) "
+            f"group by _life, _group_id {same} "
+            f"order by {by}, number, life limit {PAGE_ROWS + 1} offset {wanted.page * PAGE_ROWS}",
             values,
         )
 
     def members(self, wanted: GroupName) -> Select:
         """The rows of a group, in the order of their ids."""
-        life = "and _life = ?" if wanted.life else ""
         return Select(
-            f"select _life, _row from {_quoted(self.table)} where _group_id = ? {life} "  # noqa: S608
-            f"order by _life desc, _row limit {GROUP_ROWS + 1}",
-            [wanted.group, *([wanted.life] if wanted.life else [])],
+            f"select _life, _row from {_quoted(self.table)} where _group_id = ? and _life = ? "  # noqa: S608
+            f"order by _row limit {GROUP_ROWS + 1}",
+            [wanted.group, wanted.life],
         )
 
     def about(self) -> dict[str, Select]:
@@ -230,28 +232,23 @@ class RecordColumns:
         return f"coalesce(len({_quoted(response)}), _tokens)" if response else "_tokens"
 
     def _reward(self, wanted: RowFilter) -> str:
+        """The reward of a row as SQL. One that is not a number is none: SQL would rank it above all others."""
         column = self.reward(wanted.reward)
         if not column:
             raise UsageError(
                 f'the record of "{self.table}" has no column of rewards ({", ".join(REWARDS)}); choose one of its '
                 f"numbers as the reward: {listing(sorted(self.numbers)) or 'it has none'}"
             )
-        return _quoted(column)
+        return f"nullif({_quoted(column)}::double, 'nan'::double)"
 
     def _order(self, wanted: RowFilter) -> str:
         if wanted.order == "newest":
-            return "_step desc nulls last, _row"
+            return "_step desc nulls last, _row, _life"
         by = self._reward(wanted) if wanted.order in ("worst", "best") else self.length
         down = "desc" if wanted.order in ("best", "longest") else ""
-        return f"{by} {down} nulls last, _row"
+        return f"{by} {down} nulls last, _row, _life"
 
 
 def _quoted(name: str) -> str:
     """A name as SQL."""
     return '"' + name.replace('"', '""') + '"'
-
-
-def of_group(rows: Sequence[tuple[str, int]]) -> tuple[str, list[int]]:
-    """The life and ids of the rows of a group: of the newest life, where several have such a group."""
-    life = rows[0][0] if rows else ""
-    return life, [row for of, row in rows if of == life]

@@ -6,9 +6,12 @@ columns of these rows are read.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -19,12 +22,17 @@ from transferqueue.lazy import install_line
 from transferqueue.storage.elements.values import decode
 from transferqueue.web.rollouts.document import (
     COMPLETIONS,
+    LINEAGE,
+    PREVIEW_TOKENS,
+    PROMPT_COLUMNS,
     TOKENS_MAX,
     RecordedLife,
     RowLine,
     content_of,
+    joined,
     life_of,
     line_of,
+    short_rows,
 )
 from transferqueue.web.rollouts.questions import (
     FINISH,
@@ -36,7 +44,6 @@ from transferqueue.web.rollouts.questions import (
     RowFilter,
     RowName,
     Select,
-    of_group,
 )
 from transferqueue.web.rollouts.tokenizer import JOB_FILE, RunTexts
 
@@ -44,7 +51,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 QUERY_S: Final = 20.0
-"""Longest time of one question; a million rows take one or two seconds."""
+"""Longest time of one question, looked at between its parts; a million rows take one or two seconds."""
 _LINE: Final = ("_row", "_life", "_step", "_version", "_group_id", "_fate", "_reason", "_tokens", "_events", FINISH)
 
 
@@ -92,7 +99,7 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """The rows of a group. more: it has others, which are not shown."""
+    """The rows of a group, the first one with its prompt. more: it has others, which are not shown."""
 
     rows: list[RecordedLife]
     more: bool
@@ -121,6 +128,7 @@ class RecordBrowser:
                 "in it); name the folder that `transferqueue train` printed, or the directory of a tq.Recorded"
             )
         self._texts: RunTexts | None = None
+        self._reading = Lock()
 
     def index(self) -> RecordIndex:
         """Its tables. The folder of a job may have got its rows since it was opened."""
@@ -133,7 +141,8 @@ class RecordBrowser:
         columns = self._columns(table)
         if not columns.has_rows:
             return AboutTable()
-        answers = {name: self._ask(select).to_pylist() for name, select in columns.about().items()}
+        deadline = _Deadline()
+        answers = {name: self._ask(select, deadline).to_pylist() for name, select in columns.about().items()}
         (counts,) = answers.pop("counts")
         default = columns.reward()
         return AboutTable(
@@ -152,18 +161,21 @@ class RecordBrowser:
         reward = columns.reward(wanted.reward)
         if not columns.has_rows:
             return Page()
-        found = self._ids(columns.rows(wanted))
+        deadline = _Deadline()
+        found = self._ids(columns.rows(wanted), deadline)
         shown = [name for name in (*_LINE, reward, *RESPONSES, *COMPLETIONS) if name in columns.names]
         decoder = self.texts().decode
-        lines = [line_of(row, reward, decoder) for row in self._read(wanted.table, found[:PAGE_ROWS], shown)]
-        return Page(rows=lines, more=len(found) > PAGE_ROWS, damaged=self._damaged())
+        rows = self._read(wanted.table, found[:PAGE_ROWS], shown, PREVIEW_TOKENS, deadline)
+        return Page(
+            rows=[line_of(row, reward, decoder) for row in rows], more=len(found) > PAGE_ROWS, damaged=self._damaged()
+        )
 
     def groups(self, wanted: RowFilter) -> Page:
         """A page of groups."""
         columns = self._columns(wanted.table)
         if not columns.has_rows:
             return Page()
-        lines = self._ask(columns.groups(wanted)).to_pylist()
+        lines = self._ask(columns.groups(wanted), _Deadline()).to_pylist()
         groups = [GroupLine(group=str(line.pop("number")), **line) for line in lines[:PAGE_ROWS]]
         return Page(groups=groups, more=len(lines) > PAGE_ROWS, damaged=self._damaged())
 
@@ -171,7 +183,8 @@ class RecordBrowser:
         """One row: of the newest life, if none is named. `NotFound` if it is not recorded."""
         columns = self._columns(wanted.table)
         reward = columns.reward(wanted.reward)
-        read = list(self._read(wanted.table, [(wanted.life, wanted.row)], self._whole(wanted.table)))
+        whole = self._whole(wanted.table)
+        read = list(self._read(wanted.table, [(wanted.life, wanted.row)], whole, TOKENS_MAX, _Deadline()))
         if not read:
             raise NotFound(
                 f'row {wanted.row} of "{wanted.table}" is not recorded: it lives, or its file is gone or damaged'
@@ -183,19 +196,27 @@ class RecordBrowser:
         """The rows of a group. `NotFound` if none is recorded."""
         columns = self._columns(wanted.table)
         reward = columns.reward(wanted.reward)
-        life, ids = of_group(self._ids(columns.members(wanted)) if columns.has_rows else [])
+        deadline = _Deadline()
+        ids = self._ids(columns.members(wanted), deadline) if columns.has_rows else []
         if not ids:
             raise NotFound(f'group {wanted.group} of "{wanted.table}" has no recorded rows')
-        shown = [(life, row) for row in ids[:GROUP_ROWS]]
-        rows = list(self._read(wanted.table, shown, self._whole(wanted.table)))
-        each = TOKENS_MAX // max(1, len(rows))
-        return Group(rows=[self._life(wanted.table, row, reward, each) for row in rows], more=len(ids) > GROUP_ROWS)
+        shown, whole = ids[:GROUP_ROWS], self._whole(wanted.table)
+        prompt = [name for name in whole if name in (*LINEAGE, *PROMPT_COLUMNS)]
+        answer = [name for name in whole if name not in PROMPT_COLUMNS]
+        (first, *_) = [*self._read(wanted.table, shown[:1], prompt, TOKENS_MAX, deadline), {}]
+        each = TOKENS_MAX // len(shown)
+        lives: list[RecordedLife] = []
+        for row in self._read(wanted.table, shown, answer, each, deadline):
+            deadline.left_s()
+            lives.append(self._life(wanted.table, row if lives else joined(first, row), reward, each))
+        return Group(rows=lives, more=len(ids) > GROUP_ROWS)
 
     def texts(self) -> RunTexts:
         """What the folder says of its rows. Reads the tokenizer at the first call."""
-        if self._texts is None:
-            self._texts = RunTexts(self.path)
-        return self._texts
+        with self._reading:  # the threads of the record and of live rows ask
+            if self._texts is None:
+                self._texts = RunTexts(self.path)
+            return self._texts
 
     # ------------------------------------------------------------ reads
 
@@ -213,17 +234,13 @@ class RecordBrowser:
         ]
         return RecordColumns(table, schema.names, numbers)
 
-    def _ask(self, select: Select) -> pa.Table:
-        try:
-            return self._run.sql(select.sql, select.values, timeout_s=QUERY_S)
-        except DeadlineExceeded as error:
-            raise DeadlineExceeded(
-                f"the question takes longer than {QUERY_S:g} s; give a step or a fate, or leave out worker and tokens"
-            ) from error
+    def _ask(self, select: Select, deadline: _Deadline) -> pa.Table:
+        with deadline.explained():
+            return self._run.sql(select.sql, select.values, timeout_s=deadline.left_s())
 
-    def _ids(self, select: Select) -> list[tuple[str, int]]:
+    def _ids(self, select: Select, deadline: _Deadline) -> list[tuple[str, int]]:
         """The lives and ids of rows."""
-        return [(row["_life"], row["_row"]) for row in self._ask(select).to_pylist()]
+        return [(row["_life"], row["_row"]) for row in self._ask(select, deadline).to_pylist()]
 
     def _whole(self, table: str) -> list[str]:
         """The columns of a whole row: all but arrays of several dimensions, such as routes."""
@@ -232,8 +249,11 @@ class RecordBrowser:
         schema = self._run.table(table).dataset().schema
         return [field.name for field in schema if field.name.startswith("_") or not _is_deep(pa, field.type)]
 
-    def _read(self, table: str, ids: Sequence[tuple[str, int]], columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """These rows, in this order, with values decoded. An id with life "" stands for the row in each life."""
+    def _read(
+        self, table: str, ids: Sequence[tuple[str, int]], columns: Sequence[str], most: int, deadline: _Deadline
+    ) -> Iterator[dict[str, Any]]:
+        """These rows, in this order, with values decoded and lists cut to `most`. An id with life "" stands for the row
+        in each life."""
         import pyarrow.compute as pc
 
         if not ids:
@@ -242,7 +262,9 @@ class RecordBrowser:
         schema = rows.dataset().schema
         kinds = {name: (schema.field(name).metadata or {}).get(b"transferqueue.dtype", b"") for name in columns}
         values = [name for name, kind in kinds.items() if kind == b"value"]
-        found = rows.arrow(columns, filter=pc.field("_row").isin([row for _, row in ids])).to_pylist()
+        with deadline.explained():
+            wanted_rows = pc.field("_row").isin([row for _, row in ids])
+            found = short_rows(rows.arrow(columns, filter=wanted_rows, timeout_s=deadline.left_s()), most)
         by_id = {(row["_life"], row["_row"]): row for row in found}
         wanted = [key for key in ids if key in by_id] if ids[0][0] else list(by_id)
         for key in wanted:
@@ -252,6 +274,33 @@ class RecordBrowser:
     def _life(self, table: str, row: dict[str, Any], reward: str, tokens_max: int) -> RecordedLife:
         texts = self.texts()
         return life_of(table, row, content_of(row, reward, texts.terms, texts.decode, tokens_max))
+
+
+class _Deadline:
+    """The time of one question, of all its parts together."""
+
+    def __init__(self) -> None:
+        self._at = time.monotonic() + QUERY_S
+
+    def left_s(self) -> float:
+        """Seconds that are left. `DeadlineExceeded` if none are."""
+        left_s = self._at - time.monotonic()
+        if left_s <= 0:
+            raise self._late()
+        return left_s
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Say of a part that is late what a person can do."""
+        try:
+            yield
+        except DeadlineExceeded as error:
+            raise self._late() from error
+
+    def _late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"the question takes longer than {QUERY_S:g} s; give a step or a fate, or leave out worker and tokens"
+        )
 
 
 def _is_deep(pa: Any, kind: Any) -> bool:

@@ -1,5 +1,5 @@
 """The routes of the browser of rows. One thread asks the record, so a slow question delays the next one and nothing
-else of the page; a question has a deadline (`record.QUERY_S`), and few may wait."""
+else of the page; a question has a deadline (`record.QUERY_S`), few may wait, and none waits whose client is gone."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from transferqueue.errors import Full
+from transferqueue.web.rollouts.document import encoded
 from transferqueue.web.rollouts.questions import GroupName, RowFilter, RowName, TableName, asked
 from transferqueue.web.rollouts.record import RecordBrowser
 
@@ -24,15 +25,17 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 AskedT = TypeVar("AskedT", bound=msgspec.Struct)
 
 
-def rollouts(record: RecordBrowser | None, *, live: bool) -> dict[str, Endpoint]:
-    """The routes, by path. record: None: the page shows a queue without a record. live: it shows a queue."""
+def rollouts(record: RecordBrowser | None, *, live: bool, why_not_live: str = "") -> dict[str, Endpoint]:
+    """The routes, by path. record: None: the page shows a queue without a record. live: it shows a queue.
+    why_not_live: the reason, of a run that may go on."""
     if record is None:
         return {INDEX: _without_record}
     questions = _Questions(record)
 
     async def index(_request: Request) -> Response:
-        found = await questions.run(record.index)
-        return _json({"live": live, "path": record.name, **msgspec.structs.asdict(found)})
+        found = await asyncio.to_thread(record.index)  # lists a directory: no slow question delays the live view
+        about = {"live": live, "why_not_live": why_not_live, "path": record.name}
+        return _json(about | msgspec.structs.asdict(found))
 
     return {
         INDEX: index,
@@ -52,24 +55,35 @@ class _Questions:
         self._waiting = 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="record")
 
-    async def run(self, question: Callable[[], Any]) -> Any:
-        """The answer to a question. `Full` if too many wait."""
+    async def run(self, question: Callable[[], Any], request: Request) -> Any:
+        """The answer to a question; None if the client of its request left before. `Full` if too many wait."""
         if self._waiting >= WAITING_MAX:
             raise Full(f"{WAITING_MAX} questions about {self._path} wait, which is the most; ask again in a moment")
         self._waiting += 1
+        answer = asyncio.wrap_future(self._thread.submit(question))
+        gone = asyncio.ensure_future(_left(request))
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, question)
+            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            return answer.result() if answer.done() else None
         finally:
             self._waiting -= 1
+            answer.cancel()  # so that a question which waits is never asked
+            gone.cancel()
 
     def answering(self, kind: type[AskedT], question: Callable[[AskedT], Any]) -> Endpoint:
         """The endpoint that answers a question, whose words are of this kind."""
 
         async def answer(request: Request) -> Response:
             wanted = asked(kind, request.query_params)
-            return _json(await self.run(lambda: question(wanted)))
+            return _json(await self.run(lambda: question(wanted), request))
 
         return answer
+
+
+async def _left(request: Request) -> None:
+    """Returns when the client closed its connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _without_record(_request: Request) -> Response:
@@ -77,4 +91,4 @@ async def _without_record(_request: Request) -> Response:
 
 
 def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+    return Response(encoded(value), media_type="application/json")

@@ -40,19 +40,21 @@ class RunTexts:
             return
         try:
             self._read(run)
-        except (TransferQueueError, ImportError) as error:
+        except Exception as error:  # noqa: BLE001  (libraries of tokenizers raise of all kinds; the page says why)
             self.why_not = f"tokens are shown as ids, since the tokenizer of the run cannot be read: {error}"
 
     def _read(self, run: Path) -> None:
-        from transferqueue.workflows.job.data.tokenizer import load_tokenizer
+        from transferqueue.workflows.job.data.tokenizer import read_tokenizer
         from transferqueue.workflows.job.reward_terms.term_names import term_names
         from transferqueue.workflows.job.run.folder import RunFolder
 
         folder = RunFolder(run.absolute())
         job = folder.job()
         self.terms = term_names(job)
-        with folder.at_its_place():
-            tokenizer = load_tokenizer(msgspec.structs.replace(job.model, trust_remote_code=False, chat_template=""))
+        name = job.model.tokenizer or job.model.path
+        local = folder.place() / Path(name).expanduser()
+        named = str(local) if local.is_dir() else name
+        tokenizer = read_tokenizer(msgspec.structs.replace(job.model, tokenizer=named, trust_remote_code=False))
 
         def decode(ids: Sequence[int]) -> str:
             try:

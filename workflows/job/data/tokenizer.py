@@ -53,7 +53,7 @@ def load_tokenizer(model: ModelSettings) -> TextTokenizer:
     path, and `UsageError` for one that cannot be read, for a template that fails, and for one with tokens that the
     tokenizer lacks.
     """
-    tokenizer = _load(model)
+    tokenizer = read_tokenizer(model)
     if model.chat_template:
         tokenizer.chat_template = _template(Path(model.chat_template).expanduser())
     source = model.chat_template or model.tokenizer or model.path
@@ -66,7 +66,9 @@ def load_tokenizer(model: ModelSettings) -> TextTokenizer:
     return tokenizer
 
 
-def _load(model: ModelSettings) -> TextTokenizer:
+def read_tokenizer(model: ModelSettings) -> TextTokenizer:
+    """Load the tokenizer that the settings name, as it is: for texts of tokens. Raises as `load_tokenizer`, which
+    checks its template too."""
     path = model.tokenizer or model.path
     _check_path(path)
     if is_builtin(path):

@@ -222,9 +222,14 @@ class RunFolder:
     @contextmanager
     def at_its_place(self) -> Iterator[None]:
         """Work in the directory that the paths of the job are relative to, until the block ends."""
-        starts = self.starts()
-        with chdir(starts[-1].place) if starts and Path(starts[-1].place).is_dir() else nullcontext():
+        place = self.place()
+        with chdir(place) if place.is_dir() else nullcontext():
             yield
+
+    def place(self) -> Path:
+        """Return the directory that the paths of the job are relative to; this one, if the folder does not say."""
+        starts = self.starts()
+        return Path(starts[-1].place if starts else "")
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Final, Self
 
-from transferqueue.errors import Unreachable
+from transferqueue.errors import PermissionDenied, Unreachable
 from transferqueue.server.runtime_directory import SHARED_MEMORY
 from transferqueue.storage.row_files.reader import JOB_ROWS
 from transferqueue.workflows.job.settings.job import QueueSettings
@@ -191,12 +191,17 @@ def _backed_bytes(directory: Path) -> int:
 
 
 def running_address(directory: Path) -> str:
-    """The address of the server of the run in `directory`; "" if it has none, or it is gone."""
+    """The address of the server of the run in `directory`; "" if it has none, or it is gone. `PermissionDenied` if
+    this user may not see whether it has one."""
     try:
         socket = Path((directory / _RUNTIME).read_text(encoding="utf-8")) / _SOCKET
+        return f"ipc://{socket}" if socket.exists() else ""
+    except PermissionError as error:
+        raise PermissionDenied(
+            f"whether the run in {directory} goes on cannot be seen: {error.filename} is not yours; ask as its user"
+        ) from error
     except OSError:
         return ""
-    return f"ipc://{socket}" if socket.exists() else ""
 
 
 def remove_runtime(directory: Path) -> None:

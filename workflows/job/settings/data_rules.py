@@ -13,9 +13,7 @@ from transferqueue.errors import Impossible, UsageError, listing
 from transferqueue.workflows.job.settings.defaults import KINDS, defaults_of
 from transferqueue.workflows.job.settings.environment_factories import environment_name
 from transferqueue.workflows.job.settings.job import Job, SamplerSettings
-from transferqueue.workflows.job.settings.sizes import (
-    merged_for,
-)
+from transferqueue.workflows.job.settings.sizes import LORA_RANKS, merged_for, publishes_adapters
 
 FUNCTION: Final = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|.+\.py):[A-Za-z_]\w*")
 _DTYPES: Final = ("float32", "bfloat16", "float16")
@@ -180,6 +178,32 @@ def _published_adapters(job: Job) -> None:
         raise UsageError(f'weights.lora="adapter" with {what}, which takes merged weights alone; leave it out')
 
 
+def _lora_requests(job: Job) -> None:
+    rank = job.trainer.lora_rank
+    for place, engine in enumerate(job.engine):
+        if engine.kind != "vllm" or not engine.options.get("enable_lora"):
+            continue
+        key = f"engine.{place}.options"
+        if not rank and job.trainer.lora_adapter:
+            continue  # its rank is read when the job is resolved
+        if not publishes_adapters(job):
+            raise UsageError(
+                f"{key}.enable_lora with a job that publishes no adapters apart (trainer.lora_rank={rank}, "
+                f'weights.lora="{job.weights.lora}"): vLLM would compute their products for nothing; leave it out'
+            )
+        if rank > LORA_RANKS[-1]:
+            raise UsageError(
+                f"{key}.enable_lora with trainer.lora_rank={rank}: vLLM takes adapters up to rank {LORA_RANKS[-1]}; "
+                "leave it out"
+            )
+        given = engine.options.get("max_lora_rank", rank)
+        if isinstance(given, int) and given < rank:
+            raise UsageError(
+                f"{key}.max_lora_rank={given} is less than trainer.lora_rank={rank}; leave it out, and vLLM gets "
+                "a rank that holds them"
+            )
+
+
 def _rewards(job: Job) -> None:
     kind = job.algorithm.kind
     if defaults_of(kind).rewarded and not job.reward and not job.environment:
@@ -321,6 +345,7 @@ DATA_RULES: Final[tuple[Callable[[Job], None], ...]] = (
     _models_of_the_kind,
     _adapters,
     _published_adapters,
+    _lora_requests,
     _rewards,
     _environments,
     _groups,

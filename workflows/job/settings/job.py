@@ -759,7 +759,8 @@ class WeightsSettings(_Table):
         Literal["recompute", "keep", "salt"],
         "Key-value caches of running requests when weights change in flight. `recompute`: computed again with the new"
         " weights. `keep`: they stay, for later requests with the same prefix too. `salt`: they stay, and later"
-        " requests share none of them.",
+        " requests share none of them. LoRA requests (vLLM with `enable_lora`) keep theirs whatever is set, and share"
+        " them within a version alone.",
         For("long responses, whose contexts would be read again at each version"),
     ] = "recompute"
     lora: Annotated[

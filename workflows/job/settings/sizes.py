@@ -6,7 +6,7 @@ from typing import Final
 
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.settings.defaults import advantage_columns, columns_of, tasks_of
-from transferqueue.workflows.job.settings.job import IN_TURN, AlgorithmSettings, Job
+from transferqueue.workflows.job.settings.job import IN_TURN, AlgorithmSettings, EngineSettings, Job
 
 GIB: Final = 1 << 30
 MIB: Final = 1 << 20
@@ -25,6 +25,9 @@ _TOKEN_BYTES: Final = {
 _PAIR_BYTES: Final = 8
 """Bytes of a teacher's token: its id and its log-prob."""
 
+LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's option ``max_lora_rank``."""
+
 
 def gib(size: int) -> str:
     """Return bytes as terms of a sum, with two decimals.
@@ -36,10 +39,21 @@ def gib(size: int) -> str:
 
 
 def publishes_adapters(job: Job) -> bool:
-    """Whether a job publishes its adapters apart from the weights that they belong to, which its engines merge."""
+    """Whether a job publishes its adapters apart from the weights that they belong to."""
     if not job.trainer.lora_rank or job.weights.lora == "merged":
         return False
     return job.weights.lora == "adapter" or not (merged_for(job) or any(e.kind == "vllm_server" for e in job.engine))
+
+
+def lora_requests(engine: EngineSettings, job: Job) -> dict[str, int]:
+    """Options of vLLM by which it takes the adapters of a job as LoRA requests, where `enable_lora` is given alone.
+
+    In mode ``async`` requests of two versions run together; else all of a version end before the next.
+    """
+    if not engine.options.get("enable_lora"):
+        return {}
+    rank = next((rank for rank in LORA_RANKS if rank >= job.trainer.lora_rank), LORA_RANKS[-1])
+    return {"max_lora_rank": rank} | ({"max_loras": 2} if job.pacing.mode == "async" else {})
 
 
 def merged_for(job: Job) -> str:
