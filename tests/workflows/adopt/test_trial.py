@@ -37,7 +37,7 @@ from transferqueue.workflows.adopt.trial.of_trl import first_visible
 from transferqueue.workflows.adopt.trial.of_verl.job import compared, trial_settings, unmapped
 from transferqueue.workflows.adopt.trial.of_verl.process import check_queue, steps_in
 from transferqueue.workflows.adopt.trial.of_verl.rows import recorded
-from transferqueue.workflows.adopt.trial.side import carried
+from transferqueue.workflows.adopt.trial.side import carried, steps_of
 from transferqueue.workflows.job.reward_terms.piped_process import write_message
 from transferqueue.workflows.job.settings.read import job_from_file, job_from_values
 from transferqueue.workflows.job.settings.sizes import batch_rows, rows_ahead
@@ -328,7 +328,15 @@ def test_a_step_that_only_the_other_side_took_differs():
     assert (found.step, found.figure, found.theirs, found.ours) == (2, "rows", "0", "4")
 
 
-def test_a_step_without_rows_is_compared_with_nothing():
+def test_a_step_without_rows_is_compared_with_nothing(tmp_path, monkeypatch):
+    (tmp_path / "empty_side.py").write_text(
+        "from transferqueue.workflows.adopt.trial.compare import SideStep\n"
+        "from transferqueue.workflows.adopt.trial.side import run_side\n"
+        "run_side(lambda words, send: send(SideStep(step=1, figures={'loss': 0.0}, prompts=[], rows=[])))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match="the side cannot be compared: its step 1 has no rows"):
+        steps_of("the side", "empty_side", [], tmp_path / "log", lambda text: None)
     with pytest.raises(UsageError, match="verl's step 3 has no rows"):
         recorded(3, 20, [], {"rm_scores": []}, {}, "question")
 
