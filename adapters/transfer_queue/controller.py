@@ -198,7 +198,7 @@ class Partition:
 
     def _tags_and_shapes(
         self, rows: Sequence[int], fields: Sequence[str]
-    ) -> tuple[dict[int, dict[str, Any]], dict[str, Sequence[Shape | None]]]:
+    ) -> tuple[dict[int, dict[str, Any]], dict[str, SampleShapes | list[Shape | None]]]:
         """Return tags by index, and by field the shape of each sample."""
         if not rows:
             return {}, {}

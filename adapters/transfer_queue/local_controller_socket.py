@@ -115,7 +115,7 @@ def encode_meta(meta: BatchMeta) -> list[Any]:
     return [
         np.array(meta.global_indexes, "<i8").tobytes(),
         partitions[0] if alike else partitions,
-        {name: _encode_schema(schema) for name, schema in meta.field_schema.items()},
+        {name: _encode_schema(schema) for name, schema in meta._schema.items()},
         meta.production_status.astype("<i1").tobytes(),
         meta.extra_info,
         meta._tags,

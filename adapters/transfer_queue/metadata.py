@@ -35,9 +35,9 @@ class BatchMeta:
 
     __slots__ = (
         "_backend",
+        "_schema",
         "_tags",
         "extra_info",
-        "field_schema",
         "global_indexes",
         "partition_ids",
         "production_status",
@@ -62,7 +62,7 @@ class BatchMeta:
             raise ValueError(f"{size} global_indexes and {len(custom_meta)} custom_meta: there must be one for each")
         self.global_indexes = list(global_indexes)
         self.partition_ids = list(partition_ids)
-        self.field_schema = {name: dict(schema) for name, schema in (field_schema or {}).items()}
+        self._schema = {name: dict(schema) for name, schema in (field_schema or {}).items()}
         self.production_status = _status(production_status, size)
         self.extra_info = dict(extra_info or {})
         self._tags = [dict(tags) for tags in custom_meta] if custom_meta else None
@@ -82,6 +82,19 @@ class BatchMeta:
 
     def __repr__(self) -> str:
         return f"BatchMeta({len(self)} samples of {sorted(set(self.partition_ids))}, fields {self.field_names})"
+
+    @property
+    def field_schema(self) -> dict[str, dict[str, Any]]:
+        """The schema of each field. The lists of shapes are made on first use: a tuple for each sample and field would
+        cost more than the question whose answer this is."""
+        for schema in self._schema.values():
+            if isinstance(shapes := schema.get("per_sample_shapes"), SampleShapes):
+                schema["per_sample_shapes"] = list(shapes)
+        return self._schema
+
+    @field_schema.setter
+    def field_schema(self, schema: dict[str, dict[str, Any]]) -> None:
+        self._schema = schema
 
     @property
     def custom_meta(self) -> list[dict[str, Any]]:
@@ -109,7 +122,7 @@ class BatchMeta:
     @property
     def field_names(self) -> list[str]:
         """Names of the fields."""
-        return list(self.field_schema)
+        return list(self._schema)
 
     @property
     def samples(self) -> list[SampleView]:
@@ -123,11 +136,11 @@ class BatchMeta:
 
     def get_dtypes(self, field_name: str) -> list[Any]:
         """The dtype of a field, once for each sample."""
-        return [self.field_schema[field_name].get("dtype")] * len(self)
+        return [self._schema[field_name].get("dtype")] * len(self)
 
     def get_shapes(self, field_name: str) -> list[Any]:
         """The shape of a field in each sample."""
-        schema = self.field_schema[field_name]
+        schema = self._schema[field_name]
         shapes = schema.get("per_sample_shapes")
         return list(shapes) if shapes else [schema.get("shape")] * len(self)
 
@@ -181,7 +194,7 @@ class BatchMeta:
     def add_fields(self, tensor_dict: TensorDict, set_all_ready: bool = True) -> BatchMeta:
         """Add the fields of a TensorDict to all samples, in place. With `set_all_ready`, mark the samples as ready."""
         for name, value in tensor_dict.items():
-            self.field_schema[str(name)] = schema_of(value)
+            self._schema[str(name)] = schema_of(value)
         if set_all_ready:
             self.production_status[:] = READY
         return self
@@ -193,9 +206,7 @@ class BatchMeta:
     def select_fields(self, field_names: Sequence[str]) -> BatchMeta:
         """Return a new batch with some fields; unknown names are ignored."""
         selected = self.copy()
-        selected.field_schema = {
-            name: selected.field_schema[name] for name in field_names if name in selected.field_schema
-        }
+        selected._schema = {name: selected._schema[name] for name in field_names if name in selected._schema}
         return selected
 
     def __getitem__(self, item: int | slice | Sequence[int]) -> BatchMeta:
@@ -229,7 +240,7 @@ class BatchMeta:
             if getattr(self, name) != getattr(other, name):
                 raise ValueError(f"{name} do not match: a union is of the same samples")
         union = self.copy()
-        union.field_schema |= copy.deepcopy(other.field_schema)
+        union._schema |= copy.deepcopy(other._schema)
         union.production_status = self.production_status & other.production_status
         union.extra_info |= copy.deepcopy(other.extra_info)
         union.update_custom_meta(copy.deepcopy(other.custom_meta))
@@ -267,7 +278,7 @@ class BatchMeta:
         return BatchMeta(
             global_indexes=[self.global_indexes[at] for at in places],
             partition_ids=[self.partition_ids[at] for at in places],
-            field_schema={name: _schema_of_some(schema, places) for name, schema in self.field_schema.items()},
+            field_schema={name: _schema_of_some(schema, places) for name, schema in self._schema.items()},
             production_status=self.production_status[np.asarray(places, np.intp)],
             extra_info=copy.deepcopy(self.extra_info),
             custom_meta=copy.deepcopy([self.custom_meta[at] for at in places]),
@@ -398,7 +409,7 @@ def schema_of(value: Any) -> dict[str, Any]:
     return {"dtype": value.dtype, "shape": tuple(value.shape[1:]), "is_nested": False, "is_non_tensor": False}
 
 
-def _shapes(value: Any) -> Sequence[tuple[int, ...]]:
+def _shapes(value: Any) -> SampleShapes | list[tuple[int, ...]]:
     """Return the shape of each sample of a nested tensor."""
     from transferqueue.adapters.transfer_queue.samples.columns import flat
 
@@ -439,19 +450,23 @@ def _schema_of_some(schema: Mapping[str, Any], places: Sequence[int]) -> dict[st
 
 def _joined_schema(parts: Sequence[BatchMeta]) -> dict[str, dict[str, Any]]:
     joined: dict[str, dict[str, Any]] = {}
-    for name, schema in parts[0].field_schema.items():
+    for name, schema in parts[0]._schema.items():
         joined[name] = dict(schema)
-        if schema.get("per_sample_shapes"):
-            joined[name]["per_sample_shapes"] = _joined_shapes(parts, name)
+        schemas = [part._schema[name] for part in parts if name in part._schema]
+        has_shapes = any(each.get("per_sample_shapes") for each in schemas)
+        if has_shapes or len({each.get("shape") for each in schemas}) > 1:
+            joined[name] |= {"shape": None, "is_nested": True, "per_sample_shapes": _joined_shapes(parts, name)}
     return joined
 
 
-def _joined_shapes(parts: Sequence[BatchMeta], name: str) -> Sequence[Any]:
-    held = [part.field_schema[name].get("per_sample_shapes") for part in parts]
+def _joined_shapes(parts: Sequence[BatchMeta], name: str) -> SampleShapes | list[Any]:
+    held = [part._schema.get(name, {}).get("per_sample_shapes") for part in parts]
     arrays = [shapes.array for shapes in held if isinstance(shapes, SampleShapes)]
     if len(arrays) == len(parts) and len({array.shape[1] for array in arrays}) == 1:
         return SampleShapes(np.concatenate(arrays))
-    return [shape for part in parts for shape in part.get_shapes(name)]
+    return [
+        shape for part in parts for shape in (part.get_shapes(name) if name in part._schema else [None] * len(part))
+    ]
 
 
 def _agreed(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

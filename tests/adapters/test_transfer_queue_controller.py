@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -197,13 +198,28 @@ def test_shapes_of_ragged_samples_are_kept_as_arrays_through_a_put_a_question_an
     found = client.get_meta(["x"], 3, "p", task_name="t")
     both = BatchMeta.concat([found, client.put(data, partition_id="q")])
     for meta, shapes in ((made, [(2, 3), (1, 3), (4, 3)]), (both, [(2, 3), (1, 3), (4, 3)] * 2)):
-        held = meta.field_schema["x"]["per_sample_shapes"]
-        assert isinstance(held, SampleShapes)
-        assert held == shapes
-        assert (len(held), held[-1], held[:2]) == (len(shapes), (4, 3), shapes[:2])
+        assert isinstance(meta._schema["x"]["per_sample_shapes"], SampleShapes)
         assert meta.get_shapes("x") == shapes
+        assert isinstance(meta.select_samples([2, 0])._schema["x"]["per_sample_shapes"], SampleShapes)
         assert meta.select_samples([2, 0]).get_shapes("x") == [shapes[2], shapes[0]]
-    assert found.field_schema["x"]["per_sample_shapes"] == made.field_schema["x"]["per_sample_shapes"]
+    held = found.field_schema["x"]["per_sample_shapes"]
+    assert isinstance(held, list)
+    assert json.loads(json.dumps(held + made.field_schema["x"]["per_sample_shapes"])) == [[2, 3], [1, 3], [4, 3]] * 2
+    assert BatchMeta.concat([both, found]).get_shapes("x") == held * 3
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (1, 2), (2, 1), (0, 1, 2)])
+def test_parts_of_one_shape_and_ragged_ones_are_joined_with_the_shape_of_each_sample(order: tuple[int, ...]) -> None:
+    ragged = torch.nested.as_nested_tensor([torch.ones(1, 3), torch.ones(4, 3)], layout=torch.jagged)
+    parts = [(ragged, [(1, 3), (4, 3)]), (torch.ones(1, 2, 3), [(2, 3)]), (torch.ones(1, 5, 3), [(5, 3)])]
+    metas = []
+    for at, (value, _) in enumerate(parts):
+        meta = BatchMeta(list(range(len(value.unbind()))), [str(at)] * len(value.unbind()))
+        metas.append(meta.add_fields({"x": value}))
+    joined = BatchMeta.concat([metas[at] for at in order])
+    assert joined.get_shapes("x") == [shape for at in order for shape in parts[at][1]]
+    schema = joined.field_schema["x"]
+    assert (schema["is_nested"], schema["shape"]) == (True, None)
 
 
 def test_is_nested_tells_whether_shapes_differ(client: Any) -> None:

@@ -59,7 +59,12 @@ def test_two_steps_of_verl_on_both_queues_and_of_the_native_job_have_equal_losse
     prepared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(prepared)
-    code, outcomes = tried()
+    sessions = set(Path("/tmp").glob("ray*/session_*"))
+    code, outcomes = tried(
+        f"+ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH={prepared}", "trainer.rollout_data_dir=rollouts"
+    )
+    assert not Path("rollouts").exists()
+    assert set(Path("/tmp").glob("ray*/session_*")) == sessions
     assert [(each["other"], each["differs"], each["notes"]) for each in outcomes] == [
         ("itself on this queue", None, []),
         ("the native job", None, []),

@@ -162,7 +162,7 @@ def values_of(column: Any) -> list[Any]:
     return list(column.unbind()) if isinstance(column, Tensor) else _each(column)
 
 
-def schema_of_field(field: Field, shapes: Sequence[Shape | None] = ()) -> dict[str, Any]:
+def schema_of_field(field: Field, shapes: SampleShapes | Sequence[Shape | None] = ()) -> dict[str, Any]:
     """Return a field as an entry of ``BatchMeta.field_schema``.
 
     `shapes` are of the samples that the metadata describes, None for one without the field; not needed for a field of
@@ -175,11 +175,11 @@ def schema_of_field(field: Field, shapes: Sequence[Shape | None] = ()) -> dict[s
         return {**schema, "shape": field.shape, "is_nested": False}
     if (common := _common(shapes)) is not None:
         return {**schema, "shape": common, "is_nested": False}
-    has_any = any(shape is not None for shape in shapes)
+    has_any = bool(len(shapes)) if isinstance(shapes, SampleShapes) else any(shape is not None for shape in shapes)
     return {**schema, "shape": None, "is_nested": True, **({"per_sample_shapes": shapes} if has_any else {})}
 
 
-def _common(shapes: Sequence[Shape | None]) -> Shape | None:
+def _common(shapes: SampleShapes | Sequence[Shape | None]) -> Shape | None:
     if isinstance(shapes, SampleShapes):
         return shapes.common
     different = set(shapes) - {None}

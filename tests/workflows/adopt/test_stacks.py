@@ -243,6 +243,9 @@ def test_words_after_the_file_go_before_it(sources):
     assert tomllib.loads(adopted.job)["trainer"]["prompts_per_step"] == 32
     child = adopt([sources["nemo-rl"], "grpo.max_num_steps=7"])
     assert tomllib.loads(child.job)["steps"] == 7
+    other = adopt([sources["nemo-rl"], "grpo.adv_estimator.name=reinforce_plus_plus"])
+    assert tomllib.loads(other.job)["algorithm"].keys().isdisjoint(("std", "std_eps"))
+    assert tomllib.loads(other.job)["algorithm"]["kind"] == "reinforce_pp"
 
 
 def test_words_alone_are_a_command(sources):

@@ -1,5 +1,8 @@
 """A trial of an adopted job: what it compares, the reasons it gives, and what it refuses before anything runs."""
 
+import math
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -10,6 +13,7 @@ from msgspec.structs import replace
 
 from transferqueue.adapters.protocols import Prompt, Sampling
 from transferqueue.adapters.stages.generation import row_seed
+from transferqueue.adapters.transfer_queue_hook import ALIAS, REAL
 from transferqueue.errors import UsageError
 from transferqueue.workflows.adopt.read import read_job
 from transferqueue.workflows.adopt.report import adopt
@@ -31,7 +35,10 @@ from transferqueue.workflows.adopt.trial.native import (
 )
 from transferqueue.workflows.adopt.trial.of_trl import first_visible
 from transferqueue.workflows.adopt.trial.of_verl.job import compared, trial_settings, unmapped
+from transferqueue.workflows.adopt.trial.of_verl.process import check_queue, steps_in
 from transferqueue.workflows.adopt.trial.of_verl.rows import recorded
+from transferqueue.workflows.adopt.trial.side import carried, steps_of
+from transferqueue.workflows.job.reward_terms.piped_process import write_message
 from transferqueue.workflows.job.settings.read import job_from_file, job_from_values
 from transferqueue.workflows.job.settings.sizes import batch_rows, rows_ahead
 
@@ -246,11 +253,92 @@ def test_the_native_job_is_left_out_where_it_cannot_train_the_rows_of_verl(more,
 
 def test_settings_of_the_trial_go_before_those_of_the_job_and_figures_are_those_that_both_define_alike():
     settings = read_job([*VERL, "trainer.n_gpus_per_node=8", "actor_rollout_ref.actor.use_kl_loss=True"]).settings
-    given = trial_settings(settings)
+    given = trial_settings(settings, Path("trial"))
     assert (given["trainer.n_gpus_per_node"], given["data.train_batch_size"], given["data.seed"]) == (1, 8, 1)
     assert compared(settings) == {"reward", "loss", "kl", "gradient_norm", "lr"}
     other = read_job([*VERL, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"]).settings
     assert compared(other) == {"reward", "loss", "gradient_norm", "lr"}
+
+
+def test_a_trial_of_verl_writes_nothing_where_the_users_run_does_and_has_a_ray_of_its_own(tmp_path):
+    words = [
+        *("trainer.rollout_data_dir=kept", "trainer.validation_data_dir=kept", "trainer.default_local_dir=kept"),
+        *("ray_kwargs.timeline_json_file=kept", "global_profiler.steps=[1]", "skip.rollout.enable=True"),
+        *("actor_rollout_ref.rollout.trace.backend=mlflow", "ray_kwargs.ray_init.address=auto"),
+        *("trainer.experiment_name=of-$(date)", "trainer.project_name=kept"),
+    ]
+    given = trial_settings(read_job([*VERL, *words]).settings, tmp_path)
+    assert not [value for value in given.values() if value in ("kept", "mlflow", [1], "[1]")]
+    assert (given["trainer.rollout_data_dir"], given["skip.rollout.enable"]) == (None, False)
+    assert given["ray_kwargs.ray_init.address"] == "local"
+    assert Path(given["trainer.default_local_dir"]).is_relative_to(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "stack", "keys"),
+    [
+        ([*VERL, "data.train_files=$(pwd)/train", "data.val_files=`pwd`"], "verl", "data.train_files, data.val_files"),
+        (["trl", "grpo", "--model_name_or_path", "m", "--dataset_name", "$(pwd)/d"], "trl", "dataset_name"),
+    ],
+)
+def test_words_that_a_shell_would_compute_are_refused_before_anything_runs(words, stack, keys):
+    with pytest.raises(UsageError, match=f"--try: {keys} is what a shell would compute"):
+        try_both(words, stack=stack, written="", lines=[])
+
+
+def test_what_verl_itself_computes_is_no_word_of_a_shell():
+    with pytest.raises(UsageError, match="is not on this machine"):
+        try_both([*VERL, "data.val_batch_size='${data.train_batch_size}'"], stack="verl", written="", lines=[])
+
+
+def test_steps_with_a_nan_come_back_from_the_file_and_the_queue_that_verl_imported_is_checked(tmp_path):
+    steps = [replace(STEP, figures={"loss": math.nan}, data=[{"x": math.inf}], queue=name) for name in (REAL, ALIAS)]
+    with (tmp_path / "steps").open("ab") as file:
+        for step in steps:
+            write_message(file.write, step)
+    found = list(steps_in(tmp_path / "steps"))
+    assert math.isnan(found[0].figures["loss"])
+    assert (found[1].data, found[1].rows) == ([{"x": math.inf}], STEP.rows)
+    for step, is_this in zip(found, (True, False), strict=True):
+        check_queue(step, is_this=is_this)
+        with pytest.raises(UsageError, match=f"its transfer_queue is {step.queue}, not the one to try"):
+            check_queue(step, is_this=not is_this)
+
+
+def test_values_of_numpy_are_carried_and_the_column_of_others_is_named():
+    value = carried("x", {"a": np.float32(0.5), "b": np.array([1, 2]), "c": [np.array(["d"], object)]})
+    assert value == {"a": 0.5, "b": [1, 2], "c": [["d"]]}
+    for other in (object(), 1 << 70):
+        with pytest.raises(UsageError, match="column 'picture' of the data cannot be carried"):
+            carried("picture", [other])
+
+
+def test_advantages_of_every_token_are_compared_where_both_sides_have_them():
+    one = replace(STEP, completions=[[1, 2], [3]], advantages=[[1.0, 0.5], [-1.0]])
+    assert first_difference([one], [replace(one, completions=[[3], [1, 2]], advantages=[[-1.0], [1.0, 0.5]])]) is None
+    assert first_difference([one], [STEP]) is None
+    found = first_difference([one], [replace(one, advantages=[[1.0, 0.25], [-1.0]])])
+    assert (found.figure, found.theirs, found.ours) == ("advantage", "0.5", "0.25")
+    found = first_difference([one], [replace(one, advantages=[[1.0], [-1.0]])])
+    assert (found.figure, found.ours) == ("advantage", "[1.0]")
+
+
+def test_a_step_that_only_the_other_side_took_differs():
+    found = first_difference([STEP], [STEP, replace(STEP, step=2)])
+    assert (found.step, found.figure, found.theirs, found.ours) == (2, "rows", "0", "4")
+
+
+def test_a_step_without_rows_is_compared_with_nothing(tmp_path, monkeypatch):
+    (tmp_path / "empty_side.py").write_text(
+        "from transferqueue.workflows.adopt.trial.compare import SideStep\n"
+        "from transferqueue.workflows.adopt.trial.side import run_side\n"
+        "run_side(lambda words, send: send(SideStep(step=1, figures={'loss': 0.0}, prompts=[], rows=[])))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match="the side cannot be compared: its step 1 has no rows"):
+        steps_of("the side", "empty_side", [], tmp_path / "log", lambda text: None)
+    with pytest.raises(UsageError, match="verl's step 3 has no rows"):
+        recorded(3, 20, [], {"rm_scores": []}, {}, "question")
 
 
 def test_rows_of_verl_are_recorded_prompt_by_prompt():
@@ -265,6 +353,7 @@ def test_rows_of_verl_are_recorded_prompt_by_prompt():
     }
     step = recorded(2, 20, keys, rows, {"loss": 0.25}, "question")
     assert step.completions == [[], [2, 2], [3], [1]]
+    assert step.advantages == [[], [1.0, 1.0], [-0.5], [0.5]]
     assert step.data == [{"question": "five", "answer": "A"}, {"question": "seven", "answer": "B"}]
     assert step.prompts == [[5, 6], [5, 6], [7], [7]]
     assert step.rows == [([2, 2], 1.0), ([3], -0.5), ([1], 0.5)]

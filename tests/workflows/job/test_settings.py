@@ -175,6 +175,10 @@ REFUSED = [
         'log.to=["tensorbord"]',
         "log.to.0='tensorbord': give tensorboard, wandb, mlflow, or a function of your own",
     ),
+    (GRPO, "algorithm.std=none ; algorithm.std_eps=1e-6", 'std_eps=1e-06 with kind="grpo", std="none": no reward is'),
+    (GRPO, "algorithm.kind=dr_grpo ; algorithm.std_eps=0", 'std_eps=0 with kind="dr_grpo", std="none"'),
+    (GRPO, "algorithm.kind=rloo ; algorithm.std=sample ; algorithm.std_eps=0", 'std_eps=0 with kind="rloo"'),
+    (PPO, "algorithm.std_eps=1e-6", 'std_eps=1e-06 with kind="ppo"'),
     (GRPO, "algorithm.top_k=8", "top_k=8 is read by distill alone"),
     (GRPO, "algorithm.token_staleness.mask=9", "token_staleness.mask=9 with .* so none would be left out; give less"),
     (

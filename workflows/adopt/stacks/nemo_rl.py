@@ -79,6 +79,10 @@ def _estimator(value: Plain, settings: Settings) -> OurValues:
     return OurValues({})
 
 
+def _compares(settings: Settings) -> bool:
+    return settings["grpo.adv_estimator.name"] in (None, "grpo")
+
+
 def _normalizes(value: Plain, settings: Settings) -> OurValues:
     return divided(flag(value), 1e-6)
 
@@ -223,8 +227,10 @@ _RULES: Final = (
     no_effect("grpo.stop_at_validation_threshold", "read with stop_at_validation_metric"),
     kept("grpo.seed", "seed"),
     # ------------------------------------------------------------ the algorithm
-    mapped("grpo.normalize_rewards", "algorithm.std", _normalizes),
-    mapped("grpo.use_leave_one_out_baseline", "algorithm.kind", _leave_one_out),
+    mapped("grpo.normalize_rewards", "algorithm.std", only_if(_compares, "grpo alone reads it", _normalizes)),
+    mapped(
+        "grpo.use_leave_one_out_baseline", "algorithm.kind", only_if(_compares, "grpo alone reads it", _leave_one_out)
+    ),
     mapped("grpo.adv_estimator.name", "algorithm.kind", _estimator),
     no_effect("grpo.adv_estimator.*", "as in grpo"),
     kept("grpo.overlong_filtering", "algorithm.mask_truncated"),

@@ -4,6 +4,7 @@ them on this queue."""
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 import tempfile
 import tomllib
@@ -21,6 +22,7 @@ from transferqueue.lazy import install_line
 from transferqueue.workflows.adopt.apply import Line
 from transferqueue.workflows.adopt.mapping import REWARDS, Settings
 from transferqueue.workflows.adopt.read import read_job
+from transferqueue.workflows.adopt.sources.shell import is_open
 from transferqueue.workflows.adopt.sources.yaml_files import flatten
 from transferqueue.workflows.adopt.trial import native, of_trl
 from transferqueue.workflows.adopt.trial.compare import (
@@ -43,6 +45,8 @@ from transferqueue.workflows.job.settings.sizes import batch_rows
 
 STEPS_TRIED: Final = 2
 Tell = Callable[[str], None]
+_INTERPOLATION: Final = re.compile(r"\$\{\w+\.[\w.]+(?::[^}]*)?\}")
+"""What verl itself computes, as ``${data.seed}`` and ``${oc.env:HOME}``; no variable of a shell has a dot."""
 _NO_TRIAL: Final[Mapping[str, str]] = {
     "nemo-rl": "its Ray workers ask for GPUs, and vLLM, SGLang or Megatron generates",
     "slime": "its Ray actors ask for GPUs, Megatron trains and SGLang generates",
@@ -144,13 +148,14 @@ def try_both(
     with tempfile.TemporaryDirectory(prefix="transferqueue-try-") as place:
         folder = Path(place)
         if stack == "verl":
-            _check_verl(settings)
+            _check_verl(settings, folder)
             why = problem or of_verl.unmapped(settings)
             ours = None if why else _Native(written, rewards, file, lines, folder)
             return _of_verl(settings, ours, why, folder, tell)
         if problem:
             raise UsageError(f"job.toml is not written: {problem}")
         of_trl.check(settings)
+        _check_known(flatten(of_trl.options(settings, folder)), "after the file and --")
         _check_model(settings, of_trl.MODEL, f"-- --{of_trl.MODEL} DIR", str(settings["model_revision"] or ""))
         ours = _Native(written, rewards, file, lines, folder)
         return [ours.beside(stack, _of_trl(settings, folder, ours.steps, tell), tell)]
@@ -168,7 +173,7 @@ def _of_trl(settings: Settings, folder: Path, steps: int, tell: Tell) -> list[Si
 def _of_verl(settings: Settings, ours: _Native | None, why: str, folder: Path, tell: Tell) -> list[Tried]:
     """Return verl on both queues; and beside the native job `ours`, or why that is None as a note."""
     config, sides = folder / "settings.json", list[list[SideStep]]()
-    config.write_bytes(msgspec.json.encode(of_verl.trial_settings(settings)))
+    config.write_bytes(msgspec.json.encode(of_verl.trial_settings(settings, folder)))
     for queue, name in verl_process.QUEUES.items():
         words = [str(config), str(folder / f"{queue}.jsonl"), str(STEPS_TRIED), queue]
         sides.append(steps_of(f"verl on {name}", verl_process.MODULE, words, folder / f"{queue}.log", tell))
@@ -216,10 +221,20 @@ def _check_installed(package: str) -> None:
         )
 
 
-def _check_verl(settings: Settings) -> None:
+def _check_known(given: Mapping[str, Any], where: str) -> None:
+    """Raise `UsageError` if a stack would get the words of a shell literally. where: values go."""
+    unknown = [key for key, value in given.items() if is_open(_INTERPOLATION.sub("", str(value)))]
+    if unknown:
+        raise UsageError(
+            f"--try: {', '.join(unknown)} is what a shell would compute, and adopt runs none; give the value {where}"
+        )
+
+
+def _check_verl(settings: Settings, folder: Path) -> None:
     """Raise `UsageError` unless verl can run this job on both queues here."""
     for setting, why in of_verl.check(settings).items():
         raise UsageError(f"--try: {why}; give {setting} after the file")
+    _check_known(of_verl.trial_settings(settings, folder), "after the file")
     _check_model(settings, of_verl.PATH, f"{of_verl.PATH}=DIR")
     _check_installed(of_verl.PACKAGE)
     if FOLDER in sys.path:

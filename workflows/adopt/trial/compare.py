@@ -39,7 +39,8 @@ class SideStep(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
 
     figures: by the names of `FIGURES`. prompts: the tokens of each row's prompt. rows: the tokens of each response that
     counts in the loss, with its advantage. Of the stack's side too: steps of the whole run, for its schedule; data,
-    each prompt's columns; completions, the tokens of all responses, prompt by prompt.
+    each prompt's columns; completions, the tokens of all responses, prompt by prompt. Of verl's side: advantages, of
+    each token of those; queue, the name of the module that it imported as ``transfer_queue``.
     """
 
     step: int
@@ -49,6 +50,8 @@ class SideStep(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     steps: int = 0
     data: list[dict[str, Any]] = []
     completions: list[list[int]] = []
+    advantages: list[list[float]] = []
+    queue: str = ""
 
 
 class FirstDifference(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,13 +98,14 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def first_difference(theirs: Sequence[SideStep], ours: Sequence[SideStep]) -> FirstDifference | None:
-    """Return what differs first between the steps of a stack and of the native job, without a reason; None: nothing.
+    """Return what differs first between the steps of a stack and of the other side, without a reason; None: nothing.
 
-    In each step: rows, tokens of prompts, `FIGURES` with the advantages of all rows after the reward.
+    In each step: rows, tokens of prompts, `FIGURES` with the advantages of all rows after the reward: those of each
+    token, where both sides have them.
     """
-    for one, other in zip_longest(theirs, ours[: len(theirs)]):
+    for number, (one, other) in enumerate(zip_longest(theirs, ours), 1):
         for figure, left, right in _differences(one, other):
-            return FirstDifference(step=one.step, figure=figure, theirs=_text(left), ours=_text(right))
+            return FirstDifference(step=number, figure=figure, theirs=_text(left), ours=_text(right))
     return None
 
 
@@ -144,10 +148,10 @@ def figures_of(theirs: Sequence[SideStep], ours: Sequence[SideStep]) -> list[dic
     ]
 
 
-def _differences(one: SideStep, other: SideStep | None) -> Iterator[tuple[str, Any, Any]]:
-    """Yield what differs in a step: its name, and both values."""
-    if other is None or len(one.prompts) != len(other.prompts):
-        yield "rows", len(one.prompts), len(other.prompts) if other else 0
+def _differences(one: SideStep | None, other: SideStep | None) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what differs in a step: its name, and both values. None: that side did not take it."""
+    if one is None or other is None or len(one.prompts) != len(other.prompts):
+        yield "rows", len(one.prompts) if one else 0, len(other.prompts) if other else 0
         return
     for prompt, own in zip(sorted(one.prompts), sorted(other.prompts), strict=True):
         if prompt != own:
@@ -170,6 +174,18 @@ def _of_advantages(one: SideStep, other: SideStep) -> Iterator[tuple[str, Any, A
     for (ids, left), (own, right) in zip(sorted(one.rows), sorted(other.rows), strict=True):
         if ids != own or not _near(left, right, least=1.0):
             yield "advantage", left, right
+    if not (one.advantages and other.advantages):
+        return
+    for (ids, each), (own, others) in zip(_by_token(one), _by_token(other), strict=True):
+        if ids != own or len(each) != len(others):
+            yield "advantage", each, others
+        for token, another in zip(each, others, strict=False):
+            if not _near(token, another, least=1.0):
+                yield "advantage", token, another
+
+
+def _by_token(step: SideStep) -> list[tuple[list[int], list[float]]]:
+    return sorted(zip(step.completions, step.advantages, strict=True))
 
 
 def _near(left: float, right: float, *, least: float) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, Final
 from transferqueue.errors import UsageError
 from transferqueue.workflows.adopt.mapping import Settings
 from transferqueue.workflows.adopt.trial.compare import SideStep
-from transferqueue.workflows.adopt.trial.side import Send, run_side
+from transferqueue.workflows.adopt.trial.side import Send, carried, run_side
 
 MODULE: Final = __name__
 PACKAGE: Final = "trl"
@@ -40,7 +40,7 @@ _OURS: Final[Mapping[str, Any]] = {
 """Options of a trial, whatever the job has: numbers in float32, nothing saved, every step logged."""
 _LEFT_OUT: Final = (
     *("num_processes", "num_machines", "config_file", "accelerate_config", "config", "overwrite_output_dir"),
-    *("torch_dtype", "resume_from_checkpoint"),
+    *("torch_dtype", "resume_from_checkpoint", "run_name", "logging_dir", "hub_model_id"),
 )
 _LISTS: Final = ("reward_funcs", "reward_weights")
 """Options with a list, which a command line may give as one word."""
@@ -192,7 +192,10 @@ class _StepRows:
         """Return the step with its rows."""
         columns = {name: values for name, values in self._drawn.items() if name not in _NOT_DATA}
         data = [
-            {"prompt": self._drawn["prompts"][row], **{name: values[row] for name, values in columns.items()}}
+            {
+                "prompt": self._drawn["prompts"][row],
+                **{name: carried(name, values[row]) for name, values in columns.items()},
+            }
             for row in range(0, len(self._drawn["prompts"]), self._args.num_generations)
         ]
         completions = [[int(token) for token in ids] for ids in self._drawn["completion_ids"]]

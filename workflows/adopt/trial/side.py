@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 from transferqueue.errors import DeadlineExceeded, UsageError
 from transferqueue.workflows.adopt.trial.compare import SideStep
@@ -46,7 +47,7 @@ def steps_of(name: str, module: str, words: list[str], log: Path, tell: Callable
         tell: gets a line for each step.
 
     Raises:
-        UsageError: it failed; with its error, or the last line of its log.
+        UsageError: it failed, with its error or the last line of its log; or a step of it has no rows.
         DeadlineExceeded: it took longer than `TRIAL_S`; its processes are killed.
     """
     process, deadline, steps = PipedProcess(module, *words, str(log)), time.monotonic() + TRIAL_S, list[SideStep]()
@@ -55,6 +56,8 @@ def steps_of(name: str, module: str, words: list[str], log: Path, tell: Callable
             message = process.receive(SideStep | SideFailed, deadline)
             if isinstance(message, SideFailed):
                 raise UsageError(f"{name} could not be run: {message.text}")
+            if not message.prompts:
+                raise UsageError(f"{name} cannot be compared: its step {message.step} has no rows")
             steps.append(message)
             tell(f"{name}: step {message.step}, loss {message.figures.get('loss', math.nan):.6g}")
     except EOFError as error:
@@ -83,6 +86,25 @@ def run_side(run: Callable[[list[str], Send], None]) -> None:
         run(words, send)
     except Exception as error:  # noqa: BLE001  (raised again, in the parent)
         send(SideFailed(f"{type(error).__name__}: {error}"))
+
+
+def carried(name: str, value: Any) -> Any:
+    """Return a value of a column of the data as a message carries it; those of numpy as numbers and lists. Raises
+    `UsageError`, with the column's name.
+
+    >>> carried("answer", {"at": np.int64(3), "of": np.array(["x", "y"])})
+    {'at': 3, 'of': ['x', 'y']}
+    """
+    try:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(value, enc_hook=_of_numpy))
+    except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
+        raise UsageError(f"column {name!r} of the data cannot be carried to the other side: {error}") from error
+
+
+def _of_numpy(value: Any) -> Any:
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"it has a {type(value).__name__}; leave the column out of the data that is tried")
 
 
 def _last_line(log: Path) -> str:

@@ -9,7 +9,7 @@ from typing import Final
 from transferqueue.errors import Impossible, UsageError
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.settings.defaults import defaults_of, filled, tasks_of, updates
-from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.settings.job import AlgorithmSettings, Job
 from transferqueue.workflows.job.settings.sizes import (
     depth,
     has_step_versions,
@@ -32,6 +32,16 @@ def _corrections(job: Job) -> None:
         raise UsageError(
             f"clip_high={algorithm.clip_high:g} is below clip_low={algorithm.clip_low:g}: a better action could grow "
             "less than a worse one shrinks"
+        )
+
+
+def _std_eps(job: Job) -> None:
+    algorithm, kind = filled(job.algorithm), job.algorithm.kind
+    is_divided = defaults_of(kind).compares and kind != "rloo" and algorithm.std != "none"
+    if not is_divided and algorithm.std_eps != AlgorithmSettings(kind=kind).std_eps:
+        raise UsageError(
+            f'std_eps={algorithm.std_eps:g} with kind="{kind}", std="{algorithm.std}": no reward is divided by a '
+            "deviation; leave it out"
         )
 
 
@@ -152,6 +162,7 @@ def _updates(job: Job) -> None:
 
 ALGORITHM_RULES: Final[tuple[Callable[[Job], None], ...]] = (
     _corrections,
+    _std_eps,
     _token_staleness,
     _staleness_of,
     _router_replay,

@@ -435,6 +435,7 @@ class AlgorithmSettings(_Table):
     std_eps: Annotated[
         float,
         "Added to that deviation. TRL adds 1e-4, verl, NeMo-RL and slime 1e-6, OpenRLHF 1e-9.",
+        'Read where `std` is, unless that is `"none"`.',
         For("jobs of other stacks, and replays of their results"),
     ] = 1e-4
     clip_low: Annotated[

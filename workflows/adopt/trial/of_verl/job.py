@@ -7,6 +7,7 @@ The native job trains the same rows: `unmapped` says why it cannot.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from transferqueue.workflows.adopt.mapping import Settings
@@ -29,6 +30,20 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
 besides: `PLUGIN`, or one that imports it."""
 
 
+_NOTHING_WRITTEN: Final[Mapping[str, Any]] = {
+    "trainer.logger": ["console"],
+    "trainer.project_name": "trial",
+    "trainer.experiment_name": "trial",
+    "trainer.rollout_data_dir": None,
+    "trainer.validation_data_dir": None,
+    "ray_kwargs.timeline_json_file": None,
+    "global_profiler.steps": None,
+    f"{ROLLOUT}.trace.backend": None,
+    **{f"skip.{kind}.enable": False for kind in ("rollout", "rollout_tq", "async_rollout")},
+}
+"""Settings of a trial, whose steps are no part of the user's run."""
+
+
 def on_cpu(workers: int) -> dict[str, Any]:
     """Return verl's settings for `workers` training processes on a CPU, in float32, each with a rollout server."""
     settings: dict[str, Any] = {
@@ -39,6 +54,7 @@ def on_cpu(workers: int) -> dict[str, Any]:
         "trainer.test_freq": -1,
         "trainer.save_freq": -1,
         "trainer.resume_mode": "disable",
+        "ray_kwargs.ray_init.address": "local",
         "ray_kwargs.ray_init.num_gpus": workers,
         "ray_kwargs.ray_init.num_cpus": 16,
         "ray_kwargs.ray_init.include_dashboard": False,
@@ -58,13 +74,15 @@ def on_cpu(workers: int) -> dict[str, Any]:
     return settings
 
 
-def trial_settings(settings: Settings) -> dict[str, Any]:
-    """Return the settings of verl's side: those of the job, above them those of a CPU with one process of each kind."""
+def trial_settings(settings: Settings, folder: Path) -> dict[str, Any]:
+    """Return the settings of verl's side: those of the job, above them those of a CPU with one process of each kind,
+    and of a run that writes nothing beyond `folder`."""
     seed = settings["data.seed"]
     return {
         **settings.given,
         **on_cpu(1),
-        "trainer.logger": ["console"],
+        **_NOTHING_WRITTEN,
+        "trainer.default_local_dir": str(folder / "checkpoints"),
         "data.seed": 1 if seed is None else seed,  # both runs are to draw the same prompts
         f"{ROLLOUT}.agent.num_workers": 1,
         f"{ACTOR}.ulysses_sequence_parallel_size": 1,

@@ -10,10 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import ray
+from msgspec.structs import replace
 
 from transferqueue.workflows.adopt.trial.of_verl.rows import FIELDS, recorded
+from transferqueue.workflows.job.reward_terms.piped_process import write_message
 
 _FIGURES: Final = {
     "actor/loss": "loss",
@@ -26,7 +27,7 @@ _FIGURES: Final = {
 
 @ray.remote
 class Runner:
-    """Runs a configuration. path: file that gets the steps, a line each. steps: to take."""
+    """Runs a configuration. path: file that gets the steps, a message each. steps: to take."""
 
     def __init__(self, path: str, steps: int) -> None:
         self.path, self.steps = Path(path), steps
@@ -67,7 +68,7 @@ def recorder(trainer: Any, path: Path, steps: int) -> Any:
             figures = {ours: float(metrics[name]) for name, ours in _FIGURES.items() if name in metrics}
             step = recorded(self.global_steps, self.steps_of_run, keys, rows, figures, prompt)
             with path.open("ab") as file:
-                file.write(msgspec.json.encode(step) + b"\n")
+                write_message(file.write, replace(step, queue=transfer_queue.__name__))
             return batch
 
     return Recorder

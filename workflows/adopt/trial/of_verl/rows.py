@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from transferqueue.errors import UsageError
 from transferqueue.workflows.adopt.trial.compare import SideStep
+from transferqueue.workflows.adopt.trial.side import carried
 
 FIELDS: Final = ("prompts", "responses", "rm_scores", "advantages", "raw_prompt")
 """verl's fields of a row in the queue that are no columns of its data."""
@@ -14,7 +16,7 @@ FIELDS: Final = ("prompts", "responses", "rm_scores", "advantages", "raw_prompt"
 def recorded(
     number: int, steps: int, keys: Sequence[str], rows: dict[str, list[Any]], figures: dict[str, float], prompt: str
 ) -> SideStep:
-    """Return a step.
+    """Return a step. Raises `UsageError` if it has no rows, or a column of the data that no message carries.
 
     Args:
         number: of the step, from 1.
@@ -24,6 +26,8 @@ def recorded(
         figures: of verl, by our names.
         prompt: name of the column of prompts.
     """
+    if not keys:
+        raise UsageError(f"verl's step {number} has no rows, so there is nothing to compare")
     order = sorted(range(len(keys)), key=lambda place: _in_group(keys[place]))
     rows = {name: [values[place] for place in order] for name, values in rows.items()}
     groups = [_in_group(keys[place])[0] for place in order]
@@ -37,8 +41,15 @@ def recorded(
             (ids, advantages[0]) for ids, advantages in zip(rows["responses"], rows["advantages"], strict=True) if ids
         ],
         steps=steps,
-        data=[{prompt: rows["raw_prompt"][at], **{name: rows[name][at] for name in columns}} for at in first],
+        data=[
+            {
+                prompt: carried(prompt, rows["raw_prompt"][at]),
+                **{name: carried(name, rows[name][at]) for name in columns},
+            }
+            for at in first
+        ],
         completions=rows["responses"],
+        advantages=rows["advantages"],
     )
 
 
