@@ -32,6 +32,8 @@ ALLOWED = {
     ("transport/control/port_probe.py", "trial.connect"),
     # a database in memory, which opens nothing
     ("storage/row_files/reader.py", "duckdb.connect"),
+    # the server of the run whose folder the user named: does anything listen there?
+    ("web/run_page.py", "probe.connect"),
     # files, and the front for commands
     ("server/durability/journal.py", "sqlite3.connect"),
     ("cli/connection.py", "transferqueue.connect"),
