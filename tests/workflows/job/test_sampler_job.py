@@ -46,6 +46,7 @@ def test_a_run_takes_the_same_prompts_though_its_source_dies(place, tmp_path, na
     assert final_weights(folder) == final_weights(place / "whole")
 
 
+@pytest.mark.long
 def test_choices_after_a_step_was_taken_back_are_those_of_an_undisturbed_run(place, tmp_path):
     """The groups of such a step are told twice, in any order."""
     folder = tmp_path / "run"
@@ -62,7 +63,8 @@ def test_choices_after_a_step_was_taken_back_are_those_of_an_undisturbed_run(pla
     assert final_weights(folder) == final_weights(place / "whole")
 
 
-@pytest.mark.parametrize("queue", ["kept", pytest.param("lost", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("queue", ["kept", "lost"])
 def test_resume_goes_on_with_the_same_prompts(place, tmp_path, queue):
     folder = tmp_path / "run"
     process = train(place, *WORDS, "--out", str(folder))
