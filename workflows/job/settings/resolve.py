@@ -21,7 +21,7 @@ from transferqueue.workflows.job.settings.job import (
     ScorerSettings,
     TrainerSettings,
 )
-from transferqueue.workflows.job.settings.sizes import publishes_adapters
+from transferqueue.workflows.job.settings.sizes import publishes_adapters, staleness_when_new, versions_of_uses
 
 Scorer = TypeVar("Scorer", bound=ScorerSettings)
 
@@ -69,7 +69,7 @@ def _depth(job: Job) -> int:
     if job.pacing.depth is not None:
         return job.pacing.depth
     ahead = _AHEAD[job.pacing.mode]
-    return max(ahead, job.pacing.max_staleness or 0) if job.pacing.mode == "async" else ahead
+    return max(ahead, staleness_when_new(job) or 0) if job.pacing.mode == "async" else ahead
 
 
 def _staleness(job: Job) -> int:
@@ -77,7 +77,7 @@ def _staleness(job: Job) -> int:
         return job.pacing.max_staleness
     ahead = _AHEAD[job.pacing.mode] if job.pacing.depth is None else job.pacing.depth
     begun_early = -int(-job.pacing.over_sample // 1) - 1
-    return max(ahead, begun_early)
+    return max(ahead, begun_early) + versions_of_uses(job)
 
 
 def _stream(job: Job) -> str:
