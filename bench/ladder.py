@@ -28,7 +28,8 @@ direction each second time; figures are over the steps after the first.
   steps, a seed a turn; the steps, and the tokens generated in them, until an evaluation of held-out prompts has the
   reward ``--until``. There is one every two steps.
 - *uses*: what rows that are trained again save: one, two and four uses (`pacing.uses`) of each row in batches of the
-  same size, so with all, half and a quarter of the new prompts a step; and half of the prompts without further uses.
+  same size, so with all, half and a quarter of the new prompts a step; two uses without the correction of a job file;
+  and half of the prompts without further uses.
   Synchronous steps, a seed a turn; steps and tokens until a held-out reward as in *sampler*, and rewards as in
   *reward*.
 
@@ -131,6 +132,7 @@ LADDERS: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = {
         "one use": USES,
         "two uses": USES | {"pacing.uses": "2", "trainer.prompts_per_step": "4"},
         "four uses": USES | {"pacing.uses": "4", "trainer.prompts_per_step": "2"},
+        "two uses, uncorrected": USES | UNCORRECTED | {"pacing.uses": "2", "trainer.prompts_per_step": "4"},
         "half of the prompts": USES | {"trainer.prompts_per_step": "4"},
     },
 }

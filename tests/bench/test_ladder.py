@@ -162,6 +162,7 @@ def test_further_uses_stand_in_for_prompts_in_batches_of_the_same_size() -> None
         "one use": (8, 8),
         "two uses": (8, 4),
         "four uses": (8, 2),
+        "two uses, uncorrected": (8, 4),
         "half of the prompts": (4, 4),
     }
 

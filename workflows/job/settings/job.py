@@ -466,14 +466,15 @@ class AlgorithmSettings(_Table):
     old: Annotated[
         Literal["rollout", "trainer"] | None,
         "Denominator of the ratio: `rollout`: the policy that drew the tokens; `trainer`: the one before the step.",
-        "Open: `trainer` with `tis_max`, and where a job with rewards generates ahead (`async`, `delayed`) and takes"
-        " one update a step; else `rollout`.",
+        "Open: `trainer` with `tis_max`, and where a job with rewards generates ahead (`async`, `delayed`) or trains"
+        " rows again (`pacing.uses`), and takes one update a step; else `rollout`.",
         For("comparisons: `rollout`; several updates a step: `trainer`"),
     ] = None
     tis_max: Annotated[
         float | None,
         "Largest importance weight p_old / p_rollout of a token, with `old` at `trainer`. 0: tokens have no weight.",
-        "Open: 2 where a job with rewards leaves `old` open, generates ahead and takes one update a step; else 0.",
+        "Open: 2 where a job with rewards leaves `old` open, generates ahead or trains rows again, and takes one update"
+        " a step; else 0.",
         For("vLLM in bfloat16, several updates a step"),
     ] = None
     entropy: Annotated[

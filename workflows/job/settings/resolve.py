@@ -50,12 +50,13 @@ def resolve(job: Job) -> Job:
 
 
 def _corrected(job: Job) -> AlgorithmSettings:
-    """Choose the old policy. Where rows are generated ahead it is the trainer's, with importance weights: else the clip
-    would stop rows for what the policy has moved since they were drawn. A step of one update needs no process for that.
+    """Choose the old policy. Where rows are generated ahead or trained again it is the trainer's, with importance
+    weights: else the clip would stop rows for what the policy has moved since they were drawn. A step of one update
+    needs no process for that.
     """
     algorithm = job.algorithm
-    rewarded = defaults_of(algorithm.kind).rewarded
-    corrects = algorithm.old is None and job.pacing.mode not in IN_TURN and updates(algorithm) == 1 and rewarded
+    rewarded, moves = defaults_of(algorithm.kind).rewarded, job.pacing.mode not in IN_TURN or job.pacing.uses > 1
+    corrects = algorithm.old is None and moves and updates(algorithm) == 1 and rewarded
     old = algorithm.old or ("trainer" if corrects or algorithm.tis_max else "rollout")
     usual = TIS_MAX if corrects else 0.0
     return replace(algorithm, old=old, tis_max=usual if algorithm.tis_max is None else algorithm.tis_max)
