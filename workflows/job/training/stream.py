@@ -1,8 +1,9 @@
 """Gathers the rows of a step from the queue, and computes with them as they come.
 
 1. Leases are held from the first row of a step to its ack, over any number of requests. The client renews them.
-2. All rows of a step are acked together with their step, in one commit, after the weights that learned from them are
-   published. So a trainer that dies at any moment has counted all rows of a step or none.
+2. All rows of a step are acked together with their step, in one commit for each use (rule 6), after the weights that
+   learned from them are published. So a trainer that dies at any moment has counted all new rows of a step or none; of
+   further uses, a rollback to its checkpoint returns what it counted since.
 3. If a lease is lost before the update (the process was stopped for long, or the task was rolled back), others have its
    rows: the step is abandoned, its gradient is discarded, and its other rows are released.
 4. If a lease is lost after the update, the model has learned from rows that may come again. Those that still exist are
