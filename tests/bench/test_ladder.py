@@ -22,6 +22,7 @@ from bench.ladder import (
     KEPT,
     LADDERS,
     PLAIN,
+    SIZES,
     RungRun,
     _reached_steps,
     _recall,
@@ -150,6 +151,23 @@ def test_steps_until_a_reward_are_compared_where_each_seed_reached_it() -> None:
         one = found(40, least)
         assert f"in the order of the data: {steps}, {reached} of 2 runs" in one
         assert not any("reward over in the order" in name for name in one)
+
+
+def test_further_uses_stand_in_for_prompts_in_batches_of_the_same_size() -> None:
+    shares = {}
+    for rung, settings in LADDERS["uses"].items():
+        prompts, uses = (int(settings.get(key, usual)) for key, usual in PROMPTS_AND_USES.items())
+        shares[rung] = (prompts * uses, prompts)
+    assert shares == {
+        "one use": (8, 8),
+        "two uses": (8, 4),
+        "four uses": (8, 2),
+        "two uses, uncorrected": (8, 4),
+        "half of the prompts": (4, 4),
+    }
+
+
+PROMPTS_AND_USES = {"trainer.prompts_per_step": SIZES["tiny"].prompts, "pacing.uses": 1}
 
 
 def of_seed(reward: float, held_out: float, staleness: float = 0.0) -> RungRun:

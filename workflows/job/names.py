@@ -68,3 +68,12 @@ OPEN_STATES: Final = ("pending", "held", "ready", "leased")
 
 CRITIC_STEP: Final = "critic_step"
 """Kind of the event with the figures of a step of the critic's trainer."""
+
+
+def further_uses(uses: int) -> tuple[str, ...]:
+    """Return the tasks of the uses of a row after its first, which is `TRAIN`. The process of `TRAIN` serves them.
+
+    >>> further_uses(3)
+    ('train_use_2', 'train_use_3')
+    """
+    return tuple(f"{TRAIN}_use_{use}" for use in range(2, uses + 1))

@@ -76,6 +76,7 @@ JOBS = {
     "ppo-whitened": PPO.replace("whiten = false", "whiten = true"),
     "colocated": GRPO.replace('mode = "sync"', 'mode = "colocated"'),
     "sampled": GRPO.replace("prompt_tokens_max = 32", f"prompt_tokens_max = 32, sampler = {SAMPLER}"),
+    "async-uses": ahead(GRPO).replace("max_staleness = 2", "max_staleness = 4, uses = 3"),
     "delayed": GRPO.replace('mode = "sync"', 'mode = "delayed"'),
     "async": ahead(GRPO),
     "async-ppo": ahead(PPO.replace("whiten = false", "whiten = true")),

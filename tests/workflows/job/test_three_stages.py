@@ -98,4 +98,4 @@ def test_a_finished_run_is_lengthened(place: Path) -> None:
         logprobs(folder / "model"), logprobs(folder / "checkpoints/train/step-00000044"), rtol=0, atol=0
     )
     state = json.loads((folder / "checkpoints/train/step-00000044/state.json").read_text())
-    assert state["position"] == [44 * 32, []]
+    assert state["position"] == [44 * 32, [], []]

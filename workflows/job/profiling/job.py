@@ -101,6 +101,11 @@ def _check(job: Job, devices: int) -> None:
             "profile of a job of episodes: how long they take is the environment's affair; "
             "write a profile by hand (`transferqueue docs plan`)"
         )
+    if job.pacing.uses > 1:
+        raise Impossible(
+            f"profile of a job with pacing.uses={job.pacing.uses}: a plan counts the training of a row once; leave it "
+            "out"
+        )
     if len(job.engine) > 1:
         raise Impossible(
             f"profile of a job with {len(job.engine)} entries of engine: "

@@ -159,8 +159,14 @@ class RunFolder:
 
     def begin_table(self, job: Job) -> None:
         """The table of the run is a new one: of a run that goes on, it begins in the data after what the newest
-        checkpoint has trained."""
+        checkpoint has trained. `UsageError` if it is to repeat, and would have trained rows of the old one again."""
         if (newest := self.checkpoint(job)) is not None:
+            if job.reproducible and job.pacing.uses > 1:
+                raise UsageError(
+                    f"the run in {self.path} would go on with a new table, without the rows that step {newest + 1} is "
+                    f"to train again (pacing.uses={job.pacing.uses}), so it cannot repeat (reproducible=true); go on "
+                    "with --set reproducible=false"
+                )
             checkpoint = checkpoint_path(self.path / CHECKPOINTS / names.TRAIN, newest)
             set_first_prompt(self.path, _prompts_trained(checkpoint, job))
 
@@ -294,7 +300,7 @@ def _name(path: Path) -> str:
 
 def _prompts_trained(checkpoint: Path, job: Job) -> int:
     """The number of the first prompt after those that a checkpoint has trained."""
-    oldest, finished = json.loads((checkpoint / STATE).read_bytes())["position"]
+    oldest, finished, *_ = json.loads((checkpoint / STATE).read_bytes())["position"]
     places: int = max([oldest, *(place + 1 for place in finished)])
     return places if defaults_of(job.algorithm.kind).compares else -(-places // group_rows(job))
 

@@ -90,12 +90,25 @@ def has_step_versions(job: Job) -> bool:
     return job.reproducible and job.pacing.mode not in IN_TURN and job.algorithm.kind != "sft"
 
 
+def versions_of_uses(job: Job) -> int:
+    """Versions that a row grows older from its first use to its last, at most."""
+    every = job.weights.every
+    return -(-(job.pacing.uses - 1) // every) * every
+
+
+def staleness_when_new(job: Job) -> int | None:
+    """Most versions between the weights of a row and the step that trains it first; None: open. The rest of
+    `pacing.max_staleness` is for its further uses."""
+    staleness = job.pacing.max_staleness
+    return None if staleness is None else max(0, staleness - versions_of_uses(job))
+
+
 def version_lag(job: Job) -> int:
     """Steps from the weights of a row to the step that trains it, where its step decides its version. Versions that are
     published every few steps may be older by the others."""
     ahead = int(depth(job))
-    staleness = ahead if job.pacing.max_staleness is None else job.pacing.max_staleness
-    return max(1, min(ahead, staleness - job.weights.every + 1))
+    staleness = staleness_when_new(job)
+    return max(1, min(ahead, (ahead if staleness is None else staleness) - job.weights.every + 1))
 
 
 def versions_kept(job: Job) -> int:
@@ -123,8 +136,8 @@ def rows_ahead(job: Job) -> int:
 
 
 def rows_kept(job: Job) -> int:
-    """Rows that may be live: those ahead, and those trained that wait for their checkpoint."""
-    return job.checkpoint.every * batch_rows(job) + rows_ahead(job)
+    """Rows that may be live: those ahead, and those trained that wait for further uses and their checkpoint."""
+    return (job.checkpoint.every + job.pacing.uses - 1) * batch_rows(job) + rows_ahead(job)
 
 
 def row_bytes(job: Job, *, route_bytes: int = 0) -> int:
