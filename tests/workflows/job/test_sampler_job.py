@@ -11,7 +11,7 @@ from tests.workflows.job.short_run import ROWS, STEPS, final_weights, finished, 
 from transferqueue.workflows.job.run_files import SAMPLER
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-pytest.importorskip("transformers", exc_type=ImportError)
+pytest.importorskip("torch", exc_type=ImportError)
 
 WORDS = ("job.toml", "--json", "--set", 'evaluation.path=""')
 PROMPTS = 4
