@@ -14,8 +14,8 @@ PUSH   ?= --push
 PIP    := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --progress-bar off --constraint constraints.txt
 ARGS   ?=
 COMMA  := ,
-# Half of the time of a test is waiting, so two at once take little more than half as long. Each worker has up to 1 GB of modules.
-WORKERS ?= 2
+# A third of the time of a test is waiting, so three at once keep two cores busy. Each worker has up to 1 GB of modules.
+WORKERS ?= 3
 PEERS  := .venv-peers
 PEERED := $(PEERS)/.installed
 ENGINES  := .venv-engines

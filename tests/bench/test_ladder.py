@@ -258,6 +258,7 @@ def test_a_folder_keeps_the_runs_of_one_setting(tmp_path: Path) -> None:
         begin(tmp_path, {"steps": 12}, nothing)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_command_writes_a_record_and_does_not_run_again_what_it_has(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("torch", exc_type=ImportError)
 
 from tests.adapters.openenv_server import calculator_server
+from tests.scale import only_long
 from tests.workflows.job.short_run import descendants, lines
 from transferqueue.errors import TransferQueueError
 from transferqueue.workflows.flow.events import Figures
@@ -174,7 +175,7 @@ def check_failures(folder: Path, outcome, steps: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", NAMED)
+@pytest.mark.parametrize("kind", ["factory", *only_long("agent")])
 def test_no_run_ends_if_a_tenth_of_the_calls_fail_and_processes_are_killed(kind, place, tmp_path):
     kills = {2: "environment_process", 4: '"name":"play"'}
     outcome = run(place, tmp_path / "run", job_in(place, steps=6, failing=0.1, kind=kind), kills=kills)
@@ -182,6 +183,7 @@ def test_no_run_ends_if_a_tenth_of_the_calls_fail_and_processes_are_killed(kind,
     assert [each["label"] for each in lines(tmp_path / "run" / "restarts.jsonl")] == ["play-0"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_each_host_has_its_share_of_the_trained_rows_while_a_tenth_of_two_ones_calls_fail(place, tmp_path):
@@ -213,6 +215,7 @@ def test_each_host_has_its_share_of_the_trained_rows_while_a_tenth_of_two_ones_c
     assert any(cause.endswith("/Talks") for cause in outcome.summary.retried)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_in_which_more_fails_than_it_says_ends_with_the_last_failure(place, tmp_path):

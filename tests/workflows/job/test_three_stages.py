@@ -20,7 +20,7 @@ from transferqueue.workflows.job.run_files import checkpoint_path, checkpoint_st
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", exc_type=ImportError)
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1500)]
 PAGE = ROOT / "docs" / "learn" / "three-stages.md"
 PROMPTS, RESPONSES = [[5, 6, 7], [8, 9]], [[10, 11, 12], [13, 4]]
 

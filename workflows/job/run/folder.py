@@ -36,6 +36,7 @@ import msgspec
 
 from transferqueue.errors import AddressInUse, NotFound, UsageError
 from transferqueue.transport import FileLock
+from transferqueue.transport.system.private_files import write_durably
 from transferqueue.wire.versions import VERSION
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.run_files import (
@@ -136,8 +137,9 @@ class RunFolder:
         )
         if self.finished:
             self._reopen(job)
-        _replace(self.path / JOB, job_as_toml(job))
-        _replace(self.path / ABOUT, msgspec.json.format(msgspec.json.encode([*self.starts(), start])).decode() + "\n")
+        write_durably(self.path / JOB, job_as_toml(job).encode())
+        starts = msgspec.json.encode([*self.starts(), start])
+        write_durably(self.path / ABOUT, msgspec.json.format(starts) + b"\n")
 
     def _check_sampler(self, job: Job) -> None:
         """The prompts that were put followed the order of the data, or did not: only the file of a sampler says which
@@ -312,10 +314,3 @@ def installed_packages() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file at once: a reader sees the old one or the new one."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
