@@ -98,6 +98,7 @@ _FIELDS: Final[dict[str, tq.Field]] = {
         tq.Field("prompt_ids", "int32", RAGGED),
         tq.Field(names.DATA, "value"),
         tq.Field(names.ENVIRONMENT, "str"),
+        tq.Field(names.EPISODE, "value"),
         tq.Field(names.EXPECTED_TOKENS, "int32"),
         tq.Field(names.RANKER_VERSION, "int32"),
         tq.Field("response_ids", "int32", RAGGED),
@@ -285,7 +286,7 @@ def _columns(task: str, job: Job) -> tuple[tuple[str, ...], tuple[str, ...]]:
         names.LENGTHS: (("prompt_ids", "response_ids", *ranked), ()),
         names.ROLLOUT: (("prompt_ids", *begun, *ranked), (*_GENERATED, *routes)),
         names.PLAY: (
-            ("prompt_ids", names.DATA, *([names.ENVIRONMENT] if several else []), *ranked),
+            ("prompt_ids", names.DATA, names.EPISODE, *([names.ENVIRONMENT] if several else []), *ranked),
             (*_GENERATED, *routes, *mask, "rewards", "turn_rewards", *([names.REWARD_TERMS] if several else [])),
         ),
         names.REWARD: ((*_TEXT, names.DATA, "finish_reason"), ("rewards", names.REWARD_TERMS)),

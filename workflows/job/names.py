@@ -28,6 +28,9 @@ DATA: Final = "data"
 messages), and the columns that rewards or environments ask for, by the names that they use."""
 ENVIRONMENT: Final = "environment"
 """Column with the name of the environment that plays the row, in jobs with several."""
+EPISODE: Final = "episode"
+"""Column with the turns of an episode that are over, a dict of plain values, for the process that plays it on after the
+death of another; None before its first, and where its environment gives no state."""
 REWARD_TERMS: Final = "reward_terms"
 """Column with each reward's own score before weights: float32 ``[rewards]`` in the order of the job, NaN where a reward
 does not apply. Of several environments, each has one, and that which played the row applies."""

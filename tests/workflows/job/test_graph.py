@@ -14,7 +14,7 @@ from transferqueue.workflows.job import graph, names
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import batch_rows, group_rows, records_rows
 
-PUT = {"prompt_ids", names.DATA, *graph.BEGUN}
+PUT = {"prompt_ids", names.DATA, names.EPISODE, *graph.BEGUN}
 
 
 def values_for(field, rows, tokens=3):

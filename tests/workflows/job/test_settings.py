@@ -195,8 +195,8 @@ REFUSED = [
     (SFT, "algorithm.router_replay=true", 'router_replay=true with kind="sft": no engine draws its tokens'),
     (
         GRPO,
-        "algorithm.router_replay=true ; engine.0.kind=vllm",
-        'router_replay=true with engine.0.kind="vllm": it gives no routes; set kind="transformers"',
+        "algorithm.router_replay=true ; engine.0.kind=builtin",
+        'router_replay=true with engine.0.kind="builtin": it gives no routes; set kind="transformers" or "vllm"',
     ),
     (
         GRPO,

@@ -91,10 +91,10 @@ def _router_replay(job: Job) -> None:
     if not defaults_of(job.algorithm.kind).rollout:
         raise UsageError(f'router_replay=true with kind="{job.algorithm.kind}": no engine draws its tokens')
     for place, engine in enumerate(job.engine):
-        if engine.kind != "transformers":
+        if engine.kind not in ("transformers", "vllm"):
             raise UsageError(
                 f'router_replay=true with engine.{place}.kind="{engine.kind}": it gives no routes; set '
-                'kind="transformers", or leave it out'
+                'kind="transformers" or "vllm", or leave it out'
             )
     if names.PROXIMAL in tasks_of(filled(job.algorithm)):
         raise UsageError(

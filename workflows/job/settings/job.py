@@ -519,7 +519,7 @@ class AlgorithmSettings(_Table):
     router_replay: Annotated[
         bool,
         "Train with the experts that the engine chose for each token and layer (R3), in a column `routes`.",
-        "It takes engines of kind `transformers`, and 2 bytes a token, layer and chosen expert.",
+        "It takes engines of kind `transformers`, or on a GPU `vllm`, and 2 bytes a token, layer and chosen expert.",
         For("mixtures of experts whose `engine_error` is high"),
     ] = False
     gamma: Annotated[

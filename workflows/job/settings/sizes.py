@@ -22,6 +22,8 @@ _TOKEN_BYTES: Final = {
     "token_advantages": 4,
 }
 """Bytes of one response token in each column that has a value for each token."""
+_EPISODE_BYTES: Final = 13
+"""Bytes of a token in the column `names.EPISODE`."""
 _PAIR_BYTES: Final = 8
 """Bytes of a teacher's token: its id and its log-prob."""
 
@@ -142,10 +144,11 @@ def rows_kept(job: Job) -> int:
 
 def row_bytes(job: Job, *, route_bytes: int = 0) -> int:
     """Bytes of a row whose prompt and response have all the tokens that they may have. route_bytes: of the routes of a
-    token, which the model decides."""
+    token, which the model decides. Of an episode its turns so far are counted, without the environment's state."""
     masked = _TOKEN_BYTES["loss_mask"] if has_loss_mask(job) else 0
     response = job.sampling.tokens_max * (token_bytes(job.algorithm) + masked)
-    return 4 * job.data.prompt_tokens_max + response + tokens_of_row(job) * route_bytes
+    played = _EPISODE_BYTES if job.environment else 0
+    return 4 * job.data.prompt_tokens_max + response + tokens_of_row(job) * (route_bytes + played)
 
 
 def has_loss_mask(job: Job) -> bool:
