@@ -254,7 +254,7 @@ $(OPENRLHFED): tests/engines/openrlhf.txt pyproject.toml examples/stacks/openrlh
 	@touch $@
 
 test-openrlhf: $(OPENRLHFED) ## OpenRLHF's asynchronous mode with its queues in a table, and a kill, on OpenRLHF's code over Ray (minutes)
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 DS_ACCELERATOR=cpu PYTHONPATH=$(OPENRLHF)/src $(OPENRLHF)/bin/python -m pytest tests/engines/test_openrlhf.py $(ARGS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 DS_ACCELERATOR=cpu PYTHONPATH=$(OPENRLHF)/src $(OPENRLHF)/bin/python -m pytest tests/engines/test_openrlhf.py tests/engines/test_adopt_stacks.py $(ARGS)
 
 test-ray: $(SHIMMED) ## a deployment, and a training job, on Ray clusters of several nodes (minutes)
 	$(SHIM)/bin/python -m pytest tests/cluster tests/deploy $(ARGS)
