@@ -120,7 +120,7 @@ LADDERS: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = {
     "record": {
         "no record": AHEAD,
         "record": AHEAD | {"queue.record": "on"},
-        "reproducible": AHEAD | {"reproducible": "true"},
+        "reproducible": AHEAD | {"reproducible": "true", "checkpoint.every": "50"},
     },
     "sampler": {
         "in the order of the data": EVALUATED_EXACTLY,
