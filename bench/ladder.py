@@ -22,7 +22,8 @@ direction each second time; figures are over the steps after the first.
   takes as LoRA requests and other engines merge: the same figures, and the bytes of a version. Synchronous steps, so
   that nothing depends on the time.
 - *record*: what `queue.record` costs, and `reproducible`: asynchronous steps with neither, and with each. Only some
-  steps overlap the writing of a file, so a second ratio, *all steps*, is of the seconds from the first step to the last.
+  steps overlap the writing of a file, so a second ratio, *all steps*, is of the seconds from the first step to the
+  last.
 - *sampler*: what prompts by pass rate gain: `data.sampler` and the order of the data, on prompts of which eight in
   twenty are solved by any response, eight by none before the end, and the others one after the other. Synchronous
   steps, a seed a turn; the steps, and the tokens generated in them, until an evaluation of held-out prompts has the
