@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
+from transferqueue.adapters.engines.images import VisionProcessor, give_processor
 from transferqueue.adapters.protocols import Caches, Generator
 from transferqueue.adapters.stages.reward_functions import load_callable
 from transferqueue.errors import UsageError, listing
@@ -108,10 +109,14 @@ def _builtin(settings: EngineSettings, job: Job, key: str) -> Generator:
 
 
 def _transformers(settings: EngineSettings, job: Job, key: str) -> Generator:
-    from transformers import AutoModelForCausalLM
+    import transformers
 
+    directory = model_directory(settings, job)
     options = {"dtype": job.model.dtype, "trust_remote_code": job.model.trust_remote_code, **settings.options}
-    model = AutoModelForCausalLM.from_pretrained(model_directory(settings, job), **options)
+    kind = transformers.AutoModelForImageTextToText if job.data.images else transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(directory, **options)
+    if job.data.images:
+        give_processor(model, VisionProcessor(directory, trust_remote_code=job.model.trust_remote_code))
     return _in_this_process(model, settings, job)
 
 

@@ -10,18 +10,19 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from transferqueue.adapters.engines.images import VisionProcessor
 from transferqueue.adapters.stages.reward_functions import GIVEN, load_reward
 from transferqueue.errors import Impossible, NotFound, UsageError, listing
 from transferqueue.workflows.job.data.data_rows import DataRows
 from transferqueue.workflows.job.data.files import open_data
 from transferqueue.workflows.job.data.prompts import PromptRenderer, check_columns, near
-from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
+from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer, revision_of
 from transferqueue.workflows.job.settings.environment_factories import environments_of
 from transferqueue.workflows.job.settings.job import DataPart, DataSettings, EnvironmentSettings, Job, RewardSettings
 
 PROMPT: Final = "prompt"
 """Key of column ``data`` with the prompt itself."""
-_KEYS: Final = re.compile(r"\bdata\.(path|subset|split|prompt|template|response|columns)\b")
+_KEYS: Final = re.compile(r"\bdata\.(path|subset|split|prompt|template|response|images|columns)\b")
 """Keys in errors of a data set that a source or a held-out set has too."""
 
 
@@ -166,17 +167,32 @@ def _opened(job: Job, parts: Sequence[_Part], tokenizer: TextTokenizer | None) -
             check_columns(part.settings, rows_of[-1].columns, learns_response=learns)
             columns_of.append(reward_columns(job, part.settings, rows_of[-1].columns, part.environment))
     tokenizer = tokenizer or load_tokenizer(job.model)
+    vision = _vision(job) if job.data.images else None
     return [
-        _source(part, tokenizer, rows, columns, learns_response=learns)
+        _source(part, tokenizer, rows, columns, vision, learns_response=learns)
         for part, rows, columns in zip(parts, rows_of, columns_of, strict=True)
     ]
 
 
+def _vision(job: Job) -> VisionProcessor:
+    model = job.model
+    path = model.tokenizer or model.path
+    return VisionProcessor(path, revision=revision_of(model, path) or "", trust_remote_code=model.trust_remote_code)
+
+
 def _source(
-    part: _Part, tokenizer: TextTokenizer, rows: DataRows, columns: Mapping[str, str], *, learns_response: bool
+    part: _Part,
+    tokenizer: TextTokenizer,
+    rows: DataRows,
+    columns: Mapping[str, str],
+    vision: VisionProcessor | None,
+    *,
+    learns_response: bool,
 ) -> DataSource:
     with _named(part.key):
-        renderer = PromptRenderer(part.settings, tokenizer, rows.columns, learns_response=learns_response)
+        renderer = PromptRenderer(
+            part.settings, tokenizer, rows.columns, learns_response=learns_response, vision=vision
+        )
     rows = rows.select(tuple(dict.fromkeys((*renderer.columns, *columns.values()))))
     for name in renderer.columns:
         if (at := rows.first_missing(name)) is not None:

@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from transferqueue.adapters.engines.images import VisionProcessor, decoded
 from transferqueue.adapters.protocols import Ids
 from transferqueue.errors import NotFound, UsageError, listing
 from transferqueue.workflows.job.data.tokenizer import Message, TextTokenizer, render
@@ -110,11 +111,14 @@ def _as_text(value: Any, name: str, place: str) -> str:
 @dataclass(frozen=True, kw_only=True)
 class RenderedPrompt:
     """One prompt. value: as rewards see it, a text or a list of messages. text: its text for the tokenizer. response:
-    text that follows (sft), in parts: the first is learned, and of several every second one."""
+    text that follows (sft), in parts: the first is learned, and of several every second one. images: encoded. ids: of
+    the text, if images stand in it."""
 
     value: str | list[dict[str, Any]]
     text: str
     response: tuple[str, ...] = ()
+    images: tuple[bytes, ...] = ()
+    ids: Ids | None = None
 
 
 class LearnedTokens(NamedTuple):
@@ -125,15 +129,22 @@ class LearnedTokens(NamedTuple):
 
 
 class PromptRenderer:
-    """Makes prompts from rows of the data. learns_response: rows have a response too (sft).
+    """Makes prompts from rows of the data. learns_response: rows have a response too (sft). vision: of a model that
+    reads the images of `data.images`.
 
     Raises `NotFound` for a column that the data lacks, and `UsageError` for a system message without a chat template.
     """
 
     def __init__(
-        self, settings: DataSettings, tokenizer: TextTokenizer, columns: Sequence[str], *, learns_response: bool = False
+        self,
+        settings: DataSettings,
+        tokenizer: TextTokenizer,
+        columns: Sequence[str],
+        *,
+        learns_response: bool = False,
+        vision: VisionProcessor | None = None,
     ) -> None:
-        self._settings, self.tokenizer = settings, tokenizer
+        self._settings, self.tokenizer, self._vision = settings, tokenizer, vision
         self._learns_response = learns_response
         self._template = check_columns(settings, columns, learns_response=learns_response)
         self._chat = bool(tokenizer.chat_template)
@@ -159,6 +170,8 @@ class PromptRenderer:
             value = _prompt(row[self._settings.prompt], self._settings.prompt, place)
         else:
             value = self._template.fill(row, place)
+        if self._vision is not None:
+            return self._with_images(self._vision, value, row, place)
         if not self._learns_response:
             return RenderedPrompt(value=value, text=self._text(value, place))
         if self._settings.turns == "all":
@@ -168,6 +181,8 @@ class PromptRenderer:
 
     def tokens(self, prompts: Sequence[RenderedPrompt]) -> list[Ids | None]:
         """Return the ids of prompts; None for a text that is longer than `prompt_tokens_max` of the longest tokens."""
+        if self._vision is not None:
+            return [prompt.ids for prompt in prompts]
         limit = self._longest * self._settings.prompt_tokens_max
         ids = iter(self.encode([prompt.text for prompt in prompts if len(prompt.text) <= limit]))
         return [next(ids) if len(prompt.text) <= limit else None for prompt in prompts]
@@ -197,6 +212,18 @@ class PromptRenderer:
 
     def _text(self, value: PromptValue, place: str) -> str:
         return prompt_text(self.tokenizer, value, self._settings.system, place)
+
+    def _with_images(
+        self, vision: VisionProcessor, value: PromptValue, row: dict[str, Any], place: str
+    ) -> RenderedPrompt:
+        found = row_images(row[self._settings.images], self._settings.images, place)
+        images, shown = tuple(image for image, _ in found), [image for _, image in found]
+        text = self._text(with_images(value, len(images), "" if self._chat else vision.token), place)
+        try:
+            ids = vision.ids(text, shown, add_special_tokens=not self._chat)
+        except UsageError as error:
+            raise UsageError(f"{place}: the prompt {error}") from error
+        return RenderedPrompt(value=value, text=text, images=images, ids=ids)
 
     def _messages(self, value: PromptValue) -> list[Message]:
         return _with_system(value, self._settings.system)
@@ -312,6 +339,50 @@ def _encoded(tokenizer: TextTokenizer, texts: Sequence[str], *, add_special_toke
     return [np.asarray(ids, dtype=np.int32) for ids in encoded]
 
 
+def row_images(value: Any, column: str, place: str) -> list[tuple[bytes, Any]]:
+    """Return the images of a row, encoded and decoded. Raises `UsageError` for one that cannot be: it names `place`,
+    and which image."""
+    given, found = value if isinstance(value, list) else [value], []
+    for number, image in enumerate(given):
+        named = f'{place}: column "{column}", image {number}'
+        data = image.get("bytes") if isinstance(image, dict) else image
+        if not isinstance(data, bytes):
+            path = image.get("path") if isinstance(image, dict) else None
+            has = f"the path {path!r} alone" if path else _kind(data)
+            raise UsageError(f"{named} has {has}; give the bytes of its file, as datasets stores an Image")
+        try:
+            found.append((data, decoded(data)))
+        except UsageError as error:
+            raise UsageError(f"{named} {error}") from error
+    return found
+
+
+def with_images(value: PromptValue, count: int, token: str = "") -> PromptValue:
+    """Return a prompt with places for its images: messages that have such parts as they are; else they stand before
+    the text of the first message of the user. token: the placeholder, for a model without a chat template.
+
+    >>> with_images("What is it?", 1)
+    [{'role': 'user', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'What is it?'}]}]
+    >>> with_images("What is it?", 2, "<image>")
+    '<image><image>What is it?'
+    """
+    if isinstance(value, str):
+        if token:
+            return value if token in value else token * count + value
+        value = [{"role": "user", "content": value}]
+    if any(_has_image(message["content"]) for message in value):
+        return value
+    first = next((at for at, message in enumerate(value) if message.get("role") == "user"), 0)
+    content = value[first]["content"]
+    text = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
+    shown = {**value[first], "content": [{"type": "image"}] * count + text}
+    return [*value[:first], shown, *value[first + 1 :]]
+
+
+def _has_image(content: Any) -> bool:
+    return isinstance(content, list) and any(isinstance(part, dict) and part.get("type") == "image" for part in content)
+
+
 def _is_answer(message: Any) -> bool:
     return isinstance(message, dict) and message.get("role") == "assistant"
 
@@ -338,13 +409,14 @@ def check_columns(
 def _columns(settings: DataSettings, template: PromptTemplate | None, *, learns_response: bool) -> tuple[str, ...]:
     prompt = (settings.prompt,) if template is None else template.columns
     response = (settings.response,) if learns_response and settings.response else ()
-    return tuple(dict.fromkeys((*prompt, *response)))
+    images = (settings.images,) if settings.images else ()
+    return tuple(dict.fromkeys((*prompt, *response, *images)))
 
 
 def _check_column(name: str, settings: DataSettings, columns: Sequence[str]) -> None:
     if name in columns:
         return
-    key = "response" if name == settings.response else "prompt"
+    key = {settings.response: "response", settings.images: "images"}.get(name, "prompt")
     usual = [column for column in _USUAL if column in columns]
     remedy = (
         f'; set data.prompt = "{usual[0]}" or data.template = "{{{usual[0]}}}"' if usual and key == "prompt" else ""
@@ -367,12 +439,19 @@ def _prompt(value: Any, column: str, place: str) -> str | list[dict[str, Any]]:
 
 def _message(message: Any, column: str, place: str) -> dict[str, Any]:
     if isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message:
-        return {name: value for name, value in message.items() if value is not None or name == "content"}
+        kept = {name: value for name, value in message.items() if value is not None or name == "content"}
+        return kept | {"content": _parts_of(kept["content"])}
     keys = listing(message) if isinstance(message, dict) else type(message).__name__
     raise UsageError(
         f'{place}: column "{column}" has a message of {keys}; a message is an object with role and content, such as '
         '{"role": "user", "content": "2+2?"}'
     )
+
+
+def _parts_of(content: Any) -> Any:
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return content
+    return [{name: value for name, value in part.items() if value is not None} for part in content]
 
 
 def _response(value: Any, column: str, place: str) -> str:
