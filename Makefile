@@ -14,8 +14,8 @@ PUSH   ?= --push
 PIP    := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --progress-bar off --constraint constraints.txt
 ARGS   ?=
 COMMA  := ,
-# Half of the time of a test is waiting, so two at once take little more than half as long. Each worker has up to 1 GB of modules.
-WORKERS ?= 2
+# A third of the time of a test is waiting, so three at once keep two cores busy. Each worker has up to 1 GB of modules.
+WORKERS ?= 3
 PEERS  := .venv-peers
 PEERED := $(PEERS)/.installed
 ENGINES  := .venv-engines
@@ -46,6 +46,10 @@ SLIMED    := $(NEMO)/.slime-$(SLIME_AT)
 ROLL_FROM ?= https://github.com/alibaba/ROLL
 ROLL_AT   ?= 8eb27cc2dc34c4d1310b169d9b86d339004d811a
 ROLLED    := $(VERL)/.roll-$(ROLL_AT)
+OPENRLHF  := .venv-openrlhf
+OPENRLHF_FROM ?= https://github.com/OpenRLHF/OpenRLHF
+OPENRLHF_AT ?= 3c3be6234e0cb353e76bb8019947db9dfe99fca7
+OPENRLHFED := $(OPENRLHF)/.installed-$(OPENRLHF_AT)
 
 export PYTHONUTF8 := 1
 # The tests start several hundred processes. Where the environment forbids to keep compiled modules, as images of containers do, each compiles
@@ -53,7 +57,7 @@ export PYTHONUTF8 := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: help setup check test docs docs-publish docs-pictures dist test-long test-all test-engines test-shim test-verl test-stacks test-nemo test-slime test-roll test-ray test-mooncake test-nixl test-gpu test-others test-web test-deploy engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
+.PHONY: help setup check test docs docs-publish docs-pictures dist test-long test-all test-engines test-shim test-verl test-stacks test-nemo test-slime test-roll test-openrlhf test-ray test-mooncake test-nixl test-gpu test-others test-web test-deploy engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -91,7 +95,7 @@ test: check ## the checks, then the tests, WORKERS at once (minutes); ARGS goes 
 test-long: $(STAMP) ## tests that only repeat, with many seeds, kills, rows and examples (half an hour)
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m 'long or hypothesis' --timeout 1200 $(ARGS)
 
-TARGETS ?= test test-ray test-engines test-shim test-verl test-stacks test-nemo test-slime test-roll test-mooncake test-nixl test-gpu test-others test-web test-deploy
+TARGETS ?= test test-ray test-engines test-shim test-verl test-stacks test-nemo test-slime test-roll test-openrlhf test-mooncake test-nixl test-gpu test-others test-web test-deploy
 test-all: ## every test target but test-long, one after another, and a table of them; TARGETS="test-ray test-web": these
 	@$(PYTHON) -m tests.targets $(TARGETS)
 
@@ -235,6 +239,23 @@ $(ROLLED): $(VERLED) examples/stacks/roll.patch
 test-roll: $(ROLLED) ## ROLL's batches in the drop-in, on ROLL's code over Ray (a minute; ROLL_AT=main: as it is today)
 	PYTHONPATH=$(VERL)/roll $(VERL)/bin/python -m pytest tests/engines/test_roll.py $(ARGS)
 
+# OpenRLHF's own package alone, of one commit, with the patch that its users apply. Of flash-attn it imports functions in plain torch, which lie
+# beside a CUDA library and kernels for GPUs: these are neither built nor loaded, and OpenRLHF takes its own cross entropy.
+$(OPENRLHFED): tests/engines/openrlhf.txt pyproject.toml examples/stacks/openrlhf.patch
+	@test -x $(OPENRLHF)/bin/python || { echo 'openrlhf: creating $(OPENRLHF) with OpenRLHF 0.11.0, vLLM (CPU) and DeepSpeed'; $(PYTHON) -m venv $(OPENRLHF); }
+	@$(OPENRLHF)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off 'torch==2.13.0' setuptools wheel ninja
+	@$(OPENRLHF)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --requirement tests/engines/openrlhf.txt
+	@$(OPENRLHF)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE $(OPENRLHF)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps 'flash-attn==2.8.3'
+	@cd $(OPENRLHF)/lib/python3*/site-packages/flash_attn && rm -rf ops && : > __init__.py
+	$(call SOURCE,$(OPENRLHF)/src,$(OPENRLHF_FROM),$(OPENRLHF_AT),openrlhf)
+	@git -C $(OPENRLHF)/src apply --unidiff-zero ../../examples/stacks/openrlhf.patch
+	@$(OPENRLHF)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable .
+	@touch $@
+
+test-openrlhf: $(OPENRLHFED) ## OpenRLHF's asynchronous mode with its queues in a table, and a kill, on OpenRLHF's code over Ray (minutes)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 DS_ACCELERATOR=cpu PYTHONPATH=$(OPENRLHF)/src $(OPENRLHF)/bin/python -m pytest tests/engines/test_openrlhf.py tests/engines/test_adopt_stacks.py $(ARGS)
+
 test-ray: $(SHIMMED) ## a deployment, and a training job, on Ray clusters of several nodes (minutes)
 	$(SHIM)/bin/python -m pytest tests/cluster tests/deploy $(ARGS)
 
@@ -307,5 +328,5 @@ lock: $(STAMP) $(DOCSED) ## rewrite constraints.txt from what is installed now
 	@touch $(DEMOED) $(STAMP) $(DOCSED)
 
 clean: ## remove .venv, .venv-peers, caches, builds (runs/ stays)
-	rm -rf $(VENV) $(PEERS) $(ENGINES) $(SHIM) $(VERL) $(STACKS) $(WEB) $(NEMO) $(MOONCAKE) $(NIXL) $(OTHERS) $(DOCS) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(PEERS) $(ENGINES) $(SHIM) $(VERL) $(STACKS) $(WEB) $(NEMO) $(OPENRLHF) $(MOONCAKE) $(NIXL) $(OTHERS) $(DOCS) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -27,6 +27,11 @@ direction each second time; figures are over the steps after the first.
   twenty are solved by any response, eight by none before the end, and the others one after the other. Synchronous
   steps, a seed a turn; the steps, and the tokens generated in them, until an evaluation of held-out prompts has the
   reward ``--until``. There is one every two steps.
+- *uses*: what rows that are trained again save: one, two and four uses (`pacing.uses`) of each row in batches of the
+  same size, so with all, half and a quarter of the new prompts a step; two uses without the correction of a job file;
+  and half of the prompts without further uses.
+  Synchronous steps, a seed a turn; steps and tokens until a held-out reward as in *sampler*, and rewards as in
+  *reward*.
 
 In asyncflow and streamrl a response has a length that its prompt and seed decide (`bench.given_lengths`), ``--skew
 published`` or ``mild``. ``--engine paced`` takes the published times of a 7B model and no core: then a run says what
@@ -78,6 +83,7 @@ CORRECTED: Final = {"algorithm.old": "trainer", "algorithm.tis_max": "2.0"}
 UNCORRECTED: Final = {"algorithm.old": "rollout"}
 EVALUATED_EXACTLY: Final = {"pacing.mode": "sync", "weights.keep": "128"}
 """Evaluations lag behind, and each needs the weights of its step."""
+USES: Final = EVALUATED_EXACTLY | {"checkpoint.every": "10", "checkpoint.keep": "1"}
 BY_RATE: Final = {"data.sampler.by": "pass_rate", "data.sampler.low": "0.1", "data.sampler.high": "0.9"}
 LORA: Final = {"pacing.mode": "sync", "trainer.lora_rank": "8", "trainer.lora_alpha": "16.0"}
 LADDERS: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = {
@@ -122,10 +128,19 @@ LADDERS: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = {
         "in the order of the data": EVALUATED_EXACTLY,
         "by pass rate": EVALUATED_EXACTLY | BY_RATE,
     },
+    "uses": {
+        "one use": USES,
+        "two uses": USES | {"pacing.uses": "2", "trainer.prompts_per_step": "4"},
+        "four uses": USES | {"pacing.uses": "4", "trainer.prompts_per_step": "2"},
+        "two uses, uncorrected": USES | UNCORRECTED | {"pacing.uses": "2", "trainer.prompts_per_step": "4"},
+        "half of the prompts": USES | {"trainer.prompts_per_step": "4"},
+    },
 }
 """Rungs of each ladder, and the settings that each changes. Ratios are to the first."""
-REWARDED: Final = ("reward", "lora", "sampler")
-"""Ladders that compare rewards at equal samples."""
+UNTIL_HELD_OUT: Final = ("sampler", "uses")
+"""Ladders that count the steps and tokens until a held-out reward."""
+REWARDED: Final = ("reward", "lora", *UNTIL_HELD_OUT)
+"""Ladders that compare rewards."""
 PLAIN_JOBS: Final = ("modes", "record", *REWARDED)
 """Ladders of jobs with an engine by its kind, one reward function, and responses that end as the model ends them."""
 ENGINES_OF: Final = {
@@ -135,6 +150,7 @@ ENGINES_OF: Final = {
     "lora": ("vllm", "transformers"),
     "record": ("builtin", "vllm", "transformers"),
     "sampler": ("builtin", "vllm", "transformers"),
+    "uses": ("builtin", "vllm", "transformers"),
 }
 """Engines of the ladders that do not have all those of given lengths."""
 SCORED: Final = ("asyncflow", "streamrl")
@@ -154,6 +170,7 @@ USUAL_OF: Final[Mapping[str, Mapping[str, Any]]] = {
     "lora": {"size": "tiny", "steps": 30, "lr": 4e-3},
     "record": {"engine": "builtin", "size": "tiny", "runs": 5, "steps": 30},
     "sampler": {"engine": "builtin", "size": "tiny", "steps": 80, "until": UNTIL},
+    "uses": {"engine": "builtin", "size": "tiny", "steps": 60, "until": 0.9},
 }
 """What a ladder takes where the command does not say."""
 QUICK: Final = {"runs": 1, "steps": 2}
@@ -289,7 +306,7 @@ def prepare(place: Path, chosen: argparse.Namespace) -> None:
         rewards.append('{ model = "judge" }')
     terms = {"prompts": size.prompts, "group": size.group, "tokens": size.tokens, "rewards": ", ".join(rewards)}
     terms |= {"kl": 0.01 if chosen.ladder in SCORED else 0.0, "prompt_tokens": PROMPT_TOKENS}
-    evaluation = EVALUATION.format(every=2 * (chosen.ladder == "sampler")) if chosen.ladder in REWARDED else ""
+    evaluation = EVALUATION.format(every=2 * (chosen.ladder in UNTIL_HELD_OUT)) if chosen.ladder in REWARDED else ""
     (place / "job.toml").write_text(JOB.format(engines=", ".join(_engines(chosen)), **terms) + evaluation)
 
 
@@ -357,7 +374,8 @@ def run(place: Path, rung: str, turn: int, chosen: argparse.Namespace) -> RungRu
     lines = [json.loads(line) for line in steps.splitlines() if line.startswith('{"')]
     seconds = [later["at"] - earlier["at"] for earlier, later in pairwise(lines)]
     reward = mean(line["reward"] for line in lines)
-    found = RungRun(size.rows, seconds, whole_s, {}, reached_s(lines, chosen.until), reward)
+    rows = lines[-1].get("rows", size.rows) + lines[-1].get("reused_rows", 0)
+    found = RungRun(rows, seconds, whole_s, {}, reached_s(lines, chosen.until), reward)
     return found if rung in SCRIPTS else replace(found, **_of_job(place / name, lines, chosen.until))
 
 
@@ -576,7 +594,7 @@ def main() -> None:
     parser.add_argument(
         "--engine",
         choices=("builtin", *ENGINES),
-        help="default: transformers; for elastic paced, for reward, record and sampler builtin",
+        help="default: transformers; for elastic paced, for reward, record, sampler and uses builtin",
     )
     parser.add_argument(
         "--size",
@@ -587,13 +605,13 @@ def main() -> None:
     parser.add_argument(
         "--runs", type=int, help="of each rung (default: 3, for reward and record 5; one takes some minutes)"
     )
-    parser.add_argument("--steps", type=int, help="of each run (default: 12, 30 or 80)")
+    parser.add_argument("--steps", type=int, help="of each run (default: 12, 30, 60 or 80)")
     parser.add_argument("--lr", type=float, help="learning rate (default: 1e-4, for lora 4e-3)")
     parser.add_argument(
         "--until",
         type=float,
         help="mean reward: the seconds until three steps have it, and the steps until held-out prompts have it "
-        f"(default for sampler: {UNTIL})",
+        f"(default for sampler: {UNTIL}, for uses: {USUAL_OF['uses']['until']})",
     )
     parser.add_argument("--rungs", nargs="+", help="default: all")
     parser.add_argument("--quick", action="store_true", help="one run of two steps a rung: to try the command")

@@ -6,6 +6,7 @@ import os
 import signal
 import tempfile
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # "ci" is what runs unless asked otherwise: the same examples every time, and no deadline, since a busy machine proves
@@ -49,3 +50,10 @@ def pytest_collection_finish() -> None:
     through it."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """So after each file, whose tests import more; what runs after hundreds of files costs as little as alone."""
+    if nextitem is None or nextitem.path != item.path:
+        pytest_collection_finish()

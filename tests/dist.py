@@ -4,10 +4,12 @@
 Interpreters are those that are on the path as python3.11 to python3.14, and those that ``--python`` names. Wheel and
 sdist each get an environment of their own with the extra ``[cli]`` and nothing else, and no access to the checkout.
 There the programs of the first pages and the recipes run, but those that need torch; and from the unpacked sdist its
-tests of the promises.
+tests of the promises. A second build, from the unpacked sdist and with other rights of its files, must be the same to
+the last bit.
 """
 
 import argparse
+import hashlib
 import os
 import shutil
 import subprocess
@@ -59,10 +61,18 @@ def run(*command: object, cwd: Path) -> str:
 
 
 def build(out: Path) -> tuple[Path, Path]:
-    """Wheel and sdist, in an emptied folder, both accepted by twine."""
+    """Wheel and sdist, in an emptied folder, built twice, both accepted by twine."""
     shutil.rmtree(out, ignore_errors=True)
     run(sys.executable, "-m", "hatchling", "build", "-d", out, cwd=ROOT)
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+    with tempfile.TemporaryDirectory() as folder:
+        again, source = Path(folder, "again"), unpacked(sdist, Path(folder))
+        run("chmod", "-R", "go-rwx", source, cwd=source)
+        run(sys.executable, "-m", "hatchling", "build", "-d", again, cwd=source)
+        for artefact in (wheel, sdist):
+            if artefact.read_bytes() != (again / artefact.name).read_bytes():
+                raise SystemExit(f"{artefact.name} differs from the one that is built from the unpacked sdist")
+            print(f"{hashlib.sha256(artefact.read_bytes()).hexdigest()}  {artefact.name}, built twice")
     print(run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist, cwd=out).strip())
     return wheel, sdist
 
@@ -112,9 +122,15 @@ def runnable() -> list[Block]:
 def run_tests(python: Path, sdist: Path, folder: Path) -> str:
     """Unpack the sdist and run its tests there; returns their last line."""
     install(python, *PYTEST)
+    source = unpacked(sdist, folder)
+    return run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, cwd=source).splitlines()[-1]
+
+
+def unpacked(sdist: Path, folder: Path) -> Path:
+    """Unpack the sdist below a folder; returns its top folder."""
     shutil.unpack_archive(sdist, folder / "sdist", filter="data")
     (source,) = (folder / "sdist").iterdir()
-    return run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, cwd=source).splitlines()[-1]
+    return source
 
 
 def main() -> None:

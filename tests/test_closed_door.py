@@ -30,15 +30,14 @@ ALLOWED = {
     ("transport/bulk/client.py", "connection.connect_ex"),
     # the address that this client was given, once its server was lost: does anything listen there?
     ("transport/control/port_probe.py", "trial.connect"),
+    # the address of a command, or the server of the run whose folder the user named: does anything listen there?
+    ("transport/control/port_probe.py", "probe.connect"),
+    ("transport/control/port_probe.py", "socket.create_connection"),
     # a database in memory, which opens nothing
     ("storage/row_files/reader.py", "duckdb.connect"),
-    # the server of the run whose folder the user named: does anything listen there?
-    ("web/run_page.py", "probe.connect"),
     # files, and the front for commands
     ("server/durability/journal.py", "sqlite3.connect"),
     ("cli/connection.py", "transferqueue.connect"),
-    ("cli/connection.py", "probe.connect"),  # the address of the command, before it connects: does anything listen?
-    ("cli/connection.py", "socket.create_connection"),
     ("cli/completion.py", "tq.connect"),  # completes words of a command: the address is the command's own
 }
 """Every place of the core that connects to anything. A new one needs its reason here: whose word is the address?"""

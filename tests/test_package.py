@@ -149,9 +149,11 @@ def test_sdist_holds_the_package_once_and_builds_the_same_wheel(built: Built) ->
     assert sorted(_files(built.wheel_of_sdist)) == sorted(_files(built.wheel))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_wheel_runs_the_readme_in_an_empty_environment(built: Built, tmp_path: Path) -> None:
-    """Installed with nothing but its core dependencies; the checkout is not in reach of it."""
+    """Installed with nothing but its core dependencies; the checkout is not in reach of it. `make dist` does so with
+    each Python."""
     home = tmp_path / "venv"
     venv.create(home)
     python = home / "bin" / "python"

@@ -99,7 +99,7 @@ if TYPE_CHECKING:
     from transferqueue.storage.inputs.prepare import Repeat
     from transferqueue.storage.row_files.reader import RecordedRows, Run, open_run
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES: Final = {
     "client.aio.batch": "AsyncBatch",

@@ -59,13 +59,17 @@ class Environment(Protocol):
 @dataclass
 class Episode:
     """An episode: its tokens, the reward of each turn, and why it ended: `STOP` (the environment ended it) or `LENGTH`
-    (a limit cut it, or the last turn)."""
+    (a limit cut it, or the last turn). An episode that has not ended can be played on."""
 
     trajectory: Trajectory = field(default_factory=Trajectory)
     rewards: list[float] = field(default_factory=list)
     finish_reason: str = ""
     prompt_tokens: int = 0
     """Tokens before the first answer."""
+    limit: int | None = None
+    """Most tokens, those before the first answer among them."""
+    drawn: Completion | None = None
+    """The model's tokens of a turn that the environment has not answered."""
 
     @property
     def turns(self) -> int:
@@ -118,37 +122,48 @@ class EpisodePlayer:
         options: dict[str, Any] | None = None,
         draws: int | None = None,
         given_up: Callable[[], bool] = lambda: False,
+        begun: Episode | None = None,
+        turned: Callable[[Episode], None] = lambda episode: None,
     ) -> Episode:
         """Play one episode to its end. Blocks. `begin` makes the tokens before the first answer from the first
-        observation, and says how many of them are the observation's; `draws` is the seed of the drawn tokens. Raises
+        observation, and says how many of them are the observation's; `draws` is the seed of the drawn tokens. `begun`
+        is played on: its environment is as it was after the turns of it. `turned` is called before each turn. Raises
         `EpisodeEnded` between two turns once `given_up` returns True, `ObservationTooLong` if the first observation
         leaves no token of ``tokens_max``, and the environment's exceptions.
         """
-        observation, _ = environment.reset(seed=seed, options=options)
-        ids, observed = begin(observation)
+        episode = begun or self._begun(*begin(environment.reset(seed=seed, options=options)[0]))
+        while not episode.finish_reason:
+            if given_up():
+                raise EpisodeEnded
+            turned(episode)
+            self._turn(environment, episode, draws)
+        return episode
+
+    def _begun(self, ids: Sequence[int] | Ids, observed: int) -> Episode:
+        """Return an episode before its first turn."""
         limit = None if self._tokens_max is None else len(ids) - observed + self._tokens_max
         if limit is not None and len(ids) >= limit:
             raise ObservationTooLong(
                 f"the first observation has {observed} tokens, of at most {self._tokens_max} for "
                 "observations and answers: none is left for an answer; shorten it, or raise sampling.tokens_max"
             )
-        episode = Episode(prompt_tokens=len(ids))
+        episode = Episode(prompt_tokens=len(ids), limit=limit)
         episode.trajectory.add_input(ids)
-        while not episode.finish_reason:
-            if given_up():
-                raise EpisodeEnded
-            self._turn(environment, episode, limit, draws)
         return episode
 
-    def _turn(self, environment: Environment, episode: Episode, limit: int | None, draws: int | None) -> None:
-        """Generate one completion and pass it to the environment."""
+    def _turn(self, environment: Environment, episode: Episode, draws: int | None) -> None:
+        """Generate one completion, if that is not done, and pass it to the environment."""
+        limit = episode.limit
         left = None if limit is None else limit - len(episode.trajectory.ids)
-        if left is not None and left < 1:
-            episode.finish_reason = LENGTH
-            return
-        completion = self._complete(episode, left, draws)
-        episode.trajectory.add_completion(completion)
+        if episode.drawn is None:
+            if left is not None and left < 1:
+                episode.finish_reason = LENGTH
+                return
+            episode.drawn = self._complete(episode, left, draws)
+            episode.trajectory.add_completion(episode.drawn)
+        completion = episode.drawn
         observation, reward, ended, cut, _ = environment.step(self._decode(completion.ids))
+        episode.drawn = None
         episode.rewards.append(float(reward))
         if ended or cut or episode.turns == self._turns_max:
             whole = completion.finish_reason != LENGTH

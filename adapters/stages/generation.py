@@ -289,8 +289,8 @@ def routes_of(completion: Completion) -> npt.NDArray[np.int16]:
     """
     if completion.routes is None:
         raise UsageError(
-            "the engine gave no routes of experts: generate with an engine of kind transformers, which captures them, "
-            "or leave algorithm.router_replay out"
+            "the engine gave no routes of experts: generate with an engine of kind transformers or vllm, which give "
+            "them, or leave algorithm.router_replay out"
         )
     return completion.routes
 

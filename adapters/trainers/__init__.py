@@ -9,6 +9,7 @@ from transferqueue.lazy import lazy_names
 if TYPE_CHECKING:
     from transferqueue.adapters.trainers.learners import LossSum, TorchLearner, rank_leases
     from transferqueue.adapters.trainers.nemo_rl import QueueDataPlaneClient
+    from transferqueue.adapters.trainers.openrlhf import RolloutQueues
     from transferqueue.adapters.trainers.packing import pack
     from transferqueue.adapters.trainers.slime import QueueDataSource
     from transferqueue.adapters.trainers.torch_data import QueueDataset, QueueLoader, tensors
@@ -30,6 +31,7 @@ __all__ = [
     "QueueLoader",
     "QueueRolloutWorker",
     "QueueRollouts",
+    "RolloutQueues",
     "TorchLearner",
     "pack",
     "queued_reward",
@@ -48,6 +50,7 @@ __getattr__ = lazy_names(
         "trl": "BehaviourRatio QueueRollouts queued_reward rollout_pacing rollout_tasks",
         "trl_async": "QueueRolloutWorker",
         "nemo_rl": "QueueDataPlaneClient",
+        "openrlhf": "RolloutQueues",
         "slime": "QueueDataSource",
     },
 )

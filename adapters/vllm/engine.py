@@ -21,10 +21,11 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
@@ -38,11 +39,11 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from transferqueue.adapters.engines.completion import completed, context, seed_of, tokens_left
 from transferqueue.adapters.engines.stepped import SteppedGenerator, SteppedRequest
-from transferqueue.adapters.protocols import Caches, Completion, Pause, Prompt, Sampling, WeightSource
+from transferqueue.adapters.protocols import Caches, Completion, Pause, Prompt, Sampling, Unsupported, WeightSource
 from transferqueue.adapters.vllm import plugin as vllm_plugin
 from transferqueue.adapters.vllm.weight_transfer import others_run, refused
 from transferqueue.adapters.weights import ChannelWeights, WeightHandoff, check_fits, checkpoint_specs
-from transferqueue.errors import Disconnected, SchemaError, UsageError
+from transferqueue.errors import Disconnected, SchemaError, TransferQueueError, UsageError
 from transferqueue.transport.system.file_lock import FileLock, remove_unlocked
 
 ON_CPU: Final = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -53,6 +54,10 @@ ON_CPU_EAGER: Final = {"TORCHDYNAMO_DISABLE": "1"}
 """A further one with ``enforce_eager``: vLLM would still compile functions of its sampler, with a C++ compiler, when
 the first rows come."""
 
+_ROUTES: Final = "enable_return_routed_experts"
+"""The argument with which vLLM returns the experts of each token."""
+_WITH_ROUTES: Final = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+"""Its newer model runner returns them, which it does not choose on a CPU without Triton."""
 _FOLDER: Final = "transferqueue-lora-"
 """Begins the name of a folder for files of adapters; beside it lies its lock."""
 
@@ -174,20 +179,30 @@ class VllmGenerator(SteppedGenerator):
     Args:
         model: a directory or name that vLLM loads.
         version: of the weights that it loads at start; default 0.
+        routes: default False. True: completions have the experts that the model chose (`Completion.routes`).
         **engine: further arguments of ``EngineArgs``.
+
+    Raises:
+        Unsupported: `routes` of a vLLM or a model that gives none.
     """
 
     reads_channel: Final = True
     """Its workers read weights of a channel themselves (`adapters.weights.WeightUpdater`)."""
 
-    def __init__(self, model: str, *, version: int = 0, **engine: Any) -> None:
+    def __init__(self, model: str, *, version: int = 0, routes: bool = False, **engine: Any) -> None:
         vllm_plugin.register()
+        if routes and _ROUTES not in EngineArgs.__dataclass_fields__:
+            raise Unsupported(
+                f"this vLLM gives no routes of experts (EngineArgs has no {_ROUTES}): install 0.32 or newer, or "
+                'generate with an engine of kind "transformers"'
+            )
         arguments: dict[str, Any] = {
             "model": model,
             "skip_tokenizer_init": True,
             "logprobs_mode": "processed_logprobs",
             "weight_transfer_config": {"backend": vllm_plugin.BACKEND},
             "disable_log_stats": True,
+            **({_ROUTES: True} if routes else {}),
             **engine,
         }
         if current_platform.is_cpu() and "max_num_batched_tokens" not in engine:
@@ -199,7 +214,7 @@ class VllmGenerator(SteppedGenerator):
         """Whether vLLM is in an update of weights, since the end of one failed."""
         self._relay = WeightHandoff()
         self._sleeps = bool(engine.get("enable_sleep_mode")) and not current_platform.is_cpu()
-        with _variables(arguments):
+        with _variables(arguments, _WITH_ROUTES if routes else {}), _no_routes() if routes else nullcontext():
             options = EngineArgs(**arguments)
             if options.enable_lora and options.tensor_parallel_size * options.pipeline_parallel_size > 1:
                 raise UsageError(
@@ -387,14 +402,28 @@ def _folder() -> tuple[tempfile.TemporaryDirectory[str], FileLock]:
 
 
 @contextmanager
-def _variables(arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Set the variables that an engine's processes inherit on a CPU, until the block ends."""
+def _variables(arguments: Mapping[str, Any], further: Mapping[str, str]) -> Iterator[None]:
+    """Set the variables that an engine's processes inherit on a CPU, and further ones, until the block ends."""
     wanted = ON_CPU | (ON_CPU_EAGER if arguments.get("enforce_eager") else {}) if current_platform.is_cpu() else {}
     with ExitStack() as stack:
-        for name, value in wanted.items():
+        for name, value in {**wanted, **further}.items():
             if name not in os.environ:
                 stack.enter_context(set_env_var(name, value))
         yield
+
+
+@contextmanager
+def _no_routes() -> Iterator[None]:
+    """Raise vLLM's refusal of settings with routes as one of ours."""
+    try:
+        yield
+    except TransferQueueError:
+        raise
+    except ValueError as error:
+        raise Unsupported(
+            f"vLLM does not start with routes of experts: {error}; generate with an engine of kind "
+            '"transformers", or leave algorithm.router_replay out'
+        ) from error
 
 
 @contextmanager
@@ -413,4 +442,8 @@ def _completion(row: _Row, output: Any) -> Completion:
         spans = [(row.adapters.version, len(ids))] if len(ids) else []
     else:
         spans = [(int(span.version), span.end - span.start) for span in output.weight_versions or ()]
-    return completed(row.index, row.sample, row.prompt, ids, logprobs, output.finish_reason, spans)
+    found = completed(row.index, row.sample, row.prompt, ids, logprobs, output.finish_reason, spans)
+    # A row that was computed again, with newer weights, has the experts of both times: the last ones count.
+    routes = output.routed_experts
+    read = len(row.prompt.ids) + len(found.ids) - 1
+    return found if routes is None else replace(found, routes=routes[max(0, len(routes) - read) :].astype(np.int16))

@@ -111,6 +111,7 @@ def test_a_folder_keeps_its_runs_of_one_setting(tmp_path: Path) -> None:
         prepare(tmp_path, USUAL)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_job_whose_buffer_is_killed_loses_nothing(tmp_path: Path) -> None:

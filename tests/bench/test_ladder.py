@@ -22,6 +22,7 @@ from bench.ladder import (
     KEPT,
     LADDERS,
     PLAIN,
+    SIZES,
     RungRun,
     _reached_steps,
     _recall,
@@ -152,6 +153,23 @@ def test_steps_until_a_reward_are_compared_where_each_seed_reached_it() -> None:
         assert not any("reward over in the order" in name for name in one)
 
 
+def test_further_uses_stand_in_for_prompts_in_batches_of_the_same_size() -> None:
+    shares = {}
+    for rung, settings in LADDERS["uses"].items():
+        prompts, uses = (int(settings.get(key, usual)) for key, usual in PROMPTS_AND_USES.items())
+        shares[rung] = (prompts * uses, prompts)
+    assert shares == {
+        "one use": (8, 8),
+        "two uses": (8, 4),
+        "four uses": (8, 2),
+        "two uses, uncorrected": (8, 4),
+        "half of the prompts": (4, 4),
+    }
+
+
+PROMPTS_AND_USES = {"trainer.prompts_per_step": SIZES["tiny"].prompts, "pacing.uses": 1}
+
+
 def of_seed(reward: float, held_out: float, staleness: float = 0.0) -> RungRun:
     return RungRun(64, [1.0], 9.0, STAGES, 1.0, reward=reward, held_out=held_out, staleness=staleness, recall=0.7)
 
@@ -240,6 +258,7 @@ def test_a_folder_keeps_the_runs_of_one_setting(tmp_path: Path) -> None:
         begin(tmp_path, {"steps": 12}, nothing)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_command_writes_a_record_and_does_not_run_again_what_it_has(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import tomllib
 import pytest
 
 from tests.markdown import ROOT
+from tests.scale import only_long
 from transferqueue.lazy import DISTRIBUTION, EXTRAS, install_line, requirement
 
 DECLARED = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
@@ -71,7 +72,7 @@ def test_each_extra_that_the_program_names_is_declared():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extra", ["", "cli"])
+@pytest.mark.parametrize("extra", ["cli", *only_long("")])
 def test_pip_takes_the_line_of_this_checkout_in_any_folder(extra, tmp_path):
     _, *words = shlex.split(install_line(extra))
     offline = ["--dry-run", "--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check"]

@@ -1,6 +1,14 @@
 """`transferqueue samples` shows what a person compares a response with."""
 
+import socket
+import tempfile
+from contextlib import nullcontext
+
+import pytest
+
+import transferqueue as tq
 from transferqueue.cli.commands.looking.samples import sample_lines
+from transferqueue.workflows.job.run import samples
 from transferqueue.workflows.job.run.samples import SampleRow
 
 
@@ -11,3 +19,17 @@ def test_below_a_response_are_the_columns_of_the_data_such_as_the_right_answer()
     head, prompt, response, columns, empty = (line.plain for line in sample_lines(sample))
     assert (head, prompt, response, empty) == ("reward 0  step 1, row 3, version 0, 1 tokens, stop", "2+3", "6", "")
     assert columns == "right: 5; source: " + ("a " * 200)[:200] + "…"
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_server_that_does_not_answer_is_no_ended_one(listens, tmp_path, monkeypatch):
+    """A socket that an ended server left is."""
+    monkeypatch.setattr(samples, "_CONNECT_S", 0.2)
+    assert samples._live(tmp_path) == []
+    with tempfile.TemporaryDirectory(prefix="tq-") as runtime, socket.socket(socket.AF_UNIX) as server:
+        (tmp_path / "runtime").write_text(runtime)
+        server.bind(f"{runtime}/control.sock")
+        if listens:
+            server.listen()
+        with pytest.raises(tq.Unreachable) if listens else nullcontext():
+            assert samples._live(tmp_path) == []

@@ -15,7 +15,7 @@ from transferqueue.adapters import transfer_queue as shim  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(280),
+    pytest.mark.timeout(400),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray leaves files to the collector
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -80,7 +80,7 @@ def generate(partition: str) -> list[Any]:
     return prompts
 
 
-def test_drivers_and_workers_of_several_nodes_share_partitions(nodes):
+def test_drivers_and_workers_of_several_nodes_share_partitions_also_of_one_that_joins_later(nodes):
     sizes = {"SimpleStorage": {"total_storage_bytes": "256MiB", "num_data_storage_units": 2}}
     shim.init({"controller": {"polling_mode": True}, "backend": sizes})
     assert shim.get_client()._queue.address == "ray://transfer_queue/default"
@@ -94,3 +94,10 @@ def test_drivers_and_workers_of_several_nodes_share_partitions(nodes):
     assert [inputs["grid"] for inputs in found["inputs"].tolist()] == [(1, 0), (1, 1)]
     assert torch.equal(found["inputs"].tolist()[1]["pixel_values"], torch.ones(4, 8))
     assert len(shards(client._queue)) == 2  # beside the memory of the server
+
+    nodes.add("late")
+    client.put(TensorDict({"prompt": prompts}, batch_size=[2]), partition_id="later")
+    late = generate.options(resources={"late": 1}).remote("later")
+    assert ray.get(late, timeout=200) == [[0, 1, 2], [0, 1, 2, 3, 4]]
+    meta = client.get_meta(["response"], 2, "later", task_name="train")
+    assert [len(row) for row in client.get_data(meta)["response"].unbind()] == [100_000, 3]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import transferqueue as tq
-from tests.cluster.shards import await_shards, shards
+from tests.cluster.shards import ShardProcess, await_shards, shards
 from transferqueue.errors import AlreadyExists, Impossible, NotFound, UsageError
 from transferqueue.transport import runtime_directory
 from transferqueue.wire.home_coordinator import home_coordinator
@@ -280,6 +280,14 @@ def test_nothing_is_left_of_deployments_that_were_not_closed(cluster):
     with tq.deploy_ray("driven"):
         assert len(list(runtime_directory().glob("ray-*/owner.json"))) == 1
     assert list(runtime_directory().glob("ray-*/owner.json")) == []
+
+
+def test_a_shard_started_by_hand_adds_the_memory_of_a_node_that_joins_later(deployed):
+    with tq.connect("ray") as queue, ShardProcess(deployed.token("shard")):
+        await_shards(queue, 1)
+        table = queue.create_table("rows", replicas=2)
+        table.put(x=[np.full(50_000, 1)])
+        assert shards(queue)[0].used_bytes >= 400_000
 
 
 def test_shards_on_every_node_and_a_node_is_removed(cluster):

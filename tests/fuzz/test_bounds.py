@@ -31,7 +31,7 @@ def measured(tmp_path: Path) -> Iterator[bounds.Measured]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", sizes(7, 1))
+@pytest.mark.parametrize("every", sizes(21, 1))
 def test_no_frame_at_a_bound_takes_long(tmp_path: Path, every: int) -> None:
     before = resident_bytes()
     measured = bounds.run(tmp_path, every=every)

@@ -9,6 +9,7 @@ import typing
 import pytest
 
 from tests.fuzz.typed import Typed, World
+from tests.scale import only_long
 from transferqueue.errors import ProtocolError
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
@@ -29,7 +30,7 @@ def test_every_request_is_made_and_most_pass_the_decoder():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["process", "disk"])
+@pytest.mark.parametrize("level", ["disk", *only_long("process")])
 def test_typed_requests_and_kills_leave_a_server_whole(tmp_path, level):
     command = [
         sys.executable,

@@ -66,22 +66,23 @@ def test_a_block_that_the_server_could_not_read_for_a_file_is_refused() -> None:
 
 
 def test_a_row_keeps_the_step_with_which_a_task_acked_it() -> None:
-    """Also one that a checkpoint covers already, and one whose last task is another."""
+    """Also one that a checkpoint covers already, one whose last task is another, and one that another task drops."""
     world = World()
     client = world.client()
     client.create(tasks=[Task("train"), Task("score")], retention=Recorded("run"))
-    client.put(4)
+    client.put(5)
     client.ack(client.lease("train", 1), step=3)
     client.checkpointed(5, "train")
     client.ack(client.lease("train", 1), step=5)  # covered
     client.ack(client.lease("train", 1))
     client.ack(client.lease("score", 4))
-    client.ack(client.lease("train", 1), step=7)
+    client.ack(client.lease("train", 2), step=7)
     client.checkpointed(7, "train")
+    client.drop([4], "stale_use")
     record = world.table().record
     assert record is not None
     steps = [step for one in record.ended for step in zip(one.rows.tolist(), one.steps.tolist(), strict=True)]
-    assert sorted(steps) == [(0, 3), (1, 5), (2, -1), (3, 7)]
+    assert sorted(steps) == [(0, 3), (1, 5), (2, -1), (3, 7), (4, 7)]
 
 
 def test_a_batch_has_the_events_since_the_first_of_its_rows_was_put() -> None:

@@ -111,7 +111,7 @@ def test_no_promise_is_broken_where_sessions_end_while_their_calls_are_due(kind:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", sizes(25, 2000))
+@pytest.mark.parametrize("seeds", sizes(10, 2000))
 @pytest.mark.timeout(3600)
 def test_no_promise_is_broken_where_the_ledger_is_interrupted(seeds: int):
     """By MemoryError, KeyboardInterrupt and RecursionError, at any of its lines. By row: the books name no ack that no
@@ -153,7 +153,7 @@ def test_a_put_whose_rows_have_ended_is_not_repeated(seed: int):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seeds", sizes(50, 2000))
+@pytest.mark.parametrize("seeds", sizes(16, 2000))
 def test_no_seed_breaks_a_promise_under_a_hundred_faults_each(seeds: int):
     faults, broken = sweep(first=1000, seeds=seeds)
     assert not [(one.broken, replay_command(one.seed)) for one in broken]

@@ -85,6 +85,7 @@ def test_synchronous_rows_are_never_stale_and_kl_brings_a_reference(inputs: Path
     assert (tmp_path / "run" / "job.toml").exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_each_process_of_a_run_sees_its_own_gpus(inputs: Path, tmp_path: Path) -> None:
     """GPUs that no machine here has: torch finds none of them, and the job runs on the CPU."""
@@ -127,15 +128,16 @@ def test_delayed_rows_are_one_version_behind_but_for_those_of_the_first_step(inp
     assert found.publish_lag_s > 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "options"),
     [
         pytest.param(OVER_SAMPLED, {"mode": "sync", "rollouts": 2}, id="over-sampling"),
-        pytest.param({"sampling": {"budget": 2}}, {"rollouts": 2}, id="in parts", marks=pytest.mark.long),
+        pytest.param({"sampling": {"budget": 2}}, {"rollouts": 2}, id="in parts"),
         pytest.param({}, {"mode": "colocated"}, id="colocated"),
-        pytest.param(FILTERED, {}, id="groups replaced", marks=pytest.mark.long),
-        pytest.param({**OVER_SAMPLED, **FILTERED}, {"mode": "sync"}, id="both", marks=pytest.mark.long),
+        pytest.param(FILTERED, {}, id="groups replaced"),
+        pytest.param({**OVER_SAMPLED, **FILTERED}, {"mode": "sync"}, id="both"),
     ],
 )
 def test_a_job_trains_on_exactly_its_rows(

@@ -37,7 +37,7 @@ def generate(address: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [17, *only_long(1)])
+@pytest.mark.parametrize("every", [25, *only_long(1)])
 def test_a_trainer_that_is_killed_loses_no_sample_and_trains_none_twice(every: int, tmp_path: Path) -> None:
     finished = 0
     for line in range(every // 3, LINES, every):

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from transferqueue.client import Queue
-    from transferqueue.transport import Address
 
 CONNECT_S: Final = 5.0
 """A person waits at the prompt, and a server that runs answers in milliseconds."""
-PROBE_S: Final = 1.0
-"""How long a command waits for the kernel of another host to accept or refuse a connection."""
 
 
 @contextmanager
@@ -35,11 +31,11 @@ def check_sockets(address: str) -> None:
     for a slow or stopped server.
     """
     from transferqueue.errors import Unreachable
-    from transferqueue.transport import parse_address, split_addresses
+    from transferqueue.transport import check_listening, parse_address, split_addresses
 
     for place in map(parse_address, split_addresses(address)):
         try:
-            _probe(place)
+            check_listening(place)
         except (FileNotFoundError, ConnectionRefusedError) as error:
             reason = "there is no such socket" if isinstance(error, FileNotFoundError) else "nothing listens there"
             raise Unreachable(
@@ -47,18 +43,6 @@ def check_sockets(address: str) -> None:
             ) from error
         except OSError:
             continue  # no answer, or not for this user: connect() says more
-
-
-def _probe(place: Address) -> None:
-    """Connect and close, within `PROBE_S`. The error of the kernel if that is impossible."""
-    from transferqueue.transport import IpcAddress, TcpAddress
-
-    if isinstance(place, IpcAddress):
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.settimeout(PROBE_S)
-            probe.connect(str(place.path))
-    elif isinstance(place, TcpAddress):
-        socket.create_connection((place.host.strip("[]"), place.port), PROBE_S).close()
 
 
 ADDRESS_VARIABLE: Final = "TRANSFERQUEUE_ADDRESS"

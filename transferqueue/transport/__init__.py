@@ -17,6 +17,7 @@ from transferqueue.transport.address import (
     split_addresses,
 )
 from transferqueue.transport.control.channel import ClientChannel, dial, is_served
+from transferqueue.transport.control.port_probe import check_listening
 from transferqueue.transport.system.file_lock import FileLock, LockProbe, is_locked, remove_unlocked
 from transferqueue.transport.system.host import this_boot, this_host
 from transferqueue.transport.system.wakeup import Wakeup
@@ -30,6 +31,7 @@ __all__ = [
     "LockProbe",
     "TcpAddress",
     "Wakeup",
+    "check_listening",
     "default_address",
     "dial",
     "is_locked",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -66,23 +65,10 @@ async def _queue_of(run: Path) -> AsyncIterator[tuple[tq.AsyncQueue | None, str]
         if address := running_address(run):
             queue = await tq.aconnect(address, timeout_s=CONNECT_S, label="web page")
     except TransferQueueError as error:
-        if not address or _listens(address):
+        if not address or running_address(run):
             why_not = f"its queue cannot be shown: {error}"
     try:
         yield queue, why_not
     finally:
         if queue is not None:
             await queue.close()
-
-
-def _listens(address: str) -> bool:
-    """Whether a process has the socket of a server. An ended one leaves its file."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(CONNECT_S)
-        try:
-            probe.connect(address.removeprefix("ipc://"))
-        except (ConnectionRefusedError, FileNotFoundError):
-            return False
-        except OSError:  # it may
-            return True
-    return True

@@ -28,7 +28,7 @@ PROTOCOL: Final = 4
 PACKAGE: Final = "asyncflow-transferqueue"
 """The name under which the package is installed."""
 
-VERSION: Final = "0.1.0"
+VERSION: Final = "0.2.0"
 """The version of the package; the build reads it here. Asking `importlib.metadata` took each process 25 ms of processor
 time."""
 

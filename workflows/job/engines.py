@@ -152,6 +152,7 @@ def _vllm(settings: EngineSettings, job: Job, key: str) -> Generator:
         "trust_remote_code": job.model.trust_remote_code,
         "tensor_parallel_size": settings.tensor_parallel,
         "max_num_seqs": settings.slots,
+        "routes": job.algorithm.router_replay,
         **here,
         **lora_requests(settings, job),
         **settings.options,

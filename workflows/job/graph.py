@@ -13,6 +13,7 @@ no torch.
                                   --teacher---> teacher_ids, teacher_logprobs  distill
                                   --advantage-> advantages                   whole groups; ppo: token_advantages
                                   --train-----> new weights                  paces the table
+                                  --train_use_2, … -> new weights            rows that are trained in several steps
                                   --train_critic-> new values                ppo
 
 Which of them a job has, and their columns: `transferqueue.workflows.job.settings.defaults`.
@@ -44,6 +45,7 @@ from transferqueue.workflows.job.settings.sizes import (
     has_step_versions,
     rows_ahead,
     rows_kept,
+    staleness_when_new,
     teacher_tokens,
 )
 
@@ -97,6 +99,7 @@ _FIELDS: Final[dict[str, tq.Field]] = {
         tq.Field(names.DATA, "value"),
         tq.Field(names.IMAGES, "value"),
         tq.Field(names.ENVIRONMENT, "str"),
+        tq.Field(names.EPISODE, "value"),
         tq.Field(names.EXPECTED_TOKENS, "int32"),
         tq.Field(names.RANKER_VERSION, "int32"),
         tq.Field("response_ids", "int32", RAGGED),
@@ -173,7 +176,8 @@ def task_names(job: Job) -> tuple[str, ...]:
     tasks = tasks_of(job.algorithm)
     if has_episodes(job):
         tasks = tuple(names.PLAY if task == names.ROLLOUT else task for task in tasks if task != names.REWARD)
-    return (names.RANK, tasks[0], names.LENGTHS, *tasks[1:]) if by_length(job) else tasks
+    tasks = (names.RANK, tasks[0], names.LENGTHS, *tasks[1:]) if by_length(job) else tasks
+    return (*tasks, *names.further_uses(job.pacing.uses))
 
 
 def generating_task(job: Job) -> str:
@@ -205,7 +209,11 @@ def stages(job: Job) -> list[Stage]:
 
 
 def _stage(task: str, job: Job) -> Stage:
-    """Return the stage of a task: its columns, and how many rows one call gets."""
+    """Return the stage of a task: its columns, and how many rows one call gets. A further use of rows has all of the
+    first."""
+    if task in names.further_uses(job.pacing.uses):
+        first = _stage(names.TRAIN, job)
+        return msgspec.structs.replace(first, task=msgspec.structs.replace(first.task, name=task))
     needs, gives = _columns(task, job)
     whole = defaults_of(job.algorithm.kind).compares and task in (names.ADVANTAGE, names.TRAIN)
     declared = tq.Task(
@@ -280,7 +288,7 @@ def _columns(task: str, job: Job) -> tuple[tuple[str, ...], tuple[str, ...]]:
         names.LENGTHS: (("prompt_ids", "response_ids", *ranked), ()),
         names.ROLLOUT: (("prompt_ids", *images, *begun, *ranked), (*_GENERATED, *routes)),
         names.PLAY: (
-            ("prompt_ids", names.DATA, *([names.ENVIRONMENT] if several else []), *ranked),
+            ("prompt_ids", names.DATA, names.EPISODE, *([names.ENVIRONMENT] if several else []), *ranked),
             (*_GENERATED, *routes, *mask, "rewards", "turn_rewards", *([names.REWARD_TERMS] if several else [])),
         ),
         names.REWARD: ((*_TEXT, names.DATA, "finish_reason"), ("rewards", names.REWARD_TERMS)),
@@ -319,7 +327,7 @@ def pacing(job: Job) -> tq.Pacing:
         names.TRAIN,
         batch_rows=batch_rows(job),
         depth=depth(job),
-        max_staleness=job.pacing.max_staleness,
+        max_staleness=staleness_when_new(job),
         on_stale=tq.Requeue(begins) if job.pacing.on_stale == "requeue" else tq.DropStale(),
         channel=names.POLICY,
     )
@@ -381,8 +389,8 @@ def stage_jobs(job: Job, directory: Path | None = None, *, site: str = "", weigh
     processes = [_process(described, names.PROMPTS)]
     for stage in stages(job):
         name = stage.task.name
-        if name == names.LENGTHS:
-            continue  # `rank` serves it
+        if name == names.LENGTHS or name in names.further_uses(job.pacing.uses):
+            continue  # `rank` serves it; `train` its further uses
         if name == generating and is_colocated(job):
             continue  # `train` serves it
         here = [n for n in range(_count(name, job)) if name != generating or engine_of(job, n).site == site]

@@ -30,6 +30,9 @@ IMAGES: Final = "images"
 """Column with the encoded images of a prompt, in jobs with `data.images`: a list of bytes, in the order of its text."""
 ENVIRONMENT: Final = "environment"
 """Column with the name of the environment that plays the row, in jobs with several."""
+EPISODE: Final = "episode"
+"""Column with the turns of an episode that are over, a dict of plain values, for the process that plays it on after the
+death of another; None before its first, and where its environment gives no state."""
 REWARD_TERMS: Final = "reward_terms"
 """Column with each reward's own score before weights: float32 ``[rewards]`` in the order of the job, NaN where a reward
 does not apply. Of several environments, each has one, and that which played the row applies."""
@@ -70,3 +73,12 @@ OPEN_STATES: Final = ("pending", "held", "ready", "leased")
 
 CRITIC_STEP: Final = "critic_step"
 """Kind of the event with the figures of a step of the critic's trainer."""
+
+
+def further_uses(uses: int) -> tuple[str, ...]:
+    """Return the tasks of the uses of a row after its first, which is `TRAIN`. The process of `TRAIN` serves them.
+
+    >>> further_uses(3)
+    ('train_use_2', 'train_use_3')
+    """
+    return tuple(f"{TRAIN}_use_{use}" for use in range(2, uses + 1))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from transferqueue.errors import NotFound, UsageError
+from transferqueue.transport.system.private_files import write_durably
 from transferqueue.workflows.job import names
 
 JOB: Final = "job.toml"
@@ -71,10 +72,8 @@ def first_prompt(folder: Path | None) -> int:
 
 
 def set_first_prompt(folder: Path, number: int) -> None:
-    """Note it, at once."""
-    partial = folder / f"{_FIRST_PROMPT}.partial"
-    partial.write_text(f"{number}\n")
-    partial.replace(folder / _FIRST_PROMPT)
+    """Note it, durably: rows of the new table follow."""
+    write_durably(folder / _FIRST_PROMPT, f"{number}\n".encode())
 
 
 def model_directory(path: str) -> str:

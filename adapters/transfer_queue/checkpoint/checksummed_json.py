@@ -7,7 +7,6 @@ JSON) and the rest. Another format is `UsageError`, a wrong checksum `Corruption
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ import msgspec
 import xxhash
 
 from transferqueue.errors import Corruption, UsageError
-from transferqueue.transport.system.private_files import sync_path
+from transferqueue.transport.system.private_files import sync_path, write_durably
 
 METADATA: Final = "metadata.json"
 """The file at the top of a checkpoint, as documented."""
@@ -38,13 +37,7 @@ def write(path: Path, kind: str, content: Mapping[str, Any]) -> FileRecord:
     """Write a checksummed file and sync it to the disk. It replaces an earlier one atomically."""
     content = json.loads(json.dumps(content))  # as a reader will have it: keys are text
     text = json.dumps({"format": kind, "xxh3": _seal(content), **content}, indent=1).encode()
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_path(path.parent)
+    write_durably(path, text)
     return FileRecord(len(text), xxhash.xxh3_64_hexdigest(text))
 
 

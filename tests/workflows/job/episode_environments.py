@@ -181,6 +181,23 @@ class RaisesWithoutText(Answers):
         raise ErrorWithoutText
 
 
+class GivesAnObject(Answers):
+    """Its state is no plain value."""
+
+    def state(self) -> Any:
+        return self if self.question == FAILS else None
+
+    def restore(self, state: Any) -> None:
+        """Nothing."""
+
+
+class GivesMuch(GivesAnObject):
+    """Its state is too large."""
+
+    def state(self) -> Any:
+        return "x" * (1 << 20) if self.question == FAILS else None
+
+
 class NoTuple(Answers):
     def fails(self, action: str) -> Any:
         return "done"

@@ -14,7 +14,7 @@ phase is too short to be met. Pairs of process and phase that were not met come 
 after `--runs`, more runs follow, at most `--extra`. The run is resumed whenever it is gone. A row of the table says
 what was killed after which step, and how the run ended:
 
-- put, done, dropped: rows; all 32 must be done, and none dropped.
+- put, done, dropped: rows; all 32 must be done, and none dropped; those with uses left at the end count as done.
 - trained: places of the data that the last checkpoint counts as trained, of those that its steps took: equal if each
   was trained once.
 - weights: whether the final policy, and the critic, are those of an undisturbed run, bit for bit.
@@ -114,7 +114,8 @@ def result_of(place: Path, folder: Path, kills: list[Kill], wanted: dict[str, by
     finally:
         result.seconds = time.monotonic() - began
     result.starts, result.put, result.done = summary["starts"], summary["rows_put"], summary["rows_done"]
-    result.dropped = sum(summary["rows_dropped"].values())
+    used = summary["rows_dropped"].pop("surplus_use", 0)  # trained, with uses left at the end
+    result.done, result.dropped = result.done + used, sum(summary["rows_dropped"].values())
     result.left = len(list(folder.glob("state/**/*")))
     _check_trained(result, folder)
     if (result.put, result.done, result.dropped, result.left) != (short_run.ROWS, short_run.ROWS, 0, 0):
@@ -132,7 +133,7 @@ def result_of(place: Path, folder: Path, kills: list[Kill], wanted: dict[str, by
 def _check_trained(result: RunResult, folder: Path) -> None:
     """Compare the places that the last checkpoint counts as trained with those that its steps took: neither a gap nor
     one twice."""
-    oldest, finished_above = checkpoint_state(
+    oldest, finished_above, _ = checkpoint_state(
         Checkpoints(folder / "checkpoints" / "train").path(short_run.STEPS)
     ).position
     taken = short_run.STEPS * {step["rows"] for step in short_run.lines(folder / "steps.jsonl")}.pop()

@@ -13,6 +13,7 @@ import transferqueue as tq
 from transferqueue.adapters.stages.generation import BEGUN
 from transferqueue.workflows.flow.events import Event
 from transferqueue.workflows.flow.stage import Context
+from transferqueue.workflows.job import names
 from transferqueue.workflows.job.graph import create_table
 from transferqueue.workflows.job.names import POLICY
 from transferqueue.workflows.job.settings.job import Job
@@ -63,6 +64,7 @@ def put_prompts(table: tq.Table, prompts: int, group_size: int, *, first: int = 
     draws = np.random.default_rng(first)
     ids = [draws.integers(0, 200, size=4 + number % 5).astype(np.int32) for number in range(prompts)]
     groups = np.repeat(np.arange(first, first + prompts), group_size)
+    begun = {names.EPISODE: [None] * len(groups)} if names.EPISODE in table.fields else {}
     table.put(
         prompt_ids=tq.Repeat(ids, [group_size] * prompts),
         data=tq.Repeat([{"prompt": str(number)} for number in range(prompts)], [group_size] * prompts),
@@ -70,6 +72,7 @@ def put_prompts(table: tq.Table, prompts: int, group_size: int, *, first: int = 
         group_size=group_size,
         ordinal=np.arange(first * group_size, (first + prompts) * group_size),
         **{name: tq.Repeat([value], [prompts * group_size]) for name, value in empty.items()},
+        **begun,
     )
 
 

@@ -76,6 +76,7 @@ JOBS = {
     "ppo-whitened": PPO.replace("whiten = false", "whiten = true"),
     "colocated": GRPO.replace('mode = "sync"', 'mode = "colocated"'),
     "sampled": GRPO.replace("prompt_tokens_max = 32", f"prompt_tokens_max = 32, sampler = {SAMPLER}"),
+    "async-uses": ahead(GRPO).replace("max_staleness = 2", "max_staleness = 4, uses = 3"),
     "delayed": GRPO.replace('mode = "sync"', 'mode = "delayed"'),
     "async": ahead(GRPO),
     "async-ppo": ahead(PPO.replace("whiten = false", "whiten = true")),
@@ -107,23 +108,20 @@ class TwoTurns:
 environment with such a reward in each of two turns."""
 
 
-def make_place(folder: Path, kind: str = "grpo") -> Path:
-    """Write model, data, rewards and ``job.toml`` into `folder`, which is made."""
+def make_place(folder: Path, kind: str = "grpo", *, builtin: bool = False) -> Path:
+    """Write model, data, rewards and ``job.toml`` into `folder`, which is made. builtin: a model and an engine without
+    transformers, which each of their processes loads for three seconds."""
     from transferqueue.workflows.job.tiny_model.make import make, write_data
 
     folder.mkdir(parents=True, exist_ok=True)
-    size = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-    }
-    make(folder / "model", **size)
+    size = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    size |= {"max_position_embeddings": 64} if builtin else {"num_key_value_heads": 1, "head_dim": 8}
+    make(folder / "model", kind="builtin" if builtin else "qwen3", **size)
     if "ppo" in kind:
         make(folder / "critic", kind="value", **size)
     write_data(folder / "data", train=64, test=16)
-    (folder / "job.toml").write_text(JOBS[kind])
+    job = JOBS[kind].replace('kind = "transformers"', 'kind = "builtin"') if builtin else JOBS[kind]
+    (folder / "job.toml").write_text(job)
     (folder / "any_rewards.py").write_text(REWARDS)
     return folder
 

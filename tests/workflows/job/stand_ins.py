@@ -16,7 +16,7 @@ import numpy as np
 
 import transferqueue as tq
 from transferqueue.adapters.stages.generation import BEGUN
-from transferqueue.errors import FlowSignal, PeerError, Sealed
+from transferqueue.errors import DeadlineExceeded, FlowSignal, PeerError, Sealed
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.graph import in_parts
 from transferqueue.workflows.job.settings.job import Job
@@ -143,13 +143,22 @@ class StandIns:
         }
 
     def _weights(self, queue: tq.Queue, wanted: int | None = None) -> tuple[int, int]:
-        with queue.weights(names.POLICY).pull(version=wanted, timeout_s=30) as weights:
+        with self._pulled(queue, wanted) as weights:
             if not self._follows:
                 return weights.version, 0
             if weights.version not in self._digests:
                 tensors = [tensor.double().sum().item() for tensor in weights.torch().values()]
                 self._digests[weights.version] = int(np.array(tensors).view(np.uint64).sum() % (1 << 31))
             return weights.version, self._digests[weights.version]
+
+    def _pulled(self, queue: tq.Queue, wanted: int | None) -> tq.Weights:
+        """The weights, once they are there. A run that ends early does not publish all that are wanted."""
+        while True:
+            try:
+                return queue.weights(names.POLICY).pull(version=wanted, timeout_s=10 * WAIT_S)
+            except DeadlineExceeded:
+                if self._stop.is_set():
+                    raise
 
     def _drawn(self, ordinal: int, digest: int) -> tuple[Any, Any]:
         draws = np.random.default_rng([self._job.seed, ordinal, digest])

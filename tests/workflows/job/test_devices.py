@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import transferqueue as tq
+from tests.scale import only_long
 from tests.workflows.job import jobs
 from tests.workflows.job.recorded_environment import create_table, recording
 from transferqueue.errors import Impossible, NotFound, UsageError
@@ -131,7 +132,7 @@ def test_each_process_has_its_gpus(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("name", ["colocated", *only_long(*sorted(MAPS.keys() - {"colocated"}))])
 def test_a_process_sees_the_gpus_of_the_map(name, tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     job, devices, wanted = MAPS[name]

@@ -251,6 +251,7 @@ def put_two_questions(table: tq.Table, tokenizer: Any) -> None:
     table.put(
         prompt_ids=tq.Repeat([np.array(chat_ids(tokenizer, ("user", each)), np.int32) for each in questions], 2),
         data=tq.Repeat([{"prompt": each, "question": each} for each in questions], 2),
+        episode=[None] * 4,
         ordinal=np.arange(4),
         group_id=[0, 0, 1, 1],
         group_size=2,
@@ -299,7 +300,9 @@ def test_a_row_that_is_played_again_without_a_first_observation_loses_the_old_on
     with tq.connect() as queue:
         table = table_of(queue, settings)
         begun = np.array(chat_ids(tokenizer, ("user", "2+2=look")), np.int32)
-        table.put(prompt_ids=[begun], data=[{"prompt": "2+2="}], ordinal=[0], group_id=[0], group_size=1)
+        table.put(
+            prompt_ids=[begun], data=[{"prompt": "2+2="}], episode=[None], ordinal=[0], group_id=[0], group_size=1
+        )
         with table.lease(names.PLAY, rows=1, timeout_s=10) as batch:
             (part,) = episodes_of(settings, engine, tokenizer)(batch)
             batch.release()
@@ -560,6 +563,8 @@ def test_a_step_that_keeps_the_interpreter_is_ended_with_its_process(tokenizer: 
         ("NoTuple", "error", "step('2') returned 'done'; give the tuple (observation, reward, terminated"),
         ("NotANumber", "error", "step('2') gave the reward nan; give a finite number"),
         ("Exits", "error", "reset(seed="),
+        ("GivesAnObject", "error", "and then state() gave what cannot be sent: Encoding objects of type GivesAnObject"),
+        ("GivesMuch", "output", "and then state() gave 1,048,581 bytes; give at most 1,048,576"),
     ],
 )
 def test_what_is_no_answer_fails_its_episode_alone(tokenizer: Any, environment: str, cause: str, words: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from transferqueue.workflows.job.stages.evaluate import (  # noqa: E402
 from transferqueue.workflows.job.tiny_model.make import make, write_data  # noqa: E402
 
 ROWS = 6
+REWARD = "tests.workflows.job.length_reward:length"
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +47,9 @@ def queue() -> Iterator[tq.Queue]:
         yield opened
 
 
-def length(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """A reward: how long the completion is."""
-    assert all(each.isdigit() for each in answer)
-    return [float(len(text)) for text in completions]
-
-
 def job(directory: Path, **tables: Any) -> Job:
     evaluation = {"path": str(directory / "test.jsonl"), "rows": ROWS} | tables.pop("evaluation", {})
-    reward = {"reward": [{"function": "tests.workflows.job.test_evaluate:length"}]}
+    reward = {"reward": [{"function": REWARD}]}
     return job_of(directory, **{"steps": 4, "evaluation": evaluation, **reward, **tables})
 
 
@@ -105,7 +100,7 @@ def test_each_request_is_measured_with_its_version(queue: tq.Queue, directory: P
     ]
     for each in found:
         assert each["rows"] == ROWS
-        assert each["reward"] == pytest.approx(each["reward/tests.workflows.job.test_evaluate:length"], rel=1e-6)
+        assert each["reward"] == pytest.approx(each[f"reward/{REWARD}"], rel=1e-6)
         assert 0 < each["tokens"] <= 12
     assert len({each["reward"] for each in found}) > 1
 

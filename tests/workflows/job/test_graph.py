@@ -14,7 +14,7 @@ from transferqueue.workflows.job import graph, names
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import batch_rows, group_rows, records_rows
 
-PUT = {"prompt_ids", names.DATA, *graph.BEGUN}
+PUT = {"prompt_ids", names.DATA, names.EPISODE, *graph.BEGUN}
 
 
 def values_for(field, rows, tokens=3):
@@ -111,6 +111,18 @@ def test_tasks_follow_from_the_kind():
     assert graph.task_names(job("distill")) == ("rollout", "teacher", "train")
     assert graph.task_names(job("sft")) == ("train",)
     assert graph.task_names(job("play")) == ("play", "advantage", "train")
+
+
+def test_rows_that_are_trained_again_have_a_task_for_each_use_and_no_further_process():
+    many = job("grpo", "pacing.uses=3")
+    assert graph.task_names(many) == (*graph.task_names(job("grpo")), "train_use_2", "train_use_3")
+    found = {task.name: task for task in graph.tasks(many)}
+    assert all(
+        msgspec.structs.replace(found[use], name="train") == found["train"] for use in ("train_use_2", "train_use_3")
+    )
+    assert {process.name for process in graph.stage_jobs(many)} == {
+        process.name for process in graph.stage_jobs(job("grpo"))
+    }
 
 
 def test_counts_of_processes_follow_from_the_settings():

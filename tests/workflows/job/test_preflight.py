@@ -162,6 +162,15 @@ def test_the_check_of_the_memory_counts_the_experts_of_each_token(place):
         )
 
 
+def test_on_a_cpu_vllm_gives_no_routes(monkeypatch):
+    job = small("engine.0.kind=vllm", "algorithm.router_replay=true")
+    monkeypatch.setattr(preflight, "found_devices", list)
+    with pytest.raises(UsageError, match=r'engine\.0\.kind="vllm", and no GPU: on a CPU vLLM gives no routes'):
+        preflight.check_routes(job)
+    monkeypatch.setattr(preflight, "found_devices", lambda: ["a GPU"])
+    preflight.check_routes(job)
+
+
 def test_each_held_out_set_is_opened_before_the_start(place):
     changes = ("evaluation.path=rows.jsonl", "evaluation.sets=[{name='aime', path='gone.jsonl'}]")
     with pytest.raises(NotFound, match=r"^evaluation\.sets\.0\.path gone\.jsonl: there is no such file"):

@@ -65,10 +65,21 @@ def generated(queue: tq.Queue, directory: Path, job: Job, factory: Any) -> tq.Ta
     return table
 
 
-@pytest.mark.parametrize("environment", [[], [ENVIRONMENT]], ids=["responses", "episodes"])
-def test_the_trainer_replays_the_experts_of_the_engine(directory: Path, environment: Any) -> None:
+TRANSFORMERS = {"kind": "transformers", "slots": 8}
+VLLM = {"kind": "vllm", "slots": 8, "options": {"max_model_len": 64, "kv_cache_memory_bytes": 64 << 20}}
+
+
+@pytest.mark.parametrize(
+    ("environment", "engine"),
+    [
+        pytest.param([], TRANSFORMERS, id="responses"),
+        pytest.param([ENVIRONMENT], TRANSFORMERS, id="episodes"),
+        pytest.param([], VLLM, id="vllm", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+    ],
+)
+def test_the_trainer_replays_the_experts_of_the_engine(directory: Path, environment: Any, engine: Any) -> None:
     """With the same weights in float32, the trainer's log-probs are the engine's."""
-    tables: dict[str, Any] = {"environment": environment, "reward": []} if environment else {}
+    tables: dict[str, Any] = {"engine": [engine]} | ({"environment": environment, "reward": []} if environment else {})
     sampling = {"group_size": 2, "tokens_max": 40, "stop": [*"0123456789"]}
     job = job_of(directory, algorithm={"kind": "grpo", "router_replay": True}, sampling=sampling, **tables)
     with tq.connect() as queue:
@@ -84,7 +95,7 @@ def test_the_trainer_replays_the_experts_of_the_engine(directory: Path, environm
     learner.accumulate(rows | {"advantages": [1.0, -1.0, 1.0, -1.0]})
     figures = learner.step()
     assert figures["own_tokens"] > 0
-    assert figures["engine_error"] < 1e-5
+    assert figures["engine_error"] < (1e-5 if engine == TRANSFORMERS else 1e-3)
     assert figures["unreplayed_error"] < 1e-2
 
 

@@ -27,8 +27,14 @@ def whole(place):
     return short_run.undisturbed(place)
 
 
-def test_a_run_trains_every_row_and_leaves_files_and_no_memory(place, whole):
-    folder = place / "whole"
+@pytest.fixture(scope="module")
+def unstreamed(place):
+    """The summary of an undisturbed run in the folder ``unstreamed``, whose steps begin when their batch is whole."""
+    return finished(train(place, "job.toml", "--out", "unstreamed", "--json", "--set", "trainer.stream=off"))
+
+
+def test_a_run_trains_every_row_and_leaves_files_and_no_memory(place, unstreamed):
+    folder, whole = place / "unstreamed", unstreamed
     assert (whole["steps"], whole["rows_put"], whole["rows_done"], whole["rows_dropped"]) == (STEPS, ROWS, ROWS, {})
     assert (whole["measure"], whole["starts"], whole["staleness"]) == ("reward", 1, {"0": 32})
     steps = lines(folder / "steps.jsonl")
@@ -57,20 +63,18 @@ def test_a_run_trains_every_row_and_leaves_files_and_no_memory(place, whole):
     assert RunFolder(folder).finished
 
 
-def test_a_colocated_job_loses_its_process_and_ends_as_one_with_an_engine_apart(place, tmp_path):
-    words = ("job.toml", "--json", "--set", 'evaluation.path=""', "--set", "trainer.stream=off")
-    apart = finished(train(place, *words, "--out", str(tmp_path / "apart")))
+def test_a_colocated_job_loses_its_process_and_ends_as_one_with_an_engine_apart(place, unstreamed, tmp_path):
     folder = tmp_path / "colocated"
-    process = train(place, *words, "--set", "pacing.mode=colocated", "--out", str(folder))
+    words = ("--set", 'evaluation.path=""', "--set", "trainer.stream=off", "--set", "pacing.mode=colocated")
+    process = train(place, "job.toml", "--json", *words, "--out", str(folder))
     wait_for(process, folder / "steps.jsonl", 2)
     os.kill(short_run.pid_of(process.pid, "train"), signal.SIGKILL)
     outcome = finished(process)
-    for found in (apart, outcome):
-        assert (found["rows_put"], found["rows_done"], found["rows_dropped"]) == (ROWS, ROWS, {})
-        assert found["staleness"] == {"0": ROWS}
-    assert outcome["busy"].keys() == apart["busy"].keys()
+    assert (outcome["rows_put"], outcome["rows_done"], outcome["rows_dropped"]) == (ROWS, ROWS, {})
+    assert outcome["staleness"] == {"0": ROWS}
+    assert outcome["busy"].keys() == unstreamed["busy"].keys() - {"evaluate"}
     assert [restart["label"] for restart in lines(folder / "restarts.jsonl")] == ["train-0"]
-    assert final_weights(folder) == final_weights(tmp_path / "apart")
+    assert final_weights(folder) == final_weights(place / "unstreamed")
 
 
 @pytest.mark.long

@@ -317,6 +317,8 @@ def test_a_finished_run_is_lengthened_by_more_steps_alone(runs):
     assert folder.finished
     checkpoint(path, 9, (36, [38, 41]))
     folder.begin(longer, None)
+    with pytest.raises(UsageError, match=r"a new table, without the rows that step 10 is to train again .*uses=2"):
+        folder.begin_table(job("grpo", "steps=12", "reproducible=true", "pacing.uses=2"))
     folder.begin_table(longer)
     assert (folder.finished, folder.job().steps, first_prompt(path)) == (False, 12, 42)
     assert not (path / "model").exists()

@@ -52,7 +52,7 @@ def test_a_snapshot_that_was_being_written_is_none(tmp_path):
 
 
 def test_a_run_whose_queue_is_lost_before_its_first_snapshot_goes_on_after_its_checkpoint(tmp_path):
-    place = short_run.make_place(tmp_path)
+    place = short_run.make_place(tmp_path, builtin=True)
     first = short_run.train(place, "job.toml", "--out", "run", "--json")
     short_run.wait_for(first, place / "run" / "steps.jsonl", 3)
     killed = [*short_run.descendants(first.pid), first.pid]

@@ -177,6 +177,7 @@ def test_a_run_that_goes_wrong_in_six_ways_says_so(tmp_path):
     assert os.path.getsize(tmp_path / "run" / "warnings.jsonl")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_reward_that_hangs_for_one_row_and_raises_for_another_loses_these_two(tmp_path):

@@ -11,7 +11,7 @@ from tests.workflows.job.short_run import ROWS, STEPS, final_weights, finished, 
 from transferqueue.workflows.job.run_files import SAMPLER
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-pytest.importorskip("transformers", exc_type=ImportError)
+pytest.importorskip("torch", exc_type=ImportError)
 
 WORDS = ("job.toml", "--json", "--set", 'evaluation.path=""')
 PROMPTS = 4
@@ -20,7 +20,7 @@ PROMPTS = 4
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A job whose steps repeat prompts, and its undisturbed run in ``whole``."""
-    place = short_run.make_place(tmp_path_factory.mktemp("job"), "sampled")
+    place = short_run.make_place(tmp_path_factory.mktemp("job"), "sampled", builtin=True)
     finished(train(place, *WORDS, "--out", "whole"))
     steps = lines(place / "whole" / SAMPLER)
     assert [step["first"] for step in steps] == [PROMPTS * number for number in range(STEPS)]
@@ -30,14 +30,11 @@ def place(tmp_path_factory):
     return place
 
 
-@pytest.mark.parametrize(
-    "names", [("prompts", "advantage"), pytest.param(("prompts", "server"), marks=pytest.mark.long)]
-)
-def test_a_run_takes_the_same_prompts_though_its_source_dies(place, tmp_path, names):
+def test_a_run_takes_the_same_prompts_though_its_source_and_its_queue_die(place, tmp_path):
     folder = tmp_path / "run"
     process = train(place, *WORDS, "--out", str(folder))
     wait_for(process, folder / SAMPLER, 2)
-    for name in names:
+    for name in ("server", "prompts", "advantage"):
         os.kill(short_run.pid_of(process.pid, name), signal.SIGKILL)
     outcome = finished(process)
     assert (outcome["starts"], outcome["rows_put"], outcome["rows_done"]) == (1, ROWS, ROWS)

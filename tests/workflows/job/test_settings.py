@@ -12,7 +12,13 @@ from transferqueue.workflows.job.settings.changes import apply
 from transferqueue.workflows.job.settings.environment_factories import environments_of
 from transferqueue.workflows.job.settings.job import DataSettings, EngineSettings, Job, ModelSettings
 from transferqueue.workflows.job.settings.read import checked, job_from_file, job_from_values
-from transferqueue.workflows.job.settings.sizes import lora_requests
+from transferqueue.workflows.job.settings.sizes import (
+    batch_rows,
+    lora_requests,
+    rows_ahead,
+    rows_kept,
+    staleness_when_new,
+)
 from transferqueue.workflows.job.settings.write import job_as_toml
 
 GRPO = """
@@ -189,8 +195,8 @@ REFUSED = [
     (SFT, "algorithm.router_replay=true", 'router_replay=true with kind="sft": no engine draws its tokens'),
     (
         GRPO,
-        "algorithm.router_replay=true ; engine.0.kind=vllm",
-        'router_replay=true with engine.0.kind="vllm": it gives no routes; set kind="transformers"',
+        "algorithm.router_replay=true ; engine.0.kind=builtin",
+        'router_replay=true with engine.0.kind="builtin": it gives no routes; set kind="transformers" or "vllm"',
     ),
     (
         GRPO,
@@ -380,6 +386,35 @@ REFUSED = [
     (GRPO, "engine.0.tensor_parallel=2", 'tensor_parallel=2 with kind="transformers"'),
     (GRPO, "trainer.warmup=100", "warmup=100 of steps=100"),
     (GRPO, "algorithm.overlong_buffer=600", "overlong_buffer=600 is more than tokens_max=512"),
+    # rows that are trained again
+    (GRPO, "pacing.uses=0", "pacing.uses=0: give .* 1 trains each row once"),
+    (GRPO, "pacing.uses=2 ; pacing.max_staleness=1", "uses=2 with max_staleness=1 and mode='async' .* at least 2 vers"),
+    (GRPO, "pacing.uses=2 ; pacing.mode=sync ; pacing.max_staleness=0", "uses=2 with max_staleness=0 and mode='sync'"),
+    (GRPO, "pacing.uses=2 ; pacing.mode=sync ; pacing.max_staleness=2", "max_staleness=2, 1 of it for uses=2: a sync"),
+    (
+        GRPO,
+        "pacing.uses=3 ; weights.every=2 ; pacing.max_staleness=3",
+        "set pacing.max_staleness=4, or weights.every=1",
+    ),
+    (GRPO, "pacing.uses=2 ; checkpoint.every=0", "pacing.uses=2 with checkpoint.every=0: a trainer that dies would"),
+    (
+        GRPO,
+        "pacing.uses=2 ; algorithm.old=trainer ; algorithm.minibatches=2",
+        'pacing.uses=2 with old="trainer" and epochs=1, minibatches=2: those log-probs are computed once',
+    ),
+    (
+        GRPO,
+        "pacing.uses=2 ; algorithm.tis_max=2.0 ; algorithm.epochs=2",
+        'pacing.uses=2 with old="trainer" and epochs=2',
+    ),
+    (PPO, "pacing.uses=2", 'pacing.uses=2 with kind="ppo": its critic takes each row once .* set algorithm.epochs'),
+    (DISTILL, "pacing.uses=2", 'pacing.uses=2 with kind="distill": its loss has no ratio'),
+    (SFT, "pacing.uses=2", 'pacing.uses=2 with kind="sft": its rows are the data; leave it out, and set data.epochs'),
+    (
+        GRPO,
+        "pacing.uses=2 ; pacing.mode=sync ; reproducible=true ; on=ray",
+        'pacing.uses=2 and reproducible=true with on="ray"',
+    ),
     # what could never progress
     (GRPO, "sampling.group_size=1", "group_size=1 with grpo: all advantages are 0"),
     (GRPO, "algorithm.kind=rloo ; sampling.group_size=1", "group_size=1 with rloo"),
@@ -498,6 +533,8 @@ def test_a_job_is_refused_with_key_value_rule_and_remedy(job_file, text, change,
         (SIMPLE, "steps=9", "trainer", 2.0),
         (SIMPLE, "pacing.mode=delayed", "trainer", 2.0),
         (SIMPLE, "pacing.mode=sync", "rollout", 0.0),
+        (SIMPLE, "pacing.mode=sync ; pacing.uses=2", "trainer", 2.0),
+        (SIMPLE, "pacing.mode=sync ; pacing.uses=2 ; algorithm.minibatches=2", "rollout", 0.0),
         (SIMPLE, "pacing.mode=sync ; algorithm.tis_max=2.0", "trainer", 2.0),
         (SIMPLE, "algorithm.old=rollout", "rollout", 0.0),
         (SIMPLE, "algorithm.old=trainer", "trainer", 0.0),
@@ -558,6 +595,28 @@ def test_what_a_job_leaves_open_is_filled_by_its_kind_and_mode(job_file):
     assert (ahead.pacing.depth, ahead.pacing.max_staleness) == (3, 3)
     ppo = job_from_file(job_file(PPO))
     assert ppo.trainer.stream == "off"
+
+
+@pytest.mark.parametrize(
+    ("change", "pacing"),
+    [
+        ("pacing.mode=sync", (0, 2)),
+        ("pacing.mode=delayed", (1, 3)),
+        ("pacing.mode=async", (1, 3)),
+        ("pacing.max_staleness=5", (3, 5)),
+        ("pacing.depth=2 ; weights.every=2", (2, 4)),
+        ("pacing.mode=sync ; pacing.over_sample=1.5", (0, 3)),
+    ],
+)
+def test_further_uses_of_rows_have_a_part_of_the_bound_on_staleness(job_file, change, pacing):
+    """The rest is for new rows, as without further uses; so is what rows may be ahead."""
+    once = job_from_file(job_file(GRPO), set=change.split(" ; ")) if "max" not in change else None
+    job = job_from_file(job_file(GRPO), set=["pacing.uses=3", *change.split(" ; ")])
+    assert (job.pacing.depth, job.pacing.max_staleness) == pacing
+    assert staleness_when_new(job) == pacing[1] - 2
+    assert once is None or (once.pacing.depth, once.pacing.max_staleness) == (pacing[0], pacing[1] - 2)
+    assert checked(job) == job
+    assert rows_kept(job) - rows_ahead(job) == (job.checkpoint.every + 2) * batch_rows(job)
 
 
 def test_a_kl_term_without_a_reference_takes_the_model_as_it_begins(job_file):

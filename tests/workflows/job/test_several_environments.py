@@ -155,6 +155,7 @@ class Played:
                 prompt_ids=[np.array(each["input_ids"], np.int32) for each in ids],
                 data=[{"prompt": q, "answer": "2"} for q, _ in questions],
                 environment=[environment for _, environment in questions],
+                episode=[None] * len(questions),
                 ordinal=np.arange(len(questions)),
             )
             with table.lease(names.PLAY, rows=len(questions), timeout_s=10) as batch:

@@ -78,7 +78,7 @@ class Trained(NamedTuple):
         return checkpoint_path(self.place / "ranks", 1)
 
 
-@pytest.fixture(scope="module", params=["tied", "adapters", *only_long("given adapters", "built in", "experts")])
+@pytest.fixture(scope="module", params=["tied", *only_long("adapters", "given adapters", "built in", "experts")])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     make_model, changes = MODELS[request.param]
     place = tmp_path_factory.mktemp("ranks")

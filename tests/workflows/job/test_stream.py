@@ -152,7 +152,7 @@ def test_a_dropped_place_moves_the_window_on(table: tq.Table) -> None:
     assert gathered is not None
     assert computed.calls == [[2, 3], [4, 5]]
     rows.finish()
-    assert rows.position == (3, ())
+    assert rows.position == (3, (), ())
 
 
 def test_the_end_of_the_table_makes_a_smaller_step_and_then_none(table: tq.Table) -> None:

@@ -20,7 +20,7 @@ from transferqueue.workflows.job.run_files import checkpoint_path, checkpoint_st
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", exc_type=ImportError)
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1500)]
 PAGE = ROOT / "docs" / "learn" / "three-stages.md"
 PROMPTS, RESPONSES = [[5, 6, 7], [8, 9]], [[10, 11, 12], [13, 4]]
 
@@ -98,4 +98,4 @@ def test_a_finished_run_is_lengthened(place: Path) -> None:
         logprobs(folder / "model"), logprobs(folder / "checkpoints/train/step-00000044"), rtol=0, atol=0
     )
     state = json.loads((folder / "checkpoints/train/step-00000044/state.json").read_text())
-    assert state["position"] == [44 * 32, []]
+    assert state["position"] == [44 * 32, [], []]

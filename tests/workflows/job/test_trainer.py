@@ -147,7 +147,7 @@ def test_a_run_ends_early_when_evaluations_improve_no_more(
 def test_a_checkpoint_says_what_it_is_of(model: Path, queue: tq.Queue, tmp_path: Path) -> None:
     trained(queue, stand_ins.values(model), tmp_path)
     state = checkpoint_state(Checkpoints(tmp_path / "checkpoints" / "train").path(2))
-    assert (state.step, state.version, state.position) == (2, 2, (6, ()))
+    assert (state.step, state.version, state.position) == (2, 2, (6, (), ()))
 
 
 def test_versions_may_be_fewer_than_steps(model: Path, queue: tq.Queue, tmp_path: Path) -> None:
@@ -161,6 +161,99 @@ def test_a_step_of_several_updates_publishes_once(model: Path, queue: tq.Queue, 
     assert [step["version"] for step in steps] == [1, 2, 3, 4]
     assert all(step["rows"] == 6 for step in steps)
     assert all({"engine_error", "policy_movement"} <= set(step) for step in steps)  # before the first update, and after
+
+
+# ---------------------------------------------------------------- further uses
+
+
+def trained_by_use(
+    queue: tq.Queue, given: dict[str, Any], directory: Path, *deaths: tuple[str, int]
+) -> tuple[list[dict[str, Any]], dict[str, tuple[int, int]], dict[str, int]]:
+    """Run a job whose rows are trained several times, each of its lives but the last in a process that dies; its steps,
+    the rows done and dropped by use, and dropped by reason."""
+    told: list[Any] = []
+    job = stand_ins.job_of(given)
+    with stand_ins.table_of(queue, job) as table:
+        for point, count in deaths:
+            assert life(queue.address, given, str(directory), point, count) == -signal.SIGKILL
+        stand_ins.train(queue.address, given, str(directory), told)
+        stats = table.stats()
+        audit = table.audit()
+    assert (audit.balanced, audit.rows_live) == (True, 0)
+    uses = {task: stats.tasks[task] for task in (names.TRAIN, *names.further_uses(job.pacing.uses))}
+    for use in uses.values():  # each use has its own fate
+        assert use.done + use.dropped == audit.rows_put
+    assert audit.rows_done == min(use.done for use in uses.values())
+    return events(told, "step"), {task: (use.done, use.dropped) for task, use in uses.items()}, dict(audit.dropped)
+
+
+@pytest.mark.parametrize(
+    ("mode", "reproducible", "stream"),
+    [("sync", False, "on"), ("async", True, "on"), *only_long(("sync", True, "off"), ("async", False, "off"))],
+)
+def test_rows_are_trained_again_in_the_steps_after_their_first(
+    mode: str, reproducible: bool, stream: str, model: Path, queue: tq.Queue, tmp_path: Path
+) -> None:
+    given = stand_ins.values(
+        model, steps=5, reproducible=reproducible, pacing={"mode": mode, "uses": 3}, trainer={"stream": stream}
+    )
+    steps, uses, dropped = trained_by_use(queue, given, tmp_path)
+    assert [step["rows"] for step in steps] == [6] * 5
+    assert [step["reused_rows"] for step in steps] == [0, 6, 12, 12, 12]
+    assert [done for done, _ in uses.values()] == [30, 24, 18]
+    assert dropped["surplus_use"] == 12  # of the last two steps
+    assert all(step["tokens"] > step["rows"] for step in steps)
+    most = 2 if mode == "sync" else 3
+    assert all(int(behind) <= most for step in steps for behind in step["reused_staleness"])
+    if mode == "sync":
+        assert [step["reused_staleness"] for step in steps[1:3]] == [{"1": 6}, {"1": 6, "2": 6}]
+    assert all(described(name) for step in steps for name in step)
+
+
+def test_rows_that_are_too_old_for_a_further_use_are_dropped_with_the_next_checkpoint(
+    model: Path, queue: tq.Queue, tmp_path: Path
+) -> None:
+    """The trainer died after version 3 was there: the weights of checkpoint 2 come again as version 4, so the rows of
+    step 2, of version 1, would be three versions old at their second use."""
+    given = stand_ins.values(model, steps=4, reproducible=False, pacing={"mode": "sync", "uses": 2})
+    steps, uses, dropped = trained_by_use(queue, given, tmp_path, ("publish", 4))
+    assert [(step["step"], step["rows"], step["reused_rows"]) for step in steps] == [(3, 6, 0), (4, 6, 6)]
+    assert uses == {names.TRAIN: (24, 0), "train_use_2": (12, 12)}
+    assert dropped == {"stale_use": 6, "surplus_use": 6}
+
+
+USE_DEATHS = (
+    ("sync", (("publish", 4),)),
+    ("async", (("ack", 4), ("update", 1))),
+    ("sync", (("ack", 4),)),
+    ("sync", (("ack", 5), ("checkpointed", 1))),
+    ("sync", (("checkpoint", 1),)),
+    ("sync", (("checkpointed", 1), ("checkpointed", 2))),
+    ("sync", (("checkpointed", 3),)),
+    ("delayed", (("update", 4), ("publish", 1))),
+    ("async", (("checkpointed", 2),)),
+)
+"""In which mode, and after which calls, lives end. An ack is of one use, and a checkpoint is told for each."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("mode", "deaths"), [*USE_DEATHS[:2], *only_long(*USE_DEATHS[2:])])
+def test_killed_trainers_use_each_row_as_often_as_an_undisturbed_one(
+    mode: str, deaths: tuple[tuple[str, int], ...], model: Path, queue: tq.Queue, tmp_path: Path
+) -> None:
+    """Fixed seeds, rows in order: a use that was lost or doubled would show in the weights."""
+    given = stand_ins.values(model, steps=5, pacing={"mode": mode, "uses": 2})
+    with tq.connect() as other:
+        _, uses, dropped = trained_by_use(other, given, tmp_path / "whole")
+        wanted = stand_ins.final_weights(other)[1]
+    assert [done for done, _ in uses.values()] == [30, 24]
+    _, again, dropped_again = trained_by_use(queue, given, tmp_path / "killed", *deaths)
+    assert [done for done, _ in again.values()] == [30, 24]
+    assert dropped["surplus_use"] == dropped_again["surplus_use"] == 6
+    weights = stand_ins.final_weights(queue)[1]
+    for name, tensor in wanted.items():
+        assert torch.equal(weights[name], tensor), name
 
 
 # ---------------------------------------------------------------- resume

@@ -34,7 +34,7 @@ def drop_rows(table: TableState, rows: IntArray, reason: str, now: float) -> Non
     if table.dropped.expected:
         _keep_dropped(table, rows, at, reason)
     if table.record is not None:
-        _record(table, table.record, rows, DROPPED, reason, np.full(rows.size, -1, np.int64), now)
+        _record(table, table.record, rows, DROPPED, reason, _last_steps(table, at), now)
     for task in table.tasks.values():
         _remove_from_leases(table, task, rows, at)
         task.remove(rows, at)
@@ -68,11 +68,17 @@ def finish_rows(
         rows = rows[last]
         at = table.rows.pages.where(rows)
     if table.record is not None:
-        steps = [np.where(each.state.a[at] == FINISHED, each.hold.a[at], -1) for each in table.tasks.values()]
-        _record(table, table.record, rows, DONE, "", np.max(steps, axis=0), now)
+        _record(table, table.record, rows, DONE, "", _last_steps(table, at), now)
     table.rows_done += rows.size
     table.history.add(now, "done", rows)
     _set_fate(table, rows, at, DONE)
+
+
+def _last_steps(table: TableState, at: Index) -> IntArray:
+    """The last step with which a task that is done with each row acked it; -1: none."""
+    steps = [np.where(task.state.a[at] == FINISHED, task.hold.a[at], -1) for task in table.tasks.values()]
+    last: IntArray = np.max(steps, axis=0, initial=-1)
+    return last
 
 
 def _set_fate(table: TableState, rows: IntArray, at: Index, fate: int) -> None:

@@ -1,4 +1,5 @@
-"""Asks the host of a lost tcp server whether a process listens there. ZeroMQ retries for ever and reports no cause."""
+"""Asks the kernel whether a process listens at an address: of this machine before a connection, since clients retry
+until their timeout, and of the host of a lost tcp server, since ZeroMQ retries for ever and reports no cause."""
 
 from __future__ import annotations
 
@@ -6,11 +7,27 @@ import socket
 import threading
 from typing import Final
 
-from transferqueue.transport.address import TcpAddress
+from transferqueue.transport.address import Address, IpcAddress, TcpAddress
 
 ANSWER_S: Final = 0.05
 """`is_refused` waits this long. A host of the same network answers in less."""
 CONNECT_S: Final = 1.0
+
+
+def check_listening(place: Address) -> None:
+    """Connect to `place` and close. Blocks for at most `CONNECT_S` for each address of its host.
+
+    Raises:
+        FileNotFoundError: There is no such socket file.
+        ConnectionRefusedError: No process listens there. A server that was killed leaves its socket file.
+        OSError: The kernel does not say, in time or to this user: a process may listen.
+    """
+    if isinstance(place, IpcAddress):
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(CONNECT_S)
+            probe.connect(str(place.path))
+    elif isinstance(place, TcpAddress):
+        socket.create_connection((place.host.strip("[]"), place.port), CONNECT_S).close()
 
 
 class PortProbe:

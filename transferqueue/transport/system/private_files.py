@@ -1,4 +1,5 @@
-"""Files (0600) and directories (0700) of one user, whatever the umask is. A file is written whole or not at all."""
+"""Files (0600) and directories (0700) of one user, whatever the umask is. A file is written whole or not at all, others
+by `write_durably` too."""
 
 from __future__ import annotations
 
@@ -84,10 +85,15 @@ def read_private(path: Path, bytes_max: int) -> bytes:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Make or replace the file (0600). At any instant, also after a crash, it has either its old content or all of the
-    new."""
+    """`write_durably` with mode 0600."""
+    write_durably(path, data, 0o600)
+
+
+def write_durably(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Make or replace the file, with `mode` less the umask. At any instant, also after a crash, it has either its old
+    content or all of the new, and when this returns, the new."""
     new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     try:
         with open(fd, "wb") as file:
             file.write(data)

@@ -333,6 +333,7 @@ _RULES: Final = (
     no_effect("reward.num_gpus_per_node", "see reward.processes"),
     no_effect("reward.offload", SHARDED),
     mapped("train.async_enable", "pacing.mode", only_if(lambda s: s.is_on("train.async_enable"), "off", _pacing)),
+    no_effect("train.async_queue_path", "of OpenRLHF itself on this queue"),
     mapped("train.async_queue_size", "pacing.depth", lambda v, s: OurValues({}, "read with train.async_enable")),
     mapped(
         "train.partial_rollout_enable",
@@ -387,6 +388,12 @@ OPENRLHF: Final = Stack(
     gpus=_gpus,
     rewards=_rewards,
     version="0.11",
-    on_queue=(),
+    extra="torch",
+    on_queue=(
+        "examples/stacks/openrlhf.patch in its environment, transferqueue serve --durability process, and",
+        "TRANSFERQUEUE_ADDRESS in the environment of Ray's workers; then the same command with --train.async_enable",
+        "--train.async_queue_path transferqueue.adapters.trainers.openrlhf.RolloutQueues:",
+        "batches outlive a crash; transferqueue docs openrlhf",
+    ),
 )
 """OpenRLHF's table."""

@@ -31,7 +31,7 @@ from transferqueue.workflows.job.data.prompt_data import open_prompts
 from transferqueue.workflows.job.data.sampler import GroupRates, SampledSequence
 from transferqueue.workflows.job.data.sequence import NumberedPrompt, PromptSequence
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
-from transferqueue.workflows.job.graph import has_several_environments, in_parts
+from transferqueue.workflows.job.graph import has_episodes, has_several_environments, in_parts
 from transferqueue.workflows.job.run_files import SAMPLER, first_prompt
 from transferqueue.workflows.job.settings.defaults import filled
 from transferqueue.workflows.job.settings.job import IN_TURN, Job
@@ -83,7 +83,8 @@ class JobPrompts:
 
     def __init__(self, job: Job, sequence: PromptSequence | SampledSequence, *, rows_put: int) -> None:
         self._size, self._in_parts = group_rows(job), in_parts(job)
-        self._names_environments, self._has_images = has_several_environments(job), bool(job.data.images)
+        self._names_environments, self._has_episodes = has_several_environments(job), has_episodes(job)
+        self._has_images = bool(job.data.images)
         self._groups_per_put = groups_per_put(job)
         self._chooses_late = bool(job.data.sampler.by)
         self._end = None if needs_spare_prompts(job) else job.steps * job.trainer.prompts_per_step
@@ -132,6 +133,8 @@ class JobPrompts:
             columns[names.IMAGES] = [list(prompt.images) for prompt in prompts]
         if self._names_environments:
             columns[names.ENVIRONMENT] = [prompt.environment for prompt in prompts]
+        if self._has_episodes:
+            columns[names.EPISODE] = [None] * len(prompts)
         if prompts[0].response_ids is not None:
             columns["response_ids"] = [prompt.response_ids for prompt in prompts]
         if prompts[0].learned is not None:

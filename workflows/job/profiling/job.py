@@ -106,6 +106,11 @@ def _check(job: Job, devices: int) -> None:
             f"profile of a job with data.images={job.data.images!r}: it times prompts of text alone; "
             "write a profile by hand (`transferqueue docs plan`)"
         )
+    if job.pacing.uses > 1:
+        raise Impossible(
+            f"profile of a job with pacing.uses={job.pacing.uses}: a plan counts the training of a row once; leave it "
+            "out"
+        )
     if len(job.engine) > 1:
         raise Impossible(
             f"profile of a job with {len(job.engine)} entries of engine: "

@@ -20,7 +20,10 @@ CAUSES: Final = (ERROR, TIMEOUT, UNREACHABLE, DIED, OUTPUT)
 TEXT_MAX: Final = 1 << 20
 """Most characters of an observation: more than the context of any model."""
 
-MAKE, RESET, STEP, CLOSE = "make", "reset", "step", "close"
+STATE_MAX: Final = 1 << 20
+"""Most bytes of an environment's state."""
+
+MAKE, RESET, RESTORE, STEP, CLOSE = "make", "reset", "restore", "step", "close"
 
 
 class EnvironmentCall(msgspec.Struct, frozen=True):
@@ -38,10 +41,12 @@ class FactoryLoaded(msgspec.Struct, frozen=True, tag="loaded"):
 
 class ResultReply(msgspec.Struct, frozen=True, tag="returned"):
     """What a call returned, as plain values: of `MAKE` the role, of `RESET` the observation, of `STEP` observation,
-    reward, terminated and truncated."""
+    reward, terminated and truncated. state: of the environment after `RESET` and `STEP`, as MessagePack; None: it gives
+    none."""
 
     episode: int
     value: Any
+    state: bytes | None = None
 
 
 class FailureReply(msgspec.Struct, frozen=True, tag="failed"):

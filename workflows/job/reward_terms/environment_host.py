@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -28,6 +29,7 @@ from transferqueue.workflows.job.reward_terms.environment_call import (
     DIED,
     MAKE,
     RESET,
+    RESTORE,
     STEP,
     TIMEOUT,
     CallFailed,
@@ -161,6 +163,10 @@ class HostedEnvironment:
         self._host, self._process, self._episode, self._until = host, process, episode, until
         self._is_usable = True
         self.role = "user"
+        self.state: bytes | None = None
+        """Of the environment after its last turn; None: it gives none."""
+        self.turns, self.draws = 0, 0
+        """Turns before the next one, and what tells the episode from others of the run."""
 
     def make(self) -> None:
         """Make the environment."""
@@ -171,9 +177,16 @@ class HostedEnvironment:
         shown = _shown(f"reset(seed={seed}, options={options})")
         return self._call(RESET, shown, seed=seed, options=options), {}
 
+    def restore(self, state: bytes, turns: int) -> None:
+        """Instead of `reset`: let the environment be as it was after so many turns."""
+        self._call(RESTORE, f"restore() after turn {turns}", state=state)
+        self.state, self.turns = state, turns
+
     def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, Mapping[str, Any]]:
-        """Act."""
-        observation, reward, is_ended, is_cut = self._call(STEP, _shown(f"step({action!r})"), action=action)
+        """Act. A turn that is made again, with the same action, has the same key."""
+        key = f"{self.draws:x}-{self.turns}-{zlib.crc32(action.encode()):08x}"
+        observation, reward, is_ended, is_cut = self._call(STEP, _shown(f"step({action!r})"), action=action, key=key)
+        self.turns += 1
         return observation, reward, is_ended, is_cut, {}
 
     def close(self) -> None:
@@ -194,6 +207,7 @@ class HostedEnvironment:
             doing = f"{shown} failed: " if death.was_running else f"{shown} was not made: "
             raise CallFailed(doing + str(death), cause=DIED, may_pass=True, was_running=death.was_running) from death
         if isinstance(answer, ResultReply):
+            self.state = answer.state if name in (RESET, STEP) else self.state
             return answer.value
         if answer.hangs:
             self._is_usable = False

@@ -8,6 +8,7 @@ several of them. The process ends when its requests do, after the calls that run
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import select
@@ -32,6 +33,9 @@ from transferqueue.workflows.job.reward_terms.environment_call import (
     MAKE,
     OUTPUT,
     RESET,
+    RESTORE,
+    STATE_MAX,
+    STEP,
     TEXT_MAX,
     TIMEOUT,
     UNREACHABLE,
@@ -162,7 +166,8 @@ class EpisodeThread:
 
     def _answer(self, call: EnvironmentCall) -> ResultReply | FailureReply:
         try:
-            return ResultReply(call.episode, self._called(call))
+            value = self._called(call)
+            return ResultReply(call.episode, value, self._state() if call.name in (RESET, STEP) else None)
         except BadAnswer as bad:
             return FailureReply(call.episode, visible(str(bad)), bad.cause)
         except (Exception, SystemExit) as error:  # noqa: BLE001  (sys.exit() would end the thread without a word)
@@ -175,11 +180,31 @@ class EpisodeThread:
             return _role(self._environment)
         if call.name == CLOSE:
             return self._close()
-        returned = getattr(self._environment, call.name)(**call.arguments)
+        if call.name == RESTORE:
+            self._environment.restore(msgspec.msgpack.decode(call.arguments["state"]))
+            return None
+        arguments = dict(call.arguments)
+        if call.name == STEP and "key" not in inspect.signature(self._environment.step).parameters:
+            del arguments["key"]
+        returned = getattr(self._environment, call.name)(**arguments)
         if call.name == RESET:
             return _observation(_parts(returned, "observation, info")[0])
         observation, reward, ended, cut, _ = _parts(returned, "observation, reward, terminated, truncated, info")
         return [_observation(observation), _reward(reward), bool(ended), bool(cut)]
+
+    def _state(self) -> bytes | None:
+        """Return the state of an environment that has methods `state` and `restore`. An attribute of that name, as
+        many games have, is none."""
+        state = getattr(self._environment, "state", None)
+        if not callable(state) or not callable(getattr(self._environment, RESTORE, None)):
+            return None
+        try:
+            encoded = msgspec.msgpack.encode(state())
+        except (TypeError, OverflowError, UnicodeEncodeError) as error:
+            raise BadAnswer(f"and then state() gave what cannot be sent: {_said(error)}; give plain values") from error
+        if len(encoded) > STATE_MAX:
+            raise BadAnswer(f"and then state() gave {len(encoded):,} bytes; give at most {STATE_MAX:,}", OUTPUT)
+        return encoded
 
     def _close(self) -> None:
         """Close the environment. Its episode has ended, so what it raises is in the log of the stage alone."""

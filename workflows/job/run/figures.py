@@ -403,8 +403,31 @@ FIGURES: Final[tuple[StepFigure, ...]] = (
         made="trainer: by `token_versions`",
         by_value=True,
     ),
-    StepFigure(name="rows", unit="rows", meaning="Rows of the step.", made=_TRAINER),
-    StepFigure(name="tokens", unit="tokens", meaning="Tokens of the loss, over all updates' mean.", made=_TRAINER),
+    StepFigure(
+        name="rows",
+        unit="rows",
+        meaning="New rows of the step; other figures of rows are of these.",
+        made=_TRAINER,
+    ),
+    StepFigure(
+        name="reused_rows",
+        unit="rows",
+        meaning="Rows of earlier steps that it trained again (`pacing.uses`).",
+        made=_TRAINER,
+    ),
+    StepFigure(
+        name="reused_staleness",
+        unit="rows",
+        meaning="These by versions behind the table's clock.",
+        made="trainer: when it leased them",
+        by_value=True,
+    ),
+    StepFigure(
+        name="tokens",
+        unit="tokens",
+        meaning="Tokens of the loss, over all updates' mean; those of rows that are trained again too.",
+        made=_TRAINER,
+    ),
     StepFigure(name="passes", meaning="Forward and backward passes.", made=_TRAINER),
     StepFigure(name="lost_rows", unit="rows", meaning="Rows whose lease was lost after the update.", made=_TRAINER),
     StepFigure(name="step_s", unit="s", meaning="Time of the step.", made=_TIMES, curve=True),
@@ -443,8 +466,8 @@ FIGURES: Final[tuple[StepFigure, ...]] = (
         rule=Rule(
             about=f"above {DROPPED_MAX:g} of the rows of the step",
             breaks=_dropped,
-            remedy="their generation was in vain; stale: lower pacing.depth, or raise pacing.max_staleness; else "
-            "see the log of the stage",
+            remedy="their generation was in vain; stale, stale_use: lower pacing.depth, or raise "
+            "pacing.max_staleness; else see the log of the stage",
         ),
     ),
     StepFigure(

@@ -36,6 +36,7 @@ import msgspec
 
 from transferqueue.errors import AddressInUse, NotFound, UsageError
 from transferqueue.transport import FileLock
+from transferqueue.transport.system.private_files import write_durably
 from transferqueue.wire.versions import VERSION
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.run_files import (
@@ -136,8 +137,9 @@ class RunFolder:
         )
         if self.finished:
             self._reopen(job)
-        _replace(self.path / JOB, job_as_toml(job))
-        _replace(self.path / ABOUT, msgspec.json.format(msgspec.json.encode([*self.starts(), start])).decode() + "\n")
+        write_durably(self.path / JOB, job_as_toml(job).encode())
+        starts = msgspec.json.encode([*self.starts(), start])
+        write_durably(self.path / ABOUT, msgspec.json.format(starts) + b"\n")
 
     def _check_sampler(self, job: Job) -> None:
         """The prompts that were put followed the order of the data, or did not: only the file of a sampler says which
@@ -159,8 +161,14 @@ class RunFolder:
 
     def begin_table(self, job: Job) -> None:
         """The table of the run is a new one: of a run that goes on, it begins in the data after what the newest
-        checkpoint has trained."""
+        checkpoint has trained. `UsageError` if it is to repeat, and would have trained rows of the old one again."""
         if (newest := self.checkpoint(job)) is not None:
+            if job.reproducible and job.pacing.uses > 1:
+                raise UsageError(
+                    f"the run in {self.path} would go on with a new table, without the rows that step {newest + 1} is "
+                    f"to train again (pacing.uses={job.pacing.uses}), so it cannot repeat (reproducible=true); go on "
+                    "with --set reproducible=false"
+                )
             checkpoint = checkpoint_path(self.path / CHECKPOINTS / names.TRAIN, newest)
             set_first_prompt(self.path, _prompts_trained(checkpoint, job))
 
@@ -294,7 +302,7 @@ def _name(path: Path) -> str:
 
 def _prompts_trained(checkpoint: Path, job: Job) -> int:
     """The number of the first prompt after those that a checkpoint has trained."""
-    oldest, finished = json.loads((checkpoint / STATE).read_bytes())["position"]
+    oldest, finished, *_ = json.loads((checkpoint / STATE).read_bytes())["position"]
     places: int = max([oldest, *(place + 1 for place in finished)])
     return places if defaults_of(job.algorithm.kind).compares else -(-places // group_rows(job))
 
@@ -306,10 +314,3 @@ def installed_packages() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file at once: a reader sees the old one or the new one."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

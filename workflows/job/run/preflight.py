@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import transferqueue as tq
 from transferqueue.adapters.builtin import is_builtin
+from transferqueue.adapters.protocols import Unsupported
 from transferqueue.adapters.stages.reward_functions import load_callable
 from transferqueue.errors import Impossible, NotFound, PeerError, Unreachable, UsageError, listing
 from transferqueue.workflows.job.data.prompt_data import PromptData, open_all
@@ -78,6 +79,7 @@ def preflight(job: Job, *, code: Path | None = None) -> PromptData:
         if not key.startswith("reward"):  # their tokens are their own
             check_positions(job, key, path)
     _check_builtin(job)
+    check_routes(job)
     _check_targets(job)
     for key, named in _names(job):
         if named:
@@ -257,6 +259,19 @@ def _check_builtin(job: Job) -> None:
                 f'engine.{place}.kind="builtin" with the model {path!r}, which is no built-in one; set '
                 'kind="transformers" or "vllm"'
             )
+
+
+def check_routes(job: Job) -> None:
+    """Raise `Unsupported` for vLLM on this machine's CPU: it gives routes by its newer model runner alone, which needs
+    Triton. Engines of other sites, and of a cluster, say so when they start."""
+    if not job.algorithm.router_replay or job.on == "ray":
+        return
+    here = [f"engine.{place}" for place, engine in enumerate(job.engine) if engine.kind == "vllm" and not engine.site]
+    if here and not found_devices():
+        raise Unsupported(
+            f'router_replay=true with {here[0]}.kind="vllm", and no GPU: on a CPU vLLM gives no routes of experts; set '
+            'kind="transformers", or leave algorithm.router_replay out'
+        )
 
 
 def _check_targets(job: Job) -> None:

@@ -54,8 +54,8 @@ from transferqueue.workflows.job.training.passes import Passes
 from transferqueue.workflows.job.training.process import policy_learner, resumed
 from transferqueue.workflows.job.training.step_rows import TakenRows, computes_on
 
-_NO_TIMES: Final = frozenset({"passes_s", "update_s", "training_tokens_per_s"})
-"""Figures of an update that another run measures otherwise."""
+_NOT_COMPARED: Final = frozenset({"passes_s", "update_s", "training_tokens_per_s", "rows"})
+"""Figures of an update that another run measures otherwise, and its rows: a step tells the new ones alone."""
 _GRADIENT: Final = "gradient_norm"
 
 
@@ -145,7 +145,7 @@ def replay(
     taken = _taken(run.path, step)
     begun = _begun(run.path, taken, step)
     table = tq.open_run(run.path).table(names.TABLE)
-    _check_recorded(table, [taken[number] for number in range(begun + 1, step + 1)])
+    _check_recorded(table, [taken[number] for number in range(begun + 1, step + 1)], job.pacing.uses)
     outcome = Replay(step=step, begun=begun, left_out=_left_out(job))
     for text in (*_other_packages(run.starts()), *_other_device(taken[step]), *outcome.left_out):
         tell(text)
@@ -219,11 +219,12 @@ def _begun(folder: Path, taken: Mapping[int, _TakenStep], step: int) -> int:
     return begun
 
 
-def _check_recorded(table: Any, steps: Sequence[_TakenStep]) -> None:
+def _check_recorded(table: Any, steps: Sequence[_TakenStep], uses: int) -> None:
     """Raise `NotFound` unless the record has all rows of these steps."""
     import pyarrow.compute as pc
 
-    found = table.arrow(["_row"], filter=pc.field("_step").isin([taken.step for taken in steps]))
+    last = pc.field("_step")  # a row that is trained in several steps has the last one
+    found = table.arrow(["_row"], filter=(last >= steps[0].step) & (last < steps[-1].step + uses))
     recorded = set(found["_row"].to_pylist())
     for taken in steps:
         if missing := [row for row in taken.rows if row not in recorded]:
@@ -253,7 +254,7 @@ _SCORING: Final = (names.REFERENCE, names.PROXIMAL, names.VALUE, names.TEACHER)
 
 
 def _is_whitened_by_time(job: Job) -> bool:
-    return bool(filled(job.algorithm).whiten) and not job.reproducible
+    return bool(filled(job.algorithm).whiten) and (not job.reproducible or job.pacing.uses > 1)
 
 
 def _other_packages(starts: Sequence[RunStart]) -> list[str]:
@@ -299,14 +300,14 @@ class _Steps:
     def before(self, step: int, taken: _TakenStep) -> BeforeStep:
         """The run as it is before a step that is to be computed."""
         torch.set_num_threads(taken.threads)
-        rows = _RecordedStep(self._table, taken, step, graph.fields(self._job))
+        rows = _RecordedStep(self._table, taken, step, self._job)
         figures = self._figures.get(step, {})
         return BeforeStep(self._job, self._learner, rows.read(taken.columns), rows.table, figures)
 
     def again(self, step: int, taken: _TakenStep, compared: list[str]) -> None:
         """Compute a step. compared: gets the stages that are equal. Raises `_Differs` at the first that is not."""
         torch.set_num_threads(taken.threads)
-        rows = _RecordedStep(self._table, taken, step, graph.fields(self._job))
+        rows = _RecordedStep(self._table, taken, step, self._job)
         _compare_rows(rows, taken)
         compared.append("rows")
         if self._scorer is not None:
@@ -332,7 +333,7 @@ class _Steps:
 
     def _compare_figures(self, step: int, figures: Mapping[str, float]) -> list[str]:
         written = self._figures.get(step, {})
-        for name in sorted(figures.keys() & written.keys() - _NO_TIMES, key=lambda name: name == _GRADIENT):
+        for name in sorted(figures.keys() & written.keys() - _NOT_COMPARED, key=lambda name: name == _GRADIENT):
             if written[name] is not None and written[name] != figures[name]:
                 stage = "gradient" if name == _GRADIENT else "loss"
                 raise _Differs(stage, f"{name} was {written[name]!r}, and is {figures[name]!r} now")
@@ -356,14 +357,15 @@ class _Steps:
 class _RecordedStep:
     """The recorded rows of a step, in the order in which its trainer took them."""
 
-    def __init__(self, table: Any, taken: _TakenStep, step: int, fields: Sequence[tq.Field]) -> None:
+    def __init__(self, table: Any, taken: _TakenStep, step: int, job: Job) -> None:
         import pyarrow.compute as pc
 
-        found = table.arrow(filter=pc.field("_step") == step)
+        last = pc.field("_step")
+        found = table.arrow(filter=(last >= step) & (last < step + job.pacing.uses))
         place = {row: at for at, row in enumerate(found["_row"].to_pylist())}
         self.ids = taken.rows
         self.table: Final = found.take([place[row] for row in self.ids])
-        self._fields = {field.name: field for field in fields if field.name in self.table.column_names}
+        self._fields = {field.name: field for field in graph.fields(job) if field.name in self.table.column_names}
 
     @property
     def fields(self) -> Collection[str]:

@@ -119,7 +119,8 @@ def _steps(table: RecordedRows) -> list[int]:
 
 
 def _live(folder: Path) -> list[Row]:
-    """The rows with a response that a running job has in its queue, of its newest version; none if it does not run."""
+    """The rows with a response that a running job has in its queue, of its newest version; none if it does not run, or
+    has no table yet. `PeerError` if its server runs and does not answer."""
     address = running_address(folder)
     if not address:
         return []
@@ -134,8 +135,12 @@ def _live(folder: Path) -> list[Row]:
             newest = int(facts.policy_version.max())
             ids = facts.rows[facts.policy_version == newest]
             return _rows_of(table, ids)
-    except (PeerError, NotFound):  # it ended in between
+    except NotFound:  # its table
         return []
+    except PeerError:
+        if running_address(folder):
+            raise
+        return []  # it ended in between
 
 
 def _rows_of(table: tq.Table, ids: Any) -> list[Row]:

@@ -24,6 +24,7 @@ from typing import IO, Final, Self
 from transferqueue.errors import PermissionDenied, Unreachable
 from transferqueue.server.runtime_directory import SHARED_MEMORY
 from transferqueue.storage.row_files.reader import JOB_ROWS
+from transferqueue.transport import IpcAddress, check_listening
 from transferqueue.workflows.job.settings.job import QueueSettings
 from transferqueue.workflows.job.settings.sizes import GIB
 
@@ -191,17 +192,19 @@ def _backed_bytes(directory: Path) -> int:
 
 
 def running_address(directory: Path) -> str:
-    """The address of the server of the run in `directory`; "" if it has none, or it is gone. `PermissionDenied` if
-    this user may not see whether it has one."""
+    """The address of the server of the run in `directory`; "" if it has none, or none listens. Blocks for at most a
+    second, for one that does not answer. `PermissionDenied` if this user may not see whether it has one."""
     try:
-        socket = Path((directory / _RUNTIME).read_text(encoding="utf-8")) / _SOCKET
-        return f"ipc://{socket}" if socket.exists() else ""
+        path = Path((directory / _RUNTIME).read_text(encoding="utf-8")) / _SOCKET
+        with suppress(TimeoutError, BlockingIOError):  # one that is busy or stopped
+            check_listening(IpcAddress(path))
     except PermissionError as error:
         raise PermissionDenied(
-            f"whether the run in {directory} goes on cannot be seen: {error.filename} is not yours; ask as its user"
+            f"whether the run in {directory} goes on cannot be seen: its socket is not yours; ask as its user"
         ) from error
-    except OSError:
+    except OSError:  # no such file, or refused
         return ""
+    return f"ipc://{path}"
 
 
 def remove_runtime(directory: Path) -> None:

@@ -57,6 +57,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
         ranker: Each refit of the ranker, with the rows that it had learned from and its recall over `judged_rows` rows
             that finished since the refit before.
         elastic: How many generating processes there were; None if their number was fixed.
+        uses: Of rows that are trained in several steps: for each use, by its task, the rows that were ``trained`` and
+            those ``dropped`` before.
     """
 
     name: str
@@ -90,6 +92,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     retried: dict[str, int] = {}
     prefilled_again: int = 0
     elastic: ElasticSummary | None = None
+    uses: dict[str, dict[str, int]] = {}
     step_s: float | None = None
     predicted: Predicted | None = None
     staleness_in_flight: dict[str, int] = {}
@@ -120,6 +123,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
             ("weights published in", _median(self.publish_s)),
             *([("weights by rank", _by_rank(self.publications))] if len(self.publications) > 1 else []),
             ("rows put / done / dropped", f"{self.rows_put:,} / {self.rows_done:,} / {dropped}"),
+            *([("rows trained by use", _by_use(self.uses))] if self.uses else []),
             *([("rows in no file", f"{self.rows_unrecorded:,}; server.log says why")] if self.rows_unrecorded else []),
             *([("episodes tried again", _by_cause(self.retried))] if self.retried else []),
             *([("handed back at full batches", _aborted(self.aborted))] if self.aborted else []),
@@ -197,6 +201,7 @@ def summarize(
         retried=dict(record.retried),
         prefilled_again=record.prefilled["tokens"],
         elastic=elastic_summary(record.elastic),
+        uses=_uses(table, job) if table and job.pacing.uses > 1 else {},
         step_s=_rounded(record.step_s()),
         predicted=predicted,
     )
@@ -293,6 +298,15 @@ def _recalled(refits: Sequence[Mapping[str, Any]]) -> str:
 def _share(refits: Sequence[Mapping[str, Any]], name: str) -> float:
     rows = sum(int(refit["judged_rows"]) for refit in refits)
     return sum(float(refit[name]) * int(refit["judged_rows"]) for refit in refits) / rows
+
+
+def _uses(table: TableStats, job: Job) -> dict[str, dict[str, int]]:
+    tasks = (names.TRAIN, *names.further_uses(job.pacing.uses))
+    return {task: {"trained": table.tasks[task].done, "dropped": table.tasks[task].dropped} for task in tasks}
+
+
+def _by_use(uses: Mapping[str, Mapping[str, int]]) -> str:
+    return ", ".join(f"{of['trained']:,} ({of['dropped']:,} dropped before)" for of in uses.values())
 
 
 def _by_cause(counts: Mapping[str, int]) -> str:

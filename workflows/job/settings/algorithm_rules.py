@@ -13,6 +13,8 @@ from transferqueue.workflows.job.settings.job import AlgorithmSettings, Job
 from transferqueue.workflows.job.settings.sizes import (
     depth,
     has_step_versions,
+    staleness_when_new,
+    versions_of_uses,
 )
 
 
@@ -54,7 +56,7 @@ def _token_staleness(job: Job) -> None:
             f"token_staleness.mask={mask} with reproducible=true: all tokens of a step have the same version, so it "
             "would leave out none or all of them; leave it out, or set reproducible=false"
         )
-    oldest = oldest_version(job)
+    oldest = oldest_version(job) + versions_of_uses(job)
     if mask and mask >= oldest:
         raise UsageError(
             f"token_staleness.mask={mask} with mode={pacing.mode!r} and max_staleness={oldest}: no token of a step is "
@@ -89,10 +91,10 @@ def _router_replay(job: Job) -> None:
     if not defaults_of(job.algorithm.kind).rollout:
         raise UsageError(f'router_replay=true with kind="{job.algorithm.kind}": no engine draws its tokens')
     for place, engine in enumerate(job.engine):
-        if engine.kind != "transformers":
+        if engine.kind not in ("transformers", "vllm"):
             raise UsageError(
                 f'router_replay=true with engine.{place}.kind="{engine.kind}": it gives no routes; set '
-                'kind="transformers", or leave it out'
+                'kind="transformers" or "vllm", or leave it out'
             )
     if names.PROXIMAL in tasks_of(filled(job.algorithm)):
         raise UsageError(
@@ -109,8 +111,8 @@ def _router_replay(job: Job) -> None:
 
 
 def oldest_version(job: Job) -> int:
-    """The most versions between the weights of a row and the step that trains it."""
-    staleness = job.pacing.max_staleness
+    """The most versions between the weights of a row and the step that trains it first."""
+    staleness = staleness_when_new(job)
     return math.ceil(depth(job)) if staleness is None else staleness
 
 

@@ -472,14 +472,15 @@ class AlgorithmSettings(_Table):
     old: Annotated[
         Literal["rollout", "trainer"] | None,
         "Denominator of the ratio: `rollout`: the policy that drew the tokens; `trainer`: the one before the step.",
-        "Open: `trainer` with `tis_max`, and where a job with rewards generates ahead (`async`, `delayed`) and takes"
-        " one update a step; else `rollout`.",
+        "Open: `trainer` with `tis_max`, and where a job with rewards generates ahead (`async`, `delayed`) or trains"
+        " rows again (`pacing.uses`), and takes one update a step; else `rollout`.",
         For("comparisons: `rollout`; several updates a step: `trainer`"),
     ] = None
     tis_max: Annotated[
         float | None,
         "Largest importance weight p_old / p_rollout of a token, with `old` at `trainer`. 0: tokens have no weight.",
-        "Open: 2 where a job with rewards leaves `old` open, generates ahead and takes one update a step; else 0.",
+        "Open: 2 where a job with rewards leaves `old` open, generates ahead or trains rows again, and takes one update"
+        " a step; else 0.",
         For("vLLM in bfloat16, several updates a step"),
     ] = None
     entropy: Annotated[
@@ -524,7 +525,7 @@ class AlgorithmSettings(_Table):
     router_replay: Annotated[
         bool,
         "Train with the experts that the engine chose for each token and layer (R3), in a column `routes`.",
-        "It takes engines of kind `transformers`, and 2 bytes a token, layer and chosen expert.",
+        "It takes engines of kind `transformers`, or on a GPU `vllm`, and 2 bytes a token, layer and chosen expert.",
         For("mixtures of experts whose `engine_error` is high"),
     ] = False
     gamma: Annotated[
@@ -593,7 +594,9 @@ class CriticSettings(ScorerSettings):
 class TrainerSettings(_Table):
     """How the policy is trained, by AdamW."""
 
-    prompts_per_step: Annotated[int, "Prompts of a step, each with `sampling.group_size` rows.", For("every job")] = 32
+    prompts_per_step: Annotated[
+        int, "New prompts of a step, each with `sampling.group_size` rows.", For("every job")
+    ] = 32
     devices: Annotated[
         Devices,
         "GPUs of the ranks, one for each,",
@@ -697,8 +700,8 @@ class PacingSettings(_Table):
     ] = None
     max_staleness: Annotated[
         int | None,
-        "Most versions between the weights of a row and the step that trains it.",
-        "Open: as `depth`; with `over_sample` at least ⌈`over_sample`⌉ − 1.",
+        "Most versions between the weights of a row and the last step that trains it.",
+        "Open: as `depth`, and `uses` − 1 more; with `over_sample` at least ⌈`over_sample`⌉ − 1, and as many more.",
         For("asynchronous runs that lose reward"),
     ] = None
     staleness_of: Annotated[
@@ -707,6 +710,12 @@ class PacingSettings(_Table):
         " of the `oldest` token, of the `newest`, or their `mean`, rounded down.",
         For("long responses of which few tokens are old: `mean`"),
     ] = "oldest"
+    uses: Annotated[
+        int,
+        "Steps that train each row: a step trains its new rows, and again those of the `uses` − 1 steps before it. So"
+        " it has `uses` times `trainer.prompts_per_step` prompts, after the first steps.",
+        For("jobs that wait for generation: more training of each token"),
+    ] = 1
     on_stale: Annotated[
         Literal["requeue", "drop"],
         "`requeue`: an older row is generated again; `drop`: it makes room for another prompt.",

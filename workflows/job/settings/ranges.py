@@ -112,6 +112,7 @@ RANGES: Final[dict[str, NumberRange]] = {
     "trainer.patience_s": NumberRange(0, 86_400, above=True, why="a rank must have the time for its passes"),
     "pacing.depth": _ANY,
     "pacing.max_staleness": _ANY,
+    "pacing.uses": NumberRange(1, 16, why="1 trains each row once"),
     "pacing.over_sample": NumberRange(1, 16, why="1 starts exactly one batch"),
     "elastic.min": NumberRange(0, 1024, why="0 ends the last process while no row waits"),
     "elastic.max": NumberRange(0, 1024, why="0 keeps the counts of engine"),

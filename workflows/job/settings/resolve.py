@@ -21,7 +21,7 @@ from transferqueue.workflows.job.settings.job import (
     ScorerSettings,
     TrainerSettings,
 )
-from transferqueue.workflows.job.settings.sizes import publishes_adapters
+from transferqueue.workflows.job.settings.sizes import publishes_adapters, staleness_when_new, versions_of_uses
 
 Scorer = TypeVar("Scorer", bound=ScorerSettings)
 
@@ -50,12 +50,13 @@ def resolve(job: Job) -> Job:
 
 
 def _corrected(job: Job) -> AlgorithmSettings:
-    """Choose the old policy. Where rows are generated ahead it is the trainer's, with importance weights: else the clip
-    would stop rows for what the policy has moved since they were drawn. A step of one update needs no process for that.
+    """Choose the old policy. Where rows are generated ahead or trained again it is the trainer's, with importance
+    weights: else the clip would stop rows for what the policy has moved since they were drawn. A step of one update
+    needs no process for that.
     """
     algorithm = job.algorithm
-    rewarded = defaults_of(algorithm.kind).rewarded
-    corrects = algorithm.old is None and job.pacing.mode not in IN_TURN and updates(algorithm) == 1 and rewarded
+    rewarded, moves = defaults_of(algorithm.kind).rewarded, job.pacing.mode not in IN_TURN or job.pacing.uses > 1
+    corrects = algorithm.old is None and moves and updates(algorithm) == 1 and rewarded
     old = algorithm.old or ("trainer" if corrects or algorithm.tis_max else "rollout")
     usual = TIS_MAX if corrects else 0.0
     return replace(algorithm, old=old, tis_max=usual if algorithm.tis_max is None else algorithm.tis_max)
@@ -69,7 +70,7 @@ def _depth(job: Job) -> int:
     if job.pacing.depth is not None:
         return job.pacing.depth
     ahead = _AHEAD[job.pacing.mode]
-    return max(ahead, job.pacing.max_staleness or 0) if job.pacing.mode == "async" else ahead
+    return max(ahead, staleness_when_new(job) or 0) if job.pacing.mode == "async" else ahead
 
 
 def _staleness(job: Job) -> int:
@@ -77,7 +78,7 @@ def _staleness(job: Job) -> int:
         return job.pacing.max_staleness
     ahead = _AHEAD[job.pacing.mode] if job.pacing.depth is None else job.pacing.depth
     begun_early = -int(-job.pacing.over_sample // 1) - 1
-    return max(ahead, begun_early)
+    return max(ahead, begun_early) + versions_of_uses(job)
 
 
 def _stream(job: Job) -> str:

@@ -15,7 +15,7 @@ from typing import Final
 from transferqueue.errors import Impossible, UsageError
 from transferqueue.workflows.job.settings.algorithm_rules import ALGORITHM_RULES, oldest_version
 from transferqueue.workflows.job.settings.data_rules import DATA_RULES, FUNCTION
-from transferqueue.workflows.job.settings.defaults import defaults_of, filled
+from transferqueue.workflows.job.settings.defaults import defaults_of, filled, updates
 from transferqueue.workflows.job.settings.job import IN_TURN, Devices, Job, RaySettings
 from transferqueue.workflows.job.settings.ranges import check_ranges
 from transferqueue.workflows.job.settings.sizes import (
@@ -28,7 +28,9 @@ from transferqueue.workflows.job.settings.sizes import (
     row_bytes,
     rows_ahead,
     rows_kept,
+    staleness_when_new,
     tokens_of_row,
+    versions_of_uses,
 )
 
 _SERVED: Final = ("vllm_server", "sglang_server", "openai")
@@ -155,7 +157,8 @@ def _weights_of_servers(job: Job) -> None:
             raise Impossible(
                 f'engine.{place}.kind="openai": an endpoint takes no weights, so all rows are of version 0, and step '
                 f"{job.steps} would train rows that are {job.steps - 1} versions old; pacing.max_staleness={oldest} "
-                f'allows {oldest + 1} steps: set kind="vllm_server", or pacing.max_staleness={job.steps - 1} to train '
+                f'allows {oldest + 1} steps: set kind="vllm_server", or '
+                f"pacing.max_staleness={job.steps - 1 + versions_of_uses(job)} to train "
                 "on the rows of a fixed policy"
             )
 
@@ -329,13 +332,15 @@ def _record(job: Job) -> None:
 
 def _pacing(job: Job) -> None:
     pacing = job.pacing
+    _room_for_uses(job)
     at_hand = f"mode={pacing.mode!r} with depth={pacing.depth} and max_staleness={pacing.max_staleness}"
-    surplus = math.ceil(pacing.over_sample) - 1
-    if pacing.mode in IN_TURN and (pacing.depth or (pacing.max_staleness and not surplus)):
+    at_hand += f", {versions_of_uses(job)} of it for uses={pacing.uses}" if pacing.uses > 1 else ""
+    surplus, staleness = math.ceil(pacing.over_sample) - 1, staleness_when_new(job)
+    if pacing.mode in IN_TURN and (pacing.depth or (staleness and not surplus)):
         raise Impossible(f"{at_hand}: a synchronous job has 0 of both, and one that over-samples may have staleness")
-    if pacing.mode == "delayed" and (pacing.depth not in (None, 1) or pacing.max_staleness not in (None, 1)):
+    if pacing.mode == "delayed" and (pacing.depth not in (None, 1) or staleness not in (None, 1)):
         raise Impossible(f'{at_hand}: a one-step delay is 1 of both; mode="async" takes others')
-    if pacing.mode == "async" and (pacing.depth == 0 or pacing.max_staleness == 0):
+    if pacing.mode == "async" and (pacing.depth == 0 or staleness == 0):
         raise Impossible(f'{at_hand}: nothing could be generated ahead; give at least 1 of both, or mode="sync"')
     if pacing.over_sample > 1 and pacing.mode != "sync":
         why = (
@@ -347,22 +352,67 @@ def _pacing(job: Job) -> None:
             f'over_sample={pacing.over_sample:g} with mode={pacing.mode!r}: {why}; set mode="sync", or leave '
             "over_sample out"
         )
-    if pacing.max_staleness is not None and surplus > pacing.max_staleness:
+    if staleness is not None and surplus > staleness:
         raise Impossible(
             f"over_sample={pacing.over_sample:g} with max_staleness={pacing.max_staleness}: the last rows begun would "
-            f"be trained {surplus} versions later; give at least that"
+            f"be trained {surplus} versions later; give at least {surplus + versions_of_uses(job)}"
         )
     if pacing.mode != "async" and job.weights.every > 1:
         raise Impossible(
             f"weights.every={job.weights.every} with mode={pacing.mode!r}: rows would be generated with weights up to "
             f'{job.weights.every - 1} steps older than the mode allows; set 1, or mode="async"'
         )
-    if pacing.mode == "async" and pacing.max_staleness is not None and job.weights.every > pacing.max_staleness:
+    if pacing.mode == "async" and staleness is not None and job.weights.every > staleness:
         raise Impossible(
             f"weights.every={job.weights.every} with max_staleness={pacing.max_staleness}: versions are numbered by "
             f"steps, so each publication makes every row that was generated ahead {job.weights.every} versions old, "
-            f"too old to be trained; set pacing.max_staleness={job.weights.every}, or "
-            f"weights.every={pacing.max_staleness}"
+            f"too old to be trained; set pacing.max_staleness={job.weights.every + versions_of_uses(job)}, or "
+            f"weights.every={max(1, staleness)}"
+        )
+
+
+def _room_for_uses(job: Job) -> None:
+    """Further uses come one step later each, so a bound on staleness must have room for them."""
+    pacing, ahead = job.pacing, int(job.pacing.mode not in IN_TURN)
+    if pacing.uses > 1 and pacing.max_staleness is not None and pacing.max_staleness < ahead + versions_of_uses(job):
+        raise Impossible(
+            f"uses={pacing.uses} with max_staleness={pacing.max_staleness} and mode={pacing.mode!r}: at its last use a "
+            f"row is at least {ahead + versions_of_uses(job)} versions old; give at least that, or fewer uses"
+        )
+
+
+def _uses(job: Job) -> None:
+    """Which jobs train rows again: those whose loss corrects for weights that have moved since, once a use."""
+    algorithm, given = job.algorithm, f"pacing.uses={job.pacing.uses}"
+    if job.pacing.uses == 1:
+        return
+    if algorithm.kind == "sft":
+        raise UsageError(f'{given} with kind="sft": its rows are the data; leave it out, and set data.epochs')
+    if algorithm.kind == "distill":
+        raise UsageError(
+            f'{given} with kind="distill": its loss has no ratio, and so no correction for weights that have moved '
+            "since the tokens were drawn; leave it out"
+        )
+    if defaults_of(algorithm.kind).critic:
+        raise UsageError(
+            f'{given} with kind="{algorithm.kind}": its critic takes each row once, in the step of the policy; leave '
+            "it out, and set algorithm.epochs"
+        )
+    if (algorithm.old == "trainer" or algorithm.tis_max) and updates(algorithm) > 1:
+        raise UsageError(
+            f'{given} with old="trainer" and epochs={algorithm.epochs}, minibatches={algorithm.minibatches}: those '
+            "log-probs are computed once, by the policy before the first use of a row; set "
+            'algorithm.old="rollout", or one update a step'
+        )
+    if not job.checkpoint.every:
+        raise UsageError(
+            f"{given} with checkpoint.every=0: a trainer that dies would not know which uses of a row its weights "
+            "have; give checkpoint.every"
+        )
+    if job.reproducible and job.on == "ray" and job.ray.replicas == 1:
+        raise UsageError(
+            f'{given} and reproducible=true with on="ray" and ray.replicas=1: a row that is lost with a node after '
+            "its first use has no other; set ray.replicas=2, or leave one of them out"
         )
 
 
@@ -524,7 +574,7 @@ def _memory(job: Job) -> None:
     kept = rows_kept(job)
     if kept * row > memory:
         top_k = f", top_k={job.algorithm.top_k}" if job.algorithm.top_k else ""
-        steps = max(1, int((memory / row - ahead) // batch_rows(job)))
+        steps = max(1, int((memory / row - ahead) // batch_rows(job)) - job.pacing.uses + 1)
         raise Impossible(
             f"checkpoint.every={job.checkpoint.every}{top_k} keep {kept:,} rows, up to {gib(kept * row)}; "
             f"memory_gib={job.queue.memory_gib:g}; set queue.memory_gib={math.ceil(kept * row / GIB)}, or "
@@ -545,6 +595,7 @@ _RULES: Final[tuple[Callable[[Job], None], ...]] = (
     _sites,
     _on_ray,
     _record,
+    _uses,
     _pacing,
     _weights_of_servers,
     _colocated,

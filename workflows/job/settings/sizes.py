@@ -22,6 +22,8 @@ _TOKEN_BYTES: Final = {
     "token_advantages": 4,
 }
 """Bytes of one response token in each column that has a value for each token."""
+_EPISODE_BYTES: Final = 13
+"""Bytes of a token in the column `names.EPISODE`."""
 _PAIR_BYTES: Final = 8
 """Bytes of a teacher's token: its id and its log-prob."""
 
@@ -90,12 +92,25 @@ def has_step_versions(job: Job) -> bool:
     return job.reproducible and job.pacing.mode not in IN_TURN and job.algorithm.kind != "sft"
 
 
+def versions_of_uses(job: Job) -> int:
+    """Versions that a row grows older from its first use to its last, at most."""
+    every = job.weights.every
+    return -(-(job.pacing.uses - 1) // every) * every
+
+
+def staleness_when_new(job: Job) -> int | None:
+    """Most versions between the weights of a row and the step that trains it first; None: open. The rest of
+    `pacing.max_staleness` is for its further uses."""
+    staleness = job.pacing.max_staleness
+    return None if staleness is None else max(0, staleness - versions_of_uses(job))
+
+
 def version_lag(job: Job) -> int:
     """Steps from the weights of a row to the step that trains it, where its step decides its version. Versions that are
     published every few steps may be older by the others."""
     ahead = int(depth(job))
-    staleness = ahead if job.pacing.max_staleness is None else job.pacing.max_staleness
-    return max(1, min(ahead, staleness - job.weights.every + 1))
+    staleness = staleness_when_new(job)
+    return max(1, min(ahead, (ahead if staleness is None else staleness) - job.weights.every + 1))
 
 
 def versions_kept(job: Job) -> int:
@@ -123,16 +138,17 @@ def rows_ahead(job: Job) -> int:
 
 
 def rows_kept(job: Job) -> int:
-    """Rows that may be live: those ahead, and those trained that wait for their checkpoint."""
-    return job.checkpoint.every * batch_rows(job) + rows_ahead(job)
+    """Rows that may be live: those ahead, and those trained that wait for further uses and their checkpoint."""
+    return (job.checkpoint.every + job.pacing.uses - 1) * batch_rows(job) + rows_ahead(job)
 
 
 def row_bytes(job: Job, *, route_bytes: int = 0) -> int:
     """Bytes of a row whose prompt and response have all the tokens that they may have. route_bytes: of the routes of a
-    token, which the model decides."""
+    token, which the model decides. Of an episode its turns so far are counted, without the environment's state."""
     masked = _TOKEN_BYTES["loss_mask"] if has_loss_mask(job) else 0
     response = job.sampling.tokens_max * (token_bytes(job.algorithm) + masked)
-    return 4 * job.data.prompt_tokens_max + response + tokens_of_row(job) * route_bytes
+    played = _EPISODE_BYTES if job.environment else 0
+    return 4 * job.data.prompt_tokens_max + response + tokens_of_row(job) * (route_bytes + played)
 
 
 def has_loss_mask(job: Job) -> bool:

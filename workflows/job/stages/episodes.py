@@ -10,6 +10,10 @@ names a function (or class) that is called with `args` for each episode:
 - ``step(action)``: the text that the model drew in this turn. Returns
   ``(observation, reward, terminated, truncated, info)``.
 - ``close()``. An attribute ``role`` says what observations are: "user" (the default), or "tool".
+- ``state()`` and ``restore(state)``, if it has both: plain values after a turn, from which a new environment goes on
+  instead of ``reset``. Then a failed episode goes on at the turn that failed, with its tokens as they are, and each
+  turn is a commit on its row (`names.EPISODE`), from which another process goes on if this one dies.
+- A parameter ``key`` of ``step``, if it has one: a text that is the same if this turn with this action is made again.
 
 Environments have processes of their own (`reward_terms.environment_host`). A call that raises, hangs, returns what is
 no answer, or ends its process fails its episode, which is tried again (`Tries`). A row whose episode fails for good is
@@ -32,7 +36,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -47,7 +53,8 @@ from transferqueue.adapters.stages.environments import (
     as_they_end,
 )
 from transferqueue.adapters.stages.generation import routes_of, row_seed, row_version
-from transferqueue.errors import UsageError
+from transferqueue.adapters.stages.trajectory import Trajectory
+from transferqueue.errors import NotFound, UsageError
 from transferqueue.workflows.flow.loop.runner import StageFailedInProcess
 from transferqueue.workflows.flow.stage import Context, Work
 from transferqueue.workflows.job import names
@@ -67,6 +74,8 @@ from transferqueue.workflows.job.stages.rollout import generating
 from transferqueue.workflows.job.stages.samples import SampleReporter
 
 _SHOWN_CHARS: Final = 300
+_KEPT: Final = {"ids": np.int32, "drawn": np.bool_, "logprobs": np.float32, "token_versions": np.int32}
+"""Lists of a trajectory, and how a row keeps them."""
 
 
 @contextmanager
@@ -85,8 +94,16 @@ def episodes(context: Context) -> Iterator[Work]:
             samples=SampleReporter(context, tokenizer, recorded=isinstance(context.table.retention, tq.Recorded)),
             failed=lambda row, why: report_failed(context, {row: f"row {row}, {why.text}"}, why.cause),
             retried=lambda cause: report_retried(context, cause),
+            keep=partial(_keep, context.table),
         ) as play:
             yield chosen(play)
+
+
+def _keep(table: tq.Table, row: int, turns: Mapping[str, Any]) -> None:
+    """Commit the turns of a row's episode. A row that is gone meanwhile needs none."""
+    columns: dict[str, Any] = {names.EPISODE: [turns]}
+    with suppress(NotFound):
+        table.update([row], overwrite=True, **columns)
 
 
 class EnvironmentFailed(StageFailedInProcess):
@@ -100,15 +117,48 @@ class FailedEpisode(NamedTuple):
     text: str
 
 
+@dataclass
+class BegunEpisode:
+    """What an episode goes on from. draws: the seed of its tokens. state: of its environment; None: it has none, and
+    the episode starts again."""
+
+    draws: int
+    episode: Episode = field(default_factory=Episode)
+    state: bytes | None = None
+
+    def kept(self) -> dict[str, Any]:
+        """Return plain values of it."""
+        episode, tokens = self.episode, self.episode.trajectory
+        return {
+            "draws": self.draws,
+            "state": self.state,
+            "rewards": episode.rewards,
+            "prompt_tokens": episode.prompt_tokens,
+            "limit": episode.limit,
+            "versions": sorted(tokens.versions),
+            **{name: np.array(getattr(tokens, name), dtype).tobytes() for name, dtype in _KEPT.items()},
+        }
+
+    @classmethod
+    def of(cls, kept: Mapping[str, Any]) -> Self:
+        """Make it from what `kept` returned."""
+        tokens = {name: np.frombuffer(kept[name], dtype).tolist() for name, dtype in _KEPT.items()}
+        played = {name: kept[name] for name in ("rewards", "prompt_tokens", "limit")}
+        trajectory = Trajectory(**tokens, versions=set(kept["versions"]))
+        return cls(kept["draws"], Episode(trajectory, **played), kept["state"])
+
+
 class PlayedEpisode(NamedTuple):
-    """A row to play: the tokens and the data of its prompt, the prompt's number, the row's ordinal, and the name of its
-    environment (empty: the only one)."""
+    """A row to play: the tokens and the data of its prompt, the prompt's number, the row's ordinal, the name of its
+    environment (empty: the only one), the row id (-1: no row keeps its turns), and the turns that it has."""
 
     prompt: Any
     data: Mapping[str, Any]
     number: int
     ordinal: int
     environment: str = ""
+    row: int = -1
+    begun: BegunEpisode | None = None
 
 
 class JobEnvironment:
@@ -148,7 +198,8 @@ class JobEpisodes:
     context manager.
 
     samples: gets rows as they end (None: nothing does). failed: gets the row id of a dropped one, and why. retried:
-    gets the cause of each failure that another try, or another response, follows.
+    gets the cause of each failure that another try, or another response, follows. keep: gets a row id and its turns,
+    after each.
     """
 
     def __init__(
@@ -163,8 +214,9 @@ class JobEpisodes:
         samples: SampleReporter | None = None,
         failed: Callable[[int, FailedEpisode], None] = lambda row, why: None,
         retried: Callable[[str], None] = lambda cause: None,
+        keep: Callable[[int, Mapping[str, Any]], None] = lambda row, turns: None,
     ) -> None:
-        self._failed, self._retried = failed, retried
+        self._failed, self._retried, self._keep = failed, retried, keep
         self._weights, self._job, self._slots = weights, job, slots
         self._environments: dict[str, JobEnvironment] = {}
         try:
@@ -213,12 +265,25 @@ class JobEpisodes:
     def _episodes(self, batch: tq.Batch) -> list[PlayedEpisode]:
         size, several = self._job.sampling.group_size, has_several_environments(self._job)
         played_by = batch[names.ENVIRONMENT].list() if several else [""] * len(batch)
+        kept = batch[names.EPISODE].list() if names.EPISODE in batch.fields else [None] * len(batch)
+        rows = zip(batch.rows.tolist(), batch.ordinal.tolist(), played_by, kept, strict=True)
         return [
-            PlayedEpisode(np.asarray(ids, np.int32), data, ordinal // size, ordinal, environment)
-            for ids, data, ordinal, environment in zip(
-                batch["prompt_ids"], batch[names.DATA].list(), batch.ordinal.tolist(), played_by, strict=True
+            PlayedEpisode(
+                np.asarray(ids, np.int32), data, ordinal // size, ordinal, environment, row, self._begun(turns, batch)
+            )
+            for ids, data, (row, ordinal, environment, turns) in zip(
+                batch["prompt_ids"], batch[names.DATA].list(), rows, strict=True
             )
         ]
+
+    def _begun(self, turns: Mapping[str, Any] | None, batch: tq.Batch) -> BegunEpisode | None:
+        """Return the turns that a row has, if they are not too old."""
+        begun, pacing = BegunEpisode.of(turns) if turns else None, self._job.pacing
+        if begun is None or pacing.max_staleness is None:
+            return begun
+        drawn = np.array([version for version in begun.episode.trajectory.token_versions if version >= 0], np.int32)
+        oldest = batch.version - pacing.max_staleness
+        return begun if not len(drawn) or row_version(drawn, pacing.staleness_of) >= oldest else None
 
     def played(
         self, episodes: Sequence[PlayedEpisode], *, counts: bool = False
@@ -260,10 +325,11 @@ class JobEpisodes:
     ) -> Episode | FailedEpisode:
         """Play an episode, with further tries. draws: the seed of its tokens."""
         tries, alone, until = Tries(), False, time.monotonic() + environment.settings.episode_s
+        at = episode.begun if episode.begun is not None and episode.begun.draws == draws else BegunEpisode(draws)
         while True:
             try:
                 with environment.host.open(until, alone=alone) as hosted:
-                    return self._turns(environment, hosted, episode, draws, given_up)
+                    return self._turns(environment, hosted, episode, at, given_up)
             except CallFailed as failure:
                 if tries.failed(str(failure), may_pass=failure.may_pass) and time.monotonic() < until:
                     if given_up():
@@ -279,9 +345,19 @@ class JobEpisodes:
         environment: JobEnvironment,
         hosted: HostedEnvironment,
         episode: PlayedEpisode,
-        draws: int,
+        at: BegunEpisode,
         given_up: Callable[[], bool],
     ) -> Episode:
+        """Play an episode on from `at`, which becomes its last turn."""
+        hosted.draws = at.draws
+        if at.state is not None:
+            hosted.restore(at.state, at.episode.turns)
+
+        def turned(played: Episode) -> None:
+            at.episode, at.state = played, hosted.state
+            if episode.row >= 0 and at.state is not None and played.turns and played.drawn is None:
+                self._keep(episode.row, at.kept())
+
         turns = ChatTurns(self._tokenizer, self._sampling.stop_ids, hosted.role, self._job.data.system)
         player = EpisodePlayer(
             self._engine,
@@ -296,8 +372,10 @@ class JobEpisodes:
                 begin=lambda observation: _begun(episode, turns, observation),
                 seed=row_seed(self._job.seed, episode.number),
                 options=dict(episode.data),
-                draws=draws,
+                draws=at.draws,
                 given_up=given_up,
+                begun=None if at.state is None else at.episode,
+                turned=turned,
             )
         except ObservationTooLong as error:
             raise CallFailed(str(error), cause=OUTPUT) from error

@@ -30,7 +30,7 @@ from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job.graph import engine_of
 from transferqueue.workflows.job.names import POLICY, PREFILLED
 from transferqueue.workflows.job.settings.job import Job
-from transferqueue.workflows.job.settings.sizes import has_step_versions
+from transferqueue.workflows.job.settings.sizes import has_step_versions, staleness_when_new
 from transferqueue.workflows.job.stages.device_turns import DeviceTurns
 from transferqueue.workflows.job.stages.step_versions import in_turns, pull_exactly, step_versions
 
@@ -295,7 +295,7 @@ def followed_weights(
     Leaving waits for an update that has begun: a thread inside an engine's C++ code aborts the process when Python
     ends.
     """
-    weights = FollowedWeights(job.pacing.max_staleness or 0, updater.version)
+    weights = FollowedWeights(staleness_when_new(job) or 0, updater.version)
     load = _updating(context, engine, WEIGHTS)
     ended, updating = threading.Event(), threading.Lock()
 

@@ -28,6 +28,7 @@ from transferqueue.workflows.job.graph import (
 )
 from transferqueue.workflows.job.names import IMAGES
 from transferqueue.workflows.job.settings.job import EngineSettings, Job
+from transferqueue.workflows.job.settings.sizes import staleness_when_new
 from transferqueue.workflows.job.stages.drain import drainable
 from transferqueue.workflows.job.stages.oversampling import Oversampling
 from transferqueue.workflows.job.stages.policy_weights import PolicyWeights, policy_weights
@@ -106,7 +107,7 @@ class EngineRollout:
             token_versions=True,
             budget=budget,
             parts=in_parts(job),
-            max_staleness=job.pacing.max_staleness,
+            max_staleness=staleness_when_new(job),
             staleness_of=job.pacing.staleness_of,
             seed=job.seed,
             whole_groups=job.sampling.group_size if job.reproducible and not in_parts(job) else 0,

@@ -52,10 +52,12 @@ class StepShape:
 
 
 class StreamPosition(NamedTuple):
-    """oldest: the lowest unfinished place. finished: those above it that are."""
+    """oldest: the lowest unfinished place. finished: those above it that are. again: below which places the next step
+    trains rows for the second time, the third, and so on."""
 
     oldest: int = 0
     finished: tuple[int, ...] = ()
+    again: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ import msgspec
 
 import transferqueue as tq
 from transferqueue.errors import Corruption, DeadlineExceeded
+from transferqueue.transport.system.private_files import write_durably
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.run_files import CHECKPOINTS, checkpoint_path, checkpoint_steps
 
@@ -121,6 +122,4 @@ class PolicyCriticPair:
     def _write(self, start: PairStart) -> None:
         path = self.folder / CHECKPOINTS / _START
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_bytes(msgspec.json.encode(start) + b"\n")
-        partial.replace(path)
+        write_durably(path, msgspec.json.encode(start) + b"\n")

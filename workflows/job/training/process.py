@@ -217,6 +217,8 @@ def _terms(job: Job, task: str, checkpoints: Checkpoints | None, *, tells_rows: 
         in_turn=not is_policy and job.pacing.mode in IN_TURN and depth(job) == 0,
         by_step=has_step_versions(job),
         tells_rows=is_policy and tells_rows,
+        further_uses=names.further_uses(job.pacing.uses) if is_policy else (),
+        staleness=None if job.reproducible or job.pacing.uses == 1 else job.pacing.max_staleness,
     )
 
 
@@ -333,6 +335,7 @@ def stream_terms(job: Job, task: str, fields: tuple[str, ...]) -> StreamTerms:
         whole=whole,
         group_rows=group_rows(job),
         fields=fields,
+        further_uses=names.further_uses(job.pacing.uses) if task == names.TRAIN else (),
     )
 
 

@@ -47,6 +47,12 @@ def row_figures(batches: Sequence[tq.Batch], terms: Sequence[str]) -> dict[str, 
     return figures
 
 
+def again_figures(batches: Sequence[tq.Batch]) -> dict[str, Any]:
+    """Return how many rows of a step earlier steps have trained, and their staleness."""
+    behind_B = _behind((batch.version, batch.policy_version) for batch in batches) if batches else np.empty(0, np.int64)
+    return {"reused_rows": sum(map(len, batches)), "reused_staleness": _counts(behind_B)}
+
+
 def _column(batches: Sequence[tq.Batch], name: str) -> Iterator[Any]:
     return (value for batch in batches for value in batch[name])
 

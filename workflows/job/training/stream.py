@@ -1,8 +1,9 @@
 """Gathers the rows of a step from the queue, and computes with them as they come.
 
 1. Leases are held from the first row of a step to its ack, over any number of requests. The client renews them.
-2. All rows of a step are acked together with their step, in one commit, after the weights that learned from them are
-   published. So a trainer that dies at any moment has counted all rows of a step or none.
+2. All rows of a step are acked together with their step, in one commit for each use (rule 6), after the weights that
+   learned from them are published. So a trainer that dies at any moment has counted all new rows of a step or none; of
+   further uses, a rollback to its checkpoint returns what it counted since.
 3. If a lease is lost before the update (the process was stopped for long, or the task was rolled back), others have its
    rows: the step is abandoned, its gradient is discarded, and its other rows are released.
 4. If a lease is lost after the update, the model has learned from rows that may come again. Those that still exist are
@@ -10,6 +11,10 @@
    one lease with them are released, and leased again.
 5. A wait for rows ends with rows, at the end of the table, when a place that it waits for is gone, or at its deadline.
    The server says which: the lease names the places (``awaited``), and that its rows are not given back (``but_held``).
+6. Rows that are trained in several steps have a task for each use, whose lease, ack and return are as of the first. A
+   step takes for use u + 1 what lies below the oldest place that use u had not finished when the step before began: so
+   no step has a row twice. Those rows have all their columns, and are leased without a wait. Rows that have become too
+   old are not leased; the trainer drops them (`drop_used`).
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 import transferqueue as tq
-from transferqueue.errors import EndOfTable, LeaseExpired, RowsEnded, UsageError
+from transferqueue.errors import DeadlineExceeded, EndOfTable, LeaseExpired, RowsEnded, UsageError
 from transferqueue.limits import SECONDS_MAX, SPANS_AWAITED_MAX
 from transferqueue.workflows.flow.events import WAIT, Event, TimeSpan
 from transferqueue.workflows.job.training.columns import RowColumns
@@ -36,8 +41,8 @@ Compute = Callable[[RowColumns, list[int]], None]
 @dataclass(frozen=True, kw_only=True)
 class StreamTerms:
     """The lease terms of a trainer. whole: units are groups of `group_rows` rows, whose ordinals are neighbours; else
-    single rows. fields: columns of the computation and of the figures. stall_s: longest wait for a row (default: no
-    limit).
+    single rows. fields: columns of the computation and of the figures. further_uses: tasks of the uses after the first.
+    stall_s: longest wait for a row (default: no limit).
     """
 
     task: str
@@ -45,22 +50,34 @@ class StreamTerms:
     whole: bool
     group_rows: int
     fields: tuple[str, ...]
+    further_uses: tuple[str, ...] = ()
     stall_s: float = SECONDS_MAX
 
 
 @dataclass(slots=True)
 class GatheredStep:
-    """The rows of one step, leased until `ack`. idle_s: seconds spent waiting for rows. version_from: see
-    `RowStream.step`."""
+    """The rows of one step, leased until `ack`. task: of their first use. idle_s: seconds spent waiting for rows.
+    version_from: see `RowStream.step`."""
 
+    task: str
     batches: list[tq.Batch] = field(default_factory=list)
     idle_s: float = 0.0
     version_from: int = -1
 
     @property
+    def new(self) -> list[tq.Batch]:
+        """The rows that no step has trained before."""
+        return [batch for batch in self.batches if batch.task == self.task]
+
+    @property
+    def again(self) -> list[tq.Batch]:
+        """The others."""
+        return [batch for batch in self.batches if batch.task != self.task]
+
+    @property
     def rows(self) -> list[int]:
-        """Ids of the rows."""
-        return [int(row) for batch in self.batches for row in batch.rows]
+        """Ids of the new rows."""
+        return [int(row) for batch in self.new for row in batch.rows]
 
     @property
     def is_held(self) -> bool:
@@ -91,37 +108,58 @@ class RowStream:
         self.table, self.terms = table, terms
         self._emit = emit
         self._gatherer: StepGatherer[Unit] = StepGatherer(terms.shape, position)
-        self._learned: dict[int, int] = {}
-        """Rows that the model has learned from and that may come again, with their step."""
+        self._learned: dict[tuple[str, int], int] = {}
+        """Rows by task that the model has learned from and that may come again, with their step."""
+        known = () if position is None else position.again
+        self._again = tuple(known[use] if use < len(known) else 0 for use in range(len(terms.further_uses)))
+        """Below which places the next step takes rows for each further use."""
 
-    def step(self, compute: Compute, *, version_from: int = -1) -> GatheredStep | None:
+    def step(self, compute: Compute, *, version_from: int = -1, again_from: int = -1) -> GatheredStep | None:
         """Gather the rows of the next step, and compute with them as they come. None: the table has ended.
 
-        version_from: take only rows that this version of the policy, or a later one, generated (-1: any). The last step
-        of a table may have fewer rows. Blocks; `DeadlineExceeded` when no row came for ``stall_s``. If `compute`
-        raises, all rows are released, those that it computed with as failed.
+        version_from: take only new rows that this version of the policy, or a later one, generated (-1: any).
+        again_from: likewise, rows for a further use. The last step of a table may have fewer rows. Blocks;
+        `DeadlineExceeded` when no row came for ``stall_s``. If `compute` raises, all rows are released, new ones that
+        it computed with as failed.
         """
-        gathered = GatheredStep(version_from=version_from)
+        gathered = GatheredStep(self.terms.task, version_from=version_from)
         try:
+            again = self._take_again(gathered, again_from)
+            if self.terms.shape.stream:
+                self._compute_again(gathered, again, compute)
             while not self._gatherer.is_complete:
                 self._take_more(gathered)
                 self._compute(gathered, compute)
+            if not self.terms.shape.stream and gathered.new:
+                self._compute_again(gathered, again, compute)
             self._compute(gathered, compute)
         except BaseException:
             self.give_up(gathered)
             raise
-        if not gathered.batches:
+        if not gathered.new:
+            self.give_up(gathered)
             return None
         return gathered
 
     @property
     def position(self) -> StreamPosition:
         """Which places were trained, or are gone."""
-        return self._gatherer.position
+        return self._gatherer.position._replace(again=self._again)
 
     def finish(self) -> None:
         """The model has learned from the step: its rows are `ack`ed next, and others make the next step."""
         self._gatherer.finish()
+        self._again = (self._gatherer.position.oldest, *self._again)[: len(self._again)]
+
+    def drop_used(self, reason: str, *, below_version: int | None = None) -> None:
+        """Drop the rows that a step has trained and that have further uses, which then do not take place; with
+        `below_version` those alone that older weights generated."""
+        position = self._gatherer.position
+        where = [] if below_version is None else [tq.VersionBetween(low=0, high=below_version - 1)]
+        for first, below in ((0, position.oldest), *((place, place + 1) for place in position.finished)):
+            for task in self.terms.further_uses:
+                while (batch := self._lease_again(task, below, where, first=first)) is not None:
+                    batch.drop(reason)
 
     def give_up(self, gathered: GatheredStep) -> None:
         """Release the rows of a step that the model has not learned from."""
@@ -135,10 +173,13 @@ class RowStream:
                 continue  # released as failed
 
     def ack(self, gathered: GatheredStep, step: int) -> int:
-        """Ack all rows with their step, in one commit. Returns how many rows were lost meanwhile, by a lost lease or
-        dropped."""
+        """Ack all rows with their step, those of each use in one commit. Returns how many rows were lost meanwhile, by
+        a lost lease or dropped."""
+        return sum(self._ack(task, gathered, step) for task in (self.terms.task, *self.terms.further_uses))
+
+    def _ack(self, task: str, gathered: GatheredStep, step: int) -> int:
         lost: list[int] = []
-        batches, dropped = gathered.batches, 0
+        batches, dropped = [batch for batch in gathered.batches if batch.task == task], 0
         while batches:
             try:
                 dropped = sum(map(len, batches)) - self.table.ack(batches, step=step)
@@ -146,8 +187,50 @@ class RowStream:
             except (LeaseExpired, tq.BatchEnded):
                 lost += [int(row) for batch in batches if batch.ended for row in batch.rows]
                 batches = [batch for batch in batches if not batch.ended]
-        self._learned.update(dict.fromkeys(lost, step))
+        self._learned.update(dict.fromkeys(((task, row) for row in lost), step))
         return len(lost) + dropped
+
+    # ------------------------------------------------------------ rows of earlier steps
+
+    def _take_again(self, gathered: GatheredStep, version_from: int) -> list[Unit]:
+        """Lease the rows that the step trains again; in the order of uses and places."""
+        taken: list[Unit] = []
+        for task, below in zip(self.terms.further_uses, self._again, strict=True):
+            units: list[tuple[int, Unit]] = []
+            where = [tq.VersionBetween(low=version_from)] if version_from >= 0 else []
+            while below and (batch := self._lease_again(task, below, where)) is not None:
+                if not self._ended_known(batch):
+                    units += self._units(batch, len(gathered.batches))
+                    gathered.batches.append(batch)
+            taken += [unit for _, unit in sorted(units, key=lambda placed: placed[0])]
+        return taken
+
+    def _lease_again(
+        self, task: str, below: int, where: Sequence[tq.VersionBetween], *, first: int = 0
+    ) -> tq.Batch | None:
+        """Lease rows of the places from `first` to `below`; None: there are no more of them."""
+        rows = self._unit_rows
+        places = [tq.Compare("ordinal", ">=", first * rows), tq.Compare("ordinal", "<", below * rows)]
+        units, terms = self.terms.shape.units, self.terms
+        try:
+            return self.table.lease(
+                task,
+                groups=units if terms.whole else None,
+                rows=None if terms.whole else units,
+                at_least=1,
+                where=[*places, *where],
+                fields=list(terms.fields),
+                timeout_s=0,
+            )
+        except (DeadlineExceeded, EndOfTable):
+            return None
+
+    def _compute_again(self, gathered: GatheredStep, units: Sequence[Unit], compute: Compute) -> None:
+        """Compute with rows of earlier steps. If that fails they are released as they were: they wait for nothing."""
+        shape = self.terms.shape
+        size = shape.at_least if shape.order == "ordinal" else max(1, len(units))
+        for part in (units[at : at + size] for at in range(0, len(units), size)):
+            compute(self._columns(gathered, part), self._ids(gathered, part))
 
     # ------------------------------------------------------------ leases
 
@@ -171,7 +254,7 @@ class RowStream:
         while True:
             left_s = max(0.0, self.terms.stall_s - (time.monotonic() - started))
             try:
-                return self._lease(left_s, holds=bool(gathered.batches), version_from=gathered.version_from)
+                return self._lease(left_s, holds=bool(gathered.new), version_from=gathered.version_from)
             except EndOfTable:
                 return None
             except RowsEnded as ended:
@@ -211,7 +294,7 @@ class RowStream:
         known: dict[int, list[int]] = {}
         for _, unit in self._units(batch, 0) if self._learned else ():
             rows = batch.rows[unit.rows].tolist()
-            steps = [self._learned[row] for row in rows if row in self._learned]
+            steps = [self._learned[batch.task, row] for row in rows if (batch.task, row) in self._learned]
             if len(steps) == len(rows):
                 known.setdefault(max(steps), []).extend(rows)
         for step, rows in known.items():

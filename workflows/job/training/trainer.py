@@ -12,7 +12,10 @@
    table and drops the rows that were generated ahead: they end as dropped ("surplus").
 4. The critic's trainer goes on until the table ends. It and the policy's are a pair, which goes back to the same
    checkpoint (`pair`).
-5. In sync mode the critic takes the rows of step k + 1 only if the policy generated them after its step k (`pair`, rule
+5. Rows that are trained in several steps (`pacing.uses`) have a task for each use, and all of them go back to the same
+   step. Rows that are too old for a further use are dropped with the next checkpoint, when those before are final
+   ("stale_use"); rows that have uses left after the last step, with it ("surplus_use").
+6. In sync mode the critic takes the rows of step k + 1 only if the policy generated them after its step k (`pair`, rule
    4).
 """
 
@@ -33,7 +36,7 @@ from transferqueue.workflows.job.training.checkpoint import Checkpoints
 from transferqueue.workflows.job.training.columns import RowColumns
 from transferqueue.workflows.job.training.passes import Passes
 from transferqueue.workflows.job.training.publication import Publisher, next_version
-from transferqueue.workflows.job.training.row_figures import row_figures
+from transferqueue.workflows.job.training.row_figures import again_figures, row_figures
 from transferqueue.workflows.job.training.step_rows import TakenRows, computes_on
 from transferqueue.workflows.job.training.stream import GatheredStep, RowStream
 
@@ -41,6 +44,9 @@ STEP_ROWS: Final = "step_rows"
 """Kind of the event with the rows of a step."""
 SURPLUS: Final = "surplus"
 """Why rows end that were generated ahead of a trainer that needs no more."""
+STALE_USE: Final = "stale_use"
+SURPLUS_USE: Final = "surplus_use"
+"""Why rows end that were trained, and have uses left: they are too old, or the trainer needs no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +57,9 @@ class TrainerTerms:
     endless: go on after the last step, until the table ends. kind: of the event that reports a step. reward: whether
     rows bring rewards. seals: the table ends with this trainer. evaluate_every: steps between two evaluations (0:
     before and after only). in_turn: rows of a step are taken only if the weights of the step before generated them
-    (rule 5). by_step: versions are the numbers of steps (rule 2). tells_rows: report the rows of each step.
+    (rule 6). by_step: versions are the numbers of steps (rule 2). tells_rows: report the rows of each step.
+    further_uses: tasks of the uses of rows after the first. staleness: most versions of rows at these; None: their age
+    is decided by their steps.
     """
 
     task: str
@@ -66,6 +74,8 @@ class TrainerTerms:
     in_turn: bool = False
     by_step: bool = False
     tells_rows: bool = False
+    further_uses: tuple[str, ...] = ()
+    staleness: int | None = None
 
 
 class Evaluations(Protocol):
@@ -148,7 +158,8 @@ class Trainer:
             if resumed:
                 self._confirm()
                 self._saved = self.step
-            self.table.rollback(self.step, task=self.terms.task)
+            for task in (*reversed(self.terms.further_uses), self.terms.task):  # the first last: it may requeue rows
+                self.table.rollback(self.step, task=task)
         else:
             self.table.checkpointed(self.step, task=self.terms.task)
         self._in_turn = self.terms.in_turn and self._begins_with_partner
@@ -164,7 +175,9 @@ class Trainer:
         trainer."""
         try:
             while not self._has_all_steps:
-                gathered = self.stream.step(self._compute, version_from=self.version if self._in_turn else -1)
+                gathered = self.stream.step(
+                    self._compute, version_from=self.version if self._in_turn else -1, again_from=self._oldest_version
+                )
                 if gathered is None:
                     break
                 if gathered.is_held:
@@ -179,6 +192,7 @@ class Trainer:
             self.publisher.wait()
             self._save()
             if self.terms.seals:
+                self.stream.drop_used(SURPLUS_USE)
                 self._end()
             self.evaluations.end()
             self.passes.end()
@@ -188,6 +202,11 @@ class Trainer:
     @property
     def _has_all_steps(self) -> bool:
         return self._stalled or (self.step >= self.terms.steps and not self.terms.endless)
+
+    @property
+    def _oldest_version(self) -> int:
+        """The oldest version of rows that are trained again."""
+        return -1 if self.terms.staleness is None else max(0, self.version - self.terms.staleness)
 
     @property
     def _begins_with_partner(self) -> bool:
@@ -285,9 +304,12 @@ class Trainer:
 
     def _confirm(self) -> None:
         """Say up to which step rows are safe in a checkpoint; of a pair, for both, once both have one."""
-        safe = {self.terms.task: self.step} if self.partner is None else self.partner.newest()
+        own = (self.terms.task, *self.terms.further_uses)
+        safe = dict.fromkeys(own, self.step) if self.partner is None else self.partner.newest()
         for task, step in safe.items():
             self.table.checkpointed(step, task=task)
+        if self._oldest_version > 0:
+            self.stream.drop_used(STALE_USE, below_version=self._oldest_version)
 
     def _report(self, gathered: GatheredStep, metrics: Mapping[str, float], version: int) -> dict[str, Any]:
         self._trained.append(np.array(gathered.rows))
@@ -297,7 +319,8 @@ class Trainer:
             "step": self.step,
             "version": version,
             **metrics,
-            **row_figures(gathered.batches, self.terms.rewards),
+            **row_figures(gathered.new, self.terms.rewards),
+            **(again_figures(gathered.again) if self.terms.further_uses else {}),
             "step_s": now - before,
             "idle_s": gathered.idle_s,
             "stood_still_s": self.publisher.stood_still_s(),
