@@ -234,7 +234,7 @@ class RunningBatch:
         rows = self._next_rows()
         read, index_R = _distinct([self._context(row) for row in rows], self._model.device, self._joins)
         contexts = [tokens for _, tokens in read]
-        pixels = pixels_of(self._model, [images for images, _ in read])
+        pixels = pixels_of(self._model, contexts, [images for images, _ in read])
         ids_CT, lengths_C = _left_padded(contexts, self._model.device)
         begun = _Cached([], None, lengths_C, ids_CT.shape[1])
         mask_CT = begun.mask()

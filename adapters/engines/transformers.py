@@ -54,7 +54,7 @@ class TransformersGenerator(SteppedGenerator):
         self._model = model.eval()
         self._loader = ModuleLoader(model)
         self._context_max = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self._reads_images = processor_of(model) is not None
+        self._images = processor_of(model)
         if routes:
             routers_of(model)
         self._routes = routes

@@ -170,7 +170,7 @@ def lay_out(
 ) -> ForwardRows:
     """Lay out rows as the model's plan says, on its device. tree: what they share; None: prompts that are equal. A
     model whose rows form no trees computes all tokens of each. images: of each row, encoded; None: no row has any.
-    Raises as `forward_rows`, and `Unsupported` for images of a model that was loaded for text alone."""
+    Raises as `forward_rows`, and as `pixels_of` of images."""
     plan, (vocabulary, length_max) = plan_for(model), limits_of(unwrapped(model))
     prompts, responses = list(prompts), list(responses)
     if tree is None or not plan.trees:
@@ -185,14 +185,14 @@ def lay_out(
         length_max=length_max,
         tree=tree,
     )
-    return rows if images is None else _with_images(unwrapped(model), rows, images)
+    return _with_images(unwrapped(model), rows, prompts, images)
 
 
-def _with_images(model: Any, rows: ForwardRows, images: Sequence[Any]) -> ForwardRows:
+def _with_images(model: Any, rows: ForwardRows, prompts: Sequence[Any], images: Sequence[Any] | None) -> ForwardRows:
     """Return padded rows with their pixels, in the order of their lines. An image token that was drawn has no
     features."""
-    pixels, processor = pixels_of(model, [images[row] for row in rows.last_R.argsort().tolist()]), processor_of(model)
-    if processor is None:
+    pixels = pixels_of(model, prompts, images, rows.last_R.argsort().tolist())
+    if (processor := processor_of(model)) is None:
         return rows
     ids_N = rows.ids_BT.view(-1)
     drawn_S = rows.from_S + 1

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from transferqueue.adapters.engines.images import decoded
 from transferqueue.adapters.stages.reward_functions import load_reward
 from transferqueue.errors import NotFound, UsageError
 from transferqueue.workflows.job.data.files import open_data
@@ -74,7 +75,7 @@ def test_images_are_read_as_datasets_stores_them(tmp_path: Path) -> None:
     one = datasets.Dataset.from_dict({"images": drawn}, features=datasets.Features({"images": datasets.Image()}))
     one.save_to_disk(tmp_path / "one")
     for name in ("files", "saved", "one"):
-        found = [row_images(row["images"], "images", "here")[0][1] for row in rows(tmp_path / name)]
+        found = [decoded(row_images(row["images"], "images", "here"))[0] for row in rows(tmp_path / name)]
         assert [image.getpixel((0, 0)) for image in found] == [(255, 0, 0), (0, 0, 255)]
 
 

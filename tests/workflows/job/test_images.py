@@ -3,9 +3,13 @@ images, and a policy learns what only the image says."""
 
 from __future__ import annotations
 
+import json
 import os
+import random
+import shutil
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -19,18 +23,26 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 Image = pytest.importorskip("PIL.Image")
 
+from transformers import AutoTokenizer, AyaVisionProcessor  # noqa: E402
+
 import transferqueue as tq  # noqa: E402
 from tests.workflows.job import jobs, short_run  # noqa: E402
-from transferqueue.adapters.engines.images import IMAGE_BYTES_MAX, decoded, processor_of  # noqa: E402
+from transferqueue.adapters.engines.images import IMAGE_BYTES_MAX, VisionProcessor, decoded, processor_of  # noqa: E402
+from transferqueue.adapters.engines.running_batch import Row, RunningBatch  # noqa: E402
 from transferqueue.adapters.engines.transformers import TransformersGenerator  # noqa: E402
 from transferqueue.adapters.protocols import Prompt, Sampling, Unsupported  # noqa: E402
-from transferqueue.adapters.scoring import load_causal_lm, response_scores  # noqa: E402
+from transferqueue.adapters.scoring import LogProbs, load_causal_lm, response_scores  # noqa: E402
 from transferqueue.adapters.scoring.plan import plan_for  # noqa: E402
-from transferqueue.errors import NotFound, UsageError  # noqa: E402
+from transferqueue.errors import Impossible, NotFound, UsageError  # noqa: E402
+from transferqueue.limits import MIB  # noqa: E402
+from transferqueue.workflows.job.data import prompts  # noqa: E402
 from transferqueue.workflows.job.data.prompt_data import open_prompts  # noqa: E402
 from transferqueue.workflows.job.data.sequence import PromptSequence  # noqa: E402
-from transferqueue.workflows.job.data.source import JobPrompts  # noqa: E402
+from transferqueue.workflows.job.data.source import JobPrompts, groups_per_put  # noqa: E402
+from transferqueue.workflows.job.run.preflight import bytes_of, check_memory  # noqa: E402
 from transferqueue.workflows.job.settings.job import Job  # noqa: E402
+from transferqueue.workflows.job.settings.sizes import rows_kept  # noqa: E402
+from transferqueue.workflows.job.tiny_model.__main__ import main as tiny_model  # noqa: E402
 from transferqueue.workflows.job.tiny_model.vision import COLOURS, make_vision, write_colours  # noqa: E402
 
 GROUP = 8
@@ -101,7 +113,11 @@ BAD: dict[str, tuple[Callable[[], list[dict[str, Any]]], str]] = {
     "damaged": (lambda: stored(png(size=(64, 64))[:60]), r"image 0 cannot be decoded"),
     "no image": (lambda: stored(png(), b"<svg/>"), r"image 1 cannot be decoded: its 6 bytes are no .*PNG"),
     "a format that would start a program": (lambda: stored(png(kind="EPS")), r"image 0 cannot be decoded"),
-    "too many pixels": (lambda: stored(png("1", (8200, 8200))), r"image 0 has 8,200 x 8,200 pixels, over"),
+    "too many pixels": (lambda: stored(png("1", (8200, 8200))), r"image 0 has 8,200 x 8,200 pixels, .* over"),
+    "too many pixels together": (lambda: stored(*[png("1", (5000, 5000))] * 3), r"image 2 has .* row has 75,000,000"),
+    "too many images": (lambda: stored(*[png()] * 33), r"has 33 images, over 32"),
+    "16 bits": (lambda: stored(png("I;16")), r"image 0 has more than 8 bits a channel \(mode I;16\)"),
+    "a strip": (lambda: stored(png(size=(1, 2000))), r"image 0 has 1 x 2,000 pixels, one side over 200 times"),
     "too many bytes": (lambda: stored(b"\x89PNG" + bytes(IMAGE_BYTES_MAX)), r"image 0 has .* bytes, over"),
     "a path alone": (lambda: stored(None, path="a.png"), r"image 0 has the path 'a.png' alone; give the bytes"),
     "no bytes": (lambda: stored(None), r"image 0 has no value; give the bytes"),
@@ -114,7 +130,7 @@ def test_a_bad_image_is_refused_with_its_file_and_row(place: Path, tmp_path: Pat
     path = written(tmp_path / "train.parquet", [stored(png()), stored(png()), make()])
     prompts = sequence(job_of(place, f"data.path={path}", "data.shuffle=false"))
     assert len(prompts.take(2)) == 2, "rows before it are prompts"
-    with pytest.raises(UsageError, match=rf'train\.parquet, row 2: column "images", {text}'):
+    with pytest.raises(UsageError, match=rf'train\.parquet, row 2: column "images" {text}'):
         prompts.take(1)
 
 
@@ -143,9 +159,84 @@ def test_images_stand_where_the_messages_say_or_before_the_text(place: Path, tmp
 
 def test_another_number_of_images_than_the_prompt_has_places_for_is_refused(place: Path, tmp_path: Path) -> None:
     messages = [[{"role": "user", "content": [{"type": "image", "text": None}]}]]
-    path = written(tmp_path / "train.parquet", [stored(png(), png())], messages=messages)
-    with pytest.raises(UsageError, match=r"row 0: the prompt has 2 images, and its text 1 placeholders"):
+    damaged = png()[:40]  # the count is checked first
+    path = written(tmp_path / "train.parquet", [stored(damaged, damaged)], messages=messages)
+    with pytest.raises(
+        UsageError, match=r'row 0: column "images" has 2 images, and the text of the prompt 1 placeholders'
+    ):
         sequence(job_of(place, f"data.path={path}", "data.prompt=messages")).take(1)
+
+
+LLAVA_1_5 = (
+    "{% for message in messages %}{{ message['role'] | upper }}: "
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}<image>\n{% endfor %}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] }} {% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+"""The form of LLaVA-1.5's template: of a content that is a text it writes nothing."""
+
+
+def with_template(place: Path, tmp_path: Path, template: str) -> str:
+    (tmp_path / "chat.jinja").write_text(template)
+    messages = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two."}]
+    messages.append({"role": "user", "content": "Three <image>?"})
+    path = written(tmp_path / "train.parquet", [stored(png())], messages=[messages])
+    changes = ("data.prompt=messages", 'data.system="Be short."', f"model.chat_template={tmp_path / 'chat.jinja'}")
+    return sequence(job_of(place, f"data.path={path}", "data.prompt_tokens_max=256", *changes)).take(1)[0].text
+
+
+def test_a_template_that_selects_parts_writes_all_texts(place: Path, tmp_path: Path) -> None:
+    assert with_template(place, tmp_path, LLAVA_1_5) == (
+        "SYSTEM: Be short. USER: One? ASSISTANT: Two. USER: <image>\nThree  ? ASSISTANT:"
+    ), "one place, where the text has it"
+
+
+def test_a_template_that_leaves_texts_out_is_refused(place: Path, tmp_path: Path) -> None:
+    last = LLAVA_1_5.replace("in messages", "in messages[-1:]")
+    with pytest.raises(UsageError, match=r"row 0: the chat template leaves out a text of the system, 'Be short\.'"):
+        with_template(place, tmp_path, last)
+
+
+def test_the_template_of_the_processor_is_used_if_the_tokenizer_has_none(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "model", tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    (tmp_path / "model" / "chat_template.json").write_text(json.dumps({"chat_template": LLAVA_1_5}))
+    (prompt,) = sequence(job_of(place, f"model.path={tmp_path / 'model'}")).take(1)
+    assert prompt.text == "USER: <image>\nWhich colour? ASSISTANT:"
+
+
+def test_a_placeholder_in_a_text_is_the_place_of_its_image(place: Path, tmp_path: Path) -> None:
+    path = written(tmp_path / "train.parquet", [stored(png())], question=["Is <image> red?"])
+    (prompt,) = sequence(job_of(place, f"data.path={path}")).take(1)
+    assert prompt.text.count("<image>") == 1
+    assert "Is <image> red?" in prompt.text
+
+
+def test_parts_of_a_job_without_images_are_as_the_data_has_them(tmp_path: Path) -> None:
+    value = [{"role": "user", "content": [{"type": "text", "text": "1", "image": None}]}]
+    assert prompts._prompt(value, "prompt", "here") == value
+
+
+def test_the_error_of_a_source_names_a_key_that_exists(place: Path, tmp_path: Path) -> None:
+    path = written(tmp_path / "train.parquet", [stored(png())])
+    parts = f'data.sources=[{{path="{path}", weight=1.0}}]'
+    with pytest.raises(NotFound, match=r'data\.sources\.0: data\.images: "shown" is no column'):
+        open_prompts(job_of(place, 'data.path=""', parts, "data.images=shown"))
+
+
+def test_images_that_do_not_fit_the_queue_are_refused_before_the_start(place: Path, tmp_path: Path) -> None:
+    large = b"\x89PNG" + bytes(MIB)
+    path = written(tmp_path / "train.parquet", [stored(png()), stored(large, large), stored(png())])
+    job = job_of(place, f"data.path={path}", "queue.memory_gib=0.0625")
+    data = open_prompts(job)
+    kept = rows_kept(job) // GROUP + groups_per_put(job)
+    assert "images" not in data.sources[0].columns, "a reward with **kwargs does not store them again"
+    assert data.image_bytes("images", 1) == 2 * len(large)
+    assert data.image_bytes("images", 3) == 2 * len(large) + 2 * len(png())
+    held = bytes_of(job, data)
+    assert (held.images, held.rows) == (data.image_bytes("images", kept), bytes_of(job).rows + held.images)
+    with pytest.raises(Impossible, match=r"images up to .*; memory_gib=0\.0625: set queue\.memory_gib=1"):
+        check_memory(job, data)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +296,85 @@ def test_engine_and_trainer_read_the_same_images(place: Path) -> None:
     engine.close()
 
 
+def test_tokens_and_images_of_other_rows_are_refused(place: Path) -> None:
+    model = load_causal_lm(place / "model", dtype="float32", device="cpu", images=True)
+    (prompt, _) = sequence(job_of(place, "data.shuffle=false")).take(2)
+    token, answer, image = processor_of(model).token_id, [5], prompt.images[0]
+    twice = [*prompt.ids, *[token] * 4]
+    for given, images in (
+        ([prompt.ids], None),
+        ([prompt.ids], [()]),
+        ([twice, [3, 4]], [(image,), (image,)]),  # as many tokens as images in all
+    ):
+        with pytest.raises(UsageError, match=r"row 0 has \d image tokens in its prompt, and its \d images make \d"):
+            response_scores(model, given, [answer] * len(given), images=images)
+    with pytest.raises(UsageError, match="1 prompts with images of 2 rows"):
+        response_scores(model, [prompt.ids], [answer], images=[(image,), (image,)])
+    engine = TransformersGenerator(model)
+    with pytest.raises(UsageError, match="row 0 has 4 image tokens in its prompt, and its 0 images make 0"):
+        engine.generate([Prompt(ids=prompt.ids)], Sampling(tokens_max=1))
+    with pytest.raises(UsageError, match="row 0 image 0 cannot be decoded"):
+        engine.generate([Prompt(ids=prompt.ids, images=(b"no image",))], Sampling(tokens_max=1))
+    with pytest.raises(UsageError, match="image tokens in its prompt, and its 0 images"):
+        LogProbs(model, images="images").in_order([prompt.ids], [answer])
+    engine.close()
+
+
+def test_a_processor_that_does_not_fit_the_model_is_refused(place: Path, tmp_path: Path) -> None:
+    for key, value in (("patch_size", 8), ("vision_feature_select_strategy", "full")):
+        shutil.copytree(place / "model", tmp_path / key)
+        config = json.loads((tmp_path / key / "processor_config.json").read_text())
+        (tmp_path / key / "processor_config.json").write_text(json.dumps(config | {key: value}))
+        with pytest.raises(Unsupported, match="does not take what its processor makes of an image"):
+            load_causal_lm(tmp_path / key, dtype="float32", device="cpu", images=True)
+
+
+def test_tokens_and_pixels_come_of_the_same_settings_of_the_processor(place: Path, tmp_path: Path) -> None:
+    """Aya's crops an image to patches by default, and its image processor alone does not."""
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    tokenizer = AutoTokenizer.from_pretrained(place / "model")
+    tokenizer.add_tokens(["<|IMG_PATCH|>"], special_tokens=True)
+    size = {"height": 32, "width": 32}
+    own = AyaVisionProcessor(GotOcr2ImageProcessorPil(size=size), tokenizer, patch_size=16, img_size=32)
+    processor = VisionProcessor(place / "model")
+    processor._processor, processor.token_id = own, own.image_token_id
+    image = png(size=(96, 64))
+    ids = processor.ids("<image>", [image], add_special_tokens=False)
+    patches = len(processor.pixels([ids], [(image,)])["pixel_values"])
+    assert patches > 1
+    assert int((ids == processor.token_id).sum()) == 4 * patches
+
+
+def test_completions_go_on_with_their_images_after_new_weights(place: Path) -> None:
+    """Also one that drew an image token, which has no features."""
+    model = load_causal_lm(place / "model", dtype="float32", device="cpu", images=True)
+    token = processor_of(model).token_id
+    prompts = sequence(job_of(place, "data.shuffle=false")).take(3)
+    requested = [Prompt(ids=prompt.ids, images=prompt.images) for prompt in prompts]
+    batch, sampling = RunningBatch(model, 8), Sampling(tokens_max=6, temperature=1.0)
+    rows = [Row(None, at, 0, prompt, sampling) for at, prompt in enumerate(requested)]
+    batch.add(rows)
+    batch.step(0)
+    rows[0].ids[-1] = token
+    batch.step(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+    batch.step(1)  # reads all contexts again
+    with torch.no_grad():
+        args = [prompt.ids for prompt in prompts], [row.ids for row in rows]
+        scored = response_scores(model, *args, images=[prompt.images for prompt in prompts]).logprobs_N
+    drawn, at = [row.logprobs[-1] for row in rows], np.cumsum([len(row.ids) for row in rows]) - 1
+    assert all(len(row.ids) == 3 for row in rows)
+    assert np.abs(np.array(drawn) - scored.numpy()[at]).max() < 1e-5
+
+
+def test_what_the_tiny_model_ignores_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tiny_model([str(tmp_path / "model"), "--kind", "llava", "--task", "sum"]) == 2
+    assert "takes no --task" in capsys.readouterr().err
+
+
 def test_images_of_a_model_that_was_loaded_for_text_are_refused(tmp_path: Path) -> None:
     from transferqueue.workflows.job.tiny_model.make import make
 
@@ -221,7 +391,27 @@ def test_images_of_a_model_that_was_loaded_for_text_are_refused(tmp_path: Path) 
 
 
 def test_an_image_of_any_mode_is_rgb() -> None:
-    assert {decoded(png(mode)).mode for mode in ("1", "L", "P", "RGBA", "LA")} == {"RGB"}
+    shown = decoded([png(mode) for mode in ("1", "L", "P", "RGBA", "LA")])
+    assert {image.mode for image in shown} == {"RGB"}
+
+
+def test_an_image_is_turned_as_its_exif_data_says() -> None:
+    file, turned = BytesIO(), Image.Exif()
+    turned[0x0112] = 6
+    Image.new("RGB", (20, 10)).save(file, "JPEG", exif=turned)
+    assert decoded([file.getvalue()])[0].size == (10, 20)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_a_damaged_file_is_refused_whatever_its_reader_raises(kind: str) -> None:
+    draws, whole = random.Random(0), png(kind=kind)
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for _ in range(3):
+            damaged[draws.randrange(len(damaged))] = draws.randrange(256)
+        with suppress(UsageError):
+            decoded([bytes(damaged)])
 
 
 # ---------------------------------------------------------------- jobs

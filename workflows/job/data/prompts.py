@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from transferqueue.adapters.engines.images import VisionProcessor, decoded
+from transferqueue.adapters.engines.images import VisionProcessor
 from transferqueue.adapters.protocols import Ids
 from transferqueue.errors import NotFound, UsageError, listing
 from transferqueue.workflows.job.data.tokenizer import Message, TextTokenizer, render
@@ -216,13 +216,18 @@ class PromptRenderer:
     def _with_images(
         self, vision: VisionProcessor, value: PromptValue, row: dict[str, Any], place: str
     ) -> RenderedPrompt:
-        found = row_images(row[self._settings.images], self._settings.images, place)
-        images, shown = tuple(image for image, _ in found), [image for _, image in found]
-        text = self._text(with_images(value, len(images), "" if self._chat else vision.token), place)
+        images = row_images(row[self._settings.images], self._settings.images, place)
+        if self._chat:
+            messages = with_images(self._messages(value), len(images), vision.token)
+            text = prompt_text(self.tokenizer, messages, "", place)
+            _check_written(messages, text, place)
+        else:
+            text = prompt_text(self.tokenizer, value, "", place)
+            text = text if vision.token in text else vision.token * len(images) + text
         try:
-            ids = vision.ids(text, shown, add_special_tokens=not self._chat)
+            ids = vision.ids(text, images, add_special_tokens=not self._chat)
         except UsageError as error:
-            raise UsageError(f"{place}: the prompt {error}") from error
+            raise UsageError(f'{place}: column "{self._settings.images}" {error}') from error
         return RenderedPrompt(value=value, text=text, images=images, ids=ids)
 
     def _messages(self, value: PromptValue) -> list[Message]:
@@ -339,48 +344,68 @@ def _encoded(tokenizer: TextTokenizer, texts: Sequence[str], *, add_special_toke
     return [np.asarray(ids, dtype=np.int32) for ids in encoded]
 
 
-def row_images(value: Any, column: str, place: str) -> list[tuple[bytes, Any]]:
-    """Return the images of a row, encoded and decoded. Raises `UsageError` for one that cannot be: it names `place`,
-    and which image."""
-    given, found = value if isinstance(value, list) else [value], []
-    for number, image in enumerate(given):
-        named = f'{place}: column "{column}", image {number}'
+def row_images(value: Any, column: str, place: str) -> tuple[bytes, ...]:
+    """Return the encoded images of a row. Raises `UsageError` for one without its bytes: it names `place`, and which
+    image."""
+    found = []
+    for number, image in enumerate(value if isinstance(value, list) else [value]):
         data = image.get("bytes") if isinstance(image, dict) else image
         if not isinstance(data, bytes):
             path = image.get("path") if isinstance(image, dict) else None
             has = f"the path {path!r} alone" if path else _kind(data)
-            raise UsageError(f"{named} has {has}; give the bytes of its file, as datasets stores an Image")
-        try:
-            found.append((data, decoded(data)))
-        except UsageError as error:
-            raise UsageError(f"{named} {error}") from error
-    return found
+            raise UsageError(
+                f'{place}: column "{column}" image {number} has {has}; give the bytes of its file, as datasets stores '
+                "an Image"
+            )
+        found.append(data)
+    return tuple(found)
 
 
-def with_images(value: PromptValue, count: int, token: str = "") -> PromptValue:
-    """Return a prompt with places for its images: messages that have such parts as they are; else they stand before
-    the text of the first message of the user. token: the placeholder, for a model without a chat template.
+def with_images(messages: Sequence[Message], count: int, token: str) -> list[dict[str, Any]]:
+    """Return messages whose contents are lists of parts, with places for images: the parts of images, and the
+    placeholders `token` in texts; else they stand before the text of the first message of the user.
 
-    >>> with_images("What is it?", 1)
-    [{'role': 'user', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'What is it?'}]}]
-    >>> with_images("What is it?", 2, "<image>")
-    '<image><image>What is it?'
+    >>> with_images([{"role": "user", "content": "What is it?"}], 1, "<image>")[0]["content"]
+    [{'type': 'image'}, {'type': 'text', 'text': 'What is it?'}]
+    >>> with_images([{"role": "user", "content": "Is <image> it?"}], 1, "<image>")[0]["content"]
+    [{'type': 'text', 'text': 'Is '}, {'type': 'image'}, {'type': 'text', 'text': ' it?'}]
     """
-    if isinstance(value, str):
-        if token:
-            return value if token in value else token * count + value
-        value = [{"role": "user", "content": value}]
-    if any(_has_image(message["content"]) for message in value):
-        return value
-    first = next((at for at, message in enumerate(value) if message.get("role") == "user"), 0)
-    content = value[first]["content"]
-    text = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
-    shown = {**value[first], "content": [{"type": "image"}] * count + text}
-    return [*value[:first], shown, *value[first + 1 :]]
+    # All contents are parts: templates that select parts by their type write nothing of a text.
+    shown = [{**message, "content": _parts_of(message["content"], token)} for message in messages]
+    if not any(_is_image(part) for message in shown for part in message["content"]):
+        first = next((message for message in shown if message.get("role") == "user"), shown[0])
+        first["content"] = [{"type": "image"}] * count + first["content"]
+    return shown
 
 
-def _has_image(content: Any) -> bool:
-    return isinstance(content, list) and any(isinstance(part, dict) and part.get("type") == "image" for part in content)
+def _parts_of(content: Any, token: str) -> list[Any]:
+    """Return the parts of a message's content, without keys that have no value (Arrow adds those)."""
+    text = [] if content is None else [{"type": "text", "text": str(content)}]
+    parts: list[Any] = []
+    for part in content if isinstance(content, list) else text:
+        kept = {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else part
+        if not isinstance(kept, dict) or token not in str(kept.get("text", "")):
+            parts.append(kept)
+            continue
+        for at, piece in enumerate(str(kept["text"]).split(token)):
+            parts += [{"type": "image"}] * (at > 0) + [{**kept, "text": piece}] * bool(piece)
+    return parts
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "image"
+
+
+def _check_written(messages: Sequence[Message], text: str, place: str) -> None:
+    """Raise `UsageError` if the chat template left a text of the system or the user out."""
+    for message in messages:
+        for part in message["content"] if message.get("role") in ("system", "user") else ():
+            said = part.get("text") if isinstance(part, dict) else None
+            if isinstance(said, str) and said.strip() not in text:
+                raise UsageError(
+                    f"{place}: the chat template leaves out a text of the {message['role']}, {_short(said)}; give one "
+                    "that writes all parts of messages (model.chat_template)"
+                )
 
 
 def _is_answer(message: Any) -> bool:
@@ -439,19 +464,12 @@ def _prompt(value: Any, column: str, place: str) -> str | list[dict[str, Any]]:
 
 def _message(message: Any, column: str, place: str) -> dict[str, Any]:
     if isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message:
-        kept = {name: value for name, value in message.items() if value is not None or name == "content"}
-        return kept | {"content": _parts_of(kept["content"])}
+        return {name: value for name, value in message.items() if value is not None or name == "content"}
     keys = listing(message) if isinstance(message, dict) else type(message).__name__
     raise UsageError(
         f'{place}: column "{column}" has a message of {keys}; a message is an object with role and content, such as '
         '{"role": "user", "content": "2+2?"}'
     )
-
-
-def _parts_of(content: Any) -> Any:
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        return content
-    return [{name: value for name, value in part.items() if value is not None} for part in content]
 
 
 def _response(value: Any, column: str, place: str) -> str:

@@ -75,8 +75,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the model, and the data if asked; return the exit code (2: an argument was refused)."""
-    given = _parser().parse_args(arguments)
+    parser = _parser()
+    given = parser.parse_args(arguments)
     if given.kind == _VISION:
+        if given.task != parser.get_default("task") or given.until is not None or given.policy:
+            sys.stderr.write("--kind llava has a task of its own, and takes no --task, --until or --policy\n")
+            return 2
         make_vision(given.directory, steps=given.warm_up, seed=given.seed)
         if given.data:
             write_colours(given.data, seed=given.seed)

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import torch
 
-from transferqueue.adapters.engines.images import VisionProcessor, decoded, give_processor
+from transferqueue.adapters.engines.images import VisionProcessor, give_processor
 from transferqueue.adapters.scoring.logprobs import response_scores
 from transferqueue.workflows.job.data.prompts import prompt_text, with_images
 from transferqueue.workflows.job.tiny_model.make import config
@@ -121,13 +121,11 @@ def _warm_up(model: Any, processor: VisionProcessor, steps: int, draws: random.R
     """Teach the form of the answer: one of the colours and the end token, whatever the image shows."""
     give_processor(model, processor)
     tokenizer = processor.tokenizer
-    text = prompt_text(tokenizer, with_images(QUESTION, 1), "", "the question")
+    text = prompt_text(tokenizer, with_images([{"role": "user", "content": QUESTION}], 1, _IMAGE), "", "the question")
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
     for _ in range(steps):
         images = [(draw_image(draws.choice([*COLOURS]), draws),) for _ in range(_ROWS)]
-        prompts = [
-            processor.ids(text, [decoded(image) for image in shown], add_special_tokens=False) for shown in images
-        ]
+        prompts = [processor.ids(text, shown, add_special_tokens=False) for shown in images]
         answers = [[*tokenizer.encode(draws.choice([*COLOURS])), tokenizer.eos_token_id] for _ in images]
         loss = -response_scores(model, prompts, answers, images=images).logprobs_N.mean()
         optimizer.zero_grad()
