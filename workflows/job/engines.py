@@ -115,21 +115,25 @@ def _transformers(settings: EngineSettings, job: Job, key: str) -> Generator:
     options = {"dtype": job.model.dtype, "trust_remote_code": job.model.trust_remote_code, **settings.options}
     kind = transformers.AutoModelForImageTextToText if job.data.images else transformers.AutoModelForCausalLM
     model = kind.from_pretrained(directory, **options)
-    if job.data.images:
-        give_processor(model, VisionProcessor(directory, trust_remote_code=job.model.trust_remote_code))
+    if job.data.images:  # where the model is to be, since it reads an image
+        give_processor(model.to(_device()), VisionProcessor(directory, trust_remote_code=job.model.trust_remote_code))
     return _in_this_process(model, settings, job)
 
 
-def _in_this_process(model: Any, settings: EngineSettings, job: Job) -> Generator:
-    """Generate with `model` here, on the GPU that this process sees, or the CPU."""
+def _device() -> str:
+    """The GPU that this process sees, or the CPU."""
     import torch
 
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _in_this_process(model: Any, settings: EngineSettings, job: Job) -> Generator:
+    """Generate with `model` here."""
     from transferqueue.adapters.engines.transformers import TransformersGenerator
 
     repeat_bits(job)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     return TransformersGenerator(
-        model.to(device),
+        model.to(_device()),
         version=BEGINNING,
         rows_max=settings.slots,
         shared_batch=not job.reproducible,

@@ -327,6 +327,10 @@ def test_a_processor_that_does_not_fit_the_model_is_refused(place: Path, tmp_pat
         (tmp_path / key / "processor_config.json").write_text(json.dumps(config | {key: value}))
         with pytest.raises(Unsupported, match="does not take what its processor makes of an image"):
             load_causal_lm(tmp_path / key, dtype="float32", device="cpu", images=True)
+    whole = config | {"image_processor": config["image_processor"] | {"do_center_crop": False}}
+    (tmp_path / key / "processor_config.json").write_text(json.dumps(whole))
+    with pytest.raises(Unsupported, match=r"makes pixels of shapes .* of images of other forms"):
+        VisionProcessor(tmp_path / key)
 
 
 def test_tokens_and_pixels_come_of_the_same_settings_of_the_processor(place: Path, tmp_path: Path) -> None:
