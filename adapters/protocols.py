@@ -157,6 +157,8 @@ class Prompt:
         begun: a completion to continue, with `samples` 1; default None.
         seed: of this prompt's completions, whatever else is in the request; default None: `Sampling.seed` and the place
             of the prompt in the request decide.
+        images: encoded files, in the order in which `ids` have their tokens, as the model's processor expands them;
+            default: none.
 
     Raises:
         UsageError: no tokens, no samples, or several samples of a completion to continue.
@@ -166,6 +168,7 @@ class Prompt:
     samples: int = 1
     begun: Completion | None = None
     seed: int | None = None
+    images: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.ids) or self.samples < 1:

@@ -18,6 +18,7 @@ DISTRIBUTION: Final = "asyncflow-transferqueue"
 """The name under which the package is installed."""
 
 EXTRAS: Final = {
+    "PIL": "train",
     "aiohttp": "http",
     "jinja2": "train",
     "matplotlib": "demo",

@@ -7,25 +7,35 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from transferqueue.adapters.protocols import ABORT, LENGTH, STOP, Completion, Ids, Prompt, Sampling
+from transferqueue.adapters.engines.images import VisionProcessor
+from transferqueue.adapters.protocols import ABORT, LENGTH, STOP, Completion, Ids, Prompt, Sampling, Unsupported
 from transferqueue.errors import UsageError
 
 Span = tuple[int, int]
 
 
-def check_request(prompts: Sequence[Prompt], sampling: Sampling, context_max: int | None) -> None:
+def check_request(
+    prompts: Sequence[Prompt], sampling: Sampling, context_max: int | None, processor: VisionProcessor | None = None
+) -> None:
     """Check a request before it is sent to an engine.
 
     Args:
         prompts: of the request.
         sampling: of the request.
         context_max: context length of the engine in tokens; None: unknown.
+        processor: of the images that the engine reads; default None: it reads text alone.
 
     Raises:
-        UsageError: no prompts, a prompt longer than the context, or a begun completion with no tokens left to draw.
+        UsageError: no prompts, a prompt longer than the context, a begun completion with no tokens left to draw, or a
+            prompt with other image tokens than its images make.
+        Unsupported: a prompt with images, of an engine that reads none.
     """
     if not prompts:
         raise UsageError("generate was called with 0 prompts; give at least one")
+    if processor is not None:
+        processor.pixels([prompt.ids for prompt in prompts], [prompt.images for prompt in prompts])
+    elif any(prompt.images for prompt in prompts):
+        raise Unsupported("a prompt has images, and this engine reads text alone; load its model with images=True")
     longest = max(len(prompt.ids) for prompt in prompts) + sampling.tokens_max
     if context_max is not None and longest > context_max:
         raise UsageError(

@@ -14,10 +14,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from transferqueue.adapters.engines.completion import seed_of
+from transferqueue.adapters.engines.images import pixels_of, processor_of
 from transferqueue.adapters.engines.key_value_cache import Part, joined
 from transferqueue.adapters.engines.sampling import RowDraws, draw_by
 from transferqueue.adapters.protocols import ABORT, LENGTH, STOP, Caches, Completion, Prompt, Sampling
@@ -41,13 +43,26 @@ _BEGIN_TOKENS_MAX: Final = 16384
 class Row:
     """A completion that is being generated. `owner` is the caller's; the batch does not read it."""
 
-    __slots__ = ("context", "draws", "ids", "logprobs", "owner", "prompt", "routes", "sample", "sampling", "spans")
+    __slots__ = (
+        "context",
+        "draws",
+        "ids",
+        "images",
+        "logprobs",
+        "owner",
+        "prompt",
+        "routes",
+        "sample",
+        "sampling",
+        "spans",
+    )
 
     def __init__(self, owner: Any, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> None:
         begun = prompt.begun
         self.owner, self.sampling = owner, sampling
         self.prompt, self.sample = index, sample if begun is None else begun.sample
         self.context: list[int] = np.asarray(prompt.ids).tolist()
+        self.images = prompt.images
         self.ids: list[int] = [] if begun is None else begun.ids.tolist()
         self.logprobs: list[float] = [] if begun is None else begun.logprobs.tolist()
         self.spans: list[tuple[int, int]] = [] if begun is None else list(begun.spans)
@@ -87,6 +102,8 @@ class Row:
 
 
 Finished = list[tuple[Row, Completion]]
+_Context = tuple[tuple[bytes, ...], tuple[int, ...]]
+"""What a row has read: its images, and its tokens."""
 
 
 @dataclass
@@ -124,6 +141,7 @@ class RunningBatch:
     ) -> None:
         self._model, self._rows_max, self._kv, self._routes = model, rows_max, kv, routes
         self._joins = _empty_cache(model) is not None
+        self._images = processor_of(model)
         self._waiting: deque[Row] = deque()
         self._cached: _Cached | None = None
         self._version: int | None = None
@@ -183,11 +201,11 @@ class RunningBatch:
     def _next_rows(self) -> list[Row]:
         """Take waiting rows, in order, while they fit; at least one. Rows with the same context count once."""
         rows: list[Row] = []
-        contexts: set[tuple[int, ...]] = set()
+        contexts: set[_Context] = set()
         longest, room = 0, self._rows_max - len(self._running())
         while self._waiting and len(rows) < room:
-            context = self._waiting[0].tokens()
-            longest = max(longest, len(context))
+            context = self._context(self._waiting[0])
+            longest = max(longest, len(context[1]))
             if rows and (len(contexts) + (context not in contexts)) * longest > _BEGIN_TOKENS_MAX:
                 break
             contexts.add(context)
@@ -205,17 +223,24 @@ class RunningBatch:
 
     # ------------------------------------------------------------ the model
 
+    def _context(self, row: Row) -> _Context:
+        """What the model reads of a row. An image token that it drew has no features."""
+        drawn = row.ids if self._images is None else self._images.unread(row.ids).tolist()
+        return row.images, (*row.context, *drawn)
+
     def _begin(self, version: int) -> Finished:
         """Read the contexts of waiting rows, join the rows to those that run, and draw their first tokens."""
         self._steps_waited = 0
         rows = self._next_rows()
-        contexts, index_R = _distinct([row.tokens() for row in rows], self._model.device, self._joins)
+        read, index_R = _distinct([self._context(row) for row in rows], self._model.device, self._joins)
+        contexts = [tokens for _, tokens in read]
+        pixels = pixels_of(self._model, contexts, [images for images, _ in read])
         ids_CT, lengths_C = _left_padded(contexts, self._model.device)
         begun = _Cached([], None, lengths_C, ids_CT.shape[1])
         mask_CT = begun.mask()
         positions_CT = (mask_CT.long().cumsum(1) - 1).clamp(min=0)
         empty = _empty_cache(self._model) if self._joins else None
-        logits_CV, begun.cache, routes = self._forward(ids_CT, mask_CT, positions_CT, empty)
+        logits_CV, begun.cache, routes = self._forward(ids_CT, mask_CT, positions_CT, empty, pixels)
         if routes is not None:
             for row, at in zip(rows, index_R.tolist(), strict=True):
                 row.routes = [routes[at, -len(contexts[at]) :]]
@@ -242,7 +267,9 @@ class RunningBatch:
 
     def _extend(self, cached: _Cached) -> Tensor:
         """Run the model on the last token of each row; return logits ``[rows, vocabulary]`` of the next tokens."""
-        last_B1 = torch.tensor([[0 if row is None else row.ids[-1]] for row in cached.rows], device=self._model.device)
+        last = np.array([0 if row is None else row.ids[-1] for row in cached.rows])
+        last = last if self._images is None else self._images.unread(last)
+        last_B1 = torch.from_numpy(last).to(self._model.device)[:, None]
         # A row that has finished is computed with the others; a model may have no position for what it would read.
         finished_B = torch.tensor([row is None for row in cached.rows], device=self._model.device)
         positions_B1 = cached.lengths_B.masked_fill(finished_B, 0)[:, None]
@@ -255,7 +282,12 @@ class RunningBatch:
         return logits_BV
 
     def _forward(
-        self, ids_BT: Tensor, mask_BT: Tensor, positions_BT: Tensor, cache: Any
+        self,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        positions_BT: Tensor,
+        cache: Any,
+        pixels: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> tuple[Tensor, Any, Routes | None]:
         """Call the model; return the last logits, the cache, and the routes ``[rows, tokens, layers, experts]``."""
         none: AbstractContextManager[list[Tensor]] = nullcontext([])
@@ -267,6 +299,7 @@ class RunningBatch:
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **pixels,
             )
         routes = stacked_routes(chosen, len(ids_BT)) if self._routes else None
         return output.logits[:, -1].float(), output.past_key_values, routes
@@ -304,12 +337,12 @@ def _distribution(placed: tuple[int, Row]) -> tuple[float, float]:
     return sampling.temperature, sampling.top_p
 
 
-def _distinct(contexts: Sequence[tuple[int, ...]], device: Any, distinct: bool) -> tuple[list[tuple[int, ...]], Tensor]:
+def _distinct(contexts: Sequence[_Context], device: Any, distinct: bool) -> tuple[list[_Context], Tensor]:
     """Return the different contexts, and which of them each is: int64 ``[rows]``. Without `distinct`, all of them in
     order."""
     if not distinct:
         return list(contexts), torch.arange(len(contexts), device=device)
-    places: dict[tuple[int, ...], int] = {}
+    places: dict[_Context, int] = {}
     index = [places.setdefault(context, len(places)) for context in contexts]
     return list(places), torch.tensor(index, device=device)
 

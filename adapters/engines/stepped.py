@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from transferqueue.adapters.engines.completion import check_request
+from transferqueue.adapters.engines.images import VisionProcessor
 from transferqueue.adapters.protocols import (
     GENERATE_S,
     PAUSE_S,
@@ -77,6 +78,7 @@ class SteppedGenerator(ABC):
 
     kv = Caches.RECOMPUTE
     """What becomes of the caches of running completions when weights change. It may be set at any time."""
+    _images: VisionProcessor | None = None
     prefilled_again = 0
     """Tokens of running completions that the model read again because weights changed."""
 
@@ -143,7 +145,7 @@ class SteppedGenerator(ABC):
             Disconnected: the generator was closed, or an update left weights of two versions.
             UsageError: a request that the engine cannot carry out.
         """
-        check_request(prompts, sampling, self._context_max)
+        check_request(prompts, sampling, self._context_max, self._images)
         return self._generate(SteppedRequest(self._row, prompts, sampling), time.monotonic() + timeout_s, timeout_s)
 
     def _generate(self, request: SteppedRequest, deadline: float, timeout_s: float) -> Completions:

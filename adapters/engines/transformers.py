@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from transferqueue.adapters.engines.images import processor_of
 from transferqueue.adapters.engines.running_batch import Row, RunningBatch
 from transferqueue.adapters.engines.stepped import SteppedGenerator, SteppedRequest
 from transferqueue.adapters.protocols import Caches, Prompt, Sampling, WeightSource
@@ -24,7 +25,8 @@ class TransformersGenerator(SteppedGenerator):
     """A generator (`protocols.Generator`) over a loaded model. It owns the model's mode and weights until `close`.
 
     Args:
-        model: a causal language model of transformers, on any device.
+        model: a causal language model of transformers, on any device; one that reads images was loaded by
+            `scoring.load_causal_lm`.
         version: of its current weights; default -1.
         rows_max: completions that run at once; default 256. Further ones wait.
         shared_batch: default True: all requests run in one batch. False: each request is a batch of its own, of any
@@ -51,7 +53,8 @@ class TransformersGenerator(SteppedGenerator):
         super().__init__("generator", version)
         self._model = model.eval()
         self._loader = ModuleLoader(model)
-        self._context_max = getattr(model.config, "max_position_embeddings", None)
+        self._context_max = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self._images = processor_of(model)
         if routes:
             routers_of(model)
         self._routes = routes

@@ -11,8 +11,8 @@ shared tokens, wherever they lie, and its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -43,6 +43,7 @@ class ForwardRows:
         from_S: for each response token the place, in the flattened batch, whose output predicts it.
         targets_S: the response tokens.
         last_R: the place of each row's last token.
+        pixels: of the images of padded rows, in the order of the lines.
         once: where rows share response tokens, each of them once, as positions in S, and for all of S the position
             among these; else None.
     """
@@ -54,6 +55,7 @@ class ForwardRows:
     targets_S: Tensor
     last_R: Tensor
     once: tuple[Tensor, Tensor] | None
+    pixels: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def forward_rows(

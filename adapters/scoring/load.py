@@ -11,12 +11,15 @@ import torch
 from torch import nn
 
 from transferqueue.adapters.builtin import is_builtin
+from transferqueue.adapters.engines.images import VisionProcessor, give_processor
 from transferqueue.adapters.protocols import Unsupported
 from transferqueue.adapters.scoring.plan import plan_for
 from transferqueue.errors import NotFound, UsageError, listing
 
 CAUSAL_LM: Final = "AutoModelForCausalLM"
 """Class of transformers for language models."""
+VISION_LM: Final = "AutoModelForImageTextToText"
+"""Class of transformers for language models that read images."""
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HEADS: Final = ("score.", "classifier.", "v_head.", "value_head.")
 """Names of the output layers that a value model may lack."""
@@ -38,6 +41,7 @@ def load_causal_lm(
     device: str = "auto",
     revision: str = "",
     trust_remote_code: bool = False,
+    images: bool = False,
 ) -> Any:
     """Load a causal language model of transformers, or the built-in one, in evaluation mode, for `response_logprobs`.
 
@@ -47,22 +51,32 @@ def load_causal_lm(
         device: torch's name; default ``"auto"``: a GPU if there is one, else the CPU.
         revision: of an id that is downloaded; default "": ``main``.
         trust_remote_code: run code that the model brings; default False.
+        images: load a model that reads images, with its processor; default False.
 
     Returns:
         The model, with dropout off.
 
     Raises:
-        NotFound: there is no model at `path`.
+        NotFound: there is no model, or with `images` no processor, at `path`.
         UsageError: its files lack weights, or an unknown dtype.
+        Unsupported: with `images` a model that reads more than tokens and pixels.
     """
+    processor = VisionProcessor(path, revision=revision, trust_remote_code=trust_remote_code) if images else None
     if is_builtin(path):
         from transferqueue.adapters.builtin.model import BuiltinModel
 
         return BuiltinModel.from_pretrained(path).to(torch_device(device), torch_dtype(dtype)).eval()
     model, missing = _loaded(
-        CAUSAL_LM, path, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
+        VISION_LM if images else CAUSAL_LM,
+        path,
+        dtype=dtype,
+        device=device,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
     )
     check_complete(path, missing)
+    if processor is not None:
+        give_processor(model, processor)
     return _prepared(model)
 
 

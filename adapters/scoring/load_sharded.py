@@ -23,6 +23,7 @@ from transferqueue.adapters.builtin import is_builtin
 from transferqueue.adapters.lora_weights import is_adapter
 from transferqueue.adapters.scoring.load import (
     CAUSAL_LM,
+    VISION_LM,
     LoadOptions,
     check_complete,
     loading,
@@ -84,13 +85,14 @@ def _parameters_on_meta() -> Iterator[None]:
         handle.remove()
 
 
-def model_without_weights(directory: Path, dtype: str, *, trust_remote_code: bool = False) -> Any:
+def model_without_weights(directory: Path, dtype: str, *, trust_remote_code: bool = False, images: bool = False) -> Any:
     """Return the causal language model in a directory without memory for its weights.
 
     Args:
         directory: of the model; its files of weights are not read.
         dtype: as of `load_causal_lm`.
         trust_remote_code: as of `load_causal_lm`; default False.
+        images: of a model that reads images; default False.
 
     Raises:
         NotFound: there is no model.
@@ -102,15 +104,15 @@ def model_without_weights(directory: Path, dtype: str, *, trust_remote_code: boo
             from transferqueue.adapters.builtin.model import BuiltinModel
 
             return BuiltinModel.of_config(directory).to(own)
-        return _of_transformers(directory, own, trust_remote_code=trust_remote_code)
+        return _of_transformers(directory, own, VISION_LM if images else CAUSAL_LM, trust_remote_code=trust_remote_code)
 
 
-def _of_transformers(directory: Path, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
+def _of_transformers(directory: Path, dtype: torch.dtype, kind: str, *, trust_remote_code: bool) -> Any:
     import transformers
 
-    with loading(directory, CAUSAL_LM):
+    with loading(directory, kind):
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = getattr(transformers, kind).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     if (directory / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
     return model

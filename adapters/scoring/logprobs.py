@@ -95,6 +95,7 @@ def response_scores(
     top_k: int = 0,
     at_ids: Iterable[Any] | None = None,
     routes: Sequence[Any] | None = None,
+    images: Sequence[Any] | None = None,
     tree: RowTree | None = None,
 ) -> ResponseScores:
     """Return log-probabilities, and other scores of the same logits, as `response_logprobs`.
@@ -110,19 +111,21 @@ def response_scores(
         routes: int16 ``[P + T - 1, layers, experts a token]`` of each row: the experts that a mixture of experts is to
             choose (`adapters.routes`); default None: its own. Rows with routes share no tokens: each brings the experts
             of its own copy.
+        images: encoded images of each row, whose tokens are in its prompt; default None: no row has any. The model was
+            loaded with ``images=True``.
         tree: as of `response_logprobs`; default None.
 
     Raises:
         UsageError: rows that the model cannot take, a tree of other rows or tokens, a temperature of 0 or less, `top_k`
             above the vocabulary, or routes of a model of another shape.
-        Unsupported: a model that is not causal.
+        Unsupported: a model that is not causal, or images of a model that was loaded for text alone.
     """
     if not temperature > 0:
         raise UsageError(
             f"temperature={temperature}: log-probs are of a distribution; give the temperature above 0 that drew"
         )
     responses = list(responses)
-    rows = lay_out(model, prompts, responses, tree if routes is None else RowTree.apart(len(responses)))
+    rows = lay_out(model, prompts, responses, tree if routes is None else RowTree.apart(len(responses)), images)
     vocabulary = limits_of(unwrapped(model))[0]
     if top_k < 0 or (vocabulary is not None and top_k > vocabulary):
         raise UsageError(f"top_k={top_k}; give 0 to {vocabulary}, the size of the vocabulary")

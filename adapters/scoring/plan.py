@@ -19,13 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from transferqueue.adapters.engines.images import pixels_of, processor_of
 from transferqueue.adapters.protocols import Unsupported
 from transferqueue.adapters.scoring.forward_rows import ForwardRows, forward_rows
 from transferqueue.adapters.scoring.row_attention import ARGUMENT
@@ -141,7 +142,7 @@ def device_of(model: nn.Module) -> torch.device:
 def inputs(rows: ForwardRows) -> dict[str, Any]:
     """Return the keyword arguments of the model's forward."""
     if rows.packed is None:
-        return {"input_ids": rows.ids_BT, "use_cache": False}
+        return {"input_ids": rows.ids_BT, "use_cache": False, **rows.pixels}
     return {
         "input_ids": rows.ids_BT,
         "position_ids": rows.positions_BT,
@@ -164,15 +165,18 @@ def _text_config(model: Any) -> Any:
     return model.config.get_text_config()
 
 
-def lay_out(model: nn.Module, prompts: Any, responses: Any, tree: RowTree | None = None) -> ForwardRows:
+def lay_out(
+    model: nn.Module, prompts: Any, responses: Any, tree: RowTree | None = None, images: Sequence[Any] | None = None
+) -> ForwardRows:
     """Lay out rows as the model's plan says, on its device. tree: what they share; None: prompts that are equal. A
-    model whose rows form no trees computes all tokens of each. Raises as `forward_rows`."""
+    model whose rows form no trees computes all tokens of each. images: of each row, encoded; None: no row has any.
+    Raises as `forward_rows`, and as `pixels_of` of images."""
     plan, (vocabulary, length_max) = plan_for(model), limits_of(unwrapped(model))
     prompts, responses = list(prompts), list(responses)
     if tree is None or not plan.trees:
         lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=False)]
         tree = shared_prompts(model, prompts[: len(lengths)], lengths)
-    return forward_rows(
+    rows = forward_rows(
         prompts,
         responses,
         packed=plan.packed,
@@ -181,6 +185,19 @@ def lay_out(model: nn.Module, prompts: Any, responses: Any, tree: RowTree | None
         length_max=length_max,
         tree=tree,
     )
+    return _with_images(unwrapped(model), rows, prompts, images)
+
+
+def _with_images(model: Any, rows: ForwardRows, prompts: Sequence[Any], images: Sequence[Any] | None) -> ForwardRows:
+    """Return padded rows with their pixels, in the order of their lines. An image token that was drawn has no
+    features."""
+    pixels = pixels_of(model, prompts, images, rows.last_R.argsort().tolist())
+    if (processor := processor_of(model)) is None:
+        return rows
+    ids_N = rows.ids_BT.view(-1)
+    drawn_S = rows.from_S + 1
+    ids_N[drawn_S] = ids_N[drawn_S].masked_fill(ids_N[drawn_S] == processor.token_id, 0)
+    return replace(rows, pixels=pixels)
 
 
 # ---------------------------------------------------------------- the experiment
@@ -215,6 +232,8 @@ def _refusal(model: Any) -> str:
     others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
     if others:
         return f"it has layers of {', '.join(others)}"
+    if processor_of(model) is not None:
+        return "it reads images"
     if not getattr(model, "_supports_attention_backend", False):
         return "its attention cannot be replaced"
     return ""

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from transferqueue.adapters.protocols import PartialResult
+from transferqueue.adapters.protocols import PartialResult, Unsupported
 from transferqueue.adapters.scoring.batching import micro_batches
-from transferqueue.adapters.scoring.logprobs import response_logprobs, teacher_top_k
+from transferqueue.adapters.scoring.logprobs import response_logprobs, response_scores, teacher_top_k
 from transferqueue.adapters.scoring.plan import is_packed, shared_prompts
 from transferqueue.adapters.scoring.values import response_values, rewards_of
 from transferqueue.errors import UsageError
@@ -41,6 +41,7 @@ class ScoringStage(ABC):
         tokens: the most tokens of one forward pass, at least 1; default 8192. A longer row is alone in one.
         turns: called with each batch; yields the positions of its rows in turns, and before each brings the weights up
             to date; default None: all rows at once.
+        images: name of the column with the images of each row; default "": rows have none.
 
     Raises:
         UsageError: `tokens` below 1.
@@ -55,17 +56,18 @@ class ScoringStage(ABC):
         responses: str = "response_ids",
         tokens: int = 8192,
         turns: Turns | None = None,
+        images: str = "",
     ) -> None:
         if tokens < 1:
             raise UsageError(f"tokens={tokens}: a forward pass of no tokens; give at least 1")
         self._model, self._tokens, self._turns = model, tokens, turns or _at_once
-        self._needs = (prompts, responses)
+        self._needs, self._images = (prompts, responses), images
         self._gives = (gives,) if isinstance(gives, str) else gives
 
     @property
     def needs(self) -> Sequence[str]:
-        """Prompt and response."""
-        return self._needs
+        """Prompt and response, and the images."""
+        return (*self._needs, self._images) if self._images else self._needs
 
     @property
     def gives(self) -> Sequence[str]:
@@ -79,13 +81,16 @@ class ScoringStage(ABC):
             batch: a leased batch with prompts and responses.
         """
         prompts, responses = (list(batch[name]) for name in self._needs)
+        images = list(batch[self._images]) if self._images else None
         for turn in self._turns(batch):
             for places in self._micro_batches([prompts[row] for row in turn], [responses[row] for row in turn]):
                 rows = [turn[place] for place in places]
-                yield PartialResult(
-                    columns=self._columns([prompts[row] for row in rows], [responses[row] for row in rows]),
-                    at=np.array(rows, dtype=np.intp),
+                columns = self._columns(
+                    [prompts[row] for row in rows],
+                    [responses[row] for row in rows],
+                    None if images is None else [images[row] for row in rows],
                 )
+                yield PartialResult(columns=columns, at=np.array(rows, dtype=np.intp))
 
     def in_order(self, prompts: Sequence[Any], responses: Sequence[Any]) -> tuple[list[Any], ...]:
         """Return the values of each column for rows in their order.
@@ -108,8 +113,10 @@ class ScoringStage(ABC):
         return sorted(batches, key=lambda rows: max(lengths[row] for row in rows))
 
     @torch.no_grad()
-    def _columns(self, prompts: Sequence[Any], responses: Sequence[Any]) -> Mapping[str, Any]:
-        columns = self.score(prompts, responses)
+    def _columns(
+        self, prompts: Sequence[Any], responses: Sequence[Any], images: Sequence[Any] | None = None
+    ) -> Mapping[str, Any]:
+        columns = self.score(prompts, responses) if images is None else self.score_images(prompts, responses, images)
         return dict(zip(self._gives, columns, strict=True))
 
     @abstractmethod
@@ -121,6 +128,19 @@ class ScoringStage(ABC):
             responses: token ids of each row.
         """
 
+    def score_images(self, prompts: Sequence[Any], responses: Sequence[Any], images: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the values of each column for the rows of one forward pass, which have images.
+
+        Args:
+            prompts: token ids of each row.
+            responses: token ids of each row.
+            images: encoded images of each row.
+
+        Raises:
+            Unsupported: the stage reads text alone.
+        """
+        raise Unsupported(f"{type(self).__name__} reads no images; leave images out")
+
 
 class LogProbs(ScoringStage):
     """Log-probs of response tokens: float32 ``[T]`` a row, of the distribution at `temperature`.
@@ -129,7 +149,8 @@ class LogProbs(ScoringStage):
         model: a causal language model of `load_causal_lm`.
         gives: name of the column; default ``"ref_logprobs"``.
         temperature: that the tokens were drawn with; default 1.0.
-        **stage: `prompts`, `responses`, `tokens` and `turns`, as of `RewardModel`.
+        **stage: `prompts`, `responses`, `tokens` and `turns`, as of `RewardModel`; and `images`, name of the column
+            with encoded images of each row ("": none).
     """
 
     def __init__(
@@ -152,6 +173,17 @@ class LogProbs(ScoringStage):
         """
         logprobs_N = response_logprobs(self._model, prompts, responses, temperature=self._temperature)
         return (_by_row(logprobs_N, responses),)
+
+    def score_images(self, prompts: Sequence[Any], responses: Sequence[Any], images: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the log-probs of the rows of one forward pass, which have images.
+
+        Args:
+            prompts: token ids of each row.
+            responses: token ids of each row.
+            images: encoded images of each row.
+        """
+        scores = response_scores(self._model, prompts, responses, temperature=self._temperature, images=images)
+        return (_by_row(scores.logprobs_N, responses),)
 
 
 class Values(ScoringStage):

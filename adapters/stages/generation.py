@@ -98,6 +98,7 @@ class Generate:
             default None.
         whole_groups: the number of rows of a group; default 0: requests are not whole groups.
         routes: give the experts that the engine chose as a column ``routes``; default False.
+        images: name of the field with the encoded images of a prompt; default "": prompts have none.
         timeout_s: seconds for each request; default 600.
 
     Raises:
@@ -120,6 +121,7 @@ class Generate:
         seed: int | None = None,
         whole_groups: int = 0,
         routes: bool = False,
+        images: str = "",
         timeout_s: float = GENERATE_S,
     ) -> None:
         if budget < 0:
@@ -138,13 +140,13 @@ class Generate:
         self._parts = parts or bool(budget)
         self._max_staleness, self._staleness_of = max_staleness, staleness_of
         self._seed, self._whole_groups = seed, whole_groups
-        self._routes = routes
+        self._routes, self._images = routes, images
         self._timeout_s = timeout_s
 
     @property
     def needs(self) -> Sequence[str]:
-        """The prompt, and with parts the columns `BEGUN`."""
-        return (self._prompt_field, *(BEGUN * self._parts))
+        """The prompt, its images, and with parts the columns `BEGUN`."""
+        return (self._prompt_field, *((self._images,) if self._images else ()), *(BEGUN * self._parts))
 
     @property
     def gives(self) -> Sequence[str]:
@@ -187,9 +189,12 @@ class Generate:
         seeds = (
             [None] * len(batch) if self._seed is None else [row_seed(self._seed, at) for at in batch.ordinal.tolist()]
         )
+        images = [tuple(row) for row in batch[self._images]] if self._images else [()] * len(batch)
         return [
-            Prompt(ids=np.asarray(ids, np.int32), begun=begun, seed=seed)
-            for ids, begun, seed in zip(batch[self._prompt_field], self._begun(batch), seeds, strict=True)
+            Prompt(ids=np.asarray(ids, np.int32), begun=begun, seed=seed, images=shown)
+            for ids, begun, seed, shown in zip(
+                batch[self._prompt_field], self._begun(batch), seeds, images, strict=True
+            )
         ]
 
     def _begun(self, batch: tq.Batch) -> list[Completion | None]:

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from transferqueue.adapters.engines.images import decoded
 from transferqueue.adapters.stages.reward_functions import load_reward
 from transferqueue.errors import NotFound, UsageError
 from transferqueue.workflows.job.data.files import open_data
+from transferqueue.workflows.job.data.prompts import row_images
 
 datasets = pytest.importorskip("datasets", reason="make test-engines installs it")
 trl_rewards = pytest.importorskip("trl.rewards", reason="make test-engines installs it")
@@ -61,6 +64,19 @@ def test_a_directory_as_the_hub_has_it_is_read_by_split(data: Any, tmp_path: Pat
 def test_json_lines_of_datasets_are_read(data: Any, tmp_path: Path) -> None:
     data.to_json(tmp_path / "train.jsonl")
     assert rows(tmp_path) == expected(data)
+
+
+def test_images_are_read_as_datasets_stores_them(tmp_path: Path) -> None:
+    drawn = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    several = datasets.Features({"images": datasets.List(datasets.Image())})
+    made = datasets.Dataset.from_dict({"images": [[image] for image in drawn]}, features=several)
+    made.to_parquet(tmp_path / "files" / "train.parquet")
+    made.save_to_disk(tmp_path / "saved")
+    one = datasets.Dataset.from_dict({"images": drawn}, features=datasets.Features({"images": datasets.Image()}))
+    one.save_to_disk(tmp_path / "one")
+    for name in ("files", "saved", "one"):
+        found = [decoded(row_images(row["images"], "images", "here"))[0] for row in rows(tmp_path / name)]
+        assert [image.getpixel((0, 0)) for image in found] == [(255, 0, 0), (0, 0, 255)]
 
 
 def test_rewards_of_trl_work_as_they_are() -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
+from transferqueue.adapters.engines.images import VisionProcessor, give_processor
 from transferqueue.adapters.protocols import Caches, Generator
 from transferqueue.adapters.stages.reward_functions import load_callable
 from transferqueue.errors import UsageError, listing
@@ -108,23 +109,31 @@ def _builtin(settings: EngineSettings, job: Job, key: str) -> Generator:
 
 
 def _transformers(settings: EngineSettings, job: Job, key: str) -> Generator:
-    from transformers import AutoModelForCausalLM
+    import transformers
 
+    directory = model_directory(settings, job)
     options = {"dtype": job.model.dtype, "trust_remote_code": job.model.trust_remote_code, **settings.options}
-    model = AutoModelForCausalLM.from_pretrained(model_directory(settings, job), **options)
+    kind = transformers.AutoModelForImageTextToText if job.data.images else transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(directory, **options)
+    if job.data.images:  # where the model is to be, since it reads an image
+        give_processor(model.to(_device()), VisionProcessor(directory, trust_remote_code=job.model.trust_remote_code))
     return _in_this_process(model, settings, job)
 
 
-def _in_this_process(model: Any, settings: EngineSettings, job: Job) -> Generator:
-    """Generate with `model` here, on the GPU that this process sees, or the CPU."""
+def _device() -> str:
+    """The GPU that this process sees, or the CPU."""
     import torch
 
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _in_this_process(model: Any, settings: EngineSettings, job: Job) -> Generator:
+    """Generate with `model` here."""
     from transferqueue.adapters.engines.transformers import TransformersGenerator
 
     repeat_bits(job)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     return TransformersGenerator(
-        model.to(device),
+        model.to(_device()),
         version=BEGINNING,
         rows_max=settings.slots,
         shared_batch=not job.reproducible,

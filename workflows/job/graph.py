@@ -97,6 +97,7 @@ _FIELDS: Final[dict[str, tq.Field]] = {
     for field in (
         tq.Field("prompt_ids", "int32", RAGGED),
         tq.Field(names.DATA, "value"),
+        tq.Field(names.IMAGES, "value"),
         tq.Field(names.ENVIRONMENT, "str"),
         tq.Field(names.EPISODE, "value"),
         tq.Field(names.EXPECTED_TOKENS, "int32"),
@@ -280,26 +281,27 @@ def _columns(task: str, job: Job) -> tuple[tuple[str, ...], tuple[str, ...]]:
     mask = ("loss_mask",) if has_loss_mask(job) else ()
     ranked = (names.EXPECTED_TOKENS,) if by_length(job) else ()
     routes = ("routes",) if job.algorithm.router_replay else ()
+    images = (names.IMAGES,) if job.data.images else ()
     several = has_several_environments(job)
     generates = {
         names.RANK: (("prompt_ids",), (names.EXPECTED_TOKENS, names.RANKER_VERSION)),
         names.LENGTHS: (("prompt_ids", "response_ids", *ranked), ()),
-        names.ROLLOUT: (("prompt_ids", *begun, *ranked), (*_GENERATED, *routes)),
+        names.ROLLOUT: (("prompt_ids", *images, *begun, *ranked), (*_GENERATED, *routes)),
         names.PLAY: (
             ("prompt_ids", names.DATA, names.EPISODE, *([names.ENVIRONMENT] if several else []), *ranked),
             (*_GENERATED, *routes, *mask, "rewards", "turn_rewards", *([names.REWARD_TERMS] if several else [])),
         ),
         names.REWARD: ((*_TEXT, names.DATA, "finish_reason"), ("rewards", names.REWARD_TERMS)),
-        names.REFERENCE: (_TEXT, ("ref_logprobs",)),
-        names.PROXIMAL: (_TEXT, ("prox_logprobs",)),
+        names.REFERENCE: ((*_TEXT, *images), ("ref_logprobs",)),
+        names.PROXIMAL: ((*_TEXT, *images), ("prox_logprobs",)),
         names.VALUE: (_TEXT, ("values",)),
         names.TEACHER: (_TEXT, ("teacher_ids", "teacher_logprobs")),
     }
     if task in generates:
         return generates[task]
     gives = advantage_columns(job.algorithm) if task == names.ADVANTAGE else ()
-    figures = _figure_columns(job) if task == names.TRAIN else ()
-    return tuple(dict.fromkeys((*columns_of(job.algorithm)[task], *mask, *figures))), gives
+    read = (*images, *_figure_columns(job)) if task == names.TRAIN else ()
+    return tuple(dict.fromkeys((*columns_of(job.algorithm)[task], *mask, *read))), gives
 
 
 def _figure_columns(job: Job) -> tuple[str, ...]:

@@ -26,6 +26,8 @@ PASS_RATES: Final = f"{TABLE}/pass_rates"
 DATA: Final = "data"
 """Column with a prompt's row of the data file, a dict of plain values: `prompt` as rewards see it (a text, or a list of
 messages), and the columns that rewards or environments ask for, by the names that they use."""
+IMAGES: Final = "images"
+"""Column with the encoded images of a prompt, in jobs with `data.images`: a list of bytes, in the order of its text."""
 ENVIRONMENT: Final = "environment"
 """Column with the name of the environment that plays the row, in jobs with several."""
 EPISODE: Final = "episode"

@@ -17,7 +17,9 @@ from typing import Any, Final, Protocol
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.csv
 import pyarrow.parquet
 
@@ -32,6 +34,9 @@ PARQUET_BYTES_MAX: Final = 8 * GIB
 """Decoded bytes of the columns that a job reads from Parquet files, which are kept in memory."""
 COLUMNS_MAX: Final = 4096
 """Columns of a data set: more are data that ended up as names."""
+
+_TEXTS: Final = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_string, pa.types.is_large_string)
+"""Kinds of Arrow's values that have bytes of their own."""
 
 _decode = msgspec.json.Decoder().decode
 
@@ -107,11 +112,29 @@ class ArrowRows:
             start += len(batch)
         return None
 
+    def value_bytes(self, column: str) -> npt.NDArray[np.int64]:
+        """Return the bytes of texts and files in the column's value of each row, which are not read."""
+        return np.concatenate([_bytes_of(batch.column(column)) for batch in self._batches])
+
     def select(self, columns: Sequence[str]) -> ArrowRows:
         """Return the same batches with fewer columns; nothing is copied."""
         names = known_columns(self._path, columns, self.columns)
         schema = pa.schema([self._schema.field(name) for name in names])
         return ArrowRows(self._path, schema, [batch.select(names) for batch in self._batches])
+
+
+def _bytes_of(values: Any) -> npt.NDArray[np.int64]:
+    kind, sizes = values.type, np.zeros(len(values), np.int64)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        ends = np.cumsum(values.value_lengths().fill_null(0).to_numpy(zero_copy_only=False), dtype=np.int64)
+        inside = np.cumsum(np.append(0, _bytes_of(values.flatten())))
+        sizes += np.diff(inside[np.append(0, ends)])
+    elif pa.types.is_struct(kind):
+        for field in values.flatten():
+            sizes += _bytes_of(field)
+    elif any(of_kind(kind) for of_kind in _TEXTS):
+        sizes += pyarrow.compute.binary_length(values).fill_null(0).to_numpy(zero_copy_only=False)
+    return sizes
 
 
 class ParquetRows:
@@ -417,6 +440,10 @@ class JoinedRows:
                 return int(end) - len(rows) + at
         return None
 
+    def value_bytes(self, column: str) -> npt.NDArray[np.int64]:
+        """See `value_bytes`."""
+        return np.concatenate([value_bytes(rows, column) for rows in self._files])
+
     def select(self, columns: Sequence[str]) -> JoinedRows:
         """Return the same rows with these columns. `NotFound` names a file that lacks one; `Impossible` a sum of
         Parquet that is too large."""
@@ -436,3 +463,11 @@ class JoinedRows:
         number = int(np.searchsorted(self._ends, at, "right"))
         rows = self._files[number]
         return rows, at - int(self._ends[number]) + len(rows)
+
+
+def value_bytes(rows: DataRows, column: str) -> npt.NDArray[np.int64]:
+    """Return the bytes of texts and files in a column's value of each row of selected columns: int64 ``[rows]``; of
+    JSON, which has no files, 0."""
+    if isinstance(rows, ArrowRows | JoinedRows):
+        return rows.value_bytes(column)
+    return np.zeros(len(rows), np.int64)

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import msgspec
+import numpy as np
 
+from transferqueue.adapters.engines.images import VisionProcessor
 from transferqueue.adapters.stages.reward_functions import GIVEN, load_reward
 from transferqueue.errors import Impossible, NotFound, UsageError, listing
-from transferqueue.workflows.job.data.data_rows import DataRows
+from transferqueue.workflows.job.data.data_rows import DataRows, value_bytes
 from transferqueue.workflows.job.data.files import open_data
 from transferqueue.workflows.job.data.prompts import PromptRenderer, check_columns, near
-from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
+from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer, revision_of
 from transferqueue.workflows.job.settings.environment_factories import environments_of
 from transferqueue.workflows.job.settings.job import DataPart, DataSettings, EnvironmentSettings, Job, RewardSettings
 
@@ -65,6 +67,14 @@ class PromptData:
     def renderer(self) -> PromptRenderer:
         """The renderer of the first source: all have one tokenizer and one longest prompt."""
         return self.sources[0].renderer
+
+    def image_bytes(self, column: str, prompts: int) -> int:
+        """Return the most bytes that the images of `prompts` prompts have: those of the largest rows, twice if rewards
+        get them too. column: of images."""
+        sizes = np.concatenate(
+            [value_bytes(each.rows, column) * (1 + (column in each.columns.values())) for each in self.sources]
+        )
+        return int(np.resize(np.sort(sizes)[::-1], prompts).sum())
 
     def check_first(self) -> None:
         """As `DataSource.check_first`, of each source."""
@@ -166,17 +176,34 @@ def _opened(job: Job, parts: Sequence[_Part], tokenizer: TextTokenizer | None) -
             check_columns(part.settings, rows_of[-1].columns, learns_response=learns)
             columns_of.append(reward_columns(job, part.settings, rows_of[-1].columns, part.environment))
     tokenizer = tokenizer or load_tokenizer(job.model)
+    vision = _vision(job) if job.data.images else None
+    if vision is not None and not tokenizer.chat_template:
+        tokenizer.chat_template = vision.chat_template
     return [
-        _source(part, tokenizer, rows, columns, learns_response=learns)
+        _source(part, tokenizer, rows, columns, vision, learns_response=learns)
         for part, rows, columns in zip(parts, rows_of, columns_of, strict=True)
     ]
 
 
+def _vision(job: Job) -> VisionProcessor:
+    model = job.model
+    path = model.tokenizer or model.path
+    return VisionProcessor(path, revision=revision_of(model, path) or "", trust_remote_code=model.trust_remote_code)
+
+
 def _source(
-    part: _Part, tokenizer: TextTokenizer, rows: DataRows, columns: Mapping[str, str], *, learns_response: bool
+    part: _Part,
+    tokenizer: TextTokenizer,
+    rows: DataRows,
+    columns: Mapping[str, str],
+    vision: VisionProcessor | None,
+    *,
+    learns_response: bool,
 ) -> DataSource:
     with _named(part.key):
-        renderer = PromptRenderer(part.settings, tokenizer, rows.columns, learns_response=learns_response)
+        renderer = PromptRenderer(
+            part.settings, tokenizer, rows.columns, learns_response=learns_response, vision=vision
+        )
     rows = rows.select(tuple(dict.fromkeys((*renderer.columns, *columns.values()))))
     for name in renderer.columns:
         if (at := rows.first_missing(name)) is not None:
@@ -202,10 +229,11 @@ def reward_columns(job: Job, settings: DataSettings, has: Sequence[str], environ
     by the names that they use. Imports the modules of reward functions.
 
     A function gets the parameters that it names; one with ``**kwargs``, and an environment, gets the names of
-    `data.columns`, or every column if there are none. Raises `NotFound` for a column that is missing.
+    `data.columns`, or every column but that of images if there are none. Raises `NotFound` for a column that is
+    missing.
     """
     named = _named_columns(settings, has)
-    every = list(settings.columns or named)
+    every = list(settings.columns or [name for name in named if name != settings.images])
     wanted: list[str] = []
     playing = [each for name, each in environments_of(job).items() if environment in ("", name)]
     scoring: list[RewardSettings | EnvironmentSettings] = [*job.reward, *playing]

@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from transferqueue.adapters.engines.images import VisionProcessor
 from transferqueue.adapters.protocols import Ids
 from transferqueue.errors import NotFound, UsageError, listing
 from transferqueue.workflows.job.data.tokenizer import Message, TextTokenizer, render
@@ -110,11 +111,14 @@ def _as_text(value: Any, name: str, place: str) -> str:
 @dataclass(frozen=True, kw_only=True)
 class RenderedPrompt:
     """One prompt. value: as rewards see it, a text or a list of messages. text: its text for the tokenizer. response:
-    text that follows (sft), in parts: the first is learned, and of several every second one."""
+    text that follows (sft), in parts: the first is learned, and of several every second one. images: encoded. ids: of
+    the text, if images stand in it."""
 
     value: str | list[dict[str, Any]]
     text: str
     response: tuple[str, ...] = ()
+    images: tuple[bytes, ...] = ()
+    ids: Ids | None = None
 
 
 class LearnedTokens(NamedTuple):
@@ -125,15 +129,22 @@ class LearnedTokens(NamedTuple):
 
 
 class PromptRenderer:
-    """Makes prompts from rows of the data. learns_response: rows have a response too (sft).
+    """Makes prompts from rows of the data. learns_response: rows have a response too (sft). vision: of a model that
+    reads the images of `data.images`.
 
     Raises `NotFound` for a column that the data lacks, and `UsageError` for a system message without a chat template.
     """
 
     def __init__(
-        self, settings: DataSettings, tokenizer: TextTokenizer, columns: Sequence[str], *, learns_response: bool = False
+        self,
+        settings: DataSettings,
+        tokenizer: TextTokenizer,
+        columns: Sequence[str],
+        *,
+        learns_response: bool = False,
+        vision: VisionProcessor | None = None,
     ) -> None:
-        self._settings, self.tokenizer = settings, tokenizer
+        self._settings, self.tokenizer, self._vision = settings, tokenizer, vision
         self._learns_response = learns_response
         self._template = check_columns(settings, columns, learns_response=learns_response)
         self._chat = bool(tokenizer.chat_template)
@@ -159,6 +170,8 @@ class PromptRenderer:
             value = _prompt(row[self._settings.prompt], self._settings.prompt, place)
         else:
             value = self._template.fill(row, place)
+        if self._vision is not None:
+            return self._with_images(self._vision, value, row, place)
         if not self._learns_response:
             return RenderedPrompt(value=value, text=self._text(value, place))
         if self._settings.turns == "all":
@@ -168,6 +181,8 @@ class PromptRenderer:
 
     def tokens(self, prompts: Sequence[RenderedPrompt]) -> list[Ids | None]:
         """Return the ids of prompts; None for a text that is longer than `prompt_tokens_max` of the longest tokens."""
+        if self._vision is not None:
+            return [prompt.ids for prompt in prompts]
         limit = self._longest * self._settings.prompt_tokens_max
         ids = iter(self.encode([prompt.text for prompt in prompts if len(prompt.text) <= limit]))
         return [next(ids) if len(prompt.text) <= limit else None for prompt in prompts]
@@ -197,6 +212,23 @@ class PromptRenderer:
 
     def _text(self, value: PromptValue, place: str) -> str:
         return prompt_text(self.tokenizer, value, self._settings.system, place)
+
+    def _with_images(
+        self, vision: VisionProcessor, value: PromptValue, row: dict[str, Any], place: str
+    ) -> RenderedPrompt:
+        images = row_images(row[self._settings.images], self._settings.images, place)
+        if self._chat:
+            messages = with_images(self._messages(value), len(images), vision.token)
+            text = prompt_text(self.tokenizer, messages, "", place)
+            _check_written(messages, text, place)
+        else:
+            text = prompt_text(self.tokenizer, value, "", place)
+            text = text if vision.token in text else vision.token * len(images) + text
+        try:
+            ids = vision.ids(text, images, add_special_tokens=not self._chat)
+        except UsageError as error:
+            raise UsageError(f'{place}: column "{self._settings.images}" {error}') from error
+        return RenderedPrompt(value=value, text=text, images=images, ids=ids)
 
     def _messages(self, value: PromptValue) -> list[Message]:
         return _with_system(value, self._settings.system)
@@ -312,6 +344,70 @@ def _encoded(tokenizer: TextTokenizer, texts: Sequence[str], *, add_special_toke
     return [np.asarray(ids, dtype=np.int32) for ids in encoded]
 
 
+def row_images(value: Any, column: str, place: str) -> tuple[bytes, ...]:
+    """Return the encoded images of a row. Raises `UsageError` for one without its bytes: it names `place`, and which
+    image."""
+    found = []
+    for number, image in enumerate(value if isinstance(value, list) else [value]):
+        data = image.get("bytes") if isinstance(image, dict) else image
+        if not isinstance(data, bytes):
+            path = image.get("path") if isinstance(image, dict) else None
+            has = f"the path {path!r} alone" if path else _kind(data)
+            raise UsageError(
+                f'{place}: column "{column}" image {number} has {has}; give the bytes of its file, as datasets stores '
+                "an Image"
+            )
+        found.append(data)
+    return tuple(found)
+
+
+def with_images(messages: Sequence[Message], count: int, token: str) -> list[dict[str, Any]]:
+    """Return messages whose contents are lists of parts, with places for images: the parts of images, and the
+    placeholders `token` in texts; else they stand before the text of the first message of the user.
+
+    >>> with_images([{"role": "user", "content": "What is it?"}], 1, "<image>")[0]["content"]
+    [{'type': 'image'}, {'type': 'text', 'text': 'What is it?'}]
+    >>> with_images([{"role": "user", "content": "Is <image> it?"}], 1, "<image>")[0]["content"]
+    [{'type': 'text', 'text': 'Is '}, {'type': 'image'}, {'type': 'text', 'text': ' it?'}]
+    """
+    # All contents are parts: templates that select parts by their type write nothing of a text.
+    shown = [{**message, "content": _parts_of(message["content"], token)} for message in messages]
+    if not any(_is_image(part) for message in shown for part in message["content"]):
+        first = next((message for message in shown if message.get("role") == "user"), shown[0])
+        first["content"] = [{"type": "image"}] * count + first["content"]
+    return shown
+
+
+def _parts_of(content: Any, token: str) -> list[Any]:
+    """Return the parts of a message's content, without keys that have no value (Arrow adds those)."""
+    text = [] if content is None else [{"type": "text", "text": str(content)}]
+    parts: list[Any] = []
+    for part in content if isinstance(content, list) else text:
+        kept = {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else part
+        if not isinstance(kept, dict) or token not in str(kept.get("text", "")):
+            parts.append(kept)
+            continue
+        for at, piece in enumerate(str(kept["text"]).split(token)):
+            parts += [{"type": "image"}] * (at > 0) + [{**kept, "text": piece}] * bool(piece)
+    return parts
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "image"
+
+
+def _check_written(messages: Sequence[Message], text: str, place: str) -> None:
+    """Raise `UsageError` if the chat template left a text of the system or the user out."""
+    for message in messages:
+        for part in message["content"] if message.get("role") in ("system", "user") else ():
+            said = part.get("text") if isinstance(part, dict) else None
+            if isinstance(said, str) and said.strip() not in text:
+                raise UsageError(
+                    f"{place}: the chat template leaves out a text of the {message['role']}, {_short(said)}; give one "
+                    "that writes all parts of messages (model.chat_template)"
+                )
+
+
 def _is_answer(message: Any) -> bool:
     return isinstance(message, dict) and message.get("role") == "assistant"
 
@@ -338,13 +434,14 @@ def check_columns(
 def _columns(settings: DataSettings, template: PromptTemplate | None, *, learns_response: bool) -> tuple[str, ...]:
     prompt = (settings.prompt,) if template is None else template.columns
     response = (settings.response,) if learns_response and settings.response else ()
-    return tuple(dict.fromkeys((*prompt, *response)))
+    images = (settings.images,) if settings.images else ()
+    return tuple(dict.fromkeys((*prompt, *response, *images)))
 
 
 def _check_column(name: str, settings: DataSettings, columns: Sequence[str]) -> None:
     if name in columns:
         return
-    key = "response" if name == settings.response else "prompt"
+    key = {settings.response: "response", settings.images: "images"}.get(name, "prompt")
     usual = [column for column in _USUAL if column in columns]
     remedy = (
         f'; set data.prompt = "{usual[0]}" or data.template = "{{{usual[0]}}}"' if usual and key == "prompt" else ""

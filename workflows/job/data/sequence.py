@@ -35,8 +35,8 @@ _UNKNOWN, _FITS, _TOO_LONG = np.int8(0), np.int8(1), np.int8(-1)
 @dataclass(frozen=True, kw_only=True)
 class NumberedPrompt:
     """One prompt. number: its place in the run. ids: int32 ``[P]``. data: value of column ``data``. response_ids: int32
-    ``[T]`` for sft. learned: bool ``[T]``, which of them it learns; None: all. environment: name of the one that plays
-    it; empty: the only one, if any. row: of the data, all sources one after the other."""
+    ``[T]`` for sft. learned: bool ``[T]``, which of them it learns; None: all. images: encoded. environment: name of
+    the one that plays it; empty: the only one, if any. row: of the data, all sources one after the other."""
 
     number: int
     ids: Ids
@@ -44,6 +44,7 @@ class NumberedPrompt:
     text: str
     response_ids: Ids | None = None
     learned: npt.NDArray[np.bool_] | None = None
+    images: tuple[bytes, ...] = ()
     environment: str = ""
     row: int = 0
 
@@ -169,6 +170,7 @@ class SourceSequence:
                 text=rendered[at].text,
                 response_ids=response_ids[at],
                 learned=None if (response := responses[at]) is None else response.learned,
+                images=rendered[at].images,
                 environment=source.environment,
                 row=int(positions[at]),
             )

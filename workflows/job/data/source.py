@@ -84,6 +84,7 @@ class JobPrompts:
     def __init__(self, job: Job, sequence: PromptSequence | SampledSequence, *, rows_put: int) -> None:
         self._size, self._in_parts = group_rows(job), in_parts(job)
         self._names_environments, self._has_episodes = has_several_environments(job), has_episodes(job)
+        self._has_images = bool(job.data.images)
         self._groups_per_put = groups_per_put(job)
         self._chooses_late = bool(job.data.sampler.by)
         self._end = None if needs_spare_prompts(job) else job.steps * job.trainer.prompts_per_step
@@ -128,6 +129,8 @@ class JobPrompts:
             "prompt_ids": [prompt.ids for prompt in prompts],
             names.DATA: [prompt.data for prompt in prompts],
         }
+        if self._has_images:
+            columns[names.IMAGES] = [list(prompt.images) for prompt in prompts]
         if self._names_environments:
             columns[names.ENVIRONMENT] = [prompt.environment for prompt in prompts]
         if self._has_episodes:

@@ -53,8 +53,8 @@ def profile_job(
     its processes slow each other (0: none; `trial.run_trials`). say: told each step. Nothing else should run.
 
     Raises what `preflight` does; `Impossible` for sft, which generates nothing, for a job of episodes, whose time is
-    the environment's, and for engines of several kinds, which a plan cannot choose between; `UsageError` for fewer than
-    2 devices, and for trials of fewer than 3 steps.
+    the environment's, for prompts with images, and for engines of several kinds, which a plan cannot choose between;
+    `UsageError` for fewer than 2 devices, and for trials of fewer than 3 steps.
     """
     job = checked(job)
     _check(job, devices)
@@ -99,6 +99,11 @@ def _check(job: Job, devices: int) -> None:
     if has_episodes(job):
         raise Impossible(
             "profile of a job of episodes: how long they take is the environment's affair; "
+            "write a profile by hand (`transferqueue docs plan`)"
+        )
+    if job.data.images:
+        raise Impossible(
+            f"profile of a job with data.images={job.data.images!r}: it times prompts of text alone; "
             "write a profile by hand (`transferqueue docs plan`)"
         )
     if job.pacing.uses > 1:

@@ -104,7 +104,7 @@ def dry_run(job: Job, *, code: Path | None = None, devices: Sequence[FoundDevice
     sequence = PromptSequence(data, job.data, seed=job.seed, tokens_max=job.sampling.tokens_max)
     prompts = sequence.take(PROMPTS)
     others = sequence.take_one_of_each(besides={prompt.environment for prompt in prompts})
-    held: JobBytes = bytes_of(job)
+    held: JobBytes = bytes_of(job, data)
     processes = Counter(process.name for process in stage_jobs(job))
     return DryRun(
         job=job_as_toml(job),

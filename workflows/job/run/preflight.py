@@ -21,6 +21,7 @@ from transferqueue.adapters.stages.reward_functions import load_callable
 from transferqueue.errors import Impossible, NotFound, PeerError, Unreachable, UsageError, listing
 from transferqueue.workflows.job.data.prompt_data import PromptData, open_all
 from transferqueue.workflows.job.data.sampler import BY_RATE
+from transferqueue.workflows.job.data.source import groups_per_put
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, class_environment, revision_of
 from transferqueue.workflows.job.devices.cores import THREADS
 from transferqueue.workflows.job.devices.device_bytes import NUMBER_BYTES
@@ -38,7 +39,15 @@ from transferqueue.workflows.job.run.machine import check_packages, found_device
 from transferqueue.workflows.job.run.on_ray import check_options, cluster_devices, is_placed_by_options
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.rules import LOGGERS
-from transferqueue.workflows.job.settings.sizes import GIB, gib, row_bytes, rows_kept, tokens_of_row, versions_kept
+from transferqueue.workflows.job.settings.sizes import (
+    GIB,
+    gib,
+    group_rows,
+    row_bytes,
+    rows_kept,
+    tokens_of_row,
+    versions_kept,
+)
 from transferqueue.workflows.job.stages.rollout import stop_id
 
 QUEUE_S: Final = 10.0
@@ -50,11 +59,12 @@ _ROUTE_BYTES: Final = 2
 
 @dataclass(frozen=True, kw_only=True)
 class JobBytes:
-    """Most bytes that a job holds in its queue: one row, all rows, one version of the weights (0: not known before the
-    model is loaded), and all kept versions."""
+    """Most bytes that a job holds in its queue: one row without its images, all rows, of these the images, one version
+    of the weights (0: not known before the model is loaded), and all kept versions."""
 
     row: int
     rows: int
+    images: int
     version: int
     weights: int
     memory: int
@@ -91,7 +101,7 @@ def preflight(job: Job, *, code: Path | None = None) -> PromptData:
     for opened in (data, *held_out):
         opened.check_first()
     _check_stops(job, data.renderer.tokenizer)
-    check_memory(job)
+    check_memory(job, data)
     return data
 
 
@@ -284,25 +294,36 @@ def _check_targets(job: Job) -> None:
             )
 
 
-def bytes_of(job: Job) -> JobBytes:
-    """Return the most bytes that the job holds in its queue."""
+def bytes_of(job: Job, data: PromptData | None = None) -> JobBytes:
+    """Return the most bytes that the job holds in its queue. data: its prompts, whose images are counted: of the rows
+    that are kept, and of a put, which finds room only in one piece."""
     sizes = model_sizes(job.model.path, job.model.revision)
     version = sizes.parameters * NUMBER_BYTES[job.weights.dtype] if sizes else 0
     kept = version * (versions_kept(job) + 1)  # one more while a version is being published
     replayed = sizes.layers * sizes.chosen_experts if sizes and job.algorithm.router_replay else 0
     row = row_bytes(job, route_bytes=_ROUTE_BYTES * replayed)
+    images = 0
+    if data is not None and job.data.images:
+        images = data.image_bytes(job.data.images, rows_kept(job) // group_rows(job) + groups_per_put(job))
     return JobBytes(
-        row=row, rows=rows_kept(job) * row, version=version, weights=kept, memory=int(job.queue.memory_gib * GIB)
+        row=row,
+        rows=rows_kept(job) * row + images,
+        images=images,
+        version=version,
+        weights=kept,
+        memory=int(job.queue.memory_gib * GIB),
     )
 
 
-def check_memory(job: Job) -> None:
-    """Raise `Impossible` if rows and kept versions of the weights have no room, with the arithmetic."""
-    held = bytes_of(job)
+def check_memory(job: Job, data: PromptData | None = None) -> None:
+    """Raise `Impossible` if rows and kept versions of the weights have no room, with the arithmetic. data: as of
+    `bytes_of`."""
+    held = bytes_of(job, data)
     if job.algorithm.kind != "sft" and held.total > held.memory:
+        images = f", and images up to {gib(held.images)}" if held.images else ""
         raise Impossible(
             f"weights.keep={versions_kept(job)} and one more being published are {gib(held.weights)}, rows up to "
-            f"{gib(held.rows)} ({held.row:,} bytes each); memory_gib={job.queue.memory_gib:g}: set "
+            f"{gib(held.rows)} ({held.row:,} bytes each{images}); memory_gib={job.queue.memory_gib:g}: set "
             f"queue.memory_gib={-(-held.total // GIB)}"
         )
 

@@ -76,6 +76,29 @@ def _data(job: Job) -> None:
         )
 
 
+def _images(job: Job) -> None:
+    """What takes no images is refused, and not run without them."""
+    if not job.data.images:
+        return
+    engines = {
+        f'engine.{place}.kind="{engine.kind}"': engine.kind != "transformers" for place, engine in enumerate(job.engine)
+    }
+    others = engines | {
+        f'algorithm.kind="{job.algorithm.kind}"': job.algorithm.kind in ("ppo", "distill", "sft"),
+        "environment": bool(job.environment),
+        "reward.model": any(reward.model for reward in job.reward),
+        f"trainer.lora_rank={job.trainer.lora_rank}": job.trainer.lora_rank > 0,
+        "trainer.lora_adapter": bool(job.trainer.lora_adapter),
+        f'trainer.parallel="{job.trainer.parallel}"': job.trainer.parallel != "single",
+        "algorithm.router_replay=true": job.algorithm.router_replay,
+    }
+    for key, is_without in others.items():
+        if is_without:
+            raise UsageError(
+                f"data.images={job.data.images!r} with {key}, which takes no images in a job; leave one of both out"
+            )
+
+
 def _mixture(job: Job) -> None:
     data = job.data
     if not data.sources:
@@ -340,6 +363,7 @@ DATA_RULES: Final[tuple[Callable[[Job], None], ...]] = (
     _template_arguments,
     _dtypes,
     _data,
+    _images,
     _mixture,
     _sampler,
     _models_of_the_kind,

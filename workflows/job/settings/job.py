@@ -177,6 +177,12 @@ class DataSettings(_Table):
         'Text of the prompt with columns in braces: `"{question}"`. Empty: the column `prompt` has it.',
         For("data with a question in a column, such as GSM8K"),
     ] = ""
+    images: Annotated[
+        str,
+        "Column of a prompt's images: one or a list, each the bytes of a file or what `datasets` stores of an `Image`."
+        ' A message has a part `{ type = "image" }` for each; else they stand before the text. Empty: none.',
+        For("vision-language models: charts, scenes, documents"),
+    ] = ""
     system: Annotated[
         str,
         "System message before each prompt that has none, for models with a chat template. Empty: none.",

@@ -129,7 +129,10 @@ class _Drawing:
 
     def _drawn(self, prompts: Sequence[NumberedPrompt], samples: int) -> list[Completion]:
         seed = self._job.seed + _SEED
-        requested = [Prompt(ids=prompt.ids, samples=samples, seed=row_seed(seed, prompt.number)) for prompt in prompts]
+        requested = [
+            Prompt(ids=prompt.ids, samples=samples, seed=row_seed(seed, prompt.number), images=prompt.images)
+            for prompt in prompts
+        ]
         drawn = self._engine.generate(requested, self._sampling)
         return sorted(drawn, key=lambda completion: (completion.prompt, completion.sample))
 

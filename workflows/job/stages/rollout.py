@@ -26,6 +26,7 @@ from transferqueue.workflows.job.graph import (
     stops_oversampling,
     takes_whole_steps,
 )
+from transferqueue.workflows.job.names import IMAGES
 from transferqueue.workflows.job.settings.job import EngineSettings, Job
 from transferqueue.workflows.job.settings.sizes import staleness_when_new
 from transferqueue.workflows.job.stages.drain import drainable
@@ -111,6 +112,7 @@ class EngineRollout:
             seed=job.seed,
             whole_groups=job.sampling.group_size if job.reproducible and not in_parts(job) else 0,
             routes=job.algorithm.router_replay,
+            images=IMAGES if job.data.images else "",
         )
 
     def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import transferqueue as tq
@@ -27,7 +28,7 @@ from transferqueue.workflows.flow.events import SWAP
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job.data.tokenizer import revision_of
 from transferqueue.workflows.job.devices.repeat import repeat_bits
-from transferqueue.workflows.job.names import CRITIC, POLICY, TRAIN, TRAIN_CRITIC
+from transferqueue.workflows.job.names import CRITIC, IMAGES, POLICY, TRAIN, TRAIN_CRITIC
 from transferqueue.workflows.job.settings.job import IN_TURN, Job, ModelSettings, ScorerSettings
 from transferqueue.workflows.job.settings.sizes import has_step_versions, pass_tokens
 from transferqueue.workflows.job.stages.step_versions import in_turns, pull_exactly
@@ -44,13 +45,14 @@ def reference(context: Context) -> Iterator[LogProbs]:
     which takes the newest weights every ``reference.sync_every`` steps."""
     job = context.settings(Job)
     repeat_bits(job)
-    model = load_scorer(load_causal_lm, job.reference, job.model)
+    model = load_scorer(policy_loader(job), job.reference, job.model)
     every = job.reference.sync_every
     yield LogProbs(
         model,
         gives="ref_logprobs",
         temperature=job.sampling.temperature,
         tokens=pass_tokens(job, job.reference.tokens),
+        images=IMAGES if job.data.images else "",
         turns=_after(_synchronised(context, model, every)) if every else None,
     )
 
@@ -61,7 +63,7 @@ def proximal(context: Context) -> Iterator[LogProbs]:
     job = context.settings(Job)
     repeat_bits(job)
     policy = ScorerSettings(tokens=job.trainer.micro_tokens)
-    model = load_scorer(load_causal_lm, policy, job.model)
+    model = load_scorer(policy_loader(job), policy, job.model)
     newest = _followed(context, POLICY, model)
     turns = _each_by_its_own(context, newest, POLICY) if has_step_versions(job) else _after(lambda _: newest.follow())
     yield LogProbs(
@@ -69,6 +71,7 @@ def proximal(context: Context) -> Iterator[LogProbs]:
         gives="prox_logprobs",
         temperature=job.sampling.temperature,
         tokens=pass_tokens(job, policy.tokens),
+        images=IMAGES if job.data.images else "",
         turns=turns,
     )
 
@@ -102,6 +105,11 @@ def teacher(context: Context) -> Iterator[TeacherTopK]:
         temperature=job.sampling.temperature,
         tokens=pass_tokens(job, job.teacher.tokens),
     )
+
+
+def policy_loader(job: Job) -> Callable[..., Any]:
+    """Return what loads a model of the policy's kind: with a processor, if prompts have images."""
+    return partial(load_causal_lm, images=bool(job.data.images))
 
 
 def load_scorer(load: Callable[..., Any], scorer: ScorerSettings, policy: ModelSettings) -> Any:

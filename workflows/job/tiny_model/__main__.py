@@ -14,6 +14,7 @@ from transferqueue.lazy import install_line
 try:
     from transferqueue.workflows.job.tiny_model.make import KINDS, make, write_data
     from transferqueue.workflows.job.tiny_model.tasks import TASKS
+    from transferqueue.workflows.job.tiny_model.vision import make_vision, write_colours
 except ImportError as missing:
     sys.stderr.write(f"a tiny model needs {missing.name}: {install_line('train')}\n")
     sys.exit(2)
@@ -27,9 +28,15 @@ _EXAMPLES: Final = """examples:
     python -m transferqueue.workflows.job.tiny_model models/reward --kind classifier --warm-up 1500 \\
         --until 0.98 --policy models/tiny
     python -m transferqueue.workflows.job.tiny_model models/critic --kind value --warm-up 400 --policy models/tiny
+  a policy that reads images, which answers with a colour whatever it sees, and images to train it on:
+    python -m transferqueue.workflows.job.tiny_model models/vision --kind llava --warm-up 40 --data data/colours
 
 The reward function of every task: transferqueue.workflows.job.tiny_model.tasks:exact (it reads the column answer).
 """
+
+
+_VISION: Final = "llava"
+"""A policy that reads images; its task is their colour."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("directory", type=Path, help="where the model goes; made if it is missing")
     parser.add_argument(
-        "--kind", choices=KINDS, default="qwen3", help="policy, reward model or critic (default: qwen3)"
+        "--kind", choices=[*KINDS, _VISION], default="qwen3", help="policy, reward model or critic (default: qwen3)"
     )
     parser.add_argument("--task", choices=TASKS, default="sort", help="the task to train on (default: sort)")
     parser.add_argument(
@@ -68,7 +75,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the model, and the data if asked; return the exit code (2: an argument was refused)."""
-    given = _parser().parse_args(arguments)
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if given.kind == _VISION:
+        if given.task != parser.get_default("task") or given.until is not None or given.policy:
+            sys.stderr.write("--kind llava has a task of its own, and takes no --task, --until or --policy\n")
+            return 2
+        make_vision(given.directory, steps=given.warm_up, seed=given.seed)
+        if given.data:
+            write_colours(given.data, seed=given.seed)
+        sys.stdout.write(f"{given.directory}: {given.kind}\n")
+        return 0
     try:
         figure = make(
             given.directory,

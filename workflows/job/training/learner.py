@@ -40,6 +40,7 @@ from transferqueue.adapters.trainers.learners import LossSum
 from transferqueue.errors import UsageError
 from transferqueue.workflows.job.algorithms.losses import policy_loss, value_loss
 from transferqueue.workflows.job.algorithms.responses import Responses
+from transferqueue.workflows.job.names import IMAGES
 from transferqueue.workflows.job.settings.defaults import filled
 from transferqueue.workflows.job.settings.job import AlgorithmSettings, TrainerSettings
 from transferqueue.workflows.job.training.columns import (
@@ -262,6 +263,7 @@ class PolicyLearner(StepLearner):
             entropy=bool(self.algorithm.entropy),
             at_ids=columns["teacher_ids"] if self.algorithm.top_k else None,
             routes=columns["routes"] if self.algorithm.router_replay and "routes" in columns else None,
+            images=columns.get(IMAGES),
         )
         logprobs_N = scores.logprobs_N
         self._step_version = max(self._step_version, self.version)

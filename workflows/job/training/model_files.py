@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from transferqueue.adapters.builtin.model import BuiltinModel
+from transferqueue.adapters.engines.images import processor_of
 from transferqueue.adapters.scoring import load_causal_lm
 from transferqueue.adapters.scoring.load import torch_device, torch_dtype
 from transferqueue.adapters.scoring.load_sharded import (
@@ -65,7 +66,7 @@ def load_policy(job: Job, *, device: str = "auto", ranks: Ranks = ALONE) -> Any:
         "trust_remote_code": job.model.trust_remote_code,
     }
     if ranks.parallel != "fsdp2":
-        return _adapted(load_causal_lm(job.model.path, **source), job)
+        return _adapted(load_causal_lm(job.model.path, images=bool(job.data.images), **source), job)
     compute, place = torch_dtype(job.model.dtype), torch_device(device)
     return load_sharded_causal_lm(
         job.model.path, lambda model: ranks.sharded(_adapted(model, job), compute, place), **source
@@ -101,6 +102,8 @@ def write_model_files(directory: Path, model: Any, tokenizer: TextTokenizer, bas
         (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     else:
         _write_config(directory, model)
+    if (processor := processor_of(model)) is not None:
+        processor.save(directory)
     save = getattr(tokenizer, "save_pretrained", None)
     if callable(save):  # the built-in one has no files
         save(directory)
@@ -176,7 +179,12 @@ def check_out(out: Path) -> None:
 
 
 def _trained(checkpoint: Path, job: Job, files: TensorFiles, dtype: str) -> PublishedWeights:
-    model = model_without_weights(checkpoint, dtype or files.dtype, trust_remote_code=job.model.trust_remote_code)
+    model = model_without_weights(
+        checkpoint,
+        dtype or files.dtype,
+        trust_remote_code=job.model.trust_remote_code,
+        images=bool(job.data.images),
+    )
     specs = {name: files.spec(name, dtype) for name in files.names}
     return published(model, specs, lambda name: files.tensor(name, dtype))
 
