@@ -5,6 +5,7 @@ import ast
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,9 @@ FOR_FIRST_USE = {"numpy", "pyarrow", "zmq"}
 FOR_FEW = {"asyncio", "importlib.metadata"}
 """What only some programs need, such as those with an event loop: a tenth of what a process takes to load the
 client."""
+
+OF_EXTRAS = {"duckdb", "h11", "opentelemetry", "ray", "starlette", "tensordict", "torch", "uvicorn"}
+"""What the core imports where an option asks for it. All else that it imports is installed with it."""
 
 _PROBE = """
 import json, sys
@@ -55,9 +59,23 @@ def _imported_on_load(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:
                 yield from _imported_on_load([*node.body, *handlers, *node.orelse, *node.finalbody])
 
 
-def test_no_core_module_imports_an_engine_when_loaded() -> None:
+def _core_files() -> list[Path]:
     rooms = [path for path in PACKAGE.iterdir() if path.name not in {"adapters", "workflows", "cli", "__pycache__"}]
-    files = [file for room in rooms for file in ([room] if room.suffix == ".py" else room.rglob("*.py"))]
+    return [file for room in rooms for file in ([room] if room.suffix == ".py" else room.rglob("*.py"))]
+
+
+def test_what_the_core_imports_is_among_its_dependencies_or_of_an_extra() -> None:
+    nodes = [node for file in _core_files() for node in ast.walk(ast.parse(file.read_text()))]
+    whole = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    parts = [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
+    found = {name.partition(".")[0] for name in whole + parts} - sys.stdlib_module_names - {"transferqueue"}
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {line.partition(">=")[0].replace("pyzmq", "zmq") for line in declared}
+    assert found == names | OF_EXTRAS
+
+
+def test_no_core_module_imports_an_engine_when_loaded() -> None:
+    files = _core_files()
     assert files
     found = [
         f"{file.relative_to(ROOT)}:{line} imports {name}"

@@ -1,5 +1,7 @@
 """`transferqueue samples` shows what a person compares a response with."""
 
+import errno
+import os
 import socket
 import tempfile
 from contextlib import nullcontext
@@ -8,7 +10,7 @@ import pytest
 
 import transferqueue as tq
 from transferqueue.cli.commands.looking.samples import sample_lines
-from transferqueue.workflows.job.run import samples
+from transferqueue.workflows.job.run import samples, server
 from transferqueue.workflows.job.run.samples import SampleRow
 
 
@@ -33,3 +35,18 @@ def test_a_server_that_does_not_answer_is_no_ended_one(listens, tmp_path, monkey
             server.listen()
         with pytest.raises(tq.Unreachable) if listens else nullcontext():
             assert samples._live(tmp_path) == []
+
+
+@pytest.mark.parametrize("cause", [errno.EMFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT])
+def test_a_server_of_which_the_kernel_does_not_say_whether_it_listens_may_run(cause, tmp_path, monkeypatch):
+    def check_listening(_place):
+        raise OSError(cause, os.strerror(cause))
+
+    (tmp_path / "runtime").write_text("/nowhere")
+    assert server.running_address(tmp_path) == ""
+    monkeypatch.setattr(server, "check_listening", check_listening)
+    assert server.running_address(tmp_path) == "ipc:///nowhere/control.sock"
+    (tmp_path / "runtime").unlink()
+    (tmp_path / "runtime").mkdir()
+    with pytest.raises(tq.Unreachable, match=r"cannot be seen: .* Is a directory"):
+        server.running_address(tmp_path)

@@ -11,7 +11,7 @@ from transferqueue.errors import AddressInUse, UsageError
 from transferqueue.limits import MIB
 from transferqueue.server.runtime_directory import RuntimeDirectory, remove_stale_arenas, served_arena
 from transferqueue.transport import FileLock, IpcAddress
-from transferqueue.transport.system.private_files import private_directory
+from transferqueue.transport.system.private_files import private_directory, write_durably
 
 LIVE_AND_DIE = """
 import sys
@@ -53,6 +53,23 @@ def test_a_directory_of_another_user_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(UsageError, match="belongs to user"):
         private_directory(tmp_path)
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_one_file_that_the_next_removes(tmp_path):
+    file = tmp_path / "run.json"
+    write_durably(file, b"old")
+    dying = (
+        "import os, sys, pathlib\n"
+        "from transferqueue.transport.system.private_files import write_durably\n"
+        "os.fsync = lambda fd: os.kill(os.getpid(), 9)\n"
+        "write_durably(pathlib.Path(sys.argv[1]), b'new')\n"
+    )
+    for _ in range(2):
+        assert subprocess.run([sys.executable, "-c", dying, file], check=False).returncode == -9
+        assert len(everything_in(tmp_path)) == 2
+        assert file.read_bytes() == b"old"
+    write_durably(file, b"new")
+    assert (everything_in(tmp_path), file.read_bytes()) == (["run.json"], b"new")
 
 
 def test_a_file_in_the_way_is_refused(tmp_path):

@@ -132,7 +132,7 @@ def test_each_process_has_its_gpus(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["colocated", *only_long(*sorted(MAPS.keys() - {"colocated"}))])
+@pytest.mark.parametrize("name", ["two cards", *only_long(*sorted(MAPS.keys() - {"two cards"}))])
 def test_a_process_sees_the_gpus_of_the_map(name, tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     job, devices, wanted = MAPS[name]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.workflows.job import short_run
 from tests.workflows.job.short_run import ROWS, STEPS, final_weights, finished, lines, train, wait_for
-from transferqueue.workflows.job.run_files import SAMPLER
+from transferqueue.workflows.job.run_files import SAMPLER, checkpoint_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 pytest.importorskip("torch", exc_type=ImportError)
@@ -41,6 +41,17 @@ def test_a_run_takes_the_same_prompts_though_its_source_and_its_queue_die(place,
     assert "prompts-0" in [restart["label"] for restart in lines(folder / "restarts.jsonl")]
     assert lines(folder / SAMPLER) == lines(place / "whole" / SAMPLER)
     assert final_weights(folder) == final_weights(place / "whole")
+
+
+def test_a_finished_run_is_lengthened(place, tmp_path):
+    folder = shutil.copytree(place / "whole", tmp_path / "run")
+    steps = STEPS + 2
+    found = finished(train(place, *WORDS, "--resume", "--out", str(folder), "--set", f"steps={steps}"))
+    assert (found["starts"], found["steps"]) == (2, steps)
+    assert found["rows_put"] == found["rows_done"] == ROWS // STEPS * 2
+    assert [line["step"] for line in lines(folder / "steps.jsonl")] == [*range(1, steps + 1)]
+    assert [step["first"] for step in lines(folder / SAMPLER)] == [PROMPTS * number for number in range(steps)]
+    assert checkpoint_steps(folder / "checkpoints" / "train")[-1] == steps
 
 
 @pytest.mark.long

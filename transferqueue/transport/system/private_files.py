@@ -85,14 +85,20 @@ def read_private(path: Path, bytes_max: int) -> bytes:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """`write_durably` with mode 0600."""
-    write_durably(path, data, 0o600)
+    """`write_durably` with mode 0600, also by several processes at once."""
+    _write(path, data, path.with_name(f".{path.name}.{secrets.token_hex(8)}"), 0o600)
 
 
-def write_durably(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Make or replace the file, with `mode` less the umask. At any instant, also after a crash, it has either its old
-    content or all of the new, and when this returns, the new."""
-    new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+def write_durably(path: Path, data: bytes) -> None:
+    """Make or replace the file, which only one process may do at a time. At any instant, also after a crash, it has
+    either its old content or all of the new, and when this returns, the new."""
+    new = path.with_name(f".{path.name}.partial")
+    new.unlink(missing_ok=True)  # of a process that was killed in between
+    _write(path, data, new, 0o666)
+
+
+def _write(path: Path, data: bytes, new: Path, mode: int) -> None:
+    """Write the missing file `new`, and give it the name `path`."""
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     try:
         with open(fd, "wb") as file:

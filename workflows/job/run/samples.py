@@ -67,6 +67,7 @@ def samples(folder: Path, *, step: int | None = None, rows: int = 4, order: Orde
 
     Raises:
         NotFound: no folder of a run, or it has no responses of that step.
+        PeerError: of the newest rows, the run's queue runs and cannot be read.
         UsageError: `rows` is out of its range, or the model has no tokenizer here.
     """
     if not 1 <= rows <= ROWS_MAX:

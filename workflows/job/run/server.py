@@ -193,18 +193,23 @@ def _backed_bytes(directory: Path) -> int:
 
 def running_address(directory: Path) -> str:
     """The address of the server of the run in `directory`; "" if it has none, or none listens. Blocks for at most a
-    second, for one that does not answer. `PermissionDenied` if this user may not see whether it has one."""
+    second, for one that does not answer. `PermissionDenied` if this user may not see whether it has one, `Unreachable`
+    if the file that names it cannot be read."""
+    address = ""
     try:
         path = Path((directory / _RUNTIME).read_text(encoding="utf-8")) / _SOCKET
-        with suppress(TimeoutError, BlockingIOError):  # one that is busy or stopped
-            check_listening(IpcAddress(path))
+        address = f"ipc://{path}"
+        check_listening(IpcAddress(path))
+    except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
+        return ""
     except PermissionError as error:
         raise PermissionDenied(
             f"whether the run in {directory} goes on cannot be seen: its socket is not yours; ask as its user"
         ) from error
-    except OSError:  # no such file, or refused
-        return ""
-    return f"ipc://{path}"
+    except OSError as error:  # the kernel does not say: a server may listen
+        if not address:
+            raise Unreachable(f"whether the run in {directory} goes on cannot be seen: {error}") from error
+    return address
 
 
 def remove_runtime(directory: Path) -> None:
