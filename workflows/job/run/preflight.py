@@ -38,7 +38,15 @@ from transferqueue.workflows.job.run.machine import check_packages, found_device
 from transferqueue.workflows.job.run.on_ray import check_options, cluster_devices, is_placed_by_options
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.rules import LOGGERS
-from transferqueue.workflows.job.settings.sizes import GIB, gib, row_bytes, rows_kept, tokens_of_row, versions_kept
+from transferqueue.workflows.job.settings.sizes import (
+    GIB,
+    gib,
+    play_bytes,
+    row_bytes,
+    rows_kept,
+    tokens_of_row,
+    versions_kept,
+)
 from transferqueue.workflows.job.stages.rollout import stop_id
 
 QUEUE_S: Final = 10.0
@@ -291,9 +299,8 @@ def bytes_of(job: Job) -> JobBytes:
     kept = version * (versions_kept(job) + 1)  # one more while a version is being published
     replayed = sizes.layers * sizes.chosen_experts if sizes and job.algorithm.router_replay else 0
     row = row_bytes(job, route_bytes=_ROUTE_BYTES * replayed)
-    return JobBytes(
-        row=row, rows=rows_kept(job) * row, version=version, weights=kept, memory=int(job.queue.memory_gib * GIB)
-    )
+    rows = rows_kept(job) * row + play_bytes(job)
+    return JobBytes(row=row, rows=rows, version=version, weights=kept, memory=int(job.queue.memory_gib * GIB))
 
 
 def check_memory(job: Job) -> None:
