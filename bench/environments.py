@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import nan
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, Self
@@ -291,10 +292,15 @@ def of_steps(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "rows": rows,
         "shares": trained,
-        "early": {name: fmean(of_one[: len(lines) // 10]) for name, of_one in rewards.items()},
-        "late": {name: fmean(of_one[-(len(lines) // 3) :]) for name, of_one in rewards.items()},
+        "early": {name: _mean(of_one[: max(1, len(lines) // 10)]) for name, of_one in rewards.items()},
+        "late": {name: _mean(of_one[-max(1, len(lines) // 3) :]) for name, of_one in rewards.items()},
         "widest": max(abs(part - SHARES[name]) for name, of_one in parts.items() for part in of_one),
     }
+
+
+def _mean(rewards: Sequence[float]) -> float:
+    """NaN of an environment that had no row in these steps."""
+    return fmean(rewards) if rewards else nan
 
 
 def kill_environments() -> int:

@@ -127,16 +127,17 @@ class EpisodePlayer:
     ) -> Episode:
         """Play one episode to its end. Blocks. `begin` makes the tokens before the first answer from the first
         observation, and says how many of them are the observation's; `draws` is the seed of the drawn tokens. `begun`
-        is played on: its environment is as it was after the turns of it. `turned` is called before each turn. Raises
-        `EpisodeEnded` between two turns once `given_up` returns True, `ObservationTooLong` if the first observation
-        leaves no token of ``tokens_max``, and the environment's exceptions.
+        is played on: its environment is as it was after the turns of it. `turned` is called before each answer is
+        drawn, and before the environment gets it. Raises `EpisodeEnded` between two turns once `given_up` returns True,
+        `ObservationTooLong` if the first observation leaves no token of ``tokens_max``, and the environment's
+        exceptions.
         """
         episode = begun or self._begun(*begin(environment.reset(seed=seed, options=options)[0]))
         while not episode.finish_reason:
             if given_up():
                 raise EpisodeEnded
             turned(episode)
-            self._turn(environment, episode, draws)
+            self._turn(environment, episode, draws, turned)
         return episode
 
     def _begun(self, ids: Sequence[int] | Ids, observed: int) -> Episode:
@@ -151,7 +152,9 @@ class EpisodePlayer:
         episode.trajectory.add_input(ids)
         return episode
 
-    def _turn(self, environment: Environment, episode: Episode, draws: int | None) -> None:
+    def _turn(
+        self, environment: Environment, episode: Episode, draws: int | None, turned: Callable[[Episode], None]
+    ) -> None:
         """Generate one completion, if that is not done, and pass it to the environment."""
         limit = episode.limit
         left = None if limit is None else limit - len(episode.trajectory.ids)
@@ -161,6 +164,7 @@ class EpisodePlayer:
                 return
             episode.drawn = self._complete(episode, left, draws)
             episode.trajectory.add_completion(episode.drawn)
+            turned(episode)
         completion = episode.drawn
         observation, reward, ended, cut, _ = environment.step(self._decode(completion.ids))
         episode.drawn = None

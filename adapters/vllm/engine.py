@@ -56,6 +56,8 @@ the first rows come."""
 
 _ROUTES: Final = "enable_return_routed_experts"
 """The argument with which vLLM returns the experts of each token."""
+_OF_ROUTES: Final = ("routed", "aux_output", "auxiliary output", "model runner")
+"""What a refusal of routes names: them, or the newer model runner, which nothing else asks for."""
 _WITH_ROUTES: Final = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 """Its newer model runner returns them, which it does not choose on a CPU without Triton."""
 _FOLDER: Final = "transferqueue-lora-"
@@ -414,12 +416,14 @@ def _variables(arguments: Mapping[str, Any], further: Mapping[str, str]) -> Iter
 
 @contextmanager
 def _no_routes() -> Iterator[None]:
-    """Raise vLLM's refusal of settings with routes as one of ours."""
+    """Raise vLLM's refusal of routes as one of ours."""
     try:
         yield
     except TransferQueueError:
         raise
     except ValueError as error:
+        if not any(word in str(error).lower() for word in _OF_ROUTES):
+            raise
         raise Unsupported(
             f"vLLM does not start with routes of experts: {error}; generate with an engine of kind "
             '"transformers", or leave algorithm.router_replay out'

@@ -26,6 +26,11 @@ def test_shares_count_rows_and_rewards_the_ends_of_a_run() -> None:
     assert (found["rows"], found["widest"]) == (120, 0.5)
 
 
+def test_a_run_of_a_few_steps_has_its_first_and_last_ones() -> None:
+    lines = [{"rows": 10, "reward/sums": float(step), "reward_share/sums": 1.0} for step in range(2)]
+    assert (of_steps(lines)["early"]["sums"], of_steps(lines)["late"]["sums"]) == (0.0, 1.0)
+
+
 def test_what_is_not_as_it_must_be_is_named() -> None:
     found = {"undisturbed": [ended(0.6), ended(0.7)], "failing": [ended(0.55), ended(0.75)]}
     assert [*problems(found)] == []

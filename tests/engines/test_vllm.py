@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from vllm.outputs import CompletionOutput
 
 from transferqueue.adapters.protocols import Caches, Generator, Prompt, Sampling, Unsupported
 from transferqueue.adapters.scoring.lora import AdapterWeights, add_lora, published_weights
-from transferqueue.adapters.vllm.engine import VllmGenerator, _completion, _Row
+from transferqueue.adapters.vllm.engine import VllmGenerator, _completion, _no_routes, _Row
 from transferqueue.adapters.weights import ChannelWeights, ModuleWeights, TensorWeights, WeightUpdater
 from transferqueue.testing.conformance.generators import GENERATOR_CHECKS, GeneratorSubject
 
@@ -112,6 +113,20 @@ def test_routes_of_experts_are_refused_by_name_where_vllm_gives_none(tmp_path: P
         pytest.skip("here it gives them: tests/workflows/job/test_router_replay.py")
     with pytest.raises(Unsupported, match=r"vLLM does not start with routes of experts:"):
         VllmGenerator(str(save(tmp_path)), routes=True, dtype="float32", enforce_eager=True, max_model_len=256)
+
+
+@pytest.mark.parametrize(
+    ("said", "raised"),
+    [
+        ("Model Runner V2 requires Triton.", Unsupported),
+        ("routed-experts auxiliary output key list must not be empty", Unsupported),
+        ("max_model_len is greater than the derived one", ValueError),
+    ],
+)
+def test_a_refusal_that_does_not_name_routes_stays_as_it_is(said: str, raised: type[Exception]) -> None:
+    with pytest.raises(raised, match=re.escape(said)) as refused, _no_routes():
+        raise ValueError(said)
+    assert refused.type is raised
 
 
 def test_the_routes_of_a_completion_are_the_last_ones_of_its_tokens() -> None:

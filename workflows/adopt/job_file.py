@@ -12,7 +12,7 @@ from transferqueue.workflows.adopt.apply import ALWAYS, Line, values_of
 from transferqueue.workflows.adopt.mapping import Gpus, Plain, Settings, Stack
 from transferqueue.workflows.job.settings.defaults import KINDS
 from transferqueue.workflows.job.settings.job import Job
-from transferqueue.workflows.job.settings.sizes import GIB, row_bytes, rows_kept
+from transferqueue.workflows.job.settings.sizes import GIB, play_bytes, row_bytes, rows_kept
 from transferqueue.workflows.job.settings.write import value_as_toml
 
 _ENDLESS: Final = 1_000_000
@@ -127,7 +127,7 @@ def _memory(values: Mapping[str, Plain]) -> dict[str, Plain]:
         job = msgspec.convert(_nested(dict(values)), Job)
     except msgspec.ValidationError:
         return {}
-    rows = math.ceil(rows_kept(job) * row_bytes(job) / GIB)
+    rows = math.ceil((rows_kept(job) * row_bytes(job) + play_bytes(job)) / GIB)
     return {"queue.memory_gib": float(rows + 8)} if rows > job.queue.memory_gib / 2 else {}
 
 

@@ -297,3 +297,54 @@ class Endless(Answers):
     def fails(self, action: str) -> Any:
         time.sleep(0.5)
         return None, 0.0, False, False, {}
+
+
+class Logs(Answers):
+    """Three turns. Its calls are lines of ``calls.jsonl``; a step with a file ``fail-TURN`` fails once."""
+
+    def __init__(self, folder: str, gone: bool = False) -> None:
+        self.folder, self.gone = Path(folder), gone
+
+    def note(self, call: str, **said: Any) -> None:
+        with (self.folder / "calls.jsonl").open("a") as log:
+            log.write(json.dumps({"call": call, **said}) + "\n")
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self.turn = 0
+        self.note("reset")
+        return None, {}
+
+    def step(self, action: str, key: str) -> Step:  # type: ignore[override]
+        self.turn += 1
+        self.note("step", turn=self.turn, action=action, key=key)
+        if (flag := self.folder / f"fail-{self.turn}").exists():
+            flag.unlink()
+            raise ConnectionResetError("once")
+        return "again", 1.0, self.turn == 3, False, {}
+
+
+class Resumes(Logs):
+    """Gives its state; gone: it cannot be restored."""
+
+    def state(self) -> Any:
+        return {"turn": self.turn}
+
+    def restore(self, state: Any) -> None:
+        self.note("restore", turn=state["turn"])
+        if self.gone:
+            raise RuntimeError("no such sandbox")
+        self.turn = state["turn"]
+
+
+class GivesATuple(GivesAnObject):
+    """Its state comes back as another one."""
+
+    def state(self) -> Any:
+        return {"at": (1, 2)} if self.question == FAILS else None
+
+
+class KeyOfItsOwn(Answers):
+    """A parameter ``key`` with a default was there before."""
+
+    def step(self, action: str, key: str = "own") -> Step:
+        return "", float(key == "own"), True, False, {}

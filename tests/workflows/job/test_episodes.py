@@ -564,6 +564,7 @@ def test_a_step_that_keeps_the_interpreter_is_ended_with_its_process(tokenizer: 
         ("NotANumber", "error", "step('2') gave the reward nan; give a finite number"),
         ("Exits", "error", "reset(seed="),
         ("GivesAnObject", "error", "and then state() gave what cannot be sent: Encoding objects of type GivesAnObject"),
+        ("GivesATuple", "error", "and then state() gave {'at': (1, 2)}, which restore() would get as {'at': [1, 2]}"),
         ("GivesMuch", "output", "and then state() gave 1,048,581 bytes; give at most 1,048,576"),
     ],
 )
@@ -571,6 +572,12 @@ def test_what_is_no_answer_fails_its_episode_alone(tokenizer: Any, environment: 
     row = failing(environment, tokenizer)
     assert row.drop == f"environment_{cause}"
     assert words in row.text
+
+
+def test_a_parameter_of_a_step_that_was_there_before_gets_no_key(tokenizer: Any) -> None:
+    settings = job(ENVIRONMENTS + "KeyOfItsOwn")
+    episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
+    assert played(episodes, settings, tokenizer, ["2+2="])[0].columns["rewards"].tolist() == [2.0]
 
 
 def test_a_server_that_is_gone_gets_all_tries(tokenizer: Any) -> None:

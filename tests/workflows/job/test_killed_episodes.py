@@ -132,9 +132,10 @@ def test_no_turn_is_done_twice_whichever_process_is_killed_in_it(
     weights."""
     turns, summary = run(place, tmp_path / "run", "Goes", *(f"{who}-during-{turn}" for turn in range(1, TURNS + 1)))
     assert twice(turns) == []
-    assert Counter((turn["key"], turn["action"]) for turn in turns) == Counter(
-        (turn["key"], turn["action"]) for turn in undisturbed[0]
+    assert Counter((turn["turn"], turn["action"]) for turn in turns) == Counter(
+        (turn["turn"], turn["action"]) for turn in undisturbed[0]
     )
+    assert len({turn["key"] for turn in turns}) == len(turns)
     assert final_weights(tmp_path / "run" / "run") == undisturbed[1]
     if who == "environment":
         assert sum(summary.retried.values()) == TURNS
@@ -151,7 +152,10 @@ def test_a_turn_that_was_done_and_not_answered_is_made_again_with_its_key(
     """The last moment: its tool has done its work. One call each is repeated, and no other turn."""
     turns, _ = run(place, tmp_path / "run", "Goes", *(f"{who}-after-{turn}" for turn in range(1, TURNS + 1)))
     assert len(turns) == len(undisturbed[0]) + TURNS
-    assert {turn["key"] for turn in turns} == {turn["key"] for turn in undisturbed[0]}
+    again = twice(turns)
+    assert len(again) == 2 * TURNS
+    assert len({turn["key"] for turn in again}) == len({(turn["key"], turn["action"]) for turn in again}) == TURNS
+    assert len({turn["key"] for turn in turns}) == len(undisturbed[0])
     assert final_weights(tmp_path / "run" / "run") == undisturbed[1]
 
 
@@ -160,8 +164,8 @@ def test_a_turn_that_was_done_and_not_answered_is_made_again_with_its_key(
 def test_an_episode_of_an_environment_without_state_starts_again(
     place: Path, undisturbed: tuple[list[dict[str, Any]], dict[str, bytes]], tmp_path: Path
 ) -> None:
-    """Then the turns before are done twice, with the keys that they had."""
+    """Then the turns before are done twice, with other keys: they are of another game."""
     turns, _ = run(place, tmp_path / "run", "Forgets", *(f"environment-during-{turn}" for turn in (2, 3)))
     assert len(turns) == len(undisturbed[0]) + 1 + 2
-    assert {turn["key"] for turn in turns} == {turn["key"] for turn in undisturbed[0]}
+    assert len({turn["key"] for turn in turns}) == len(turns)
     assert final_weights(tmp_path / "run" / "run") == undisturbed[1]

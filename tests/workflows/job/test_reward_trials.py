@@ -45,6 +45,12 @@ class Broken(Digit):
     def step(self, action):
         return self.nowhere
 
+class Useless(Digit):
+    def state(self):
+        return self.answer
+    def restore(self, state):
+        raise RuntimeError("no such sandbox")
+
 async def asks(data, base_url):
     import aiohttp
     messages = [{"role": "user", "content": data["prompt"]}]
@@ -119,3 +125,10 @@ def test_an_environment_that_cannot_be_made_or_stepped_is_refused(tmp_path):
         tried_environment(tmp_path, "digit", {"hihg": 3})
     with pytest.raises(RewardFailed, match=r"environment Broken: step\('42'\) raised AttributeError: .*'nowhere'"):
         tried_environment(tmp_path, "Broken", {"high": 3})
+
+
+def test_an_environment_that_cannot_be_restored_is_refused(tmp_path):
+    with pytest.raises(
+        RewardFailed, match=r"environment Useless: restore\(\) after turn 0 raised RuntimeError: no such"
+    ):
+        tried_environment(tmp_path, "Useless", {"high": 3})

@@ -472,6 +472,7 @@ class AsyncTable(TableBase):
         priority: Floats = None,
         key: Keys = None,
         tags: TagsGiven = None,
+        timeout_s: float | None = None,
         **columns: Any,
     ) -> None:
         """Give existing rows more columns or facts, in one commit. Does not wait for the table's limits.
@@ -494,12 +495,15 @@ class AsyncTable(TableBase):
             priority: as of `put`.
             key: as of `put`.
             tags: as of `put`; they replace all tags of the row.
+            timeout_s: seconds to wait for memory, of which that for results is left alone; 0: not at all. Default None:
+                no limit.
             **columns: as of `put`.
 
         Raises:
             NotFound: a row is not live. Nothing was changed.
             AlreadyExists: a field of a row is set and `overwrite` is False, or another row has the key.
             RowsChanged: a row was written after it was read. Nothing was changed.
+            Full, DeadlineExceeded: there was no memory in time. Nothing was changed.
             SchemaError: a column does not fit its field.
             UsageError: nothing to change, or `if_unchanged` lacks a column that the update replaces: name it in the
                 `fields` of the read.
@@ -531,7 +535,9 @@ class AsyncTable(TableBase):
             key=key,
             tags=tags,
         )
-        await self._run(commit.update(self._client, self._terms, rows, facts, columns, overwrite, if_unchanged))
+        await self._run(
+            commit.update(self._client, self._terms, rows, facts, columns, overwrite, if_unchanged, timeout_s=timeout_s)
+        )
 
     async def ack(self, batches: Iterable[AsyncBatch], *, step: int = -1) -> int:
         """Ack all rows that these batches still hold, in one commit.

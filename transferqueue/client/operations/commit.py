@@ -28,7 +28,7 @@ from transferqueue.client.operations.name_suggestions import check_columns
 from transferqueue.client.operations.row_metadata import GivenFacts
 from transferqueue.client.operations.rows import RowsBase, rows_read
 from transferqueue.client.operations.written_blocks import WrittenBlocks, reference, write_columns
-from transferqueue.client.session.calls import ENDLESS_S, Deadline, timeout
+from transferqueue.client.session.calls import Deadline, timeout
 from transferqueue.client.session.operation_runner import Operation, StartDeadline, request_reply, unexpected
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import FlowSignal, NotFound, SchemaError, ShardLost, UsageError, listing
@@ -118,9 +118,11 @@ def update(
     overwrite: bool,
     if_unchanged: RowsBase | None,
     *,
+    timeout_s: object = None,
     refers: bool = True,
 ) -> Operation[None]:
-    """Give existing rows more columns or facts. `refers` is as of `Commit`."""
+    """Give existing rows more columns or facts. `timeout_s` is of the wait for memory; with one, the update need not be
+    made, so it takes none of that which is kept for results. `refers` is as of `Commit`."""
     ids = row_ids(rows)
     if not ids or not (columns or facts.said()):
         raise UsageError("an update without rows, or without columns and facts, would change nothing; give both")
@@ -129,12 +131,14 @@ def update(
     if if_unchanged is not None:
         read = rows_read(if_unchanged, terms.name, ids, columns, facts.names(), overwrite=overwrite)
         before = if_unchanged._source.lengths
-    endless = Deadline(client.clock, ENDLESS_S)
+    deadline = Deadline(client.clock, timeout(timeout_s))
 
     def request(_: int, carried: m.Columns) -> m.Update:
         return m.Update(terms.name, ids, carried, overwrite, read)
 
-    commit = Commit(client, terms, "update", facts, columns, len(ids) // 8, endless, refers=refers, before=before)
+    commit = Commit(client, terms, "update", facts, columns, len(ids) // 8, deadline, refers=refers, before=before)
+    if timeout_s is not None:
+        commit.use = "rows"
     yield from commit.send(request, m.DoneReply)
 
 
@@ -171,6 +175,7 @@ class Commit:
         self._rows, self._deadline, self._before = rows, deadline, before
         repeats = any(isinstance(value, Repeat) for value in self._columns.values())
         self._contents = CallContents(terms.contents, refers=refers) if repeats else None
+        self.use: m.GrantPurpose = "rows" if rows is None else "results"
 
     def send(self, request: Request, kind: type[R]) -> Operation[R]:
         """Write the columns and send the request, again if it fails for a reason that another attempt may avoid.
@@ -225,11 +230,10 @@ class Commit:
                 yield from contents.take(column, checksums=client.checksums)
             ):
                 placed.append(column)
-        use: m.GrantPurpose = "rows" if self._rows is None else "results"
         given, referred = contents.next_attempt() if contents else ([], [])
         written = None
         if placed or given:
-            written = yield from write_columns(client, terms.last, placed, given, self._deadline, use)
+            written = yield from write_columns(client, terms.last, placed, given, self._deadline, self.use)
         blocks = written.blocks() if written else []
         blocks += map(reference, referred)
         carried = m.Columns(fields, blocks, inline, out.facts)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-import zlib
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -165,8 +165,8 @@ class HostedEnvironment:
         self.role = "user"
         self.state: bytes | None = None
         """Of the environment after its last turn; None: it gives none."""
-        self.turns, self.draws = 0, 0
-        """Turns before the next one, and what tells the episode from others of the run."""
+        self.key = uuid.uuid4().hex
+        """Of the next turn: the same if a turn is made again."""
 
     def make(self) -> None:
         """Make the environment."""
@@ -180,13 +180,12 @@ class HostedEnvironment:
     def restore(self, state: bytes, turns: int) -> None:
         """Instead of `reset`: let the environment be as it was after so many turns."""
         self._call(RESTORE, f"restore() after turn {turns}", state=state)
-        self.state, self.turns = state, turns
+        self.state = state
 
     def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, Mapping[str, Any]]:
-        """Act. A turn that is made again, with the same action, has the same key."""
-        key = f"{self.draws:x}-{self.turns}-{zlib.crc32(action.encode()):08x}"
-        observation, reward, is_ended, is_cut = self._call(STEP, _shown(f"step({action!r})"), action=action, key=key)
-        self.turns += 1
+        """Act."""
+        shown = _shown(f"step({action!r})")
+        observation, reward, is_ended, is_cut = self._call(STEP, shown, action=action, key=self.key)
         return observation, reward, is_ended, is_cut, {}
 
     def close(self) -> None:

@@ -143,6 +143,7 @@ class EpisodeThread:
     ) -> None:
         self._make, self._end = make, end
         self._environment: Any = None
+        self._takes_key = False
         self.calls: SimpleQueue[EnvironmentCall] = SimpleQueue()
         self._thread = threading.Thread(target=self._play, name="environment", daemon=True)
         self._thread.start()
@@ -177,6 +178,7 @@ class EpisodeThread:
         """Make a call, and return its answer as plain values. Raises `BadAnswer`, and what the environment raises."""
         if call.name == MAKE:
             self._environment = self._make()
+            self._takes_key = _takes_key(getattr(self._environment, STEP, None))
             return _role(self._environment)
         if call.name == CLOSE:
             return self._close()
@@ -184,7 +186,7 @@ class EpisodeThread:
             self._environment.restore(msgspec.msgpack.decode(call.arguments["state"]))
             return None
         arguments = dict(call.arguments)
-        if call.name == STEP and "key" not in inspect.signature(self._environment.step).parameters:
+        if call.name == STEP and not self._takes_key:
             del arguments["key"]
         returned = getattr(self._environment, call.name)(**arguments)
         if call.name == RESET:
@@ -198,10 +200,16 @@ class EpisodeThread:
         state = getattr(self._environment, "state", None)
         if not callable(state) or not callable(getattr(self._environment, RESTORE, None)):
             return None
+        given = state()
         try:
-            encoded = msgspec.msgpack.encode(state())
+            encoded = msgspec.msgpack.encode(given)
         except (TypeError, OverflowError, UnicodeEncodeError) as error:
             raise BadAnswer(f"and then state() gave what cannot be sent: {_said(error)}; give plain values") from error
+        if (sent := msgspec.msgpack.decode(encoded)) != given:
+            raise BadAnswer(
+                f"and then state() gave {_cut(repr(given))}, which restore() would get as {_cut(repr(sent))}; give "
+                "plain values: lists for tuples and sets"
+            )
         if len(encoded) > STATE_MAX:
             raise BadAnswer(f"and then state() gave {len(encoded):,} bytes; give at most {STATE_MAX:,}", OUTPUT)
         return encoded
@@ -221,6 +229,15 @@ class BadAnswer(Exception):
     def __init__(self, text: str, cause: str = ERROR) -> None:
         super().__init__(text)
         self.cause = cause
+
+
+def _takes_key(step: Any) -> bool:
+    """Whether `step` has a parameter ``key`` that it needs: one with a default is its own."""
+    try:
+        key = inspect.signature(step).parameters.get("key")
+    except (TypeError, ValueError):  # of a function that does not say
+        return False
+    return key is not None and key.default is key.empty and key.kind in (key.KEYWORD_ONLY, key.POSITIONAL_OR_KEYWORD)
 
 
 def _role(environment: Any) -> str:

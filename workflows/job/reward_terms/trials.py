@@ -97,14 +97,21 @@ def _scores(settings: RewardSettings, key: str, rows: RewardRows) -> tuple[Seque
 
 
 def _first_turns(settings: EnvironmentSettings, key: str, rows: RewardRows) -> tuple[Sequence[float], float]:
-    """Return the rewards of a first turn for each row, and the seconds that they took."""
+    """Return the rewards of a first turn for each row, and the seconds that they took. The first environment that gives
+    a state is put back in another one, as after a failure."""
     rewards: list[float] = []
     with EnvironmentHost.of(settings, key) as host:
         started = time.monotonic()
         for number, data in enumerate(rows.data):
             with host.open(time.monotonic() + settings.episode_s) as environment:
                 environment.reset(seed=number, options=dict(data))
-                rewards.append(float(environment.step(COMPLETION)[1]))
+                begun = environment.state
+                _, reward, ended, cut, _ = environment.step(COMPLETION)
+                rewards.append(float(reward))
+                state = begun if ended or cut else environment.state
+            if not number and state is not None:
+                with host.open(time.monotonic() + settings.episode_s) as other:
+                    other.restore(state, 0 if ended or cut else 1)
         return rewards, time.monotonic() - started
 
 

@@ -24,6 +24,7 @@ from transferqueue.workflows.job.settings.sizes import (
     gib,
     group_rows,
     has_step_versions,
+    play_bytes,
     records_rows,
     row_bytes,
     rows_ahead,
@@ -571,13 +572,14 @@ def _memory(job: Job) -> None:
             f"prompts_per_step={job.trainer.prompts_per_step} × group_size={group_rows(job)}, with the batches ahead, "
             f"are {ahead:,} rows, up to {gib(ahead * row)}; memory_gib={job.queue.memory_gib:g}"
         )
-    kept = rows_kept(job)
-    if kept * row > memory:
+    kept, played = rows_kept(job), play_bytes(job)
+    held = kept * row + played
+    if held > memory:
         top_k = f", top_k={job.algorithm.top_k}" if job.algorithm.top_k else ""
-        steps = max(1, int((memory / row - ahead) // batch_rows(job)) - job.pacing.uses + 1)
+        steps = max(1, int(((memory - played) / row - ahead) // batch_rows(job)) - job.pacing.uses + 1)
         raise Impossible(
-            f"checkpoint.every={job.checkpoint.every}{top_k} keep {kept:,} rows, up to {gib(kept * row)}; "
-            f"memory_gib={job.queue.memory_gib:g}; set queue.memory_gib={math.ceil(kept * row / GIB)}, or "
+            f"checkpoint.every={job.checkpoint.every}{top_k} keep {kept:,} rows, up to {gib(held)}; "
+            f"memory_gib={job.queue.memory_gib:g}; set queue.memory_gib={math.ceil(held / GIB)}, or "
             f"checkpoint.every={steps}"
         )
 

@@ -144,11 +144,18 @@ def rows_kept(job: Job) -> int:
 
 def row_bytes(job: Job, *, route_bytes: int = 0) -> int:
     """Bytes of a row whose prompt and response have all the tokens that they may have. route_bytes: of the routes of a
-    token, which the model decides. Of an episode its turns so far are counted, without the environment's state."""
+    token, which the model decides."""
     masked = _TOKEN_BYTES["loss_mask"] if has_loss_mask(job) else 0
     response = job.sampling.tokens_max * (token_bytes(job.algorithm) + masked)
-    played = _EPISODE_BYTES if job.environment else 0
-    return 4 * job.data.prompt_tokens_max + response + tokens_of_row(job) * (route_bytes + played)
+    return 4 * job.data.prompt_tokens_max + response + tokens_of_row(job) * route_bytes
+
+
+def play_bytes(job: Job) -> int:
+    """Bytes of the turns that rows in play keep, without the states of their environments. Only a factory's environment
+    may give one, and where it finds no memory, nothing is kept."""
+    slots = sum(engine.slots * engine.count for engine in job.engine)
+    keeps = any(environment.factory for environment in job.environment)
+    return min(rows_ahead(job), slots) * tokens_of_row(job) * _EPISODE_BYTES * keeps
 
 
 def has_loss_mask(job: Job) -> bool:

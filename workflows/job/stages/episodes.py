@@ -10,10 +10,12 @@ names a function (or class) that is called with `args` for each episode:
 - ``step(action)``: the text that the model drew in this turn. Returns
   ``(observation, reward, terminated, truncated, info)``.
 - ``close()``. An attribute ``role`` says what observations are: "user" (the default), or "tool".
-- ``state()`` and ``restore(state)``, if it has both: plain values after a turn, from which a new environment goes on
-  instead of ``reset``. Then a failed episode goes on at the turn that failed, with its tokens as they are, and each
-  turn is a commit on its row (`names.EPISODE`), from which another process goes on if this one dies.
-- A parameter ``key`` of ``step``, if it has one: a text that is the same if this turn with this action is made again.
+- ``state()`` and ``restore(state)``, if it has both: plain values after ``reset`` and each turn, from which a new
+  environment goes on instead of ``reset``. Then a failed episode goes on at the turn that failed, with its tokens as
+  they are, and each turn is a commit on its row (`names.EPISODE`), from which another process goes on if this one dies.
+  If ``restore`` fails, the episode starts again.
+- A parameter ``key`` of ``step`` without a default, if it has one: a text that is the same if this turn is made again
+  (`BegunEpisode.key`).
 
 Environments have processes of their own (`reward_terms.environment_host`). A call that raises, hangs, returns what is
 no answer, or ends its process fails its episode, which is tried again (`Tries`). A row whose episode fails for good is
@@ -33,8 +35,10 @@ over the turns, which `turn_rewards` keeps; of several environments, `reward_ter
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -44,7 +48,7 @@ from typing import Any, Final, NamedTuple, Self
 import numpy as np
 
 import transferqueue as tq
-from transferqueue.adapters.protocols import Generator, PartialResult, Sampling
+from transferqueue.adapters.protocols import Completion, Generator, PartialResult, Sampling
 from transferqueue.adapters.stages.environments import (
     Episode,
     EpisodeEnded,
@@ -54,14 +58,14 @@ from transferqueue.adapters.stages.environments import (
 )
 from transferqueue.adapters.stages.generation import routes_of, row_seed, row_version
 from transferqueue.adapters.stages.trajectory import Trajectory
-from transferqueue.errors import NotFound, UsageError
+from transferqueue.errors import DeadlineExceeded, Full, NotFound, RowsChanged, UsageError
 from transferqueue.workflows.flow.loop.runner import StageFailedInProcess
 from transferqueue.workflows.flow.stage import Context, Work
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.prompt_data import PROMPT
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
 from transferqueue.workflows.job.graph import engine_of, has_several_environments
-from transferqueue.workflows.job.reward_terms.environment_call import OUTPUT, CallFailed
+from transferqueue.workflows.job.reward_terms.environment_call import DIED, OUTPUT, CallFailed
 from transferqueue.workflows.job.reward_terms.environment_host import EnvironmentHost, HostedEnvironment
 from transferqueue.workflows.job.reward_terms.tries import Tries
 from transferqueue.workflows.job.settings.environment_factories import environments_of
@@ -74,6 +78,8 @@ from transferqueue.workflows.job.stages.rollout import generating
 from transferqueue.workflows.job.stages.samples import SampleReporter
 
 _SHOWN_CHARS: Final = 300
+_KEEP_S: Final = 1.0
+"""Longest wait for memory to keep a turn."""
 _KEPT: Final = {"ids": np.int32, "drawn": np.bool_, "logprobs": np.float32, "token_versions": np.int32}
 """Lists of a trajectory, and how a row keeps them."""
 
@@ -99,11 +105,19 @@ def episodes(context: Context) -> Iterator[Work]:
             yield chosen(play)
 
 
-def _keep(table: tq.Table, row: int, turns: Mapping[str, Any]) -> None:
-    """Commit the turns of a row's episode. A row that is gone meanwhile needs none."""
+def _keep(table: tq.Table, batch: tq.Batch, row: int, turns: Mapping[str, Any]) -> None:
+    """Commit the turns of a row's episode. A row that is gone meanwhile needs none, and without memory for them the
+    row keeps what it has.
+
+    Raises `LeaseExpired` once another process may have the row: whatever that one wrote, after this one read, stays.
+    """
     columns: dict[str, Any] = {names.EPISODE: [turns]}
-    with suppress(NotFound):
-        table.update([row], overwrite=True, **columns)
+    with suppress(NotFound, DeadlineExceeded, Full), table.read([row], fields=[names.EPISODE]) as read:
+        batch.renew()
+        try:
+            table.update([row], overwrite=True, if_unchanged=read, timeout_s=_KEEP_S, **columns)
+        except RowsChanged:
+            batch.renew()
 
 
 class EnvironmentFailed(StageFailedInProcess):
@@ -119,19 +133,41 @@ class FailedEpisode(NamedTuple):
 
 @dataclass
 class BegunEpisode:
-    """What an episode goes on from. draws: the seed of its tokens. state: of its environment; None: it has none, and
-    the episode starts again."""
+    """What an episode goes on from. environment: what plays it. refill: which response in the place of the first it is.
+    draws: the seed of its tokens. state: of its environment; None: it has none, and the episode starts again. start:
+    different for each start of an episode, anywhere."""
 
+    environment: str
+    refill: int
     draws: int
     episode: Episode = field(default_factory=Episode)
     state: bytes | None = None
+    start: str = ""
+
+    def restart(self) -> None:
+        """Forget its turns: the episode starts again."""
+        self.episode, self.state, self.start = Episode(), None, uuid.uuid4().hex
+
+    def fits(self, other: BegunEpisode) -> bool:
+        """Whether the other one may go on from here."""
+        return (self.environment, self.refill, self.draws) == (other.environment, other.refill, other.draws)
+
+    def key(self) -> str:
+        """What tells this turn from all others: a hash of its episode's start, and of all tokens up to its action."""
+        tokens = np.array(self.episode.trajectory.ids, np.int32).tobytes()
+        return hashlib.blake2b(self.start.encode() + tokens, digest_size=16).hexdigest()
 
     def kept(self) -> dict[str, Any]:
         """Return plain values of it."""
-        episode, tokens = self.episode, self.episode.trajectory
+        episode, tokens, drawn = self.episode, self.episode.trajectory, self.episode.drawn
         return {
+            "environment": self.environment,
+            "refill": self.refill,
             "draws": self.draws,
+            "start": self.start,
             "state": self.state,
+            "drawn_tokens": None if drawn is None else len(drawn.ids),
+            "drawn_finish": "" if drawn is None else drawn.finish_reason,
             "rewards": episode.rewards,
             "prompt_tokens": episode.prompt_tokens,
             "limit": episode.limit,
@@ -145,19 +181,30 @@ class BegunEpisode:
         tokens = {name: np.frombuffer(kept[name], dtype).tolist() for name, dtype in _KEPT.items()}
         played = {name: kept[name] for name in ("rewards", "prompt_tokens", "limit")}
         trajectory = Trajectory(**tokens, versions=set(kept["versions"]))
-        return cls(kept["draws"], Episode(trajectory, **played), kept["state"])
+        episode = Episode(trajectory, **played)
+        if (drawn := kept["drawn_tokens"]) is not None:
+            episode.drawn = Completion(
+                prompt=0,
+                sample=0,
+                ids=np.array(trajectory.ids[len(trajectory.ids) - drawn :], np.int32),
+                logprobs=np.array(trajectory.logprobs[len(trajectory.ids) - drawn :], np.float32),
+                finish_reason=kept["drawn_finish"],
+                spans=(),
+            )
+        told = {name: kept[name] for name in ("environment", "refill", "draws", "state", "start")}
+        return cls(**told, episode=episode)
 
 
 class PlayedEpisode(NamedTuple):
     """A row to play: the tokens and the data of its prompt, the prompt's number, the row's ordinal, the name of its
-    environment (empty: the only one), the row id (-1: no row keeps its turns), and the turns that it has."""
+    environment (empty: the only one), what keeps its turns (None: nothing does), and the turns that it has."""
 
     prompt: Any
     data: Mapping[str, Any]
     number: int
     ordinal: int
     environment: str = ""
-    row: int = -1
+    keep: Callable[[Mapping[str, Any]], None] | None = None
     begun: BegunEpisode | None = None
 
 
@@ -198,8 +245,8 @@ class JobEpisodes:
     context manager.
 
     samples: gets rows as they end (None: nothing does). failed: gets the row id of a dropped one, and why. retried:
-    gets the cause of each failure that another try, or another response, follows. keep: gets a row id and its turns,
-    after each.
+    gets the cause of each failure that another try, or another response, follows. keep: gets the batch, a row id and
+    its turns, before each answer that is drawn and before each that the environment gets.
     """
 
     def __init__(
@@ -214,7 +261,7 @@ class JobEpisodes:
         samples: SampleReporter | None = None,
         failed: Callable[[int, FailedEpisode], None] = lambda row, why: None,
         retried: Callable[[str], None] = lambda cause: None,
-        keep: Callable[[int, Mapping[str, Any]], None] = lambda row, turns: None,
+        keep: Callable[[tq.Batch, int, Mapping[str, Any]], None] = lambda batch, row, turns: None,
     ) -> None:
         self._failed, self._retried, self._keep = failed, retried, keep
         self._weights, self._job, self._slots = weights, job, slots
@@ -265,11 +312,18 @@ class JobEpisodes:
     def _episodes(self, batch: tq.Batch) -> list[PlayedEpisode]:
         size, several = self._job.sampling.group_size, has_several_environments(self._job)
         played_by = batch[names.ENVIRONMENT].list() if several else [""] * len(batch)
-        kept = batch[names.EPISODE].list() if names.EPISODE in batch.fields else [None] * len(batch)
+        keeps = names.EPISODE in batch.fields
+        kept = batch[names.EPISODE].list() if keeps else [None] * len(batch)
         rows = zip(batch.rows.tolist(), batch.ordinal.tolist(), played_by, kept, strict=True)
         return [
             PlayedEpisode(
-                np.asarray(ids, np.int32), data, ordinal // size, ordinal, environment, row, self._begun(turns, batch)
+                np.asarray(ids, np.int32),
+                data,
+                ordinal // size,
+                ordinal,
+                environment,
+                partial(self._keep, batch, row) if keeps else None,
+                self._begun(turns, batch),
             )
             for ids, data, (row, ordinal, environment, turns) in zip(
                 batch["prompt_ids"], batch[names.DATA].list(), rows, strict=True
@@ -306,26 +360,33 @@ class JobEpisodes:
 
         Raises `EnvironmentFailed` if the last of them fails for good and the environment's settings say "stop".
         """
-        environment, draws = self.environment(episode.environment), row_seed(self._job.seed, episode.ordinal)
+        environment, begun, refills = self.environment(episode.environment), episode.begun, self._job.sampling.refills
+        refill = begun.refill if begun and self._fresh(environment, episode, begun.refill).fits(begun) else 0
         with environment.turn:
-            played = self._member(environment, episode, draws, given_up)
-            for refill in range(1, self._job.sampling.refills + 1):
-                if isinstance(played, Episode):
+            while True:
+                at = self._fresh(environment, episode, refill)
+                played = self._member(environment, episode, begun if begun and begun.fits(at) else at, given_up)
+                if isinstance(played, Episode) or refill >= refills:
                     break
                 self._retried(played.cause)
                 if counts:
                     environment.count(played)
-                played = self._member(environment, episode, row_seed(draws, refill), given_up)
+                refill += 1
         if isinstance(played, FailedEpisode) and environment.settings.on_error == "stop":
             raise EnvironmentFailed(f'{played.text}; set on_error = "drop" to go on without such rows')
         return played
 
+    def _fresh(self, environment: JobEnvironment, episode: PlayedEpisode, refill: int) -> BegunEpisode:
+        """Return a response to a prompt before its start."""
+        draws = row_seed(self._job.seed, episode.ordinal)
+        draws = row_seed(draws, refill) if refill else draws
+        return BegunEpisode(f"{environment.name}={environment.place}", refill, draws)
+
     def _member(
-        self, environment: JobEnvironment, episode: PlayedEpisode, draws: int, given_up: Callable[[], bool]
+        self, environment: JobEnvironment, episode: PlayedEpisode, at: BegunEpisode, given_up: Callable[[], bool]
     ) -> Episode | FailedEpisode:
-        """Play an episode, with further tries. draws: the seed of its tokens."""
+        """Play an episode on from `at`, with further tries."""
         tries, alone, until = Tries(), False, time.monotonic() + environment.settings.episode_s
-        at = episode.begun if episode.begun is not None and episode.begun.draws == draws else BegunEpisode(draws)
         while True:
             try:
                 with environment.host.open(until, alone=alone) as hosted:
@@ -349,14 +410,18 @@ class JobEpisodes:
         given_up: Callable[[], bool],
     ) -> Episode:
         """Play an episode on from `at`, which becomes its last turn."""
-        hosted.draws = at.draws
-        if at.state is not None:
-            hosted.restore(at.state, at.episode.turns)
+        if at.state is None:
+            at.restart()
+        else:
+            _restore(hosted, at)
 
         def turned(played: Episode) -> None:
-            at.episode, at.state = played, hosted.state
-            if episode.row >= 0 and at.state is not None and played.turns and played.drawn is None:
-                self._keep(episode.row, at.kept())
+            at.episode, at.state, drawn = played, hosted.state, played.drawn
+            if drawn is not None:
+                hosted.key = at.key()
+            lacks_routes = drawn is not None and drawn.routes is not None  # which are not kept: it is drawn again
+            if episode.keep and at.state is not None and (played.turns or drawn) and not lacks_routes:
+                episode.keep(at.kept())
 
         turns = ChatTurns(self._tokenizer, self._sampling.stop_ids, hosted.role, self._job.data.system)
         player = EpisodePlayer(
@@ -389,6 +454,8 @@ class JobEpisodes:
         columns = {name: [value] for name, value in episode.trajectory.response(prompt).items()}
         if not np.array_equal(played := np.array(episode.trajectory.ids[:prompt], np.int32), wanted.prompt):
             columns["prompt_ids"] = [played]  # they have the first observation
+        if wanted.keep is not None:
+            columns[names.EPISODE] = [None]  # it is over: if its row comes back, it starts again
         rewards: dict[str, Any] = {
             "rewards": np.array([self.reward(wanted, episode)], np.float32),
             "turn_rewards": [np.array(episode.rewards, np.float32)],
@@ -411,6 +478,16 @@ def _begun(episode: PlayedEpisode, turns: ChatTurns, observation: Any) -> tuple[
     bare = turns.prompt(episode.data[PROMPT])
     ids = turns.prompt(episode.data[PROMPT], observation) if observation else bare
     return ids, len(ids) - len(bare)
+
+
+def _restore(hosted: HostedEnvironment, at: BegunEpisode) -> None:
+    """Put an environment back. If that fails, `at` has no turns any more, so that the next try starts again."""
+    try:
+        hosted.restore(at.state or b"", at.episode.turns)
+    except CallFailed as failure:
+        if failure.cause != DIED or failure.was_running:  # else it was not made
+            at.restart()
+        raise
 
 
 def _described(environment: JobEnvironment, failure: CallFailed, attempts: int, episode: PlayedEpisode) -> str:
