@@ -42,11 +42,8 @@ from transferqueue.workflows.job.settings.rules import LOGGERS
 from transferqueue.workflows.job.settings.sizes import (
     GIB,
     gib,
-<<<<<<< HEAD
     group_rows,
-=======
     play_bytes,
->>>>>>> h9-environments
     row_bytes,
     rows_kept,
     tokens_of_row,
@@ -306,22 +303,17 @@ def bytes_of(job: Job, data: PromptData | None = None) -> JobBytes:
     kept = version * (versions_kept(job) + 1)  # one more while a version is being published
     replayed = sizes.layers * sizes.chosen_experts if sizes and job.algorithm.router_replay else 0
     row = row_bytes(job, route_bytes=_ROUTE_BYTES * replayed)
-<<<<<<< HEAD
     images = 0
     if data is not None and job.data.images:
         images = data.image_bytes(job.data.images, rows_kept(job) // group_rows(job) + groups_per_put(job))
     return JobBytes(
         row=row,
-        rows=rows_kept(job) * row + images,
+        rows=rows_kept(job) * row + images + play_bytes(job),
         images=images,
         version=version,
         weights=kept,
         memory=int(job.queue.memory_gib * GIB),
     )
-=======
-    rows = rows_kept(job) * row + play_bytes(job)
-    return JobBytes(row=row, rows=rows, version=version, weights=kept, memory=int(job.queue.memory_gib * GIB))
->>>>>>> h9-environments
 
 
 def check_memory(job: Job, data: PromptData | None = None) -> None:
