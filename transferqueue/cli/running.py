@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from transferqueue.cli.screens.terminal import console, say
+from transferqueue.errors import UsageError
 
 if TYPE_CHECKING:
     from transferqueue.workflows.job.run.folder import RunFolder
@@ -54,11 +55,14 @@ def last_words_shown() -> Iterator[None]:
 
 @contextmanager
 def resumable(folder: RunFolder) -> Iterator[None]:
-    """Print the command that continues a run that ended early."""
+    """Print the command that continues a run that ended early. A refusal says itself what to change."""
     has_ended = False
     try:
         yield
         has_ended = True
+    except UsageError:
+        has_ended = True
+        raise
     finally:
         if not has_ended and folder.starts() and not folder.finished:
             say(

@@ -74,6 +74,10 @@ OPEN_STATES: Final = ("pending", "held", "ready", "leased")
 CRITIC_STEP: Final = "critic_step"
 """Kind of the event with the figures of a step of the critic's trainer."""
 
+STALE_USE: Final = "stale_use"
+SURPLUS_USE: Final = "surplus_use"
+"""Why rows end that were trained, and have uses left: they are too old, or the trainer needs no more."""
+
 
 def further_uses(uses: int) -> tuple[str, ...]:
     """Return the tasks of the uses of a row after its first, which is `TRAIN`. The process of `TRAIN` serves them.

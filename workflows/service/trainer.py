@@ -87,6 +87,11 @@ class JobTrainer:
         known = {stage.name for stage in stage_jobs(self.job)}
         if unknown := set(plays) - known:
             raise UsageError(f"the job has no process {listing(unknown)} to play; it has {listing(known)}")
+        if names.TRAIN in plays and self.job.pacing.uses > 1:
+            raise UsageError(
+                f"pacing.uses={self.job.pacing.uses} with a caller that plays train: the job's own trainer takes the "
+                "further uses; leave one of them out"
+            )
         self._plays, self._folder, self._code = frozenset(plays), folder, code
         self._stack = ExitStack()
         self._flow: Flow | None = None

@@ -122,6 +122,10 @@ def result_of(place: Path, folder: Path, kills: list[Kill], wanted: dict[str, by
         result.problems.append(
             f"rows: {result.put} put, {result.done} done, dropped {summary['rows_dropped']}; {result.left} files left"
         )
+    for use, (task, counts) in enumerate(summary["uses"].items()):
+        of_step = short_run.ROWS // short_run.STEPS
+        if counts != {"trained": short_run.ROWS - use * of_step, "dropped": use * of_step}:
+            result.problems.append(f"{task}: {counts}")
     weights = short_run.final_weights(folder)
     differ = [task for task in wanted if weights.get(task) != wanted[task]]
     result.weights = f"differ: {', '.join(differ)}" if differ else "equal"

@@ -25,6 +25,8 @@ def short(completions, completion_ids, **columns):
 def test_what_the_job_does_not_have_cannot_be_played():
     with pytest.raises(UsageError, match="no process critic to play; it has"):
         Trainer(job("grpo"), plays=["critic"])
+    with pytest.raises(UsageError, match=r"pacing\.uses=2 with a caller that plays train"):
+        Trainer(job("grpo", "pacing.uses=2"), plays=["train"])
     trainer = Trainer(job("grpo"), plays=["train"])
     with pytest.raises(UsageError, match="the engines were not started; call init_engines first"):
         trainer.service  # noqa: B018

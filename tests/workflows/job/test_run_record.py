@@ -301,6 +301,10 @@ def test_a_run_says_where_it_goes_on_and_why(tmp_path):
     assert folder.goes_on(settings) == "after step 3 of 9, that of its newest checkpoint"
 
 
+def contents(path):
+    return {file: file.is_dir() or file.read_bytes() for file in path.rglob("*")}
+
+
 def test_a_finished_run_is_lengthened_by_more_steps_alone(runs):
     settings, path = job("grpo", "name=mine", "steps=9"), runs / "mine-1"
     RunFolder(path).begin(settings, None)
@@ -316,9 +320,13 @@ def test_a_finished_run_is_lengthened_by_more_steps_alone(runs):
         folder.begin(longer, None)
     assert folder.finished
     checkpoint(path, 9, (36, [38, 41]))
+    repeats, before = job("grpo", "steps=12", "reproducible=true", "pacing.uses=2"), contents(path)
+    with pytest.raises(UsageError, match=r"a new table, without the rows that its next step is to train again .*=2"):
+        folder.begin(repeats, None)
+    assert contents(path) == before
     folder.begin(longer, None)
-    with pytest.raises(UsageError, match=r"a new table, without the rows that step 10 is to train again .*uses=2"):
-        folder.begin_table(job("grpo", "steps=12", "reproducible=true", "pacing.uses=2"))
+    with pytest.raises(UsageError, match=r"a new table, without the rows that its next step is to train again .*=2"):
+        folder.begin_table(repeats)
     folder.begin_table(longer)
     assert (folder.finished, folder.job().steps, first_prompt(path)) == (False, 12, 42)
     assert not (path / "model").exists()

@@ -407,6 +407,8 @@ REFUSED = [
         "pacing.uses=2 ; algorithm.tis_max=2.0 ; algorithm.epochs=2",
         'pacing.uses=2 with old="trainer" and epochs=2',
     ),
+    (GRPO, "pacing.uses=2 ; algorithm.tis_max=0.0", 'pacing.uses=2 with old="trainer" and no tis_max: nothing would'),
+    (SIMPLE, "pacing.uses=2 ; algorithm.tis_max=0.0", 'pacing.uses=2 with old="trainer" and no tis_max: nothing would'),
     (PPO, "pacing.uses=2", 'pacing.uses=2 with kind="ppo": its critic takes each row once .* set algorithm.epochs'),
     (DISTILL, "pacing.uses=2", 'pacing.uses=2 with kind="distill": its loss has no ratio'),
     (SFT, "pacing.uses=2", 'pacing.uses=2 with kind="sft": its rows are the data; leave it out, and set data.epochs'),

@@ -14,7 +14,8 @@ import pytest
 import transferqueue as tq
 from tests.client.deployments import until_someone_waits
 from transferqueue.errors import DeadlineExceeded, UsageError
-from transferqueue.workflows.job.training.gather import StepShape
+from transferqueue.workflows.job import names
+from transferqueue.workflows.job.training.gather import StepShape, StreamPosition
 from transferqueue.workflows.job.training.stream import GatheredStep, RowStream, StreamTerms
 
 GROUP = 2
@@ -289,3 +290,85 @@ def test_the_leases_of_a_step_are_acked_even_if_one_is_lost(table: tq.Table) -> 
     assert rows.ack(gathered, 1) == GROUP
     assert table.checkpointed(1, task="train") == GROUP
     assert table.audit().balanced
+
+
+# ---------------------------------------------------------------- rows of earlier steps
+
+
+@pytest.fixture
+def uses(queue: tq.Queue) -> tq.Table:
+    """A table whose rows are trained twice."""
+    tasks = [tq.Task(name, needs=["x"], groups=tq.Complete()) for name in ("train", "train_use_2")]
+    return queue.create_table("uses", tasks=tasks)
+
+
+def again(table: tq.Table, position: StreamPosition | None = None) -> RowStream:
+    terms = StreamTerms(
+        task="train",
+        shape=StepShape(units=1),
+        whole=True,
+        group_rows=GROUP,
+        fields=("x",),
+        further_uses=("train_use_2",),
+        stall_s=20.0,
+    )
+    return RowStream(table, terms, emit=lambda event: None, position=position)
+
+
+def taken(rows: RowStream, step: int) -> GatheredStep:
+    gathered = rows.step(Computed())
+    assert gathered is not None
+    rows.finish()
+    rows.ack(gathered, step)
+    return gathered
+
+
+def test_a_place_that_never_comes_keeps_back_no_further_use_of_others(uses: tq.Table) -> None:
+    put(uses, 1, 2, 4)  # 0 and 3 are slow, or gone
+    rows = again(uses)
+    steps = [taken(rows, step) for step in (1, 2, 3)]
+    assert [[int(row) for batch in step.again for row in batch.rows] for step in steps] == [[], [0, 1], [2, 3]]
+    assert rows.position.again == (((4, 4),),)
+    rows.drop_used("surplus_use")
+    for task in ("train", "train_use_2"):
+        uses.checkpointed(3, task=task)
+    assert (uses.audit().rows_done, uses.audit().dropped, uses.audit().rows_live) == (4, {"surplus_use": 2}, 0)
+
+
+def test_further_uses_that_are_lost_after_the_update_are_counted_when_they_come_again(uses: tq.Table) -> None:
+    put(uses, 0, 1, 2)
+    rows = again(uses)
+    taken(rows, 1)
+    second = rows.step(Computed())
+    assert second is not None
+    rows.finish()
+    uses.rollback(-1, task="train_use_2")  # ends the lease, as a long stop of the process would
+    assert rows.ack(second, 2) == GROUP
+    third = taken(rows, 3)
+    assert [int(row) for batch in third.again for row in batch.rows] == [2, 3]
+    assert uses.checkpointed(2, task="train_use_2") == GROUP  # those of the second step, by its number
+    assert uses.checkpointed(3, task="train_use_2") == GROUP
+
+
+def test_a_table_from_an_older_snapshot_has_no_rows_to_train_again(queue: tq.Queue, uses: tq.Table) -> None:
+    def is_done(task: str, row: int) -> bool:
+        return queue.inspect("uses", row).tasks[task].state not in names.OPEN_STATES
+
+    put(uses, 0, 1, 2)
+    older = again(uses)
+    taken(older, 1)
+    for task in ("train_use_2", "train"):
+        uses.checkpointed(2, task=task)
+    rows = again(uses, StreamPosition(2, (), (((1, 1),),)))  # after a second step, which this table has not seen
+    assert rows.forget_unknown(is_done, "stale_use") == 1
+    step = taken(rows, 3)
+    assert ([int(row) for row in step.rows], step.again) == ([2, 3], [])
+    assert (rows.position.again, uses.audit().dropped) == ((((1, 1),),), {"stale_use": 2})
+    assert rows.forget_unknown(is_done, "stale_use") == 0
+
+
+def test_the_trainer_serves_further_uses_before_there_are_any(uses: tq.Table) -> None:
+    put(uses, 0)
+    gathered = again(uses).step(Computed())
+    assert gathered is not None
+    assert uses.stats().tasks["train_use_2"].unattended == ""

@@ -6,20 +6,23 @@ import json
 import multiprocessing
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import transferqueue as tq
 from tests.scale import only_long
 from tests.workflows.job import stand_ins
 from transferqueue.adapters.weights import ChannelWeights
-from transferqueue.errors import UsageError
+from transferqueue.errors import FlowSignal, UsageError
 from transferqueue.workflows.flow.events import Figures
-from transferqueue.workflows.job import names
+from transferqueue.workflows.job import graph, names
 from transferqueue.workflows.job.run.figures import described
+from transferqueue.workflows.job.settings.resolve import resolve
 from transferqueue.workflows.job.stages.evaluate import requests_table
 from transferqueue.workflows.job.tiny_model.make import make
 from transferqueue.workflows.job.training.checkpoint import Checkpoints, checkpoint_state
@@ -220,6 +223,77 @@ def test_rows_that_are_too_old_for_a_further_use_are_dropped_with_the_next_check
     assert [(step["step"], step["rows"], step["reused_rows"]) for step in steps] == [(3, 6, 0), (4, 6, 6)]
     assert uses == {names.TRAIN: (24, 0), "train_use_2": (12, 12)}
     assert dropped == {"stale_use": 6, "surplus_use": 6}
+
+
+class _Trouble(stand_ins.StandIns):
+    """drops: the number of a prompt whose rows are dropped. slow: one whose rows come after the others."""
+
+    drops, slow = -1, -1
+
+    def _work(self, queue: tq.Queue, table: tq.Table, task: str) -> None:
+        if task == names.ADVANTAGE and self.drops >= 0:
+            where = [tq.Compare("ordinal", ">=", 2 * self.drops), tq.Compare("ordinal", "<", 2 * self.drops + 2)]
+            with suppress(FlowSignal), table.lease(task, groups=1, where=where, timeout_s=0) as batch:
+                batch.drop("equal")
+                return
+        if task == names.ROLLOUT and self.slow >= 0 and table.cursor() < 80:
+            where = [tq.Compare("ordinal", ">=", 2 * self.slow + 2)]
+            with table.lease(task, rows=2, at_least=1, where=where, timeout_s=stand_ins.WAIT_S) as batch:
+                batch.ack(**self._responses(queue, batch))
+            return
+        super()._work(queue, table, task)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "pacing"),
+    [({"drops": 4}, {}), ({"slow": 0}, {"over_sample": 1.5}), ({"slow": 0}, {"over_sample": 1.5, "max_staleness": 9})],
+)
+def test_rows_that_are_dropped_or_slow_keep_back_no_further_use_of_others(
+    trouble: dict[str, int], pacing: dict[str, Any], model: Path, queue: tq.Queue, tmp_path: Path
+) -> None:
+    given = stand_ins.values(
+        model, steps=9, reproducible=False, pacing={"mode": "sync", "uses": 2, **pacing}, data={"epochs": 2}
+    )
+    told: list[Any] = []
+    job = resolve(stand_ins.job_of(given))
+    # more prompts than are trained, for those that never come in time
+    served = _Trouble(queue.address, replace(job, steps=job.steps + 4))
+    served.drops, served.slow = trouble.get("drops", -1), trouble.get("slow", -1)
+    with served:
+        table = graph.create_table(queue, job)
+        stand_ins.train(queue.address, given, str(tmp_path), told)
+        audit = table.audit()
+    steps = events(told, "step")
+    assert [(step["rows"], step["reused_rows"]) for step in steps] == [(6, 0), *[(6, 6)] * 8]
+    assert (audit.balanced, audit.rows_live, audit.rows_done) == (True, 0, 48)
+    assert audit.dropped["surplus_use"] == 6
+
+
+def test_a_new_run_from_the_checkpoint_of_another_trains_each_row_once_a_step(
+    model: Path, queue: tq.Queue, tmp_path: Path
+) -> None:
+    given = stand_ins.values(model, steps=2, pacing={"mode": "sync", "uses": 2})
+    with tq.connect() as other:
+        trained_by_use(other, given, tmp_path / "one")
+    given |= {"steps": 5, "checkpoint": {"every": 2, "resume": str(tmp_path / "one")}}
+    steps, _, _ = trained_by_use(queue, given, tmp_path / "two")
+    assert [(step["step"], step["rows"], step["reused_rows"]) for step in steps] == [(3, 6, 0), (4, 6, 6), (5, 6, 6)]
+
+
+def test_a_run_whose_table_is_older_than_its_checkpoint_does_not_use_rows_again_before_their_first_use(
+    model: Path, queue: tq.Queue, tmp_path: Path
+) -> None:
+    given = stand_ins.values(model, steps=5, pacing={"mode": "sync", "uses": 2})
+    with tq.connect() as other, stand_ins.table_of(other, stand_ins.job_of(given)):
+        assert life(other.address, given, str(tmp_path), "checkpointed", 2) == -signal.SIGKILL
+    with (
+        tq.connect() as other,
+        stand_ins.table_of(other, stand_ins.job_of(given)),
+        pytest.raises(UsageError, match=r"step 3 is to train 3 places of the data again .*--set reproducible=false"),
+    ):
+        stand_ins.train(other.address, given, str(tmp_path))
+    steps, _, _ = trained_by_use(queue, given | {"reproducible": False}, tmp_path)
+    assert [(step["step"], step["rows"], step["reused_rows"]) for step in steps] == [(3, 6, 0), (4, 6, 6), (5, 6, 6)]
 
 
 USE_DEATHS = (

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
+from transferqueue.workflows.job import names
 from transferqueue.workflows.job.reward_terms.term_names import term_names
 from transferqueue.workflows.job.settings.job import Job
 
@@ -172,7 +173,7 @@ def _critic(at: Judged) -> str:
 
 def _dropped(at: Judged) -> str:
     rows = float(at.step.get("rows") or 0.0)
-    if not at.value or at.value <= DROPPED_MAX * rows:
+    if not at.value or at.value <= DROPPED_MAX * rows or at.part in (names.STALE_USE, names.SURPLUS_USE):
         return ""
     return f"{at.value:,.0f} rows were dropped ({at.part}) while {rows:,.0f} were trained"
 
@@ -466,8 +467,8 @@ FIGURES: Final[tuple[StepFigure, ...]] = (
         rule=Rule(
             about=f"above {DROPPED_MAX:g} of the rows of the step",
             breaks=_dropped,
-            remedy="their generation was in vain; stale, stale_use: lower pacing.depth, or raise "
-            "pacing.max_staleness; else see the log of the stage",
+            remedy="their generation was in vain; stale: lower pacing.depth, or raise pacing.max_staleness; else "
+            "see the log of the stage",
         ),
     ),
     StepFigure(

@@ -122,6 +122,8 @@ class RunFolder:
         a new folder, since the folder was chosen.
         """
         self.check_open(job.steps)
+        if self.finished:  # its table has ended
+            self._check_repeats(job)
         if self._is_new:
             self.check_new()
             self._is_new = False
@@ -163,14 +165,17 @@ class RunFolder:
         """The table of the run is a new one: of a run that goes on, it begins in the data after what the newest
         checkpoint has trained. `UsageError` if it is to repeat, and would have trained rows of the old one again."""
         if (newest := self.checkpoint(job)) is not None:
-            if job.reproducible and job.pacing.uses > 1:
-                raise UsageError(
-                    f"the run in {self.path} would go on with a new table, without the rows that step {newest + 1} is "
-                    f"to train again (pacing.uses={job.pacing.uses}), so it cannot repeat (reproducible=true); go on "
-                    "with --set reproducible=false"
-                )
+            self._check_repeats(job)
             checkpoint = checkpoint_path(self.path / CHECKPOINTS / names.TRAIN, newest)
             set_first_prompt(self.path, _prompts_trained(checkpoint, job))
+
+    def _check_repeats(self, job: Job) -> None:
+        if job.reproducible and job.pacing.uses > 1:
+            raise UsageError(
+                f"the run in {self.path} would go on with a new table, without the rows that its next step is to train "
+                f"again (pacing.uses={job.pacing.uses}), so it cannot repeat (reproducible=true); go on with --set "
+                "reproducible=false"
+            )
 
     def check_open(self, steps: int = 0) -> None:
         """`UsageError` if the run was discarded, or finished and `steps` are no more than it has."""

@@ -32,7 +32,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
         warnings: The rules of thumb that broke, in words.
         seconds: Of the whole start, with its processes' start and evaluations.
         trained_s: Of them from the trainer's first wait to its last step; the next four are over these.
-        samples_per_s, tokens_per_s: Rows and tokens of responses a second.
+        samples_per_s, tokens_per_s: Rows and tokens of responses a second, those that are trained again too.
         trainer_idle: Share of waiting for rows.
         busy: Share in which the processes of a task worked on rows.
         step_s: Median time from a step to the next.
@@ -178,7 +178,7 @@ def summarize(
         warnings=record.warnings.all,
         seconds=round(seconds, 2),
         trained_s=round(trained_s, 2),
-        samples_per_s=round(record.sum_of("rows") / max(trained_s, 1e-9), 2),
+        samples_per_s=round((record.sum_of("rows") + record.sum_of("reused_rows")) / max(trained_s, 1e-9), 2),
         tokens_per_s=round(record.sum_of("tokens") / max(trained_s, 1e-9), 1),
         trainer_idle=round(min(1.0, sum(idle) / max(trained_s, 1e-9)), 4) if idle else None,
         busy={task: round(share, 4) for task in _TASKS if (share := record.busy(task))},

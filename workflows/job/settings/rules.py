@@ -405,6 +405,12 @@ def _uses(job: Job) -> None:
             "log-probs are computed once, by the policy before the first use of a row; set "
             'algorithm.old="rollout", or one update a step'
         )
+    is_open = algorithm.old is None and updates(algorithm) == 1  # so it is the trainer's, too
+    if (algorithm.old == "trainer" and not algorithm.tis_max) or (is_open and algorithm.tis_max == 0):
+        raise UsageError(
+            f'{given} with old="trainer" and no tis_max: nothing would correct for weights that have moved since the '
+            'tokens were drawn; leave both out, or set algorithm.old="rollout"'
+        )
     if not job.checkpoint.every:
         raise UsageError(
             f"{given} with checkpoint.every=0: a trainer that dies would not know which uses of a row its weights "

@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Literal, NamedTuple, TypeVar
 
@@ -51,13 +51,42 @@ class StepShape:
             )
 
 
+Spans = tuple[tuple[int, int], ...]
+"""Places: the first and the last of each run of neighbours."""
+
+
+def spans_of(places: Iterable[int]) -> Spans:
+    """Return places as spans.
+
+    >>> spans_of([7, 3, 4])
+    ((3, 4), (7, 7))
+    """
+    spans: list[tuple[int, int]] = []
+    for place in sorted(places):
+        if spans and spans[-1][1] == place - 1:
+            spans[-1] = (spans[-1][0], place)
+        else:
+            spans.append((place, place))
+    return tuple(spans)
+
+
+def places_of(spans: Spans) -> Iterator[int]:
+    """Yield the places of spans.
+
+    >>> list(places_of(((3, 4), (7, 7))))
+    [3, 4, 7]
+    """
+    for first, last in spans:
+        yield from range(first, last + 1)
+
+
 class StreamPosition(NamedTuple):
-    """oldest: the lowest unfinished place. finished: those above it that are. again: below which places the next step
-    trains rows for the second time, the third, and so on."""
+    """oldest: the lowest unfinished place. finished: those above it that are. again: places whose rows the next step
+    trains for the second time: those that the last one took; then for the third time, and so on."""
 
     oldest: int = 0
     finished: tuple[int, ...] = ()
-    again: tuple[int, ...] = ()
+    again: tuple[Spans, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +130,11 @@ class StepGatherer(Generic[Unit]):
         return StreamPosition(self._oldest, tuple(sorted(self._finished)))
 
     # ------------------------------------------------------------ what to lease
+
+    @property
+    def taken(self) -> Spans:
+        """Places of this step so far."""
+        return spans_of(self._taken)
 
     @property
     def count(self) -> int:

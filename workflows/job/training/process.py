@@ -25,6 +25,7 @@ from transferqueue.adapters.scoring.load import checkpoint_gradients, torch_dtyp
 from transferqueue.adapters.scoring.lora import AdapterWeights
 from transferqueue.adapters.weights import TensorWeights, copy_weights
 from transferqueue.errors import DeadlineExceeded, NotFound, UsageError
+from transferqueue.errors.text import counted
 from transferqueue.workflows.flow.loop.full_batches import tell_full
 from transferqueue.workflows.flow.loop.serving import StageFailedInProcess
 from transferqueue.workflows.flow.stage import Context
@@ -134,6 +135,7 @@ def _prepare(model: Any, job: Job) -> None:
 def _loop(context: Context, job: Job, learner: StepLearner, task: str) -> Callable[[], None]:
     """Return the loop of this process."""
     checkpoints = _checkpoints(context, job, learner, task)
+    is_own = checkpoints is not None and checkpoints.newest() is not None
     state = resumed(job, learner, checkpoints)
     channel = context.queue.weights(names.POLICY if task == names.TRAIN else names.CRITIC, keep=versions_kept(job))
     turns = context.shared if isinstance(context.shared, DeviceTurns) else None
@@ -141,7 +143,8 @@ def _loop(context: Context, job: Job, learner: StepLearner, task: str) -> Callab
     if not learner.ranks.leads:
         return RankFollower(learner, context.table, _fields(context.table, task), checkpoints, publisher).run
     latest = latest_version(channel)
-    version, position = (state.version, state.position) if state else (-1, StreamPosition())
+    version = state.version if state else -1
+    position = state.position if state and is_own else StreamPosition()  # of another run it says nothing of this table
     first = first_prompt(context.directory) * (1 if _is_whole(job, task) else group_rows(job))
     if task == names.TRAIN and has_step_versions(job):
         begin_versions(context.queue, learner.steps_taken, first_prompt(context.directory))
@@ -166,9 +169,34 @@ def _loop(context: Context, job: Job, learner: StepLearner, task: str) -> Callab
         version=version,
     )
     trainer.begin(resumed=state is not None)
+    _check_uses(context, job, trainer)
     if turns is not None:
         turns.hand(trainer.version, learner.own_weights())
     return trainer.run if task == names.TRAIN_CRITIC else lambda: _to_the_end(trainer, context, job)
+
+
+def _check_uses(context: Context, job: Job, trainer: Trainer) -> None:
+    """Leave out further uses of rows that the table has not counted the uses before of. `UsageError` if the run is to
+    repeat."""
+
+    def is_counted(task: str, row: int) -> bool:
+        return _is_counted(context.queue, task, row)
+
+    forgotten = trainer.stream.forget_unknown(is_counted, "" if job.reproducible else names.STALE_USE)
+    if forgotten and job.reproducible:
+        raise UsageError(
+            f"step {trainer.step + 1} is to train {counted(forgotten, 'place')} of the data again "
+            f"(pacing.uses={job.pacing.uses}), and the table, of an older snapshot than the checkpoint, has not "
+            "counted the uses before, so the run cannot repeat (reproducible=true); go on with --set reproducible=false"
+        )
+
+
+def _is_counted(queue: tq.Queue, task: str, row: int) -> bool:
+    """Whether a task is done with a row, or the row is gone."""
+    try:
+        return queue.inspect(names.TABLE, row).tasks[task].state not in names.OPEN_STATES
+    except NotFound:
+        return True
 
 
 def _weights(job: Job, learner: StepLearner, task: str) -> Callable[[], WeightSource]:
@@ -248,10 +276,7 @@ class _Partner:
             ) from error
 
     def is_trained(self, row: int) -> bool:
-        try:
-            return self._queue.inspect(names.TABLE, row).tasks[names.TRAIN].state not in names.OPEN_STATES
-        except NotFound:
-            return True
+        return _is_counted(self._queue, names.TRAIN, row)
 
 
 def _partner(context: Context, job: Job, task: str) -> Partner | None:

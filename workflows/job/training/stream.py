@@ -1,9 +1,9 @@
 """Gathers the rows of a step from the queue, and computes with them as they come.
 
 1. Leases are held from the first row of a step to its ack, over any number of requests. The client renews them.
-2. All rows of a step are acked together with their step, in one commit for each use (rule 6), after the weights that
-   learned from them are published. So a trainer that dies at any moment has counted all new rows of a step or none; of
-   further uses, a rollback to its checkpoint returns what it counted since.
+2. All new rows of a step are acked together with their step, in one commit, after the weights that learned from them
+   are published; then those of further uses (rule 6). A trainer that dies at any moment has counted all new rows of a
+   step or none; of further uses, a rollback to its checkpoint returns what it counted since.
 3. If a lease is lost before the update (the process was stopped for long, or the task was rolled back), others have its
    rows: the step is abandoned, its gradient is discarded, and its other rows are released.
 4. If a lease is lost after the update, the model has learned from rows that may come again. Those that still exist are
@@ -12,30 +12,39 @@
 5. A wait for rows ends with rows, at the end of the table, when a place that it waits for is gone, or at its deadline.
    The server says which: the lease names the places (``awaited``), and that its rows are not given back (``but_held``).
 6. Rows that are trained in several steps have a task for each use, whose lease, ack and return are as of the first. A
-   step takes for use u + 1 what lies below the oldest place that use u had not finished when the step before began: so
-   no step has a row twice. Those rows have all their columns, and are leased without a wait. Rows that have become too
-   old are not leased; the trainer drops them (`drop_used`).
+   step takes for use u + 1 the places that the step before took for use u, so no step has a row twice, and a slow row
+   keeps back no other. Those rows have all their columns, and are leased without a wait. Rows that have become too old
+   are not leased; the trainer drops them (`drop_used`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 import transferqueue as tq
-from transferqueue.errors import DeadlineExceeded, EndOfTable, LeaseExpired, RowsEnded, UsageError
-from transferqueue.limits import SECONDS_MAX, SPANS_AWAITED_MAX
+from transferqueue.errors import DeadlineExceeded, EndOfTable, LeaseExpired, NotFound, RowsEnded, UsageError
+from transferqueue.limits import LEASES_PER_REQUEST_MAX, SECONDS_MAX, SPANS_AWAITED_MAX
 from transferqueue.workflows.flow.events import WAIT, Event, TimeSpan
 from transferqueue.workflows.job.training.columns import RowColumns
-from transferqueue.workflows.job.training.gather import StepGatherer, StepShape, StreamPosition
+from transferqueue.workflows.job.training.gather import (
+    StepGatherer,
+    StepShape,
+    StreamPosition,
+    places_of,
+    spans_of,
+)
 
 Compute = Callable[[RowColumns, list[int]], None]
 """Takes columns of some rows of the step, and the ids of the rows."""
+_NO_PLACE: Final = (-2, -3)
+"""A span that no row is in; those without an ordinal have -1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +119,10 @@ class RowStream:
         self._gatherer: StepGatherer[Unit] = StepGatherer(terms.shape, position)
         self._learned: dict[tuple[str, int], int] = {}
         """Rows by task that the model has learned from and that may come again, with their step."""
-        known = () if position is None else position.again
-        self._again = tuple(known[use] if use < len(known) else 0 for use in range(len(terms.further_uses)))
-        """Below which places the next step takes rows for each further use."""
+        self._again = (() if position is None else position.again)[: len(terms.further_uses)]
+        """Places that the next step takes for each further use; fewer uses in the first steps."""
+        self._lost: set[int] = set()
+        """Places of further uses whose lease was lost after the update: they come again, to be acked."""
 
     def step(self, compute: Compute, *, version_from: int = -1, again_from: int = -1) -> GatheredStep | None:
         """Gather the rows of the next step, and compute with them as they come. None: the table has ended.
@@ -148,18 +158,45 @@ class RowStream:
 
     def finish(self) -> None:
         """The model has learned from the step: its rows are `ack`ed next, and others make the next step."""
+        self._again = (self._gatherer.taken, *self._again)[: len(self.terms.further_uses)]
         self._gatherer.finish()
-        self._again = (self._gatherer.position.oldest, *self._again)[: len(self._again)]
 
     def drop_used(self, reason: str, *, below_version: int | None = None) -> None:
         """Drop the rows that a step has trained and that have further uses, which then do not take place; with
-        `below_version` those alone that older weights generated."""
-        position = self._gatherer.position
-        where = [] if below_version is None else [tq.VersionBetween(low=0, high=below_version - 1)]
-        for first, below in ((0, position.oldest), *((place, place + 1) for place in position.finished)):
-            for task in self.terms.further_uses:
-                while (batch := self._lease_again(task, below, where, first=first)) is not None:
+        `below_version` those alone that older weights generated: new rows of these are too old as well. The last use is
+        open for all of them."""
+        oldest, finished, _ = self._gatherer.position
+        if below_version is None:
+            places = [self._within(span) for span in ((0, oldest - 1), *spans_of(finished))]
+        else:
+            places = [[tq.VersionBetween(low=0, high=below_version - 1)]]
+        for where in places:
+            for last in self.terms.further_uses[-1:]:
+                while (batch := self._lease_again(last, where)) is not None:
                     batch.drop(reason)
+
+    def forget_unknown(self, is_done: Callable[[str, int], bool], reason: str = "") -> int:
+        """Train only those places again whose rows the table has and has counted the uses before of: a table that began
+        anew, or from an older snapshot, has others. Returns how many others there were. is_done: whether a task has
+        counted a row. reason: if there are others, drop the rows that have uses left and no step to come."""
+        if not self._again:
+            return 0
+        uses, before = (self.terms.task, *self.terms.further_uses), [set(places_of(spans)) for spans in self._again]
+        live = self.table.read(fields=[], values=False)
+        place_of = dict(zip(live.rows.tolist(), (live.ordinal // self._unit_rows).tolist(), strict=True))
+        known = []
+        for task, places in zip(uses, before, strict=False):
+            done = {row: is_done(task, row) for row, place in place_of.items() if place in places}
+            open_places = {place_of[row] for row, is_counted in done.items() if not is_counted}
+            known.append({place_of[row] for row in done} - open_places)
+        self._again = tuple(map(spans_of, known))
+        kept = set().union(*known)
+        if forgotten := sum(map(len, before)) - sum(map(len, known)):
+            left = [row for row, place in place_of.items() if place not in kept and is_done(self.terms.task, row)]
+            with suppress(NotFound):  # one of them ended in between: the others go when they are too old
+                if left and reason:
+                    self.table.drop(left, reason)
+        return forgotten
 
     def give_up(self, gathered: GatheredStep) -> None:
         """Release the rows of a step that the model has not learned from."""
@@ -175,17 +212,23 @@ class RowStream:
     def ack(self, gathered: GatheredStep, step: int) -> int:
         """Ack all rows with their step, those of each use in one commit. Returns how many rows were lost meanwhile, by
         a lost lease or dropped."""
-        return sum(self._ack(task, gathered, step) for task in (self.terms.task, *self.terms.further_uses))
+        lost = self._ack(gathered.new, step)
+        for task in self.terms.further_uses:
+            batches, most = [batch for batch in gathered.again if batch.task == task], LEASES_PER_REQUEST_MAX
+            lost += sum(self._ack(batches[at : at + most], step) for at in range(0, len(batches), most))
+        return lost
 
-    def _ack(self, task: str, gathered: GatheredStep, step: int) -> int:
-        lost: list[int] = []
-        batches, dropped = [batch for batch in gathered.batches if batch.task == task], 0
+    def _ack(self, batches: list[tq.Batch], step: int) -> int:
+        task, lost, dropped = batches[0].task if batches else "", [], 0
         while batches:
             try:
                 dropped = sum(map(len, batches)) - self.table.ack(batches, step=step)
                 break
             except (LeaseExpired, tq.BatchEnded):
                 lost += [int(row) for batch in batches if batch.ended for row in batch.rows]
+                if task != self.terms.task:
+                    for batch in (batch for batch in batches if batch.ended):
+                        self._lost.update((batch.ordinal // self._unit_rows).tolist())
                 batches = [batch for batch in batches if not batch.ended]
         self._learned.update(dict.fromkeys(((task, row) for row in lost), step))
         return len(lost) + dropped
@@ -195,22 +238,26 @@ class RowStream:
     def _take_again(self, gathered: GatheredStep, version_from: int) -> list[Unit]:
         """Lease the rows that the step trains again; in the order of uses and places."""
         taken: list[Unit] = []
-        for task, below in zip(self.terms.further_uses, self._again, strict=True):
+        newer = [tq.VersionBetween(low=version_from)] if version_from >= 0 else []
+        lost, self._lost = self._lost, set()
+        for use, task in enumerate(self.terms.further_uses):
             units: list[tuple[int, Unit]] = []
-            where = [tq.VersionBetween(low=version_from)] if version_from >= 0 else []
-            while below and (batch := self._lease_again(task, below, where)) is not None:
-                if not self._ended_known(batch):
-                    units += self._units(batch, len(gathered.batches))
-                    gathered.batches.append(batch)
+            places = set(places_of(self._again[use])) if use < len(self._again) else set()
+            for span in spans_of(places | lost) or [_NO_PLACE]:  # asks for none, so that the server knows who serves it
+                while (batch := self._lease_again(task, [*self._within(span), *newer])) is not None:
+                    if not self._ended_known(batch):
+                        units += self._units(batch, len(gathered.batches))
+                        gathered.batches.append(batch)
             taken += [unit for _, unit in sorted(units, key=lambda placed: placed[0])]
         return taken
 
-    def _lease_again(
-        self, task: str, below: int, where: Sequence[tq.VersionBetween], *, first: int = 0
-    ) -> tq.Batch | None:
-        """Lease rows of the places from `first` to `below`; None: there are no more of them."""
-        rows = self._unit_rows
-        places = [tq.Compare("ordinal", ">=", first * rows), tq.Compare("ordinal", "<", below * rows)]
+    def _within(self, span: tuple[int, int]) -> list[tq.Compare | tq.VersionBetween]:
+        """Rows of these places."""
+        first, last = (place * self._unit_rows for place in (span[0], span[1] + 1))
+        return [tq.Compare("ordinal", ">=", first), tq.Compare("ordinal", "<", last)]
+
+    def _lease_again(self, task: str, where: Sequence[tq.Compare | tq.VersionBetween]) -> tq.Batch | None:
+        """Lease rows for a further use; None: there are no more of them."""
         units, terms = self.terms.shape.units, self.terms
         try:
             return self.table.lease(
@@ -218,7 +265,7 @@ class RowStream:
                 groups=units if terms.whole else None,
                 rows=None if terms.whole else units,
                 at_least=1,
-                where=[*places, *where],
+                where=list(where),
                 fields=list(terms.fields),
                 timeout_s=0,
             )

@@ -32,6 +32,7 @@ import numpy as np
 import transferqueue as tq
 from transferqueue.adapters.protocols import WeightSource
 from transferqueue.errors import NotFound, Sealed
+from transferqueue.workflows.job import names
 from transferqueue.workflows.job.training.checkpoint import Checkpoints
 from transferqueue.workflows.job.training.columns import RowColumns
 from transferqueue.workflows.job.training.passes import Passes
@@ -44,9 +45,6 @@ STEP_ROWS: Final = "step_rows"
 """Kind of the event with the rows of a step."""
 SURPLUS: Final = "surplus"
 """Why rows end that were generated ahead of a trainer that needs no more."""
-STALE_USE: Final = "stale_use"
-SURPLUS_USE: Final = "surplus_use"
-"""Why rows end that were trained, and have uses left: they are too old, or the trainer needs no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +190,7 @@ class Trainer:
             self.publisher.wait()
             self._save()
             if self.terms.seals:
-                self.stream.drop_used(SURPLUS_USE)
+                self.stream.drop_used(names.SURPLUS_USE)
                 self._end()
             self.evaluations.end()
             self.passes.end()
@@ -309,7 +307,7 @@ class Trainer:
         for task, step in safe.items():
             self.table.checkpointed(step, task=task)
         if self._oldest_version > 0:
-            self.stream.drop_used(STALE_USE, below_version=self._oldest_version)
+            self.stream.drop_used(names.STALE_USE, below_version=self._oldest_version)
 
     def _report(self, gathered: GatheredStep, metrics: Mapping[str, float], version: int) -> dict[str, Any]:
         self._trained.append(np.array(gathered.rows))
