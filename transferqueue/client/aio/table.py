@@ -472,7 +472,7 @@ class AsyncTable(TableBase):
         priority: Floats = None,
         key: Keys = None,
         tags: TagsGiven = None,
-        timeout_s: float | None = None,
+        memory_timeout_s: float | None = None,
         **columns: Any,
     ) -> None:
         """Give existing rows more columns or facts, in one commit. Does not wait for the table's limits.
@@ -495,8 +495,8 @@ class AsyncTable(TableBase):
             priority: as of `put`.
             key: as of `put`.
             tags: as of `put`; they replace all tags of the row.
-            timeout_s: seconds to wait for memory, of which that for results is left alone; 0: not at all. Default None:
-                no limit.
+            memory_timeout_s: seconds to wait for memory, of which that for results is left alone; 0: not at all.
+                Default None: no limit.
             **columns: as of `put`.
 
         Raises:
@@ -536,7 +536,16 @@ class AsyncTable(TableBase):
             tags=tags,
         )
         await self._run(
-            commit.update(self._client, self._terms, rows, facts, columns, overwrite, if_unchanged, timeout_s=timeout_s)
+            commit.update(
+                self._client,
+                self._terms,
+                rows,
+                facts,
+                columns,
+                overwrite,
+                if_unchanged,
+                memory_timeout_s=memory_timeout_s,
+            )
         )
 
     async def ack(self, batches: Iterable[AsyncBatch], *, step: int = -1) -> int:

@@ -118,11 +118,11 @@ def update(
     overwrite: bool,
     if_unchanged: RowsBase | None,
     *,
-    timeout_s: object = None,
+    memory_timeout_s: object = None,
     refers: bool = True,
 ) -> Operation[None]:
-    """Give existing rows more columns or facts. `timeout_s` is of the wait for memory; with one, the update need not be
-    made, so it takes none of that which is kept for results. `refers` is as of `Commit`."""
+    """Give existing rows more columns or facts. With `memory_timeout_s` the update need not be made, so it takes
+    none of the memory that is kept for results. `refers` is as of `Commit`."""
     ids = row_ids(rows)
     if not ids or not (columns or facts.said()):
         raise UsageError("an update without rows, or without columns and facts, would change nothing; give both")
@@ -131,13 +131,13 @@ def update(
     if if_unchanged is not None:
         read = rows_read(if_unchanged, terms.name, ids, columns, facts.names(), overwrite=overwrite)
         before = if_unchanged._source.lengths
-    deadline = Deadline(client.clock, timeout(timeout_s))
+    deadline = Deadline(client.clock, timeout(memory_timeout_s))
 
     def request(_: int, carried: m.Columns) -> m.Update:
         return m.Update(terms.name, ids, carried, overwrite, read)
 
     commit = Commit(client, terms, "update", facts, columns, len(ids) // 8, deadline, refers=refers, before=before)
-    if timeout_s is not None:
+    if memory_timeout_s is not None:
         commit.use = "rows"
     yield from commit.send(request, m.DoneReply)
 

@@ -43,13 +43,13 @@ FACTS: Final = (
 
 PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
     "put": (*FACTS, "reservation", "timeout_s"),
-    "update": (*FACTS, "rows", "overwrite", "if_unchanged"),
+    "update": (*FACTS, "rows", "overwrite", "if_unchanged", "memory_timeout_s"),
     "ack": (*FACTS, "rows", "step"),
     "release": ("policy_version", "policy_version_max", "tokens", "priority", "tags", "rows", "failed", "reason"),
 }
 """The parameters of each call that takes columns."""
 
-RESERVED: Final = frozenset({*FACTS, "timeout_s", "rows", "overwrite", "if_unchanged"})
+RESERVED: Final = frozenset({*FACTS, "timeout_s", "rows", "overwrite", "if_unchanged", "memory_timeout_s"})
 """No field may be declared with such a name: the calls that would bring it take the name for something else."""
 
 _SHORT_FORMS: Final = {

@@ -470,7 +470,7 @@ class Table(TableBase):
         priority: Floats = None,
         key: Keys = None,
         tags: TagsGiven = None,
-        timeout_s: float | None = None,
+        memory_timeout_s: float | None = None,
         **columns: Any,
     ) -> None:
         """Give existing rows more columns or facts, in one commit. Does not wait for the table's limits.
@@ -493,8 +493,8 @@ class Table(TableBase):
             priority: as of `put`.
             key: as of `put`.
             tags: as of `put`; they replace all tags of the row.
-            timeout_s: seconds to wait for memory, of which that for results is left alone; 0: not at all. Default None:
-                no limit.
+            memory_timeout_s: seconds to wait for memory, of which that for results is left alone; 0: not at all.
+                Default None: no limit.
             **columns: as of `put`.
 
         Raises:
@@ -534,7 +534,16 @@ class Table(TableBase):
             tags=tags,
         )
         self._run(
-            commit.update(self._client, self._terms, rows, facts, columns, overwrite, if_unchanged, timeout_s=timeout_s)
+            commit.update(
+                self._client,
+                self._terms,
+                rows,
+                facts,
+                columns,
+                overwrite,
+                if_unchanged,
+                memory_timeout_s=memory_timeout_s,
+            )
         )
 
     def ack(self, batches: Iterable[Batch], *, step: int = -1) -> int:

@@ -115,7 +115,7 @@ def _keep(table: tq.Table, batch: tq.Batch, row: int, turns: Mapping[str, Any]) 
     with suppress(NotFound, DeadlineExceeded, Full), table.read([row], fields=[names.EPISODE]) as read:
         batch.renew()
         try:
-            table.update([row], overwrite=True, if_unchanged=read, timeout_s=_KEEP_S, **columns)
+            table.update([row], overwrite=True, if_unchanged=read, memory_timeout_s=_KEEP_S, **columns)
         except RowsChanged:
             batch.renew()
 
