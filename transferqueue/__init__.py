@@ -95,6 +95,7 @@ if TYPE_CHECKING:
     )
     from transferqueue.schema import Field, Share, Slice
     from transferqueue.storage.columns.column import Column
+    from transferqueue.storage.columns.joined import Tree
     from transferqueue.storage.elements.registered_values import register_value
     from transferqueue.storage.inputs.prepare import Repeat
     from transferqueue.storage.row_files.reader import RecordedRows, Run, open_run
@@ -130,6 +131,7 @@ _MODULES: Final = {
     "Recorded Refill Requeue Retention Retry Selector TagIs Task TokenBalanced VersionBetween",
     "schema": "Field Share Slice",
     "storage.columns.column": "Column",
+    "storage.columns.joined": "Tree",
     "storage.elements.registered_values": "register_value",
     "storage.inputs.prepare": "Repeat",
     "storage.row_files.reader": "RecordedRows Run open_run",
@@ -213,6 +215,7 @@ __all__ = [
     "Task",
     "TokenBalanced",
     "TransferQueueError",
+    "Tree",
     "Unreachable",
     "UsageError",
     "VersionBetween",

@@ -68,6 +68,22 @@ def test_damaged_rows_are_named_and_never_handed_out(disk):
         assert (found.rows_done, found.rows_dropped) == (2, 1)
 
 
+def test_damage_of_what_rows_continue_is_theirs(disk):
+    address, file = disk
+    with tq.connect(address) as queue:
+        table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+        first, other = table.put(x=[[2_000_003, 1], [5]])
+        second, third = table.put(x=[[3_000_017], [7]], parent=[first, -1])
+        last = int(table.put(x=[[9]], parent=second)[0])
+        with tq.connect(address, verify=True) as careful:
+            assert careful.table("t").read(last)["x"].list() == [[2_000_003, 1, 3_000_017, 9]]
+        flip(file, 3_000_017)
+        with tq.connect(address, verify=True) as careful:
+            assert careful.table("t").read([first, other])["x"].list() == [[2_000_003, 1], [5]]
+            with pytest.raises(Corruption, match=r"rows 2, 3, 4 of .* are damaged"):
+                careful.table("t").read([first, other, second, third, last])
+
+
 def test_who_does_not_ask_gets_them(disk):
     """What the README says of this level; `verify` costs a pass over the bytes."""
     address, file = disk

@@ -65,7 +65,16 @@ RARE: Final = {
     "Hello": 0.3,
 }
 """Requests after which less is left to fuzz, or that start a thread: the share of the others' weight that they get."""
-OFTEN: Final = {"Put": 5.0, "Update": 2.5, "Lease": 3.0, "Ack": 3.0, "Grant": 1.5, "Publish": 1.5, "Release": 1.5}
+OFTEN: Final = {
+    "Put": 5.0,
+    "Continue": 2.5,
+    "Update": 2.5,
+    "Lease": 3.0,
+    "Ack": 3.0,
+    "Grant": 1.5,
+    "Publish": 1.5,
+    "Release": 1.5,
+}
 WORDS: Final = {
     "table": TABLES, "name": [*TABLES, *TABLES, "extra"], "task": TASKS, "channel": CHANNELS,
     "host": [this_host(), "elsewhere"],

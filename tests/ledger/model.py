@@ -73,6 +73,8 @@ class Row:
     priority: float = 0.0
     fields: dict[str, int] = field(default_factory=dict)
     """field -> the commit that wrote it last"""
+    before: dict[str, set[int]] = field(default_factory=dict)
+    """field -> the commits of what its value continues"""
     fate: str = "live"
     state: dict[str, str] = field(default_factory=dict)
     attempts: dict[str, int] = field(default_factory=dict)
@@ -183,6 +185,8 @@ class Model:
         self.dropped: dict[str, int] = {}
         self.commits: dict[int, set[str]] = {}
         """commit -> its fields in blocks"""
+        self.above: dict[int, set[int]] = {}
+        """commit -> commits that its values continue"""
         self.commit = 0
         self.checkpoint = dict.fromkeys(self.tasks, -1)
         self.ordinals: set[int] = set()
@@ -215,8 +219,15 @@ class Model:
         return sum(one.left for one in self.reservations.values())
 
     def commits_alive(self) -> set[int]:
-        """Commits with a field that some resident row reads there."""
-        return {commit for row in self.rows.values() for name, commit in row.fields.items() if name not in INLINE}
+        """Commits with a field that some resident row reads there, and those that values of theirs continue."""
+        alive = {commit for row in self.rows.values() for name, commit in row.fields.items() if name not in INLINE}
+        for commit in sorted(self.above, reverse=True):
+            alive |= self.above[commit] if commit in alive else set()
+        return alive
+
+    def read(self, row: Row, name: str) -> set[int]:
+        """The commits that a reader of the field reads."""
+        return {row.fields[name]} | row.before.get(name, set())
 
     def stale(self, row: Row) -> bool:
         bound = self.pacing.max_staleness if self.pacing else None
@@ -362,16 +373,27 @@ class Model:
 
     # ------------------------------------------------------------ rows in
 
-    def put(self, session: int, rows: list[Row], fields: set[str], reservation: int, commit: int) -> list[int]:
+    def put(
+        self,
+        session: int,
+        rows: list[Row],
+        fields: set[str],
+        reservation: int,
+        commit: int,
+        parents: list[int] | None = None,
+        continued: set[str] = frozenset(),  # type: ignore[assignment]
+    ) -> list[int]:
         if self.sealed:
             raise Refused("Sealed")
         if len(rows) > self.rows_max:
             raise Refused("Impossible")
         self._check_groups(rows)
+        before = self._continued(parents, continued) if parents is not None else [{} for _ in rows]
         promise = self._reservation(session, reservation, len(rows)) if reservation else None
         if promise is None and self.resident() + self.reserved() + len(rows) > self.rows_max:
             raise Refused("Full")
-        for row in rows:
+        for row, row.before in zip(rows, before, strict=True):
+            self.above.setdefault(commit, set()).update(*row.before.values())
             row.id = self.next_row
             self.next_row += 1
             self.rows[row.id] = row
@@ -389,6 +411,19 @@ class Model:
         self._limit_refills()
         self.conclude()
         return [row.id for row in rows]
+
+    def _continued(self, parents: list[int], fields: set[str]) -> list[dict[str, set[int]]]:
+        """Of each new row, what its values continue."""
+        known = [self.rows.get(row) for row in parents if row != -1]
+        if not known:
+            raise Refused("UsageError")
+        if None in known:
+            raise Refused("NotFound")
+        for name in sorted(fields):
+            lacking = [row for row in known if row is not None and name not in row.fields]
+            if lacking:
+                raise Refused("ColumnFreed" if any((row.id, name) in self.freed for row in lacking) else "NotFound")
+        return [{name: self.read(self.rows[row], name) for name in fields} if row != -1 else {} for row in parents]
 
     def _arrive(self, name: str, task: Task, rows: list[Row]) -> None:
         for row in rows:
@@ -444,6 +479,8 @@ class Model:
     def write(self, rows: list[int], fields: set[str], version: int | None, commit: int) -> None:
         for row in rows:
             self.rows[row].fields.update(dict.fromkeys(fields, commit))
+            for name in fields:
+                self.rows[row].before.pop(name, None)
             self.freed -= {(row, name) for name in fields}
             if version is not None:
                 self.rows[row].version = version
@@ -820,8 +857,10 @@ class Model:
     def lose(self, commits: set[int]) -> list[int]:
         """The blocks of commits are gone. No task gives a field that lies in blocks, so no value is made again."""
         lost = []
+        for above in self.above.values():
+            above -= commits
         for row in self.rows.values():
-            gone = {name for name, at in row.fields.items() if name not in INLINE and at in commits}
+            gone = {name for name in row.fields if name not in INLINE and self.read(row, name) & commits}
             for name in gone:
                 del row.fields[name]
             waits = (

@@ -155,7 +155,13 @@ class Fuzz:
         names = self.dice.choice([["a"], ["a"], ["a", "score"], ["a", "b"], []])
         count = min(max(self.number(5), 1), 4000)
         held = self.reservation if self.dice.random() < 0.3 else 0
-        return m.PutRequest("t", count, self.columns(count, names), held, self.wait())
+        columns = self.columns(count, names)
+        if self.dice.random() < 0.4:
+            next_row = self.ledger.state.tables["t"].rows.pages.next_row
+            parents = np.array([self.dice.randint(max(-1, next_row - 20), next_row) for _ in range(count)], "<i8")
+            adds = self.dice.random() < 0.5
+            return m.ContinueRequest("t", count, columns, held, self.wait(), parents.tobytes(), names[:1], adds)
+        return m.PutRequest("t", count, columns, held, self.wait())
 
     def update(self) -> m.Request:
         rows = self.rows(self.dice.randint(1, 5))
@@ -281,6 +287,10 @@ class Fuzz:
             for number in part.block.a[at].tolist():
                 if number:
                     refs[number] = refs.get(number, 0) + 1
+        for number, one in blocks.blocks.items():
+            for above in one.continued.blocks(number) if one.continued is not None and one.refs else ():
+                refs[above] = refs.get(above, 0) + 1
+        assert blocks.continued == {number for number, one in blocks.blocks.items() if one.continued}
         mine = {number: one.refs for number, one in blocks.blocks.items() if one.usage is table.usage and one.refs}
         for lease in self.ledger.state.core.leases.by_id.values():
             if lease.staged is not None:
@@ -323,9 +333,9 @@ def test_a_fuzzed_run_reaches_everything() -> None:
     for seed in range(6):
         for kind, count in run(seed, 300)[1].done.items():
             done[kind] = done.get(kind, 0) + count
-    missing = {"Put", "Update", "Lease", "Ack", "Release", "Renew", "Reserve", "Drop", "Read", "Publish", "Pull"} - set(
-        done
-    )
+    missing = {
+        *("Put", "Continue", "Update", "Lease", "Ack", "Release", "Renew", "Reserve", "Drop", "Read", "Publish", "Pull")
+    } - set(done)
     assert not missing
 
 

@@ -215,13 +215,26 @@ class LedgerMachine(RuleBasedStateMachine):
         for row, number in zip(rows, facts["ordinal"], strict=True):
             row.ordinal = number
         put = m.PutRequest("t", count, columns, one)
+        parents, continued = self._parents(data, count, fields)
+        if parents is not None:
+            ids = np.asarray(parents, "<i8").tobytes()
+            put = m.ContinueRequest("t", count, columns, one, 0.0, ids, sorted(continued))
         reply, wanted = self.both(
-            lambda: driver.apply(put), lambda: self.model.put(driver.session, rows, fields, one, commit)
+            lambda: driver.apply(put),
+            lambda: self.model.put(driver.session, rows, fields, one, commit, parents, continued),
         )
         if reply is not None:
             assert list(range(reply.first, reply.first + reply.rows)) == wanted
             assert driver.apply(put, call=driver.call) == reply  # sent again
         self._undo_grant(driver, columns)
+
+    def _parents(self, data: st.DataObject, count: int, fields: set[str]) -> tuple[list[int] | None, set[str]]:
+        """The rows that new ones continue, and in which fields; None: none."""
+        if "a" not in fields or not data.draw(st.booleans(), "continues"):
+            return None, set()
+        known = [*self.model.rows, -1] if data.draw(st.integers(0, 9), "odd parent") else [self.model.next_row]
+        parents = data.draw(st.lists(st.sampled_from(known), min_size=count, max_size=count), "parents")
+        return parents, data.draw(st.sampled_from([{"a"}, fields - INLINE]), "continued")
 
     def _some_rows(self, data: st.DataObject) -> list[int]:
         known = sorted(self.model.rows)
@@ -312,10 +325,17 @@ class LedgerMachine(RuleBasedStateMachine):
         """The places of the task's fields are those of the last commit that wrote them."""
         blocks = self.world.ledger.state.core.blocks.blocks
         for part in reply.reply.content.parts:
-            at = codec.decode_constant(part.block_of_row, "<i4", len(reply.rows))
+            at = codec.decode_constant(part.block_of_row, "<i4", part.values(len(reply.rows)))
+            found = [self.commit_of_extent[blocks[part.blocks[one].block].at.extent] for one in at]
+            chains = [{commit} for commit in found]
+            if isinstance(part, m.ReplyTree):
+                for node, above in enumerate(np.frombuffer(part.parents, "<i4").tolist()):
+                    chains[node] |= chains[above] if above >= 0 else set()
+                nodes = np.frombuffer(part.node_of_row, "<i4").tolist()
+                found, chains = [found[node] for node in nodes], [chains[node] for node in nodes]
             for name in part.fields:
-                found = [self.commit_of_extent[blocks[part.blocks[one].block].at.extent] for one in at]
                 assert found == [self.model.rows[row].fields[name] for row in reply.rows]
+                assert chains == [self.model.read(self.model.rows[row], name) for row in reply.rows]
         named = {field.name for field in decode_fields(reply.reply.content.definitions)}
         assert named == set(self.model.tasks[task].needs)
 

@@ -34,6 +34,7 @@ CONTENT: Final = m.ReplyRows(
     TWO, TWO, TWO, TWO, bytes(8), TWO, TWO, TWO, ["k", "l"], [{"a": 1}, {}], [m.Inline("y", bytes(8))],
     [m.ReplyColumns(["x", "z"], [BLOCK], bytes(8), bytes(8))], codec.encode_fields(FIELDS),
 )  # fmt: skip
+TREE: Final = m.ReplyTree(["x"], [BLOCK], bytes(8), bytes(8), bytes(8), bytes(8))
 TASKS: Final = [
     p.Task("train", ["x"], ["r"], p.TokenBalanced(inner=p.Priority(), equal_counts=False),
     p.Complete(min_size=2, deadline_s=9.5), 30.0, p.Retry(first_s=0.5, attempts=3), "now", 45.0),
@@ -110,6 +111,7 @@ REQUESTS: Final[list[m.Request]] = [
     m.ListEvents("t", 3, 64),
     m.ExplainWait(7),
     m.CreateTable("r", retention=p.Recorded("run", bytes="1GiB", age_s=60.0, required=False)),
+    m.ContinueRequest("t", 2, COLUMNS, 5, 1.5, TWO, ["x"], True),
 ]
 REPLIES: Final[list[m.Reply]] = [
     m.Welcome(5, 7, "0.1.0", "/run", {0: "/dev/shm/a"}, 1 << 30, 7071, True, "9f" * 32, CoordinatorIndex(1, 2, "d")),
@@ -140,6 +142,7 @@ REPLIES: Final[list[m.Reply]] = [
     m.TableTerms("x", FIELDS, [], Limits(), None, p.Acked(), False, 0, 1, extra_fields=False),
     m.OrdinalsEnded(TWO),
     m.CopyOrder(1, m.Granted(3, 1, 4096, 4096, bytes(16)), [BLOCK], [4096]),
+    m.ReadRows(msgspec.structs.replace(CONTENT, parts=[TREE])),
 ]  # fmt: skip
 SELECTORS: Final = [kind() for kind in get_args(p.RowOrder)]
 """Each is a frame of its own, so that a new one changes no other."""

@@ -87,7 +87,7 @@ def test_every_length_has_a_bound():
 
 def test_bounds_are_what_they_should_be():
     for path, kind in lengths():
-        of_rows = BLOCK_ROWS_MAX if path.startswith(("ReplyRows.", "ReplyColumns.")) else ITEMS_MAX
+        of_rows = BLOCK_ROWS_MAX if path.startswith(("ReplyRows.", "ReplyColumns.", "ReplyTree.")) else ITEMS_MAX
         most = getattr(kind, "max_length", None)
         if most is not None:
             assert most <= (MESSAGE_BYTES_MAX if isinstance(kind, inspect.BytesType | inspect.StrType) else of_rows), (

@@ -69,7 +69,7 @@ def test_what_has_a_name_at_home_says_where_it_is():
 
 
 def test_what_a_repeated_request_does():
-    assert tags(lambda one: one.repeat == "by_put") == {"Put"}
+    assert tags(lambda one: one.repeat == "by_put") == {"Put", "Continue"}
     again = {"Hello", "Heartbeat", "Drain", "TakeOrders", "TakeCopies"}
     assert tags(lambda one: one.repeat == "again" and not one.reads) == again
     assert tags(lambda one: one.reply is None) == {"Heartbeat", "Unpin"}

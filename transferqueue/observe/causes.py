@@ -171,7 +171,7 @@ class Search:
         """The cause of one waiting request."""
         if wait.request == "Lease" and (stage := self._stage(wait.table, wait.task)) is not None:
             return self._task(wait.table, stage)
-        if wait.request in ("Put", "Reserve", "Grant"):
+        if wait.request in ("Put", "Continue", "Reserve", "Grant"):
             return self._room(wait)
         text = _first_clause(wait.why) or f"{wait.request} waits"
         return Cause(state="waiting", text=text, short=f"{wait.request.lower()} waits", table=wait.table)

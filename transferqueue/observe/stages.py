@@ -18,7 +18,7 @@ from transferqueue.wire.answers.sessions import SessionStats
 from transferqueue.wire.answers.stats import Stats, TableStats, TaskError, TaskStats, Waiting
 
 PRODUCERS: Final = "producers"
-_MAKING_ROOM: Final = frozenset({"Reserve", "Put", "Grant"})
+_MAKING_ROOM: Final = frozenset({"Reserve", "Put", "Continue", "Grant"})
 
 WorkerState = Literal["works", "waits", "idle", "silent"]
 StageState = Literal["moves", "waits", "idle", "failing", "silent", "missing"]

@@ -33,7 +33,9 @@ from transferqueue.server.state import ServerState
 from transferqueue.wire import messages as m
 from transferqueue.wire.messages.declarations import Declaration
 
-_ADD_WORK: Final = frozenset({m.PutRequest, m.CreateTable, m.AddTask, m.Reserve, m.Publish, m.BeginVersion, m.Restore})
+_ADD_WORK: Final = frozenset(
+    {m.PutRequest, m.ContinueRequest, m.CreateTable, m.AddTask, m.Reserve, m.Publish, m.BeginVersion, m.Restore}
+)
 """A server whose state disk is full refuses these requests, and grants of memory for anything but results."""
 
 
@@ -60,7 +62,9 @@ class Calls:
         if type(request) is m.LeaseRequest:
             if self._ledger.has_task(request.table, request.task):
                 self._state.workers.record_request(session.number, request.table, request.task, now)
-        elif (type(request) is m.PutRequest or type(request) is m.Reserve) and self._ledger.has_table(request.table):
+        elif (
+            type(request) is m.PutRequest or type(request) is m.ContinueRequest or type(request) is m.Reserve
+        ) and self._ledger.has_table(request.table):
             self._state.workers.record_request(session.number, request.table, PRODUCERS, now)
         ahead = self._waiting.count_ahead(request) if self._waiting.requests else 0
         if ahead and (call in session.refused or self._ledger.is_repeat(request, session.number, call)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,6 +15,7 @@ from transferqueue.client.handles.batch import lease_of
 from transferqueue.client.handles.pipeline import PipelineBase, PromiseBase, facts_among
 from transferqueue.client.handles.reservation import reservation_id
 from transferqueue.client.operations import commit, lease
+from transferqueue.client.operations.continues import continues_of
 from transferqueue.client.operations.rows import RowsBase
 from transferqueue.client.session.operation_runner import COMMITS, Operation, T, run_async
 from transferqueue.errors import TransferQueueError
@@ -73,6 +75,8 @@ class AsyncPipeline(PipelineBase[AsyncPromise[Any]]):
         /,
         *,
         reservation: AsyncReservation | None = None,
+        parent: Any = None,
+        continued: Iterable[str] | None = None,
         timeout_s: float | None = None,
         **columns: Any,
     ) -> AsyncPromise[NDArray[np.int64]]:
@@ -81,6 +85,8 @@ class AsyncPipeline(PipelineBase[AsyncPromise[Any]]):
         Args:
             table: as of `AsyncTable.put`; default None.
             reservation: as of `AsyncTable.put`; default None.
+            parent: as of `AsyncTable.put`; default None.
+            continued: as of `AsyncTable.put`; default None.
             timeout_s: seconds that the server waits for room; default None: no limit; 0: not at all.
             **columns: columns and facts, as of `AsyncTable.put`. Their values are copied before the call returns.
 
@@ -105,11 +111,13 @@ class AsyncPipeline(PipelineBase[AsyncPromise[Any]]):
         facts, columns = facts_among(columns)
         if table is not None:
             facts, columns = facts.with_table(table, columns)
-        if reservation is None:
-            return await self._start(commit.put(self._client, self._terms, facts, columns, 0, timeout_s, refers=False))
-        number = reservation_id(self._terms, reservation)
+        number = 0 if reservation is None else reservation_id(self._terms, reservation)
+        used = None if reservation is None else reservation._used
+        continues = continues_of(parent, continued)
         return await self._start(
-            commit.put(self._client, self._terms, facts, columns, number, timeout_s, reservation._used, refers=False)
+            commit.put(
+                self._client, self._terms, facts, columns, number, timeout_s, used, continues=continues, refers=False
+            )
         )
 
     async def update(

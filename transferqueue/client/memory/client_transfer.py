@@ -78,6 +78,7 @@ def rows_of(
         slices: of fields that are not wanted whole; default: none.
         compare: whether the shard compares the blocks of sliced fields with their checksums; default False.
     """
+    rows = part.values(rows)
     blocks, slots = (
         codec.decode_constant(part.block_of_row, "<i4", rows),
         codec.decode_ascending(part.slot_of_row, "<i4", rows),

@@ -176,7 +176,9 @@ class MappedMemory:
 
 
 def placement_of(part: m.ReplyColumns, blocks: MappedBlocks, rows: int) -> RowPlacement:
-    """Where the rows of a part lie. One run of one block needs no array."""
+    """Where the values of a part lie, one for each row, or for each node of a tree. One run of one block needs no
+    array."""
+    rows = part.values(rows)
     if rows and len(part.block_of_row) == len(part.slot_of_row) == _ONE:
         block, first = (int.from_bytes(item, "little", signed=True) for item in (part.block_of_row, part.slot_of_row))
         return RowPlacement.of_run(blocks, block, first, rows)

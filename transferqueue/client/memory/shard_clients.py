@@ -301,7 +301,7 @@ class ShardClients:
         wanted: dict[Key, list[tuple[int, Rows, m.ReplyColumns]]] = {}
         for at, part in enumerate(parts):
             for place, which, some in _split(part, rows, self._place):
-                count = rows if which is None else len(which)
+                count = part.values(rows) if which is None else len(which)
                 wanted.setdefault((place, count), []).append((at, which, some))
         self._view(wanted, fields, found, slices)
         keys = [key for key in wanted if key[0] != _MAPPED]
@@ -383,6 +383,7 @@ def _split(part: m.ReplyColumns, rows: int, place: Callable[[int], int]) -> list
     places = np.unique(place_of_block)
     if places.size == 1:
         return [(int(places[0]), None, part)]
+    rows = part.values(rows)
     block_of_row = codec.decode_constant(part.block_of_row, "<i4", rows)
     slot_of_row = codec.decode_ascending(part.slot_of_row, "<i4", rows)
     found: list[tuple[int, Rows, m.ReplyColumns]] = []
@@ -409,7 +410,7 @@ def _joined(
     columns: dict[str, Column] = {}
     held: list[MappedBlocks] = []
     for part, pieces in zip(parts, found, strict=True):
-        blocks, placement = _one(pieces, fields, rows)
+        blocks, placement = _one(pieces, fields, part.values(rows))
         held.append(blocks)
         columns |= {name: Column(fields[name], placement) for name in part.fields}
     return columns, held

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from transferqueue.client.session.operation_runner import BlockingWork, Operation
 from transferqueue.errors import Corruption, listing
@@ -69,6 +70,14 @@ def _placed(held: Iterable[MappedBlocks]) -> Iterator[tuple[m.BlockLocation, U8]
                 yield at, memory
 
 
+def _rows_below(nodes: NDArray[np.bool_], tree: m.ReplyTree) -> NDArray[np.bool_]:
+    """The rows with one of these nodes in their chain."""
+    for node, above in enumerate(np.frombuffer(tree.parents, "<i4").tolist()):
+        nodes[node] |= above >= 0 and nodes[above]
+    below: NDArray[np.bool_] = nodes[np.frombuffer(tree.node_of_row, "<i4")]
+    return below
+
+
 def _damaged(
     content: m.ReplyRows,
     columns: Mapping[str, Column],
@@ -82,6 +91,8 @@ def _damaged(
     for part, blocks in zip(content.parts, held, strict=True):
         there = [isinstance(at, m.BlockLocation) and at.block in bad for at in blocks.shapes]
         hit = np.array(there, np.bool_)[columns[part.fields[0]].placement.block_of_row]
+        if (tree := part.tree) is not None:
+            hit = _rows_below(hit, tree)
         if hit.any():
             rows.update(ids[hit].tolist())
             fields.update(part.fields)

@@ -14,12 +14,13 @@ from transferqueue.client.memory.shard_clients import OWN
 from transferqueue.client.operations.device import Destination
 from transferqueue.client.session.operation_runner import BlockingWork, Operation, request_reply
 from transferqueue.client.table_info import ReplyFields, TableInfo
-from transferqueue.errors import NotFound, ProtocolError, SchemaError, listing
+from transferqueue.errors import NotFound, ProtocolError, SchemaError, UsageError, listing
 from transferqueue.errors.on_failure import OnFailure
 from transferqueue.errors.text import SHOWN_CHARS, shortened
 from transferqueue.schema import NO_SLICES, Field, Slice, sliced_fields
 from transferqueue.storage.columns.column import Column
-from transferqueue.storage.columns.placement import MappedBlocks
+from transferqueue.storage.columns.joined import Tree, join
+from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.elements.dtypes import I64
 from transferqueue.wire import messages as m
 
@@ -66,7 +67,11 @@ class ColumnSource:
         """The fields of the columns, by name."""
         self._content, self._known = content, fields.known
         self._memory, self._slices = memory, slices
-        self._columns = {} if made is None else made
+        self._trees = {tree.fields[0]: tree for part in content.parts if (tree := part.tree) is not None}
+        made = made or {}
+        self._columns = {name: column for name, column in made.items() if name not in self._trees}
+        self._nodes = {name: made[name] for name in self._trees if name in made}
+        """The stored values of fields of which some rows continue others."""
         self._blocks = list(held)
         self._left_out: list[str] = []
         self.ended = ""
@@ -83,6 +88,24 @@ class ColumnSource:
         column = self._columns.get(name)
         if column is not None:
             return column
+        self._check(name)
+        self._make(name)
+        return self._columns[name]
+
+    def tree(self, name: str) -> Tree:
+        """The values of a field as a forest; without an edge if no row continues another."""
+        self._check(name)
+        part = self._trees.get(name)
+        if part is None:
+            return Tree(self.column(name), np.full(self.rows, -1), np.arange(self.rows))
+        if name in self._slices:
+            raise UsageError(
+                f'field "{name}" was leased or read in part, and the nodes of its tree are whole; name it without a '
+                "Slice in fields="
+            )
+        return Tree(self._node_column(name), *_edges(part))
+
+    def _check(self, name: str) -> None:
         if name not in self.fields:
             raise NotFound(
                 f'field "{name}" is left out of these rows of {self.subject}, since not all of them have it: it is not '
@@ -92,8 +115,6 @@ class ColumnSource:
                 else f'field "{shortened(str(name), SHOWN_CHARS)}" is not in this batch of {self.subject}; it has '
                 f"{listing(self.fields)}; name others with fields="
             )
-        self._make(name)
-        return self._columns[name]
 
     def lengths(self, name: str, rows: bytes | None = None) -> I64 | None:
         """The lengths of a field's rows, of those `rows` (ids) alone if given. None if the field is not here whole, or
@@ -114,20 +135,33 @@ class ColumnSource:
             if value.field == name:
                 self._columns.setdefault(name, Column.of_inline(self.fields[name], value.data))
                 return
+        if (tree := self._trees.get(name)) is not None:
+            nodes = self._node_column(name).placement
+            joined = join(self._known[name], nodes, *_edges(tree))
+            self._blocks.append(joined.blocks)
+            self._columns.setdefault(name, Column(self._known[name], joined, self._slices.get(name)))
+            return
         for part in self._content.parts:
             if name in part.fields:
-                memory, nothing = self._memory, np.empty(0, np.uint8)  # nothing: after the end
-                blocks = MappedBlocks(
-                    part.blocks, [memory.get(block.block, nothing) for block in part.blocks], self._known
-                )
-                placement = placement_of(part, blocks, self.rows)
-                self._blocks.append(blocks)
+                placement = self._placement(part)
                 for field in part.fields:
                     self._columns.setdefault(field, Column(self._known[field], placement, self._slices.get(field)))
-                if self.ended:
-                    self.end(self.ended)
                 return
         raise ProtocolError(f'the reply defines field "{name}", and has no values of it')
+
+    def _placement(self, part: m.ReplyColumns) -> RowPlacement:
+        memory, nothing = self._memory, np.empty(0, np.uint8)  # nothing: after the end
+        blocks = MappedBlocks(part.blocks, [memory.get(block.block, nothing) for block in part.blocks], self._known)
+        placement = placement_of(part, blocks, self.rows)
+        self._blocks.append(blocks)
+        if self.ended:
+            self.end(self.ended)
+        return placement
+
+    def _node_column(self, name: str) -> Column:
+        if name not in self._nodes:
+            self._nodes.setdefault(name, Column(self._known[name], self._placement(self._trees[name])))
+        return self._nodes[name]
 
     def land(self, destination: Destination) -> Operation[None]:
         """Begin to copy all columns that are tensors to their destination. Errors as of `device_copy.land`."""
@@ -145,6 +179,12 @@ class ColumnSource:
                 f"the batch of {self.subject} {how}, and its memory was returned; take its values before "
                 "(.numpy(), .torch(), ...): views taken then stay valid"
             )
+
+
+def _edges(part: m.ReplyTree) -> tuple[I64, I64]:
+    """The parent of each node, and the node of each row."""
+    parents, node_of_row = np.frombuffer(part.parents, "<i4"), np.frombuffer(part.node_of_row, "<i4")
+    return parents.astype(np.int64), node_of_row.astype(np.int64)
 
 
 def content_source(
@@ -182,7 +222,9 @@ def content_source(
         held: list[MappedBlocks] = []
     else:
         memory = {}
-        placed, held = yield from client.shards.columns(content.parts, fields.known, len(content.rows) // 8, slices)
+        whole = {part.fields[0] for part in content.parts if part.tree is not None}
+        cut = {name: part for name, part in slices.items() if name not in whole} if whole else slices
+        placed, held = yield from client.shards.columns(content.parts, fields.known, len(content.rows) // 8, cut)
     source = ColumnSource(subject, content, fields, memory, placed, held, slices)
     try:
         if client.verifier is not None:

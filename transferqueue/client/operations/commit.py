@@ -24,6 +24,7 @@ from transferqueue.client.client import ClientSession
 from transferqueue.client.memory.grants import OPEN_MAX, CommitOutcome
 from transferqueue.client.operations.arguments import few, flag, row_ids
 from transferqueue.client.operations.call_contents import CallContents
+from transferqueue.client.operations.continues import WHOLE, Continues
 from transferqueue.client.operations.name_suggestions import check_columns
 from transferqueue.client.operations.row_metadata import GivenFacts
 from transferqueue.client.operations.rows import RowsBase, rows_read
@@ -66,14 +67,16 @@ def put(
     timeout_s: object,
     used: Callable[[int], object] | None = None,
     *,
+    continues: Continues = WHOLE,
     refers: bool = True,
 ) -> Operation[NDArray[np.int64]]:
     """Put new rows. Returns their ids.
 
-    `used` is called with the number of rows, if they come out of a reservation. `refers` is as of `Commit`.
+    `used` is called with the number of rows, if they come out of a reservation. `continues`: rows of the table that
+    they continue. `refers` is as of `Commit`.
     """
     deadline: Deadline = yield StartDeadline(timeout(timeout_s))
-    return (yield from _put(client, terms, facts, columns, reservation, deadline, used, refers=refers))
+    return (yield from _put(client, terms, facts, columns, reservation, deadline, used, continues, refers=refers))
 
 
 def put_at_once(
@@ -92,11 +95,13 @@ def _put(
     reservation: int,
     deadline: Deadline,
     used: Callable[[int], object] | None = None,
+    continues: Continues = WHOLE,
     *,
     refers: bool = True,
 ) -> Operation[NDArray[np.int64]]:
     def request(rows: int, carried: m.Columns) -> m.PutRequest:
-        return m.PutRequest(terms.name, rows, carried, reservation, deadline.left())
+        put = m.PutRequest(terms.name, rows, carried, reservation, deadline.left())
+        return put if continues is WHOLE else continues.request(put, counts=facts.tokens is None)
 
     commit = Commit(client, terms, "put", facts, columns, None, deadline, refers=refers)
     put_rows = yield from commit.send(request, m.PutRows)

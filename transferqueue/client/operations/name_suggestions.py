@@ -42,7 +42,7 @@ FACTS: Final = (
 """What a put may say of its rows beside columns."""
 
 PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
-    "put": (*FACTS, "reservation", "timeout_s"),
+    "put": (*FACTS, "reservation", "parent", "continued", "timeout_s"),
     "update": (*FACTS, "rows", "overwrite", "if_unchanged"),
     "ack": (*FACTS, "rows", "step"),
     "release": ("policy_version", "policy_version_max", "tokens", "priority", "tags", "rows", "failed", "reason"),

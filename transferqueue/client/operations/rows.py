@@ -17,6 +17,7 @@ from transferqueue.errors.text import counted, shortened
 from transferqueue.policies import Tags
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.export import arrow_type
+from transferqueue.storage.columns.joined import Tree
 from transferqueue.storage.elements.process_bound import ProcessBound
 from transferqueue.storage.elements.torch_interop import require_torch
 from transferqueue.wire import codec
@@ -100,7 +101,10 @@ def _check_facts(facts: Collection[str]) -> None:
 def _blocks_of(part: m.ReplyColumns, rows: int) -> bytes:
     """The number of the block in which each row has the fields of `part`."""
     numbers = np.array([block.block for block in part.blocks], "<i8")
-    return codec.encode_constant(numbers[codec.decode_constant(part.block_of_row, "<i4", rows)])
+    blocks = numbers[codec.decode_constant(part.block_of_row, "<i4", part.values(rows))]
+    if (tree := part.tree) is not None:
+        blocks = blocks[np.frombuffer(tree.node_of_row, "<i4")]
+    return codec.encode_constant(blocks)
 
 
 class RowKeys(list[str]):
@@ -198,6 +202,37 @@ class RowsBase(ProcessBound):
         """Key of each row; an empty string where there is none. ``keys()``, as of a mapping, are the names of the
         columns."""
         return RowKeys(self._content.keys if self._content.keys is not None else [""] * len(self), self.fields)
+
+    def tree(self, field: str) -> Tree:
+        """The values of a field as a forest, in which what rows continue (``put(parent=...)``) is there once.
+
+        ``rows[field]`` joins them: each row whole, in memory of this process. A tree copies nothing of what lies in
+        memory that this process maps. It is of the stored values, also where `device` put the columns.
+
+        Args:
+            field: the name of the column.
+
+        Returns:
+            The stored values, the one that each continues, and that of each row. Without an edge if no row continues
+            another.
+
+        Raises:
+            NotFound: the field is not among `fields`.
+            BatchEnded: the batch has ended, or the rows were released.
+            UsageError: only a slice of the field was asked for.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["ids"])])
+            ...     first = table.put(ids=[[1, 2, 3]])
+            ...     second = table.put(ids=[[4]], parent=first)
+            ...     rows = table.read([first[0], second[0]])
+            ...     tree = rows.tree("ids")
+            ...     print(rows["ids"].list(), tree.nodes.list(), tree.parents)
+            [[1, 2, 3], [1, 2, 3, 4]] [[1, 2, 3], [4]] [-1  0]
+        """
+        return self._source.tree(field)
 
     def items(self) -> Iterator[tuple[str, Column]]:
         """Iterate over names and columns, as of a dict.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,6 +14,7 @@ from transferqueue.client.handles.batch import lease_of
 from transferqueue.client.handles.pipeline import PipelineBase, PromiseBase, facts_among
 from transferqueue.client.handles.reservation import reservation_id
 from transferqueue.client.operations import commit, lease
+from transferqueue.client.operations.continues import continues_of
 from transferqueue.client.operations.rows import RowsBase
 from transferqueue.client.session.operation_runner import COMMITS, Operation, T, run_sync
 from transferqueue.client.sync.batch import Batch
@@ -74,6 +76,8 @@ class Pipeline(PipelineBase[Promise[Any]]):
         /,
         *,
         reservation: Reservation | None = None,
+        parent: Any = None,
+        continued: Iterable[str] | None = None,
         timeout_s: float | None = None,
         **columns: Any,
     ) -> Promise[NDArray[np.int64]]:
@@ -82,6 +86,8 @@ class Pipeline(PipelineBase[Promise[Any]]):
         Args:
             table: as of `Table.put`; default None.
             reservation: as of `Table.put`; default None.
+            parent: as of `Table.put`; default None.
+            continued: as of `Table.put`; default None.
             timeout_s: seconds that the server waits for room; default None: no limit; 0: not at all.
             **columns: columns and facts, as of `Table.put`. Their values are copied before the call returns.
 
@@ -106,11 +112,13 @@ class Pipeline(PipelineBase[Promise[Any]]):
         facts, columns = facts_among(columns)
         if table is not None:
             facts, columns = facts.with_table(table, columns)
-        if reservation is None:
-            return self._start(commit.put(self._client, self._terms, facts, columns, 0, timeout_s, refers=False))
-        number = reservation_id(self._terms, reservation)
+        number = 0 if reservation is None else reservation_id(self._terms, reservation)
+        used = None if reservation is None else reservation._used
+        continues = continues_of(parent, continued)
         return self._start(
-            commit.put(self._client, self._terms, facts, columns, number, timeout_s, reservation._used, refers=False)
+            commit.put(
+                self._client, self._terms, facts, columns, number, timeout_s, used, continues=continues, refers=False
+            )
         )
 
     def update(

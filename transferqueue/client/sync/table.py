@@ -13,6 +13,7 @@ from transferqueue.client.handles.batch import leases_of
 from transferqueue.client.handles.reservation import reservation_id
 from transferqueue.client.handles.table import TableBase
 from transferqueue.client.operations import commit, lease, tables
+from transferqueue.client.operations.continues import continues_of
 from transferqueue.client.operations.row_metadata import Floats, GivenFacts, Ints, Keys, TagsGiven
 from transferqueue.client.operations.rows import Rows, RowsBase
 from transferqueue.client.session.operation_runner import Operation, T, run_sync
@@ -61,6 +62,8 @@ class Table(TableBase):
         key: Keys = None,
         tags: TagsGiven = None,
         reservation: Reservation | None = None,
+        parent: Any = None,
+        continued: Iterable[str] | None = None,
         timeout_s: float | None = None,
         **columns: Any,
     ) -> NDArray[np.int64]:
@@ -86,12 +89,20 @@ class Table(TableBase):
             policy_version: oldest version of the weights that made the row; default None: none, and it is never stale.
             policy_version_max: newest version of the weights that made a part of the row; default None.
             tokens: length of the row in tokens; default None: the lengths of `input_ids`, else of `prompt_ids` and
-                `response_ids` together, as far as this put has them; later columns add nothing.
+                `response_ids` together, as far as this put has them; later columns add nothing. Of a row that
+                continues another, the parent's are added.
             priority: a number, for the selector `Priority`; default None.
             key: a name of the row, unique in the table: text of up to 512 characters; default None: none.
             tags: a dict of name to text, number or bool, for `TagIs`; default None: none.
             reservation: the reservation that the rows come out of; default None. Such a put never waits for the table's
                 limits.
+            parent: the id of a row of the table that all rows of this put continue, or one id for each row (-1: none);
+                default None. A row then has in its `continued` columns the parent's value and after it the value given
+                here, as a turn of an agent has the turns before it. What the parent has is stored once, sent at most
+                once in a reply (`Batch.tree`), and stays for as long as a row that continues it, whatever becomes of
+                the parent. A row continues at most 256 others, one after another.
+            continued: names of the columns that continue the parent's, ragged ones; default None: all ragged columns
+                of this put. Others are whole.
             timeout_s: seconds to wait for room; default None: until there is room; 0: not at all.
             **columns: values of each field, by its name. A field that the table lacks is added, if it may be.
 
@@ -106,7 +117,9 @@ class Table(TableBase):
             Sealed: the table is sealed.
             Full: there is no room and `timeout_s` is 0.
             DeadlineExceeded: there was no room in time.
-            NotFound: the reservation is used up, was returned, or is of another session.
+            NotFound: the reservation is used up, was returned, or is of another session; or a parent is not in the
+                table any more, or lacks a continued column.
+            ColumnFreed: a continued column of a parent was freed.
             UsageError: more than 65536 rows (16384 with keys or tags), an invalid fact, or a new field whose name is
                 near that of a parameter or field.
             Unreachable: the server did not answer the commit. The rows may be there or not; with keys the same put
@@ -133,10 +146,12 @@ class Table(TableBase):
         )
         if table is not None:
             facts, columns = facts.with_table(table, columns)
-        if reservation is None:
-            return self._run(commit.put(self._client, self._terms, facts, columns, 0, timeout_s))
-        number = reservation_id(self._terms, reservation)
-        return self._run(commit.put(self._client, self._terms, facts, columns, number, timeout_s, reservation._used))
+        number = 0 if reservation is None else reservation_id(self._terms, reservation)
+        used = None if reservation is None else reservation._used
+        continues = continues_of(parent, continued)
+        return self._run(
+            commit.put(self._client, self._terms, facts, columns, number, timeout_s, used, continues=continues)
+        )
 
     def lease(
         self,

@@ -25,7 +25,7 @@ from transferqueue.ledger.arrays import AnyArray, BoolArray, IntArray
 from transferqueue.ledger.attributes import COUNT_MAX, SECONDS_MAX, Columns, Count
 from transferqueue.ledger.requests.flow_control import VERSION_MAX
 from transferqueue.ledger.requests.weight_channels import WeightChannelState
-from transferqueue.ledger.rows import LIVE
+from transferqueue.ledger.rows import LIVE, Nodes, nodes_of_fields
 from transferqueue.ledger.state import LedgerState
 from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.task_state import TaskCounters
@@ -74,6 +74,7 @@ class TableSnapshot:
         has: which rows have a field.
         inline: values, where rows have the field.
         places: block number (0: none) and slot of fields in blocks.
+        nodes: of fields of which rows continue others.
         tasks: `task_state.STORED`.
         groups: `groups.ATTRIBUTES`.
         forming: `group_task.ATTRIBUTES`, for tasks that take groups.
@@ -94,6 +95,7 @@ class TableSnapshot:
     """Spans of ordinals that have ended: ``[spans, 2]``."""
     freed: dict[str, BoolArray] = field(default_factory=dict)
     """Which rows had a field until it was freed; only fields of which a row did."""
+    nodes: dict[str, Nodes] = field(default_factory=dict)
 
 
 class VersionSnapshot(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -144,7 +146,7 @@ def take_snapshot(state: LedgerState) -> LedgerSnapshot:
         block for channel in snapshot.channels for version in channel.versions for block in version.blocks
     }
     for table in snapshot.tables:
-        for blocks, _ in table.places.values():
+        for blocks in (*(blocks for blocks, _ in table.places.values()), *(one.blocks for one in table.nodes.values())):
             numbers.update(np.unique(blocks).tolist())
     snapshot.blocks = {number: state.core.blocks.blocks[number].at for number in sorted(numbers - {0})}
     return snapshot
@@ -164,6 +166,7 @@ def _table(table: TableState, now: float) -> TableSnapshot:
     for group, count in table.flow.promised.items():
         snapshot.counts.refills[group] = snapshot.counts.refills.get(group, 0) + count
     snapshot.places = {name: _places(table, name, at) for name in table.rows.fields if name not in table.rows.inline}
+    snapshot.nodes = nodes_of_fields(table.core.blocks, snapshot.places)
     return snapshot
 
 

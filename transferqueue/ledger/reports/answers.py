@@ -139,6 +139,7 @@ def _of_open(state: LedgerState, request: m.OpenTable) -> str:
 _EXPLANATIONS: Final[dict[type, Callable[[LedgerState, Any], str]]] = {
     m.LeaseRequest: _of_lease,
     m.PutRequest: _of_put,
+    m.ContinueRequest: _of_put,
     m.Reserve: _of_reserve,
     m.AdvanceClock: _of_advance,
     m.Publish: _of_publish,

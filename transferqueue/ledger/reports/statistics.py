@@ -108,7 +108,7 @@ def rows_with_one_copy(table: TableState) -> int:
     if not numbers:
         return 0
     at = table.rows.pages.index(table.rows.pages.resident_rows())
-    return int(table.column_groups.lies_in(at, np.array(sorted(numbers), np.int64)).sum())
+    return int(table.column_groups.lies_in(at, np.array(blocks.below(numbers), np.int64)).sum())
 
 
 def _by_lag(counts: Mapping[int, int]) -> dict[str, int]:

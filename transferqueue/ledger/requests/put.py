@@ -23,6 +23,7 @@ from transferqueue.ledger.rows import (
     write_columns,
 )
 from transferqueue.ledger.rules.column_ends import check_not_needed, free_values
+from transferqueue.ledger.rules.continuation import continue_rows
 from transferqueue.ledger.rules.explain import explain_room
 from transferqueue.ledger.rules.finish import drop_rows, free_rows
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, apply_stale_policy
@@ -35,7 +36,16 @@ from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.reservations import ReservationState
 from transferqueue.ledger.tasks.task_state import LEASED, PENDING
 from transferqueue.limits import REASONS_MAX, ROW_NS, VALUE_NS, check_name, check_rows, check_work
-from transferqueue.wire.messages import Delete, DoneReply, Drop, FreeColumns, PutRequest, PutRows, Update
+from transferqueue.wire.messages import (
+    ContinueRequest,
+    Delete,
+    DoneReply,
+    Drop,
+    FreeColumns,
+    PutRequest,
+    PutRows,
+    Update,
+)
 
 # ---------------------------------------------------------------- put
 
@@ -43,6 +53,18 @@ from transferqueue.wire.messages import Delete, DoneReply, Drop, FreeColumns, Pu
 @carries_out(PutRequest)
 def put(state: HasTables, request: PutRequest, session: SessionState, call: int) -> PutRows | Blocked:
     """Add rows. A late retry is recognised by its client and call, while the pages of its rows exist."""
+    return _put(state, request, session, call)
+
+
+@carries_out(ContinueRequest)
+def put_continued(state: HasTables, request: ContinueRequest, session: SessionState, call: int) -> PutRows | Blocked:
+    """Add rows that continue others, as `put`."""
+    return _put(state, request, session, call, continues=request)
+
+
+def _put(
+    state: HasTables, request: PutRequest, session: SessionState, call: int, continues: ContinueRequest | None = None
+) -> PutRows | Blocked:
     table = state.table(request.table)
     before = table.known_puts.find(session.client, call)
     if before is not None:
@@ -52,6 +74,8 @@ def put(state: HasTables, request: PutRequest, session: SessionState, call: int)
             f'table "{table.name}" is sealed; it takes no further rows; put before the seal, or into another table'
         )
     staged = _check_put(table, request, session.id)
+    if continues is not None:
+        continue_rows(table, staged, continues, state.now)
     reservation = _check_reservation(table, request, session.id) if request.reservation else None
     if reservation is None and (why := no_room(table, request.rows, staged.nbytes)):
         if request.wait_s > 0:

@@ -13,11 +13,11 @@ import numpy as np
 
 from transferqueue.ledger.arrays import Index, IntArray, are_equal
 from transferqueue.ledger.effects import Blocked
-from transferqueue.ledger.rows import BlockSlots
+from transferqueue.ledger.rows import BlockSlots, Nodes, nodes_of_fields
 from transferqueue.ledger.rows.blocks import BlockRegistry
 from transferqueue.ledger.table_state import TableState
 from transferqueue.wire import codec
-from transferqueue.wire.messages import Inline, ReplyColumns, ReplyRows
+from transferqueue.wire.messages import Inline, ReplyColumns, ReplyRows, ReplyTree
 
 Value = TypeVar("Value")
 
@@ -31,7 +31,9 @@ def describe_rows(table: TableState, rows: IntArray, at: Index, names: Sequence[
     """
     inline, placed, definitions = table.rows.reply_fields(names)
     blocks: dict[int, None] = {}
-    parts = [_part(table.core.blocks, places, blocks) for places in table.column_groups.locate(placed, at)]
+    parts = [
+        part for places in table.column_groups.locate(placed, at) for part in _parts(table.core.blocks, places, blocks)
+    ]
     content = ReplyRows(
         rows=rows.tobytes(),
         **table.rows.reply_facts(at, rows.size),
@@ -60,9 +62,11 @@ def are_awaited(table: TableState, at: Index, names: Sequence[str]) -> bool:
 def _blocks_of(table: TableState, at: Index, names: Sequence[str]) -> set[int]:
     """The blocks that a description of these rows names."""
     _, placed, _ = table.rows.reply_fields(names)
-    blocks = {
-        number for places in table.column_groups.locate(placed, at) for number in np.unique(places.blocks).tolist()
-    }
+    blocks: set[int] = set()
+    for places in table.column_groups.locate(placed, at):
+        blocks.update(np.unique(places.blocks).tolist())
+        for nodes in _trees(table.core.blocks, places).values():
+            blocks.update(np.unique(nodes.blocks).tolist())
     return blocks - {0}
 
 
@@ -80,6 +84,30 @@ def _of_rows(values: dict[int, Value], rows: IntArray, default: Value) -> list[V
     if all(value is None for value in of_row):
         return None
     return [default if value is None else value for value in of_row]
+
+
+def _trees(blocks: BlockRegistry, places: BlockSlots) -> dict[str, Nodes]:
+    """The forests of those fields of which some of these values continue others."""
+    if not blocks.continued or blocks.continued.isdisjoint(np.unique(places.blocks).tolist()):
+        return {}
+    return nodes_of_fields(blocks, dict.fromkeys(places.fields, (places.blocks, places.slots)))
+
+
+def _parts(blocks: BlockRegistry, places: BlockSlots, named: dict[int, None]) -> list[ReplyColumns]:
+    trees = _trees(blocks, places)
+    if not trees:
+        return [_part(blocks, places, named)]
+    whole = [name for name in places.fields if name not in trees]
+    parts = [_part(blocks, BlockSlots(whole, places.blocks, places.slots), named)] if whole else []
+    return parts + [_tree(blocks, name, nodes, named) for name, nodes in trees.items()]
+
+
+def _tree(blocks: BlockRegistry, name: str, nodes: Nodes, named: dict[int, None]) -> ReplyTree:
+    part = _part(blocks, BlockSlots([name], nodes.blocks, nodes.slots), named)
+    return ReplyTree(
+        part.fields, part.blocks, part.block_of_row, part.slot_of_row,
+        parents=nodes.parents.astype("<i4").tobytes(), node_of_row=nodes.of_row.astype("<i4").tobytes(),
+    )  # fmt: skip
 
 
 def _part(blocks: BlockRegistry, places: BlockSlots, named: dict[int, None]) -> ReplyColumns:

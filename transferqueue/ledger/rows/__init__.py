@@ -23,10 +23,20 @@ from transferqueue.ledger.rows.commit import (
     unused,
     write_columns,
 )
+from transferqueue.ledger.rows.continued import (
+    Continued,
+    Nodes,
+    depths_in,
+    depths_of,
+    keys_of,
+    nodes_of,
+    nodes_of_fields,
+)
 from transferqueue.ledger.rows.dropped import LastFailure, SpentRow, SpentRows
 from transferqueue.ledger.rows.groups import GroupIndex
 from transferqueue.ledger.rows.indexes import FinishedOrdinals, StepIndex, VersionIndex
 from transferqueue.ledger.rows.put_dedup import KnownPuts
+from transferqueue.ledger.rows.row_metadata import TOKENS_MAX
 from transferqueue.ledger.rows.row_pages import DONE, DROPPED, LIVE
 from transferqueue.ledger.rows.row_record import EndedRows, RowRecord, life_of
 from transferqueue.ledger.rows.row_state import FieldMask, RowStore

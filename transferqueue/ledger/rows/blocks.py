@@ -20,6 +20,8 @@ columns of one commit inside an extent. Invariants:
 - A row reads a field in the block of the highest number. So rows that exist already refer to a content only if none of
   them has the field in a newer block that the reference does not replace (`may_refer`). Otherwise the bytes are
   written, and the new block has the content from then on.
+- Values of a block may continue values of other blocks, to each of which it has one reference until its own last one
+  ends (`continued`).
 - A block whose bytes were spilled to a disk has no extent until they are loaded (`cold_blocks`). It still counts, and
   is not pinned.
 """
@@ -28,6 +30,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
@@ -35,6 +38,7 @@ import msgspec
 from transferqueue.errors import NotFound, ProtocolError, ShardLost, UsageError, listing
 from transferqueue.errors.text import counted
 from transferqueue.ledger.effects import Blocked, Effects, FreeExtent, WakeKey, Writes
+from transferqueue.ledger.rows.continued import Continued, blocks_below
 from transferqueue.ledger.rows.missing_copies import MissingCopies, Shards
 from transferqueue.limits import ALIGNMENT, PAGE_BYTES
 from transferqueue.wire.messages import BlockLocation, CopyLocation, WrittenBlock
@@ -93,11 +97,12 @@ class CommittedBlock:
 
     Args:
         extents: the places of the bytes, `at` first, then its copies.
-        refs: the number of rows that need them (counted once per part).
+        refs: the number of rows (counted once per part) and of blocks that need them.
         pins: the number of views that may exist.
+        continued: what its values continue; None: all are whole.
     """
 
-    __slots__ = ("at", "extents", "pins", "refs", "usage")
+    __slots__ = ("at", "continued", "extents", "pins", "refs", "usage")
 
     def __init__(self, at: BlockLocation, extents: tuple[ExtentState, ...], usage: OwnerBytes) -> None:
         self.at = at
@@ -105,6 +110,7 @@ class CommittedBlock:
         self.usage = usage
         self.refs = 0
         self.pins = 0
+        self.continued: Continued | None = None
 
     @property
     def extent(self) -> ExtentState:
@@ -134,6 +140,7 @@ class StoredBlock(NamedTuple):
     refs: int
     pins: int
     owner: int
+    continued: Continued | None
 
 
 class StoredBlocks(msgspec.Struct):
@@ -201,6 +208,8 @@ class BlockRegistry:
     def __init__(self, effects: Effects) -> None:
         self.extents: dict[int, ExtentState] = {}
         self.blocks: dict[int, CommittedBlock] = {}
+        self.continued: set[int] = set()
+        """Blocks with values that continue others."""
         self.pins: dict[int, dict[int, int]] = {}
         """Holder (a session, or minus a lease) -> block -> number of pins."""
         self.last_shard = 0
@@ -225,7 +234,8 @@ class BlockRegistry:
         """The registry as an image has it. `owners`: the accounts that exist."""
         number = {id(usage): at for at, usage in enumerate(owners)}
         blocks = [
-            StoredBlock(one.at, one.refs, one.pins, number.get(id(one.usage), -1)) for one in self.blocks.values()
+            StoredBlock(one.at, one.refs, one.pins, number.get(id(one.usage), -1), one.continued)
+            for one in self.blocks.values()
         ]
         return StoredBlocks(
             [*self.extents.values()], blocks, self.pins, self.last_shard, self.missing, self.granted, self.committed
@@ -234,11 +244,13 @@ class BlockRegistry:
     def restore(self, stored: StoredBlocks, owners: Sequence[OwnerBytes]) -> None:
         """Continue as the registry of an image. `owners`: as for `stored`."""
         self.extents = {extent.id: extent for extent in stored.extents}
-        for at, refs, pins, owner in stored.blocks:
+        for at, refs, pins, owner, continued in stored.blocks:
             extents = tuple([self.extents[number] for number in (at.extent, *(copy.extent for copy in at.copies))])
             usage = owners[owner] if owner >= 0 else OwnerBytes()
             block = self.blocks[at.block] = CommittedBlock(at, extents, usage)
-            block.refs, block.pins = refs, pins
+            block.refs, block.pins, block.continued = refs, pins, continued
+            if continued is not None:
+                self.continued.add(at.block)
         self.pins, self.last_shard, self.missing = stored.pins, stored.last_shard, stored.missing
         self._next_extent, self._next_block = stored.granted + 1, stored.committed + 1
 
@@ -352,6 +364,7 @@ class BlockRegistry:
         usage: OwnerBytes,
         refs: Sequence[int],
         anew: Collection[int] = (),
+        continued: Mapping[int, Continued] = MappingProxyType({}),
     ) -> list[int]:
         """Add the blocks that `check` accepted. Returns their numbers, in order.
 
@@ -360,12 +373,15 @@ class BlockRegistry:
             usage: of their owner.
             refs: references of rows to each.
             anew: those of `placed` that are needed even if another block has the same content.
+            continued: by place in `placed`, what the values of a block without a content continue: live blocks.
         """
         written: Written = {}
         numbers: list[int] = []
         for block, count in zip(placed, refs, strict=True):
             known = self._same_content(block, usage) if block.content and len(numbers) not in anew else None
             numbers.append(self._commit(block, usage, count, written, known))
+        for place, values in continued.items():
+            self.continue_values(numbers[place], values)
         for number, (start, end) in written.items():
             extent = self.extents[number]
             if start == extent.offset and end > extent.offset + extent.nbytes - PAGE_BYTES:  # it is full
@@ -415,6 +431,24 @@ class BlockRegistry:
         written[number] = (start, end) if before is None else (min(before[0], start), max(before[1], end))
         return extent
 
+    def continue_values(self, number: int, continued: Continued) -> None:
+        """The values of a live block continue these, whose blocks live as long as it does."""
+        self.blocks[number].continued = continued
+        self.continued.add(number)
+        self.refer(continued.blocks(number))
+
+    def sever(self, lost: Collection[int]) -> None:
+        """These blocks are lost, and no row reads a value that continues one of theirs: nothing keeps them for that."""
+        for number in [*self.continued]:
+            block = self.blocks.get(number)
+            if block is not None and block.continued is not None:
+                for above in block.continued.sever(number, lost):
+                    self.retire(above, 1)
+
+    def below(self, lost: Iterable[int]) -> list[int]:
+        """These blocks, and all with values that continue values of one of them, ascending."""
+        return sorted(blocks_below(self.blocks, self.continued, set(lost)))
+
     def refer(self, numbers: Iterable[int], times: int = 1) -> None:
         """Add so many references to each of these live blocks."""
         for number in numbers:
@@ -425,6 +459,20 @@ class BlockRegistry:
         block = self.blocks[number]
         block.refs -= refs
         if not block.refs:
+            self._end([block])
+
+    def _end(self, ended: list[CommittedBlock]) -> None:
+        """These blocks have no reference left, and neither have those that only their values continue."""
+        while ended:
+            block = ended.pop()
+            number, continued = block.at.block, block.continued
+            if continued is not None:
+                block.continued = None
+                self.continued.discard(number)
+                for above in map(self.blocks.__getitem__, continued.blocks(number)):
+                    above.refs -= 1
+                    if not above.refs:
+                        ended.append(above)
             block.usage.bytes -= block.nbytes
             if block.at.content and block.usage.contents.get(key := _content_key(block.at)) == number:
                 del block.usage.contents[key]

@@ -24,6 +24,7 @@ from transferqueue.errors.text import counted
 from transferqueue.ledger.arrays import AnyArray, BoolArray, Index, IntArray, decode, numbered, repeated
 from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
 from transferqueue.ledger.rows.column_places import ColumnGroups, Retired
+from transferqueue.ledger.rows.continued import Continued
 from transferqueue.ledger.rows.put_dedup import KnownPuts
 from transferqueue.ledger.rows.row_metadata import NO_FACTS, NO_FACTS_GIVEN, CheckedFacts, check_facts
 from transferqueue.ledger.rows.row_record import RowRecord
@@ -85,6 +86,8 @@ class StagedCommit:
     """Which of `placed` the rows need, also if another block has the same content (`check_contents`)."""
     members: dict[int, MemberRows] = field(default_factory=dict)
     """By place in `placed`: the rows of a block that is of some rows alone."""
+    continued: dict[int, Continued] = field(default_factory=dict)
+    """By place in `placed`: what the values of a block continue."""
 
     @property
     def empty(self) -> bool:
@@ -269,7 +272,7 @@ def reserve_blocks(table: CommitTable, staged: StagedCommit) -> None:
         staged.parts.append([group.fields for group in groups])
         count = staged.members[place].rows.size if place in staged.members else staged.rows
         refs.append(count * len(groups))
-    staged.blocks = table.core.blocks.commit(staged.placed, table.usage, refs, anew=staged.anew)
+    staged.blocks = table.core.blocks.commit(staged.placed, table.usage, refs, staged.anew, staged.continued)
 
 
 def write_columns(

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from transferqueue.errors import InternalError
 from transferqueue.ledger.arrays import AnyArray, BoolArray, IntArray
 from transferqueue.ledger.attributes import Columns
-from transferqueue.ledger.rows import LIVE, EndedRows, RowRecord, TableEvent
+from transferqueue.ledger.rows import LIVE, EndedRows, Nodes, RowRecord, TableEvent, nodes_of_fields
 from transferqueue.ledger.rules.finish import free_rows
 from transferqueue.ledger.table_state import TableState
 from transferqueue.policies import Recorded, Tags
@@ -34,6 +34,7 @@ class EndedBatch:
         facts: numeric facts by name.
         attempts: by task, leases that failed.
         has: which rows have a field. `inline`: the values of inline fields; `places`: block and slot of the others.
+        nodes: of those fields of which rows continue others.
         events: of the table, since the first of the rows was put; `workers`: names of its sessions.
     """
 
@@ -55,6 +56,7 @@ class EndedBatch:
     blocks: dict[int, BlockLocation]
     events: list[TableEvent]
     workers: dict[int, str]
+    nodes: dict[str, Nodes] = field(default_factory=dict)
 
 
 CROWDED_SHARE: Final = 8
@@ -82,8 +84,9 @@ def next_batch(table: TableState, most: int, now: float) -> EndedBatch | None:
     put_at = store.put_at.a[at]
     has = {name: store.has_all(at, store.mask((name,))) for name in store.fields}
     places = {name: _places(table, name, at, has[name]) for name in store.fields if name not in store.inline}
-    numbers = np.unique(np.concatenate([blocks for blocks, _ in places.values()])) if places else np.empty(0, np.int64)
-    known = table.core.blocks.blocks
+    nodes, known = nodes_of_fields(table.core.blocks, places), table.core.blocks.blocks
+    numbers = {number for blocks, _ in places.values() for number in np.unique(blocks).tolist()}
+    numbers.update(number for of_field in nodes.values() for number in np.unique(of_field.blocks).tolist())
     return EndedBatch(
         table=table.name,
         terms=terms_of(table),
@@ -100,7 +103,8 @@ def next_batch(table: TableState, most: int, now: float) -> EndedBatch | None:
         has=has,
         inline={name: column.a[at] for name, column in store.inline.items()},
         places=places,
-        blocks={number: known[number].at for number in numbers.tolist() if number},
+        nodes=nodes,
+        blocks={number: known[number].at for number in sorted(numbers - {0})},
         events=table.history.after(float(put_at.min())),
         workers=record.workers | table.core.labels,
     )

@@ -3,7 +3,8 @@
 
 Each table has ``tables/N/rows.arrow`` with one row for each resident row, and its groups in ``tables/N/groups.arrow``
 and ``tables/N/forming-M.arrow``. ``tables/N/field-M.arrow`` has the values of a field; a value that several rows share
-is stored once. The column ``at/<field>`` of the rows file says which value a row has.
+is stored once. The column ``at/<field>`` of the rows file says which value a row has. Of a field of which rows continue
+others (``put(parent=...)``) it has each stored value, and a column ``before/<field>``: the value that it continues.
 ``weights/N/V.arrow`` is a version of weights: one row, with a column for each tensor, or each slice of one.
 """
 
@@ -29,14 +30,15 @@ from transferqueue.ledger.persistence.snapshot import (
     VersionSnapshot,
 )
 from transferqueue.ledger.persistence.snapshot_checks import check
-from transferqueue.ledger.rows import groups, row_state
+from transferqueue.ledger.rows import Nodes, depths_in, groups, row_state
 from transferqueue.ledger.tasks import group_task
 from transferqueue.ledger.tasks.task_state import STORED
-from transferqueue.limits import MIB
+from transferqueue.limits import CONTINUED_MAX, MIB
 from transferqueue.schema import Field
 from transferqueue.server.durability.snapshot_directory import SnapshotReader, SnapshotWriter
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.export import arrow_type
+from transferqueue.storage.columns.joined import chains
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.wire.messages import BlockLocation, TableTerms
@@ -98,7 +100,7 @@ def write_contents(
 def _write_table(
     writer: SnapshotWriter, contents: LedgerSnapshot, table: TableSnapshot, directory: str, memory: Memory
 ) -> TableManifest:
-    values = {name: _Values(*place) for name, place in table.places.items()}
+    values = {name: _Values(*place, table.nodes.get(name)) for name, place in table.places.items()}
     fields = {field.name: field for field in table.terms.fields}
     _write_columns(writer, f"{directory}/rows.arrow", _row_columns(table, values))
     _write_columns(writer, f"{directory}/groups.arrow", table.groups)
@@ -113,10 +115,15 @@ def _write_table(
 
 
 class _Values:
-    """The distinct values of a field: the block and slot of each, and for each row the index of its value (-1:
-    none)."""
+    """The distinct values of a field: the block and slot of each, the index of the value that it continues (-1: none;
+    None: none does), and for each row the index of its value (-1: none)."""
 
-    def __init__(self, blocks: IntArray, slots: AnyArray) -> None:
+    def __init__(self, blocks: IntArray, slots: AnyArray, nodes: Nodes | None) -> None:
+        self.before: IntArray | None = None
+        if nodes is not None:
+            self.blocks, self.slots = nodes.blocks, nodes.slots.astype(np.int64)
+            self.before, self.of_row = nodes.parents, nodes.of_row
+            return
         present = blocks > 0
         pairs = np.stack([blocks[present], slots[present].astype(np.int64)], axis=1)
         distinct, index = (
@@ -192,14 +199,23 @@ def _write_field(
 ) -> None:
     import pyarrow as pa
 
-    schema = pa.schema([(name, arrow_type(fields[name]))])
+    columns = [(name, arrow_type(fields[name]))] + [(_before(name), pa.int64())] * (values.before is not None)
+    schema = pa.schema(columns)
 
     def batches() -> Iterator[Any]:
         for chunk in _chunks(values.blocks, contents):
             placement = _placement(fields, values.blocks[chunk], values.slots[chunk], contents, memory)
-            yield pa.RecordBatch.from_arrays([Column(fields[name], placement).arrow()], schema=schema)
+            arrays = [Column(fields[name], placement).arrow()]
+            if values.before is not None:
+                arrays.append(pa.array(values.before[chunk], mask=values.before[chunk] < 0))
+            yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     writer.write(file, schema, batches())
+
+
+def _before(field: str) -> str:
+    """The column of a field's file that says which value each value continues."""
+    return f"before/{field}"
 
 
 def _chunks(blocks: IntArray, contents: LedgerSnapshot) -> Iterator[slice]:
@@ -305,9 +321,9 @@ def chunks(snapshot: SnapshotReader, manifest: LedgerManifest) -> Iterator[Value
         fields = {field.name: field for field in table.terms.fields}
         for at, name in enumerate(table.placed):
             file = f"{table.directory}/field-{at}.arrow"
-            for batch in snapshot.batches(file, {name: _type_of(snapshot, file, fields[name])}):
+            for batch in snapshot.batches(file, *_field_types(snapshot, file, fields[name])):
                 number += 1
-                yield ValueChunk(number, file, [fields[name]], batch)
+                yield ValueChunk(number, file, [fields[name]], batch.select([name]))
     for at, channel in enumerate(manifest.channels):
         for version in channel.versions:
             file = _version_file(f"weights/{at}", version)
@@ -325,6 +341,14 @@ def _type_of(snapshot: SnapshotReader, file: str, field: Field) -> Any:
         return arrow_type(field)
 
 
+def _field_types(snapshot: SnapshotReader, file: str, field: Field) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The columns of a field's file, and those that it may lack."""
+    import pyarrow as pa
+
+    optional = (_before(field.name),) if field.ragged else ()
+    return {field.name: _type_of(snapshot, file, field)} | dict.fromkeys(optional, pa.int64()), optional
+
+
 def read_tables(snapshot: SnapshotReader, manifest: LedgerManifest) -> list[TableSnapshot]:
     """Read the tables, without the locations of their values: `read_contents` adds those."""
     return [_read_table(snapshot, table) for table in manifest.tables]
@@ -340,6 +364,9 @@ def read_contents(
         for at, name in enumerate(listed.placed):
             file_blocks = _blocks_of_file(blocks, numbers, snapshot.rows(f"{listed.directory}/field-{at}.arrow"))
             table.places[name] = _locate(table.places[name][0], file_blocks)
+            if (nodes := table.nodes.get(name)) is not None:
+                of_nodes, slots = _locate(np.arange(len(nodes.parents)), file_blocks)
+                table.nodes[name] = Nodes(of_nodes, slots, nodes.parents, nodes.of_row)
     for channel in manifest.channels:
         versions = [replace(version, blocks=[next(numbers) for _ in version.fields]) for version in channel.versions]
         contents.channels.append(replace(channel, versions=versions))
@@ -386,11 +413,15 @@ def _read_table(snapshot: SnapshotReader, manifest: TableManifest) -> TableSnaps
         rows = _Rows(snapshot, file, _rows_file(snapshot, manifest, file))
         inline = {field.name: field for field in manifest.terms.fields if field.inline}
         has = {name: rows.given(f"field/{name}") for name in inline}
-        places = {}
+        places, nodes = {}, {}
         for at, name in enumerate(manifest.placed):
             has[name] = rows.given(f"at/{name}")
             index = np.where(has[name], rows.numbers(f"at/{name}", np.int64, nulls=True), -1)
-            places[name] = _check_index(snapshot, file, manifest, at, name, has[name], index), np.empty(0, np.int32)
+            before = _read_before(snapshot, manifest, name)
+            nowhere = np.empty(0, np.int32)
+            places[name] = _check_index(snapshot, file, manifest, at, name, has[name], index, before), nowhere
+            if before is not None:
+                nodes[name] = Nodes(np.empty(0, np.int64), nowhere, before, index)
         tags = rows.texts("tags")
         return TableSnapshot(
             terms=manifest.terms,
@@ -413,6 +444,7 @@ def _read_table(snapshot: SnapshotReader, manifest: TableManifest) -> TableSnaps
             },
             ordinals=np.array(manifest.ordinals, np.int64).reshape(-1, 2),
             freed=_read_freed(rows, manifest),
+            nodes=nodes,
         )
 
 
@@ -422,16 +454,47 @@ def _read_freed(rows: _Rows, manifest: TableManifest) -> dict[str, AnyArray]:
 
 
 def _check_index(
-    snapshot: SnapshotReader, file: str, manifest: TableManifest, at: int, name: str, present: AnyArray, index: IntArray
+    snapshot: SnapshotReader,
+    file: str,
+    manifest: TableManifest,
+    at: int,
+    name: str,
+    present: AnyArray,
+    index: IntArray,
+    before: IntArray | None,
 ) -> IntArray:
-    """Check the index of each row's value in the field's file: all values exist, and each belongs to some row."""
+    """Check the index of each row's value in the field's file: all values exist, and each belongs to some row, or comes
+    `before` the value of one."""
     count = snapshot.rows(f"{manifest.directory}/field-{at}.arrow")
     wrong = present & ((index < 0) | (index >= count))
     if wrong.any():
         raise snapshot.wrong(file, f"a row has value {index[wrong][0]} of field {name!r}, of {count}")
-    if np.unique(index[present]).size != count:
+    used = np.zeros(count, np.bool_)
+    used[index[present]] = True
+    if before is not None:
+        for value in np.flatnonzero(before >= 0)[::-1].tolist():
+            used[before[value]] |= used[value]
+    if not used.all():
         raise snapshot.wrong(file, f"no row has some of the {count} values of field {name!r}")
     return index
+
+
+def _read_before(snapshot: SnapshotReader, manifest: TableManifest, name: str) -> IntArray | None:
+    """The index of the value that each value of a field continues, a lower one; -1: none. None: the file has no such
+    column."""
+    file = f"{manifest.directory}/field-{manifest.placed.index(name)}.arrow"
+    (field,) = (field for field in manifest.terms.fields if field.name == name)
+    if not field.ragged or _before(name) not in snapshot.columns(file):
+        return None
+    table = _whole(snapshot, file, *_field_types(snapshot, file, field))
+    if table is None:
+        return None
+    before: IntArray = table[_before(name)].fill_null(-1).to_numpy().astype(np.int64)
+    if (before < -1).any() or (before >= np.arange(len(before))).any():
+        raise snapshot.wrong(file, "a value continues one that does not come before it")
+    if depths_in(before).max() > CONTINUED_MAX:
+        raise snapshot.wrong(file, f"a value continues more than {CONTINUED_MAX} others")
+    return before
 
 
 def _blocks_of_file(blocks: dict[int, BlockLocation], numbers: Iterator[int], rows: int) -> list[BlockLocation]:
@@ -465,19 +528,27 @@ def read_rows(snapshot: SnapshotReader, manifest: TableManifest) -> Any:
     rows = _Rows(snapshot, file, table)
     for at, name in enumerate(manifest.placed):
         present = rows.given(f"at/{name}")
-        _check_index(snapshot, file, manifest, at, name, present, rows.numbers(f"at/{name}", np.int64, nulls=True))
+        index = rows.numbers(f"at/{name}", np.int64, nulls=True)
+        _check_index(snapshot, file, manifest, at, name, present, index, _read_before(snapshot, manifest, name))
     return table
 
 
 def read_values(snapshot: SnapshotReader, manifest: TableManifest, name: str) -> Any:
-    """Read the values of a field that has a file, mapped and checked."""
+    """Read the values of a field that has a file, mapped and checked. Values that continue others are whole."""
     import pyarrow as pa
 
     file = f"{manifest.directory}/field-{manifest.placed.index(name)}.arrow"
     (field,) = (field for field in manifest.terms.fields if field.name == name)
-    kind = _type_of(snapshot, file, field)
-    table = _whole(snapshot, file, {name: kind})
-    return pa.chunked_array([], kind) if table is None else table[name]
+    table = _whole(snapshot, file, *_field_types(snapshot, file, field))
+    if table is None:
+        return pa.chunked_array([], _type_of(snapshot, file, field))
+    before = _read_before(snapshot, manifest, name)
+    if before is None:
+        return table[name]
+    order, ends = chains(field, len(before), before, np.arange(len(before)))
+    pieces = table[name].combine_chunks().take(pa.array(order))
+    offsets = pieces.offsets.to_numpy()[ends]
+    return pa.chunked_array([pa.LargeListArray.from_arrays(pa.array(offsets), pieces.values)])
 
 
 _TAGS: Final = msgspec.json.Decoder(dict[str, bool | int | float | str])

@@ -19,6 +19,7 @@ from transferqueue.ledger.rules.recording import EndedBatch
 from transferqueue.schema import Field
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.export import arrow_type
+from transferqueue.storage.columns.joined import join
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.wire.messages import BlockLocation
@@ -79,11 +80,17 @@ class BatchColumns:
     def _sizes_of_rows(self) -> AnyArray:
         """About the bytes of each row."""
         batch, sizes = self._batch, 256.0 + self._events.sizes
-        for blocks, _ in batch.places.values():
-            numbers, index = np.unique(blocks, return_inverse=True)
-            places = [batch.blocks.get(number) for number in numbers.tolist()]
-            each = np.array([0.0 if at is None else at.nbytes / (at.rows * len(at.fields)) for at in places])
-            sizes += each[index.reshape(-1)]
+        for name, (blocks, _) in batch.places.items():
+            nodes = batch.nodes.get(name)
+            sizes += self._sizes_in(blocks) if nodes is None else nodes.sums(self._sizes_in(nodes.blocks))
+        return sizes
+
+    def _sizes_in(self, blocks: IntArray) -> AnyArray:
+        """About the bytes of a value in each of these blocks."""
+        numbers, index = np.unique(blocks, return_inverse=True)
+        places = [self._batch.blocks.get(number) for number in numbers.tolist()]
+        each = np.array([0.0 if at is None else at.nbytes / (at.rows * len(at.fields)) for at in places])
+        sizes: AnyArray = each[index.reshape(-1)]
         return sizes
 
     def _column(self, field: Field, at: IntArray) -> Any:
@@ -99,18 +106,33 @@ class BatchColumns:
     def _values(self, field: Field, at: IntArray) -> Any:
         """Values in blocks. `Corruption` with the number of the first block that another process wrote wrong."""
         try:
-            return _checked(field, Column(field, self._placement(field.name, at)).arrow())
+            return _checked(field, Column(field, self._whole(field, at)).arrow())
         except Corruption:
-            for block, rows in by_value(self._batch.places[field.name][0][at]):
+            blocks, slots = self._stored(field.name, at)
+            for block, rows in by_value(blocks):
                 try:
-                    _checked(field, Column(field, self._placement(field.name, at[rows])).arrow())
+                    _checked(field, Column(field, self._placement(blocks[rows], slots[rows])).arrow())
                 except Corruption as error:
                     raise Corruption(str(error), block=block) from error
             raise
 
-    def _placement(self, name: str, at: IntArray) -> RowPlacement:
+    def _stored(self, name: str, at: IntArray) -> tuple[IntArray, AnyArray]:
+        """Block and slot of all values that these rows are made of."""
+        if name in self._batch.nodes:
+            return self._batch.nodes[name].of_rows(at)[:2]
+        blocks, slots = self._batch.places[name]
+        return blocks[at], slots[at]
+
+    def _whole(self, field: Field, at: IntArray) -> RowPlacement:
+        """The places of these rows; in new memory if some continue others."""
+        placement = self._placement(*self._stored(field.name, at))
+        if field.name not in self._batch.nodes:
+            return placement
+        nodes = self._batch.nodes[field.name].of_rows(at)
+        return join(field, placement, nodes.parents, nodes.of_row)
+
+    def _placement(self, blocks: IntArray, slots: AnyArray) -> RowPlacement:
         batch = self._batch
-        blocks, slots = (each[at] for each in batch.places[name])
         numbers, index = np.unique(blocks, return_inverse=True)
         places = [batch.blocks[number] for number in numbers.tolist()]
         mapped = MappedBlocks(places, [self._memory(place) for place in places], batch.fields)

@@ -9,7 +9,7 @@ response together, perhaps without the first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,13 +103,16 @@ def count_tokens(columns: Sequence[Prepared]) -> I64 | None:
     """Tokens of each row if the caller did not say: the length of its `input_ids`, else of its `prompt_ids` and
     `response_ids`, as far as this call has them."""
     found = {column.field.name: column for column in columns if column.field.shape}
-    if "input_ids" in found:
-        return found["input_ids"].row_lengths()
-    parts = [found[name].row_lengths() for name in ("prompt_ids", "response_ids") if name in found]
-    if not parts:
-        return None
+    parts = [found[name].row_lengths() for name in counted_fields(found)]
+    if len(parts) < 2:
+        return parts[0] if parts else None
     summed: I64 = np.sum(parts, axis=0)
     return summed
+
+
+def counted_fields(names: Container[str]) -> list[str]:
+    """Those of the columns of a call whose lengths are its rows' tokens."""
+    return ["input_ids"] if "input_ids" in names else [name for name in ("prompt_ids", "response_ids") if name in names]
 
 
 def _check_lengths(column: Prepared, columns: Mapping[str, Prepared], before: Lengths) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 from msgspec import Meta
 
@@ -97,6 +97,37 @@ class ReplyColumns(Message, tag="Part"):
     block_of_row: I32
     slot_of_row: I32
 
+    @property
+    def tree(self) -> ReplyTree | None:
+        """This part, if some of its rows continue others."""
+        return None
+
+    def values(self, rows: int) -> int:
+        """The number of values that this part of a reply of `rows` rows places."""
+        return rows
+
+
+class ReplyTree(ReplyColumns, tag="Tree"):
+    """A field of which some rows continue others (`ContinueRequest`). `block_of_row` and `slot_of_row` place the nodes
+    of a forest, each stored value once; a row's value is that of its node after those of the nodes above it.
+
+    Args:
+        parents: the node above each node, as int32, which is before it; -1: none.
+        node_of_row: of each row of the reply, as int32.
+    """
+
+    parents: I32
+    node_of_row: I32
+
+    @property
+    def tree(self) -> ReplyTree:
+        """This part."""
+        return self
+
+    def values(self, rows: int) -> int:
+        """The number of its nodes."""
+        return len(self.parents) // 4
+
 
 class ReplyRows(Message, tag="Content"):
     """Rows with their facts (as `codec.encode_constant` shortens them), inline values and the places of their columns.
@@ -118,7 +149,7 @@ class ReplyRows(Message, tag="Content"):
     keys: Annotated[list[Text], Meta(max_length=BLOCK_ROWS_MAX)] | None
     tags: ReplyTags | None
     inline: Annotated[list[Inline], Meta(max_length=ITEMS_MAX)]
-    parts: Annotated[list[ReplyColumns], Meta(max_length=ITEMS_MAX)]
+    parts: Annotated[list[ReplyColumns | ReplyTree], Meta(max_length=ITEMS_MAX)]
     definitions: Bytes
 
 
@@ -137,15 +168,18 @@ class PutRows(Message):
     fresh_from: int = 0
 
 
+_PUT_UNANSWERED: Final = (
+    "if they were, the same put again adds them twice: give rows keys (key=), and the second is AlreadyExists, or "
+    "look first (find, audit)"
+)
+
+
 @request(
     reply=PutRows,
     roles=PRODUCERS,
     repeat="by_put",
     verb="Table.put",
-    unanswered=(
-        "if they were, the same put again adds them twice: give rows keys (key=), and the second is AlreadyExists, or "
-        "look first (find, audit)"
-    ),
+    unanswered=_PUT_UNANSWERED,
     bytes_max=REQUEST_BYTES_MAX,
 )
 class PutRequest(Message, tag="Put"):
@@ -156,6 +190,28 @@ class PutRequest(Message, tag="Put"):
     columns: Columns
     reservation: int = 0
     wait_s: Seconds = 0.0
+
+
+@request(
+    reply=PutRows,
+    roles=PRODUCERS,
+    repeat="by_put",
+    verb="Table.put",
+    unanswered=_PUT_UNANSWERED,
+    bytes_max=REQUEST_BYTES_MAX,
+)
+class ContinueRequest(PutRequest, tag="Continue"):
+    """New rows that continue others of the table: their values of some fields are stored without what comes before.
+
+    Args:
+        parents: the row that each row continues; -1: none.
+        fields: those whose values continue the parent's. Others are whole.
+        adds_tokens: the fact `tokens` counts only the new values; that of the parent is added.
+    """
+
+    parents: I64 = b""
+    fields: TableNames = []
+    adds_tokens: bool = False
 
 
 @request(reply=DoneReply, roles=WORKERS, verb="Table.update", bytes_max=REQUEST_BYTES_MAX)
@@ -465,6 +521,7 @@ class FreeColumns(Message):
 
 RowRequests = (
     PutRequest
+    | ContinueRequest
     | Update
     | LeaseRequest
     | Ack

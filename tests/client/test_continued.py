@@ -1,0 +1,378 @@
+"""Rows that continue rows: whole for readers, stored and sent once, kept for as long as a row that continues them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import transferqueue as tq
+from tests.client.deployments import Served
+from tests.client.test_recorded import wait_until_recorded
+from tests.client.test_remote import Between
+from tests.client.test_restart import Supervised
+from tests.damage.restoring import Restorer
+from tests.scale import examples, only_long
+from tests.server.test_foreign_snapshots import patch, seal
+from tests.server.test_spill_served import served as spilling
+from transferqueue.adapters.snapshots import read_table
+from transferqueue.errors import Corruption
+from transferqueue.limits import CONTINUED_MAX
+from transferqueue.server.durability.snapshots import SNAPSHOTS_VARIABLE
+
+FIELDS = [tq.Field("ids", "int64", (None,)), tq.Field("logprobs", "float32", (None,))]
+TASKS = [tq.Task("train", needs=["ids", "logprobs"])]
+TOKEN_BYTES = 8 + 4
+_tokens = itertools.count(1)
+
+
+class Forest:
+    """A table, and what each of its rows must be, in lists of this process."""
+
+    def __init__(self, table: tq.Table) -> None:
+        self.table = table
+        self.whole: dict[int, list[int]] = {}
+        self.chains: dict[int, tuple[int, ...]] = {}
+        """The rows that a row is made of, from the root to itself."""
+        self.own: dict[int, int] = {}
+        """Tokens that a row has beyond its parent."""
+
+    def put(self, parents: list[int], lengths: list[int], **facts: Any) -> list[int]:
+        new = [[next(_tokens) for _ in range(length)] for length in lengths]
+        logprobs = [np.array(tokens, np.float32) for tokens in new]
+        rows = self.table.put(
+            ids=[np.array(tokens, np.int64) for tokens in new], logprobs=logprobs, parent=parents, **facts
+        )
+        for row, parent, tokens in zip(rows.tolist(), parents, new, strict=True):
+            self.whole[row] = [*self.whole.get(parent, []), *tokens]
+            self.chains[row] = (*self.chains.get(parent, ()), row)
+            self.own[row] = len(tokens)
+        return rows.tolist()
+
+    def unique(self, rows: list[int]) -> int:
+        """The tokens of these rows, each stored value counted once."""
+        return sum(self.own[row] for row in {one for row in rows for one in self.chains[row]})
+
+    def check(self, found: Any, rows: list[int]) -> None:
+        """`found` has these rows, whole and as trees."""
+        assert found.rows.tolist() == rows
+        assert found["ids"].list() == [self.whole[row] for row in rows]
+        assert [one.tolist() for one in found["logprobs"]] == [self.whole[row] for row in rows]
+        assert found["ids"].lengths.tolist() == [len(self.whole[row]) for row in rows]
+        for name in ("ids", "logprobs"):
+            nodes, parents, node_of_row = found.tree(name)
+            assert int(nodes.lengths.sum()) == self.unique(rows)
+            assert len(nodes) == len({one for row in rows for one in self.chains[row]})
+            assert (parents < np.arange(len(parents))).all()
+            for row, node in zip(rows, node_of_row.tolist(), strict=True):
+                chain = [node]
+                while parents[chain[-1]] >= 0:
+                    chain.append(int(parents[chain[-1]]))
+                assert [token for one in reversed(chain) for token in nodes[one].tolist()] == self.whole[row]
+                assert len(chain) == len(self.chains[row])
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Iterator[tq.Queue]:
+    with tq.connect("embedded") as found:
+        yield found
+
+
+_names = itertools.count()
+
+
+@settings(max_examples=examples(40))
+@given(data=st.data())
+def test_any_forest_is_read_whole_and_as_trees(embedded: tq.Queue, data: st.DataObject) -> None:
+    table = embedded.create_table(f"forest{next(_names)}", fields=FIELDS, tasks=TASKS)
+    forest = Forest(table)
+    live: list[int] = []
+    for _ in range(data.draw(st.integers(1, 8), "puts")):
+        count = data.draw(st.integers(1, 4), "rows")
+        parents = data.draw(st.lists(st.sampled_from([-1, *live]), min_size=count, max_size=count), "parents")
+        live += forest.put(parents, data.draw(st.lists(st.integers(0, 5), min_size=count, max_size=count), "lengths"))
+        some = data.draw(st.lists(st.sampled_from(live), min_size=1, max_size=6, unique=True), "read")
+        forest.check(table.read(some), some)
+        gone = data.draw(st.lists(st.sampled_from(live), max_size=3, unique=True), "gone")
+        if gone:
+            table.drop(gone, reason="test")
+            live = [row for row in live if row not in gone]
+    while live:
+        with table.lease("train", rows=min(len(live), data.draw(st.integers(1, 4), "leased"))) as batch:
+            forest.check(batch, batch.rows.tolist())
+        live = live[len(batch) :]
+    assert table.stats().bytes == 0
+
+
+@pytest.mark.parametrize("way", ["mapped", "remote"])
+def test_what_rows_share_is_stored_once_and_sent_once(server: Served, name: str, way: str) -> None:
+    """A prompt, 16 answers to it, and turns that go on from some of them."""
+    with Between(server) as between, tq.connect(between.control.address, data="remote") as queue:
+        forest = Forest(queue.create_table(name, fields=FIELDS, tasks=TASKS))
+        (prompt,) = forest.put([-1], [4000])
+        answers = forest.put([prompt] * 16, [400] * 16)
+        for _ in range(8):
+            answers += forest.put(answers[-4:], [300] * 4)
+        rows = [prompt, *answers]
+        bytes_unique = TOKEN_BYTES * forest.unique(rows)
+        bytes_whole = TOKEN_BYTES * sum(len(forest.whole[row]) for row in rows)
+        assert bytes_whole > 9 * bytes_unique
+        assert bytes_unique < forest.table.stats().bytes < 1.1 * bytes_unique
+        passed = {True: 0, False: 0}
+
+        def count(_passed: int, data: bytes, up: bool) -> bytes:
+            passed[up] += len(data)
+            return data
+
+        between.bulk.meddle = count
+        with tq.connect(server.ipc) if way == "mapped" else tq.connect(between.control.address, data="remote") as other:
+            found = other.table(name).read(rows)
+            forest.check(found, rows)
+        assert passed[False] < (1.1 * bytes_unique if way == "remote" else 1)
+        with forest.table.lease("train", rows=len(rows)) as batch:
+            forest.check(batch, rows)
+        assert forest.table.stats().bytes == 0
+
+
+def test_a_row_ends_and_those_that_continue_it_stay_whole(queue: Any, name: str) -> None:
+    """By every way and both fronts."""
+    table = queue.create_table(name, tasks=[tq.Task("train", needs=["ids"])])
+    first = table.put(ids=[[1, 2, 3]], tokens=3)
+    second = table.put(ids=[[4], [5, 6]], parent=first[0])
+    with table.lease("train", rows=1) as batch:
+        assert batch["ids"].list() == [[1, 2, 3]]
+    third = table.put(ids=[[7]], parent=second[1:], policy_version=3)
+    table.drop([second[1]], reason="bad")
+    found = table.read([second[0], third[0]])
+    assert found["ids"].list() == [[1, 2, 3, 4], [1, 2, 3, 5, 6, 7]]
+    assert found.tree("ids").nodes.list() == [[1, 2, 3], [4], [5, 6], [7]]
+    assert found.tree("ids").parents.tolist() == [-1, 0, 0, 2]
+    with pytest.raises(tq.NotFound, match=r"row 0 .* finished and was freed"):
+        table.put(ids=[[8]], parent=first[0])
+
+
+def test_a_value_that_is_replaced_is_whole_and_those_that_continue_the_old_one_keep_it(embedded: tq.Queue) -> None:
+    table = embedded.create_table("replaced", tasks=[tq.Task("train", needs=["ids"])])
+    first = table.put(ids=[[1, 2]])
+    second = table.put(ids=[[3]], parent=first)
+    third = table.put(ids=[[4]], parent=second)
+    read = table.read(second)
+    table.update(second, overwrite=True, if_unchanged=read, ids=[[9]])
+    assert table.read([*first, *second, *third])["ids"].list() == [[1, 2], [9], [1, 2, 3, 4]]
+    with pytest.raises(tq.RowsChanged):
+        table.update(second, overwrite=True, if_unchanged=read, ids=[[8]])
+
+
+def test_named_columns_are_continued_and_tokens_are_counted_whole(embedded: tq.Queue) -> None:
+    table = embedded.create_table("named", tasks=[tq.Task("train", needs=["input_ids"])])
+    first = table.put(input_ids=[[1, 2, 3]], note=[[1]])
+    second = table.put(input_ids=[[4, 5]], note=[[2, 2]], parent=first, continued=["input_ids"])
+    given = table.put(input_ids=[[6]], parent=second, tokens=77)
+    with table.pipeline() as pipeline:
+        (last,) = pipeline.put(input_ids=[[7]], parent=second).result().tolist()
+    found = table.read([*second, *given, last], fields=["input_ids"])
+    assert found.tokens.tolist() == [5, 77, 6]
+    assert found["input_ids"].list() == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7]]
+    assert table.read(second)["note"].list() == [[2, 2]]
+    plain = table.read(first).tree("input_ids")
+    assert (plain.nodes.list(), plain.parents.tolist(), plain.node_of_row.tolist()) == ([[1, 2, 3]], [-1], [0])
+
+
+@pytest.mark.parametrize("data", ["auto", "remote"])
+def test_slices_are_cut_from_whole_rows(server: Served, name: str, data: Any) -> None:
+    with tq.connect(server.tcp, data=data) as queue:
+        table = queue.create_table(name, tasks=[tq.Task("train", needs=["ids"])])
+        first = table.put(ids=[[1, 2, 3]])
+        second = table.put(ids=[[4, 5], [6]], parent=first, x=[1.0, 2.0])
+        with table.lease("train", rows=3, fields={"ids": tq.Slice((2, 4))}) as batch:
+            assert batch["ids"].list() == [[3], [3, 4], [3, 6]]
+            with pytest.raises(tq.UsageError, match="was leased or read in part"):
+                batch.tree("ids")
+        assert len(second) == 2
+
+
+def test_what_cannot_be_continued_is_refused_and_changes_nothing(embedded: tq.Queue) -> None:
+    table = embedded.create_table(
+        "refused",
+        fields=[
+            tq.Field("ids", "int64", (None,)),
+            tq.Field("dense", "int64", (9,)),
+            tq.Field("other", "int64", (None,)),
+        ],
+        tasks=[tq.Task("train", needs=["ids"])],
+        retention=tq.Manual(),
+        extra_fields=True,
+    )
+    first = table.put(ids=[[1, 2]], dense=np.zeros((1, 9), np.int64), text=["a"])
+    freed = table.put(ids=[[1, 2]], other=[[1]])
+    table.free_columns(freed, ["other"])
+    before = table.stats()
+
+    def refuses(error: type[Exception], match: str, **put: Any) -> None:
+        with pytest.raises(error, match=match):
+            table.put(**put)
+        after = table.stats()
+        assert (after.rows_put, after.bytes, after.rows_live) == (before.rows_put, before.bytes, before.rows_live)
+
+    refuses(tq.NotFound, "row 99 was never put", ids=[[1]], parent=99)
+    refuses(tq.NotFound, "rows -5 was never put|row -5 was never put", ids=[[1]], parent=-5)
+    refuses(tq.NotFound, 'row 0 .* does not have "other", so no row continues it', ids=[[1]], other=[[1]], parent=first)
+    refuses(tq.ColumnFreed, 'column "other" of row 1', other=[[1]], parent=freed)
+    refuses(tq.SchemaError, "only ragged columns are continued", ids=[[1]], dense=np.ones((1, 9), np.int64),
+            parent=first, continued=["dense"])  # fmt: skip
+    refuses(tq.SchemaError, "only ragged columns are continued", text=["b"], parent=first, continued=["text"])
+    refuses(tq.UsageError, "has no column of that name", ids=[[1]], parent=first, continued=["other"])
+    refuses(tq.UsageError, "shared by rows or puts", ids=tq.Repeat([[1] * 999]), parent=first)
+    refuses(tq.UsageError, "parent names 2 rows, and the put has 1", ids=[[1]], parent=[0, 0])
+    refuses(tq.UsageError, "without parent=", ids=[[1]], continued=["ids"])
+    refuses(tq.UsageError, "has no ragged column", text=["b"], parent=first)
+    refuses(tq.UsageError, "give row ids", ids=[[1]], parent="first")
+
+
+def test_a_chain_is_bounded(embedded: tq.Queue) -> None:
+    table = embedded.create_table("chain", tasks=[tq.Task("train", needs=["ids"])])
+    row = table.put(ids=[[0]])
+    for number in range(1, CONTINUED_MAX + 1):
+        row = table.put(ids=[[number]], parent=row)
+    assert table.read(row)["ids"].list() == [list(range(CONTINUED_MAX + 1))]
+    with pytest.raises(tq.UsageError, match=f"{CONTINUED_MAX} rows come before, .* at most {CONTINUED_MAX}"):
+        table.put(ids=[[1]], parent=row)
+    table.drop(list(range(CONTINUED_MAX)), reason="old")
+    assert table.read(row)["ids"].list() == [list(range(CONTINUED_MAX + 1))]
+    table.drop(row, reason="old")
+    assert table.stats().bytes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["process", *only_long("disk")])
+def test_forests_outlive_kills(level: str, tmp_path: Path) -> None:
+    """The server is killed between puts, reads and ends; what it answered is there, whole."""
+    chance = random.Random(4)
+    with Supervised(tmp_path, level) as server, tq.connect(server.address) as queue:
+        forest = Forest(queue.create_table("t", fields=FIELDS, tasks=TASKS))
+        live: list[int] = []
+        for number in range(24):
+            live += forest.put([chance.choice([-1, *live]) for _ in range(3)], [chance.randint(0, 60)] * 3)
+            if number % 4 == 3:
+                server.kill()
+            gone = chance.sample(live, 2)
+            forest.table.drop(gone, reason="test")
+            live = [row for row in live if row not in gone]
+            if number % 6 == 5:
+                server.kill()
+            forest.check(forest.table.read(live), live)
+        while live:
+            with forest.table.lease("train", rows=min(5, len(live))) as batch:
+                forest.check(batch, batch.rows.tolist())
+                if len(live) % 3 == 0:
+                    server.kill()
+            live = live[len(batch) :]
+        assert forest.table.stats().bytes == 0
+        assert queue.audit().balanced
+
+
+@pytest.mark.slow
+def test_what_rows_continue_comes_back_from_a_disk(tmp_path: Path) -> None:
+    with spilling(tmp_path / "server") as server, tq.connect(server.address) as queue:
+        table = queue.create_table("rows", tasks=[tq.Task("train", needs=["ids"])])
+        noise = np.random.default_rng(0).integers(0, 1 << 60, (24, 1 << 16))
+        first = table.put(ids=[noise[0]])
+        rows = [int(table.put(ids=[one], parent=first[0])[0]) for one in noise[1:]]
+        table.drop(first, reason="test")
+        assert queue.stats().server.spill.bytes > 0
+        queue.snapshot("kept")
+        for row, one in zip(rows, noise[1:], strict=True):
+            with table.lease("train", rows=1, timeout_s=30) as batch:
+                assert batch.rows.tolist() == [row]
+                assert np.array_equal(batch["ids"][0], np.concatenate([noise[0], one]))
+        assert (queue.stats().server.spill.blocks, table.stats().bytes) == (0, 0)
+    with spilling(tmp_path / "next", 64, spills=False) as server, tq.connect(server.address) as queue:
+        queue.restore("kept")
+        assert queue.table("rows").stats().bytes < 1.1 * noise.nbytes
+        found = queue.table("rows").read(rows)
+        assert np.array_equal(found["ids"][5], np.concatenate([noise[0], noise[6]]))
+
+
+def test_recorded_rows_are_whole(tmp_path: Path) -> None:
+    with tq.connect("embedded") as queue:
+        kept = tq.Recorded(str(tmp_path / "run"))
+        forest = Forest(queue.create_table("t", fields=FIELDS, tasks=TASKS, retention=kept))
+        rows = forest.put([-1, -1], [3, 0])
+        rows += forest.put([rows[0], rows[0], rows[1], -1], [2, 3, 1, 4])
+        rows += forest.put([rows[2]], [5])
+        with forest.table.lease("train", rows=2):
+            pass
+        forest.table.seal()
+        with forest.table.lease("train", rows=5) as batch:
+            forest.check(batch, rows[2:])
+        wait_until_recorded(forest.table, 7)
+        assert forest.table.stats().bytes == 0
+    recorded = tq.open_run(tmp_path / "run").table("t")
+    assert recorded.check() == []
+    found = recorded.arrow(["_row", "ids", "logprobs"]).sort_by("_row")
+    assert found["ids"].to_pylist() == [forest.whole[row] for row in rows]
+    assert found["logprobs"].to_pylist() == [forest.whole[row] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Forest]:
+    """A snapshot of a forest, of which some roots have ended."""
+    root = tmp_path_factory.mktemp("root")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(SNAPSHOTS_VARIABLE, str(root))
+        with tq.connect("embedded") as queue:
+            forest = Forest(queue.create_table("t", fields=FIELDS, tasks=TASKS))
+            rows = forest.put([-1, -1], [3, 2])
+            rows += forest.put([rows[0], rows[0], rows[1]], [1, 2, 3])
+            forest.put([rows[3], -1], [4, 5])
+            with forest.table.lease("train", rows=2):
+                pass
+            queue.snapshot("s")
+    return root, forest
+
+
+def test_a_snapshot_has_shared_values_once_and_is_restored(
+    original: tuple[Path, Forest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, forest = original
+    rows = [2, 3, 4, 5, 6]
+    table = read_table(root / "s", "t", fields=["ids"])
+    assert table["ids"].to_pylist() == [forest.whole[row] for row in rows]
+    monkeypatch.setenv(SNAPSHOTS_VARIABLE, str(root))
+    with tq.connect("embedded") as queue:
+        queue.restore("s")
+        restored = Forest(queue.table("t"))
+        restored.whole, restored.chains, restored.own = dict(forest.whole), dict(forest.chains), dict(forest.own)
+        restored.check(restored.table.read(rows), rows)
+        more = restored.put([5, 2], [2, 2])
+        with restored.table.lease("train", rows=5):
+            pass
+        restored.check(restored.table.read(more), more)
+        restored.table.drop(more, reason="test")
+        assert restored.table.stats().bytes == 0
+        assert queue.audit().balanced
+
+
+@pytest.mark.parametrize("words", [{2: 2}, {2: 5}, {2: -7}, {5: 6}])
+def test_snapshots_with_circles_are_refused(
+    original: tuple[Path, Forest], tmp_path: Path, words: dict[int, int]
+) -> None:
+    shutil.copytree(original[0] / "s", tmp_path / "s")
+    snapshot = tmp_path / "s/000001"
+    file = snapshot / "tables/0/field-0.arrow"
+    patch(file, "before/ids", 1, words)
+    seal(snapshot)
+    match = "a value continues one that does not come before it"
+    error = Restorer(tmp_path, 1 << 20).restore("s")
+    assert isinstance(error, Corruption)
+    assert match in str(error)
+    with pytest.raises(Corruption, match=match):
+        read_table(tmp_path / "s", "t")

@@ -1,0 +1,72 @@
+"""The arguments of a put that say which rows its rows continue (``parent=``, ``continued=``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferqueue.client.operations import arguments as checks
+from transferqueue.errors import UsageError
+from transferqueue.errors.text import counted, shown
+from transferqueue.storage.inputs.columns import counted_fields
+from transferqueue.wire import messages as m
+
+
+class Continues(NamedTuple):
+    """Checked arguments. `parents`: one for all rows, or one for each; `names`: None: all ragged columns."""
+
+    parents: NDArray[np.int64]
+    names: list[str] | None
+
+    def request(self, put: m.PutRequest, *, counts: bool) -> m.PutRequest:
+        """The put as one that continues these rows, if there are any. `counts`: the client has counted the tokens of
+        its columns."""
+        if self.parents.ndim and len(self.parents) != put.rows:
+            raise UsageError(
+                f"parent names {counted(len(self.parents), 'row')}, and the put has {put.rows}; give one for each row, "
+                "or one for all"
+            )
+        if (self.parents == -1).all():
+            return put
+        carried = put.columns
+        names = [field.name for field in carried.fields if field.ragged] if self.names is None else self.names
+        if not names:
+            raise UsageError(
+                "a put with parent= has no ragged column, so nothing of it continues the parent; give a list of arrays "
+                "or of lists, or leave out parent="
+            )
+        whole = counted_fields([field.name for field in carried.fields if field.shape]) if counts else []
+        if {*whole} - {*names} and {*whole} & {*names}:
+            raise UsageError(
+                f"of {' and '.join(whole)} only some continue the parent's, so the tokens of the rows cannot be "
+                "counted; give tokens="
+            )
+        return m.ContinueRequest(
+            put.table,
+            put.rows,
+            carried,
+            put.reservation,
+            put.wait_s,
+            np.broadcast_to(self.parents, put.rows).astype("<i8").tobytes(),
+            names,
+            adds_tokens=bool(whole) and {*whole} <= {*names},
+        )
+
+
+WHOLE: Final = Continues(np.full((), -1, np.int64), [])
+"""The rows continue no others."""
+
+
+def continues_of(parent: object, continued: Iterable[str] | None) -> Continues:
+    """Check the arguments of a put."""
+    if parent is None:
+        if continued is not None:
+            raise UsageError(f"continued={shown(continued)} is given without parent=; say which row it continues")
+        return WHOLE
+    ids = np.frombuffer(checks.row_ids(parent), "<i8")
+    if ids.size == 1:
+        ids = ids.reshape(())
+    return Continues(ids, checks.names("continued column", continued))
