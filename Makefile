@@ -153,7 +153,7 @@ fuzz: $(STAMP) ## typed extremes and kills, attacks on the bulk port, mutated fr
 SEED ?= 0
 soak: test-long ## test-long, then simulator, fuzz, damaged files, chaos, all long (over an hour; SEED=N begins elsewhere)
 	$(BIN)/python -m tests.simulator --seeds 10000 --first $(SEED)
-	for kind in mixed disk backlog full-disk interned interned-disk; do \
+	for kind in mixed disk backlog full-disk interned interned-disk continued continued-disk; do \
 		$(BIN)/python -m tests.simulator --kind crowded-$$kind --seeds 2000 --first $(SEED) || exit 1; done
 	$(BIN)/python -m tests.fuzz --frames 5000000 --messages 1000000 --attacks 20000 --seed $(SEED)
 	$(BIN)/python -m tests.damage state --count 10000 --seed $(SEED)

@@ -13,6 +13,7 @@ from typing import Final
 from tests.simulator.backlog import FEWER_FAULTS, BacklogJob, LargeBlocksJob
 from tests.simulator.bounds import bounded
 from tests.simulator.columns import ColumnEndsJob
+from tests.simulator.continued import ContinuedJob
 from tests.simulator.copied import ReplicatedShardsJob
 from tests.simulator.crowd import CrowdJob
 from tests.simulator.interned import INTERNED_PAGES, InternedJob
@@ -49,11 +50,12 @@ before."""
 @dataclass(frozen=True, slots=True)
 class WorldKind:
     """What a world has, whatever its seed says (see `SimRun`). crowded: a `CrowdJob`, too. backlog: the job that fills
-    memory and disk, instead of those that the seed chooses."""
+    memory and disk, instead of those that the seed chooses. continues: a `ContinuedJob` beside `Rollouts`."""
 
     rates: Rates | None = None
     spills: bool = False
     interns: bool = False
+    continues: bool = False
     crowded: bool = False
     backlog: type[BacklogJob] | None = None
 
@@ -66,6 +68,8 @@ _KINDS: Final = {
     "interrupted": WorldKind(Rates(interrupted=0.03)),
     "interned": WorldKind(interns=True),
     "interned-disk": WorldKind(interns=True, spills=True),
+    "continued": WorldKind(continues=True),
+    "continued-disk": WorldKind(continues=True, spills=True),
 }
 KINDS: Final = _KINDS | {f"crowded-{name}": replace(kind, crowded=True) for name, kind in _KINDS.items()}
 """The kinds of worlds by name."""
@@ -151,6 +155,8 @@ class SimRun:
         chance = self.world.random
         if self.kind.interns:
             self.jobs: list[SimJob] = [Rollouts(chance, roomy=self.roomy), InternedJob()]
+        elif self.kind.continues:
+            self.jobs = [Rollouts(chance, roomy=self.roomy), ContinuedJob()]
         elif self.kind.backlog is not None:
             self.jobs = [self.kind.backlog(chance)]
         elif chance.random() < SHARDED:
