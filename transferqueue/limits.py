@@ -143,8 +143,8 @@ LEASES_PER_REQUEST_MAX: Final = 256
 BLOCK_ROWS_MAX: Final = 1 << 20
 """Rows of one block. Stored blocks of earlier versions have more rows than a request may have now."""
 CONTINUED_MAX: Final = 256
-"""Rows that one row continues, one after another: more turns than an episode has. A reply names each of them, at about
-a microsecond of the server's time."""
+"""Rows that one row continues, one after another: more turns than an episode has. A reply names each of them, at up to
+2 microseconds of the server's time."""
 SPANS_AWAITED_MAX: Final = 1 << 16
 """Spans of ordinals that one waiting lease names, 16 bytes each: more than the prompts of a step and of those generated
 ahead."""
