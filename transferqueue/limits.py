@@ -129,6 +129,12 @@ SHARED_NS: Final = 400
 """A row of a batch that ranks share."""
 RANK_NS: Final = 6_000
 """A rank's share of such a batch."""
+CONTINUED_NS: Final = 500
+"""A field of a row that is put and continues another."""
+NODE_NS: Final = 1_000
+"""A stored value, of all fields that continue the same ones, that a reply names since rows continue it or others."""
+NAMED_NS: Final = 100
+"""A field of a block of such values: replies name blocks with their fields."""
 FEW_ROWS: Final = 1 << 8
 """The cost of so few rows, each in `TASKS_MAX` tasks, is not estimated."""
 ROWS_PER_REQUEST_MAX: Final = 1 << 16

@@ -23,7 +23,7 @@ can check that they fit the bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Final
 
@@ -84,11 +84,19 @@ _PER_TOKEN: Final = frozenset(
 )
 """Fields that have one value a token where their rows have lengths, in the workflows and adapters of this package."""
 
+COUNTED: Final = ("input_ids", "prompt_ids", "response_ids")
+"""Fields whose lengths are the tokens of a row (`counted_fields`)."""
+
 _FINITE: Final = (_PER_TOKEN | {"rewards"}) - {"loss_mask", "response_mask", "token_versions"}
 """Fields where one NaN or infinity would become the loss of a whole step."""
 
 RAGGED_RANK_MAX: Final = 8
 """The most dimensions of one row's value."""
+
+
+def counted_fields(names: Container[str]) -> list[str]:
+    """Those of the columns of a call whose lengths are its rows' tokens."""
+    return ["input_ids"] if "input_ids" in names else [name for name in COUNTED if name in names]
 
 
 @lru_cache(maxsize=4096)

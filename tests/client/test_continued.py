@@ -216,9 +216,17 @@ def test_what_cannot_be_continued_is_refused_and_changes_nothing(embedded: tq.Qu
     table.free_columns(freed, ["other"])
     before = table.stats()
 
+    def memory() -> tuple[int, int]:
+        arena = embedded.stats().bytes
+        return arena.extents_open, arena.granted
+
     def refuses(error: type[Exception], match: str, **put: Any) -> None:
-        with pytest.raises(error, match=match):
-            table.put(**put)
+        lent = []
+        for _ in range(3):
+            with pytest.raises(error, match=match):
+                table.put(**put)
+            lent.append(memory())
+        assert lent == lent[:1] * 3, "memory of a refused put is used again"
         after = table.stats()
         assert (after.rows_put, after.bytes, after.rows_live) == (before.rows_put, before.bytes, before.rows_live)
 
@@ -232,9 +240,100 @@ def test_what_cannot_be_continued_is_refused_and_changes_nothing(embedded: tq.Qu
     refuses(tq.UsageError, "has no column of that name", ids=[[1]], parent=first, continued=["other"])
     refuses(tq.UsageError, "shared by rows or puts", ids=tq.Repeat([[1] * 999]), parent=first)
     refuses(tq.UsageError, "parent names 2 rows, and the put has 1", ids=[[1]], parent=[0, 0])
+    refuses(tq.UsageError, "parent names 2 rows", ids=[np.zeros(1 << 17, np.int64)], parent=[0, 0])
     refuses(tq.UsageError, "without parent=", ids=[[1]], continued=["ids"])
     refuses(tq.UsageError, "has no ragged column", text=["b"], parent=first)
     refuses(tq.UsageError, "give row ids", ids=[[1]], parent="first")
+
+
+def test_the_arguments_are_no_fields(embedded: tq.Queue) -> None:
+    for name in ("parent", "continued"):
+        fields = [tq.Field("ids", "int64", (None,)), tq.Field(name, "int64")]
+        with pytest.raises(tq.UsageError, match=f"take {name}= for something else"):
+            embedded.create_table(f"with_{name}", fields=fields)
+        with pytest.raises(tq.UsageError, match=f"{name}= for something else"):
+            embedded.create_table(f"with_{name}", tasks=[tq.Task("train", needs=["ids"], gives=[name])])
+    table = embedded.create_table("older", tasks=[tq.Task("train", needs=["ids"])], extra_fields=True)
+    table.put({"ids": [[1]]})
+    table.update([0], parent=[7])  # such a table takes any column
+    with pytest.raises(tq.UsageError, match='has a field "parent", and put takes parent= for rows'):
+        table.put(ids=[[1]], parent=[-1])
+
+
+def test_lengths_are_compared_only_with_those_of_the_same_part(embedded: tq.Queue) -> None:
+    ragged = [tq.Field(name, "int64", (None,)) for name in ("ids", "prompt_ids", "response_ids")]
+    mask = tq.Field("mask", "int64", (None,), like="ids")
+    table = embedded.create_table(
+        "lengths", fields=[*ragged, mask, tq.Field("logprobs", "float32", (None,))], tasks=[tq.Task("train", ["ids"])]
+    )
+    first = table.put(ids=[[1, 2]], mask=[[0, 0]], prompt_ids=[[1, 2]], response_ids=[[3]], logprobs=[[0.0]])
+    both = table.put(ids=[[3]], mask=[[1]], parent=first)
+    assert table.read(both)["mask"].list() == [[0, 0, 1]]
+    for values in ([[1]], [[0, 0, 1]]):
+        with pytest.raises(tq.SchemaError, match=r'"ids" continues the parent.s while "mask" does not'):
+            table.put(ids=[[3]], mask=values, parent=first, continued=["ids"])
+    empty = [np.zeros(0, np.int64)]
+    rows = table.put(prompt_ids=empty, response_ids=[[4, 5]], logprobs=[[0.0] * 4], parent=first,
+                     continued=["prompt_ids"], tokens=4)  # fmt: skip
+    assert table.read(rows)["prompt_ids"].list() == [[1, 2]]
+    with pytest.raises(tq.SchemaError, match="row 0 has 1 value"):
+        table.put(response_ids=[[4, 5]], logprobs=[[0.0]], parent=first, continued=["response_ids", "logprobs"])
+
+
+def test_tokens_are_those_of_fields_that_the_row_has(embedded: tq.Queue) -> None:
+    table = embedded.create_table("counted", tasks=[tq.Task("train", needs=["response_ids"])])
+    first = table.put(prompt_ids=[[1] * 9], response_ids=[[2] * 5])
+    with pytest.raises(tq.UsageError, match=r'of row 0 .* "prompt_ids" was counted too'):
+        table.put(response_ids=[[3]], parent=first)
+    rows = [table.put(response_ids=[[3]], parent=first, tokens=6)[0]]
+    rows += [table.put(prompt_ids=[np.zeros(0, np.int64)], response_ids=[[3]], parent=first)[0]]
+    assert table.read(rows, fields=["response_ids"]).tokens.tolist() == [6, 15]
+
+
+def test_failed_rows_keep_no_more_bytes_than_they_may(embedded: tq.Queue) -> None:
+    """A row that failed too often can be taken again, unless what it continues takes too much of the table."""
+    retry = tq.Retry(first_s=0, attempts=1)
+    table = embedded.create_table(
+        "failed", limits=tq.Limits(bytes=24 << 20), tasks=[tq.Task("train", needs=["ids"], retry=retry)]
+    )
+    first = table.put(ids=[np.zeros(16 << 17, np.int64)])
+    second = table.put(ids=[[1]], parent=first)
+    table.put(ids=[[1]], parent=second)
+    with table.lease("train", rows=2):
+        pass
+    with pytest.raises(ValueError, match="no"), table.lease("train", rows=1):
+        raise ValueError("no")
+    assert table.stats().rows_live == 0
+    table.put(ids=[np.zeros(16 << 17, np.int64)], timeout_s=0)
+
+
+def test_fields_that_continue_the_same_rows_are_one_tree(embedded: tq.Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = embedded.create_table("alike", tasks=[tq.Task("train", needs=["a", "b", "c"])])
+    first = table.put(a=[[1]], b=[[1]], c=[[1]])
+    second = table.put(a=[[2]], b=[[2]], c=[[2]], parent=first, continued=["a", "b"])
+    third = table.put(a=[[3]], b=[[3]], c=[[3]], parent=second)
+    found = table.read([*second, *third])
+    assert [(type(part).__name__, part.fields) for part in found._content.parts] == [
+        ("ReplyTree", ["a", "b"]), ("ReplyTree", ["c"])
+    ]  # fmt: skip
+    assert [found[name].list() for name in "abc"] == [[[1, 2], [1, 2, 3]], [[1, 2], [1, 2, 3]], [[2], [2, 3]]]
+    assert found.tree("b").lengths().tolist() == [2, 3]
+    assert "[1 2 3]" in found._repr_html_() or "1, 2, 3" in found._repr_html_()
+
+
+def test_a_reply_with_too_many_values_is_refused_before_rows_are_leased(embedded: tq.Queue) -> None:
+    table = embedded.create_table("large", tasks=[tq.Task("train", needs=["ids"])])
+    last = table.put(ids=[[0]] * 2000)
+    for number in range(1, 12):
+        parents, last = last, table.put(ids=[[number]] * 2000, parent=last)
+        table.drop(parents, reason="continued")
+    for rows in (table.read, lambda rows: table.lease("train", rows=len(rows), timeout_s=0).__enter__()):
+        with pytest.raises(tq.UsageError, match=r"2,?000 rows, which continue others, .* fewer rows at a time"):
+            rows(last)
+    assert table.stats().tasks["train"].leased == 0
+    with table.lease("train", rows=1000) as batch:
+        assert batch["ids"].list() == [list(range(12))] * 1000
+    assert table.lease("train", rows=1000).__enter__().tree("ids").lengths().tolist() == [12] * 1000
 
 
 def test_a_chain_is_bounded(embedded: tq.Queue) -> None:

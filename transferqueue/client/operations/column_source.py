@@ -14,9 +14,9 @@ from transferqueue.client.memory.shard_clients import OWN
 from transferqueue.client.operations.device import Destination
 from transferqueue.client.session.operation_runner import BlockingWork, Operation, request_reply
 from transferqueue.client.table_info import ReplyFields, TableInfo
-from transferqueue.errors import NotFound, ProtocolError, SchemaError, UsageError, listing
+from transferqueue.errors import NotFound, OutOfMemory, ProtocolError, SchemaError, UsageError, listing
 from transferqueue.errors.on_failure import OnFailure
-from transferqueue.errors.text import SHOWN_CHARS, shortened
+from transferqueue.errors.text import SHOWN_CHARS, counted, shortened
 from transferqueue.schema import NO_SLICES, Field, Slice, sliced_fields
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.joined import Tree, join
@@ -67,7 +67,7 @@ class ColumnSource:
         """The fields of the columns, by name."""
         self._content, self._known = content, fields.known
         self._memory, self._slices = memory, slices
-        self._trees = {tree.fields[0]: tree for part in content.parts if (tree := part.tree) is not None}
+        self._trees = {name: tree for part in content.parts if (tree := part.tree) is not None for name in tree.fields}
         made = made or {}
         self._columns = {name: column for name, column in made.items() if name not in self._trees}
         self._nodes = {name: made[name] for name in self._trees if name in made}
@@ -121,7 +121,7 @@ class ColumnSource:
         the source has ended."""
         if name not in self.fields or name in self._slices or self.ended:
             return None
-        lengths = self.column(name).lengths
+        lengths = self.tree(name).lengths() if name in self._trees else self.column(name).lengths
         if rows is None:
             return lengths
         ids = np.frombuffer(self._content.rows, "<i8")
@@ -136,10 +136,7 @@ class ColumnSource:
                 self._columns.setdefault(name, Column.of_inline(self.fields[name], value.data))
                 return
         if (tree := self._trees.get(name)) is not None:
-            nodes = self._node_column(name).placement
-            joined = join(self._known[name], nodes, *_edges(tree))
-            self._blocks.append(joined.blocks)
-            self._columns.setdefault(name, Column(self._known[name], joined, self._slices.get(name)))
+            self._columns.setdefault(name, self._joined(name, tree, self.rows))
             return
         for part in self._content.parts:
             if name in part.fields:
@@ -160,8 +157,31 @@ class ColumnSource:
 
     def _node_column(self, name: str) -> Column:
         if name not in self._nodes:
-            self._nodes.setdefault(name, Column(self._known[name], self._placement(self._trees[name])))
+            placement = self._placement(tree := self._trees[name])
+            for field in tree.fields:
+                self._nodes.setdefault(field, Column(self._known[field], placement))
         return self._nodes[name]
+
+    def first(self, name: str, rows: int) -> Column:
+        """The column of a field, of which only so many rows need be there."""
+        tree = self._trees.get(name)
+        if tree is None or name in self._columns:
+            return self.column(name)
+        return self._joined(name, tree, rows)
+
+    def _joined(self, name: str, tree: m.ReplyTree, rows: int) -> Column:
+        """A column of the first rows, each with all that it continues."""
+        parents, node_of_row = _edges(tree)
+        try:
+            joined = join(self._known[name], self._node_column(name).placement, parents, node_of_row[:rows])
+        except MemoryError as error:
+            raise OutOfMemory(
+                f'field "{name}" of {self.subject}: rows continue others, and this process has no memory for '
+                f"{counted(rows, 'whole row')} ({error}); use tree({name!r}), which has each stored value once, or "
+                "take fewer rows"
+            ) from error
+        self._blocks.append(joined.blocks)
+        return Column(self._known[name], joined, self._slices.get(name))
 
     def land(self, destination: Destination) -> Operation[None]:
         """Begin to copy all columns that are tensors to their destination. Errors as of `device_copy.land`."""
@@ -222,7 +242,7 @@ def content_source(
         held: list[MappedBlocks] = []
     else:
         memory = {}
-        whole = {part.fields[0] for part in content.parts if part.tree is not None}
+        whole = {name for part in content.parts if part.tree is not None for name in part.fields}
         cut = {name: part for name, part in slices.items() if name not in whole} if whole else slices
         placed, held = yield from client.shards.columns(content.parts, fields.known, len(content.rows) // 8, cut)
     source = ColumnSource(subject, content, fields, memory, placed, held, slices)

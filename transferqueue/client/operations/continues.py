@@ -9,9 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferqueue.client.operations import arguments as checks
+from transferqueue.client.operations.name_suggestions import CONTINUING
+from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import UsageError
 from transferqueue.errors.text import counted, shown
-from transferqueue.storage.inputs.columns import counted_fields
+from transferqueue.schema import counted_fields
 from transferqueue.wire import messages as m
 
 
@@ -20,6 +22,20 @@ class Continues(NamedTuple):
 
     parents: NDArray[np.int64]
     names: list[str] | None
+
+    @property
+    def among(self) -> list[str] | None:
+        """Names of the columns that continue others; None: all ragged ones."""
+        return [] if (self.parents == -1).all() else self.names
+
+    def check_names(self, terms: TableInfo) -> None:
+        """Raise `UsageError` if the table has a column whose values these arguments may have been meant to be."""
+        for name in CONTINUING if self is not WHOLE else ():
+            if name in terms.fields:
+                raise UsageError(
+                    f'table "{terms.name}" has a field "{name}", and put takes {name}= for rows that continue others, '
+                    "so it cannot tell which is meant; make the table with another name of the field"
+                )
 
     def request(self, put: m.PutRequest, *, counts: bool) -> m.PutRequest:
         """The put as one that continues these rows, if there are any. `counts`: the client has counted the tokens of

@@ -41,15 +41,18 @@ FACTS: Final = (
 )
 """What a put may say of its rows beside columns."""
 
+CONTINUING: Final = ("parent", "continued")
+"""What a put may say of rows that continue others."""
+
 PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
-    "put": (*FACTS, "reservation", "parent", "continued", "timeout_s"),
+    "put": (*FACTS, "reservation", *CONTINUING, "timeout_s"),
     "update": (*FACTS, "rows", "overwrite", "if_unchanged"),
     "ack": (*FACTS, "rows", "step"),
     "release": ("policy_version", "policy_version_max", "tokens", "priority", "tags", "rows", "failed", "reason"),
 }
 """The parameters of each call that takes columns."""
 
-RESERVED: Final = frozenset({*FACTS, "timeout_s", "rows", "overwrite", "if_unchanged"})
+RESERVED: Final = frozenset({*FACTS, "timeout_s", "rows", "overwrite", "if_unchanged", *CONTINUING})
 """No field may be declared with such a name: the calls that would bring it take the name for something else."""
 
 _SHORT_FORMS: Final = {

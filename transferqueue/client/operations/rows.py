@@ -124,8 +124,9 @@ class RowsBase(ProcessBound):
     """Rows with their facts and lazy columns: the base of `Rows` and of the batches of both APIs.
 
     ``len(rows)`` is the number of rows; ``rows["field"]`` is a `Column`, nothing of which is copied before one of its
-    views is asked for. Facts are arrays in the order of `rows`, this process's own. ``dict(rows)`` and ``**rows`` are
-    its columns by name; iteration gives their names, in the order of the table.
+    views is asked for; but one of which rows continue others is joined at once, and `tree` copies nothing of it. Facts
+    are arrays in the order of `rows`, this process's own. ``dict(rows)`` and ``**rows`` are its columns by name;
+    iteration gives their names, in the order of the table.
     """
 
     _remedy: ClassVar[str] = (
@@ -330,7 +331,7 @@ class RowsBase(ProcessBound):
         names, count = self.fields[:HTML_COLUMNS], min(len(self), HTML_ROWS)
         columns = [["row_id", *map(str, self.rows[:count].tolist())]]
         for name in names:
-            shown = self[name].shown(count)
+            shown = self._source.first(name, count).shown(count)
             columns.append([name, *([shown] * count if isinstance(shown, str) else shown)])
         lines = "".join(
             f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in zip(*columns, strict=True)

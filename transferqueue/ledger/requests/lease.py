@@ -12,7 +12,13 @@ from transferqueue.errors.text import counted
 from transferqueue.ledger.arrays import NO_ROWS, Index, IntArray, decode_int64s, tally
 from transferqueue.ledger.effects import Blocked
 from transferqueue.ledger.requests.registry import HasTables, carries_out
-from transferqueue.ledger.requests.reply_rows import are_awaited, await_bytes, complete_fields, describe_rows
+from transferqueue.ledger.requests.reply_rows import (
+    are_awaited,
+    await_bytes,
+    check_nodes,
+    complete_fields,
+    describe_rows,
+)
 from transferqueue.ledger.rules.explain import explain_lease, explain_stranded
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, can_be_requeued, return_rows
 from transferqueue.ledger.rules.lease_selection import ChosenUnits, check_groups_fit, choose, first_units, tokens_of
@@ -197,6 +203,7 @@ def _lease_units(
     if choice is None:
         return None
     at = table.rows.pages.where(choice.rows)
+    _check_nodes(table, task, choice.rows, request)
     if table.core.blocks.cold is not None:
         waits = await_bytes(table, at, _reply_fields(table, task.task.needs, at, request))
         if waits is not None:
@@ -207,6 +214,12 @@ def _lease_units(
     task.lease(lease.rows, at, lease.id)
     table.core.leases.hold(lease, session, 0)
     return _lease_reply(table, lease, at, request, session, now)
+
+
+def _check_nodes(table: TableState, task: TaskState, rows: IntArray, request: LeaseRequest) -> None:
+    at = table.rows.pages.where(rows)
+    fields = _reply_fields(table, task.task.needs, at, request)
+    check_nodes(table, at, fields, f"a lease of {counted(rows.size, 'row')}", ranks=request.world)
 
 
 def _open_lease(table: TableState, task: TaskState, rows: IntArray, request: LeaseRequest, now: float) -> LeaseState:
@@ -271,6 +284,7 @@ def _claim_share(
         choice = choose(table, task, request)
         if choice is None:
             return None
+        _check_nodes(table, task, choice.rows, request)
         table.begin(choice.rows.size)
         table.shared_batches[key] = shared
         claim = shared.make(request, _make_shares(table, task, choice, request, now))

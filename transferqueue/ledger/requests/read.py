@@ -11,7 +11,7 @@ from transferqueue.errors.text import counted
 from transferqueue.ledger.arrays import IntArray, agreed, decode_rows, numbered, run_of
 from transferqueue.ledger.effects import Blocked
 from transferqueue.ledger.requests.registry import in_table
-from transferqueue.ledger.requests.reply_rows import await_bytes, complete_fields, describe_rows
+from transferqueue.ledger.requests.reply_rows import await_bytes, check_nodes, complete_fields, describe_rows
 from transferqueue.ledger.rows import DROPPED
 from transferqueue.ledger.rules.column_ends import why_freed
 from transferqueue.ledger.rules.work import read_ns
@@ -49,6 +49,7 @@ def read(table: TableState, request: ReadRequest, session: int, now: float) -> R
         read_ns(table, len(fields)) * rows.size,
         "read at most {rows} at a time: by their ids, or with a limit, and fewer fields",
     )
+    check_nodes(table, at, fields, f"a read of {counted(rows.size, 'row')}")
     if table.core.blocks.cold is not None and (waits := await_bytes(table, at, fields)) is not None:
         return waits
     content, blocks = describe_rows(table, rows, run_of(at), fields)

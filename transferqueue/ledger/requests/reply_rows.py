@@ -11,11 +11,13 @@ from typing import Final, TypeVar
 
 import numpy as np
 
+from transferqueue.errors import UsageError
 from transferqueue.ledger.arrays import Index, IntArray, are_equal
 from transferqueue.ledger.effects import Blocked
-from transferqueue.ledger.rows import BlockSlots, Nodes, nodes_of_fields
+from transferqueue.ledger.rows import BlockSlots, Nodes, TooManyNodes, nodes_of_fields
 from transferqueue.ledger.rows.blocks import BlockRegistry
 from transferqueue.ledger.table_state import TableState
+from transferqueue.limits import NAMED_NS, NODE_NS, TURN_S_MAX
 from transferqueue.wire import codec
 from transferqueue.wire.messages import Inline, ReplyColumns, ReplyRows, ReplyTree
 
@@ -65,7 +67,7 @@ def _blocks_of(table: TableState, at: Index, names: Sequence[str]) -> set[int]:
     blocks: set[int] = set()
     for places in table.column_groups.locate(placed, at):
         blocks.update(np.unique(places.blocks).tolist())
-        for nodes in _trees(table.core.blocks, places).values():
+        for nodes, _ in _trees(table.core.blocks, places):
             blocks.update(np.unique(nodes.blocks).tolist())
     return blocks - {0}
 
@@ -86,24 +88,51 @@ def _of_rows(values: dict[int, Value], rows: IntArray, default: Value) -> list[V
     return [default if value is None else value for value in of_row]
 
 
-def _trees(blocks: BlockRegistry, places: BlockSlots) -> dict[str, Nodes]:
-    """The forests of those fields of which some of these values continue others."""
-    if not blocks.continued or blocks.continued.isdisjoint(np.unique(places.blocks).tolist()):
-        return {}
-    return nodes_of_fields(blocks, dict.fromkeys(places.fields, (places.blocks, places.slots)))
+def check_nodes(table: TableState, at: Index, names: Sequence[str], what: str, *, ranks: int = 1) -> None:
+    """Raise `UsageError` if a reply with these rows would name too many stored values, since they continue others.
+    `ranks`: they are shared by so many replies."""
+    blocks = table.core.blocks
+    if not blocks.continued:
+        return
+    left = most = TURN_S_MAX * 1e9 * ranks
+    _, placed, _ = table.rows.reply_fields(names)
+    try:
+        for places in table.column_groups.locate(placed, at):
+            for nodes, _ in _trees(blocks, places, int(left // NODE_NS)):
+                numbers = np.unique(nodes.blocks).tolist()
+                left -= NODE_NS * nodes.blocks.size
+                left -= NAMED_NS * sum(len(blocks.blocks[number].at.fields) for number in numbers)
+        if left >= 0:
+            return
+    except TooManyNodes:
+        pass
+    raise UsageError(
+        f"{what}, which continue others, names so many stored values that it takes the server more than "
+        f"{most / 1e6:.0f} ms, and all other clients wait meanwhile; take fewer rows at a time, or fewer fields"
+    )
+
+
+def _trees(blocks: BlockRegistry, places: BlockSlots, most: int | None = None) -> list[tuple[Nodes, list[str]]]:
+    """The forests of those fields of which some of these values continue others, each with its fields."""
+    trees = nodes_of_fields(blocks, dict.fromkeys(places.fields, (places.blocks, places.slots)), most)
+    fields: dict[int, tuple[Nodes, list[str]]] = {}
+    for name, nodes in trees.items():
+        fields.setdefault(id(nodes), (nodes, []))[1].append(name)
+    return [*fields.values()]
 
 
 def _parts(blocks: BlockRegistry, places: BlockSlots, named: dict[int, None]) -> list[ReplyColumns]:
     trees = _trees(blocks, places)
     if not trees:
         return [_part(blocks, places, named)]
-    whole = [name for name in places.fields if name not in trees]
+    in_trees = {name for _, names in trees for name in names}
+    whole = [name for name in places.fields if name not in in_trees]
     parts = [_part(blocks, BlockSlots(whole, places.blocks, places.slots), named)] if whole else []
-    return parts + [_tree(blocks, name, nodes, named) for name, nodes in trees.items()]
+    return parts + [_tree(blocks, names, nodes, named) for nodes, names in trees]
 
 
-def _tree(blocks: BlockRegistry, name: str, nodes: Nodes, named: dict[int, None]) -> ReplyTree:
-    part = _part(blocks, BlockSlots([name], nodes.blocks, nodes.slots), named)
+def _tree(blocks: BlockRegistry, names: list[str], nodes: Nodes, named: dict[int, None]) -> ReplyTree:
+    part = _part(blocks, BlockSlots(names, nodes.blocks, nodes.slots), named)
     return ReplyTree(
         part.fields, part.blocks, part.block_of_row, part.slot_of_row,
         parents=nodes.parents.astype("<i4").tobytes(), node_of_row=nodes.of_row.astype("<i4").tobytes(),

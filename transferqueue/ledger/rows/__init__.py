@@ -26,10 +26,11 @@ from transferqueue.ledger.rows.commit import (
 from transferqueue.ledger.rows.continued import (
     Continued,
     Nodes,
+    TooManyNodes,
+    blocks_above,
     depths_in,
     depths_of,
     keys_of,
-    nodes_of,
     nodes_of_fields,
 )
 from transferqueue.ledger.rows.dropped import LastFailure, SpentRow, SpentRows

@@ -248,8 +248,11 @@ class BlockRegistry:
             extents = tuple([self.extents[number] for number in (at.extent, *(copy.extent for copy in at.copies))])
             usage = owners[owner] if owner >= 0 else OwnerBytes()
             block = self.blocks[at.block] = CommittedBlock(at, extents, usage)
-            block.refs, block.pins, block.continued = refs, pins, continued
+            block.refs, block.pins = refs, pins
             if continued is not None:
+                block.continued = Continued({}, continued.depths)
+                for name, keys in continued.before.items():
+                    block.continued.add(name, keys)
                 self.continued.add(at.block)
         self.pins, self.last_shard, self.missing = stored.pins, stored.last_shard, stored.missing
         self._next_extent, self._next_block = stored.granted + 1, stored.committed + 1

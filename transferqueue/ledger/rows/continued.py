@@ -14,7 +14,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import groupby
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
@@ -40,6 +42,10 @@ class Continued(msgspec.Struct):
 
     before: dict[str, IntArray]
     depths: IntArray
+
+    def add(self, field: str, keys: IntArray) -> None:
+        """Note what the values of a field continue. Fields of the same keys share them."""
+        self.before[field] = next((one for one in self.before.values() if np.array_equal(one, keys)), keys)
 
     def blocks(self, own: int) -> list[int]:
         """The other blocks to which these values need references. `own`: the number of their block."""
@@ -67,7 +73,7 @@ class _Registry(Protocol):
         """All blocks."""
 
     @property
-    def continued(self) -> Collection[int]:
+    def continued(self) -> AbstractSet[int]:
         """Those with values that continue others."""
 
 
@@ -132,50 +138,93 @@ def keys_of(blocks: IntArray, slots: Slots) -> IntArray:
 
 def depths_of(blocks: Mapping[int, _Block], keys: IntArray) -> IntArray:
     """The number of values before each of these values."""
-    depths = np.zeros(keys.size, np.int64)
-    numbers = keys >> _SLOT_BITS
-    for number in np.unique(numbers).tolist():
+    known, of_key = np.unique(keys, return_inverse=True)
+    depths: list[int] = []
+    for number, slots in _runs(known.tolist()):
         continued = blocks[number].continued
-        if continued is not None:
-            there = numbers == number
-            depths[there] = continued.depths[keys[there] & _SLOTS]
-    return depths
+        depths += _at(None if continued is None else continued.depths, slots)
+    found: IntArray = np.array(depths, np.int64)[of_key]
+    return found
 
 
-def nodes_of(blocks: Mapping[int, _Block], field: str, numbers: IntArray, slots: Slots) -> Nodes | None:
-    """The forest of these values of a field; None if all of them are whole. Rows without a value have block 0."""
-    keys = keys_of(numbers, slots)
-    known = np.unique(keys[keys >= _NOTHING])
+def nodes_of_fields(
+    registry: _Registry, places: Mapping[str, tuple[IntArray, Slots]], most: int | None = None
+) -> dict[str, Nodes]:
+    """The forests of those fields of which some of these values continue others. Rows without a value have block 0.
+    Fields at the same places, of which the values continue the same ones, have the same forest. `most`: the nodes of
+    all forests; beyond, `TooManyNodes`."""
+    if not registry.continued:
+        return {}
+    fields_at: dict[tuple[int, int], list[str]] = {}
+    for name, (numbers, slots) in places.items():
+        fields_at.setdefault((id(numbers), id(slots)), []).append(name)
+    found: dict[str, Nodes] = {}
+    for left in fields_at.values():
+        keys = keys_of(*places[left[0]])
+        roots = np.unique(keys[keys >= _NOTHING])
+        if registry.continued.isdisjoint(np.unique(roots >> _SLOT_BITS).tolist()):
+            continue
+        while left:
+            before, alike = _chains(registry.blocks, left, roots.tolist(), most)
+            if any(before.values()):
+                nodes = _nodes(keys, before)
+                found |= dict.fromkeys(alike, nodes)
+                most = None if most is None else most - len(before)
+            left = [name for name in left if name not in alike]
+    return found
+
+
+class TooManyNodes(Exception):
+    """Rows have more stored values in their chains than a request may name."""
+
+
+def _chains(
+    blocks: Mapping[int, _Block], fields: Sequence[str], keys: list[int], most: int | None
+) -> tuple[dict[int, int], list[str]]:
+    """Which value each of these values, which ascend, and each that comes before them continues in the first of the
+    fields (0: none), and those of the fields in which it is the same for all."""
+    first, alike = fields[0], [*fields[1:]]
     before: dict[int, int] = {}
-    for number in np.unique(known >> _SLOT_BITS).tolist():
-        continued = blocks[number].continued
-        if continued is not None and field in continued.before:
-            _add_chains(blocks, field, known[known >> _SLOT_BITS == number].tolist(), before)
-    if not any(before.values()):
-        return None
-    every = np.union1d(known, np.fromiter(before, np.int64, len(before)))
-    above = np.array([before.get(key, 0) for key in every.tolist()], np.int64)
+    while keys:
+        if most is not None and len(before) + len(keys) > most:
+            raise TooManyNodes
+        above: list[int] = []
+        for number, slots in _runs(keys):
+            continued = blocks[number].continued
+            of_field = None if continued is None else continued.before.get(first)
+            if alike and continued is not None:
+                alike = [name for name in alike if _same(of_field, continued.before.get(name))]
+            above += _at(of_field, slots)
+        before.update(zip(keys, above, strict=True))
+        keys = sorted({key for key in above if key and key not in before})
+    return before, [first, *alike]
+
+
+def _nodes(keys: IntArray, before: dict[int, int]) -> Nodes:
+    every = np.array(sorted(before), np.int64)
+    above = np.array([before[key] for key in every.tolist()], np.int64)
     parents = np.where(above > 0, np.searchsorted(every, above), -1)
     of_row = np.where(keys >= _NOTHING, np.searchsorted(every, keys), -1)
     return Nodes(every >> _SLOT_BITS, (every & _SLOTS).astype(np.int32), parents, of_row)
 
 
-def nodes_of_fields(registry: _Registry, places: Mapping[str, tuple[IntArray, Slots]]) -> dict[str, Nodes]:
-    """The forests of those fields of which some of these values continue others."""
-    if not registry.continued:
-        return {}
-    nodes = {name: nodes_of(registry.blocks, name, *at) for name, at in places.items()}
-    return {name: of_field for name, of_field in nodes.items() if of_field is not None}
+def _runs(keys: list[int]) -> Iterator[tuple[int, list[int]]]:
+    """The blocks of values that ascend, each with its slots."""
+    for number, run in groupby(keys, _SLOT_BITS.__rrshift__):
+        yield number, [key & _SLOTS for key in run]
 
 
-def _add_chains(blocks: Mapping[int, _Block], field: str, keys: list[int], before: dict[int, int]) -> None:
-    """Note of each of these values, and of all that come before them, which value it continues; 0: none."""
-    for key in keys:
-        while key and key not in before:
-            continued = blocks[key >> _SLOT_BITS].continued
-            above = continued.before.get(field) if continued is not None else None
-            before[key] = 0 if above is None else int(above[key & _SLOTS])
-            key = before[key]
+def _at(numbers: IntArray | None, slots: list[int]) -> list[int]:
+    if numbers is None:
+        return [0] * len(slots)
+    if len(slots) == 1:  # mostly: a turn of an agent is a put
+        return [int(numbers[slots[0]])]
+    found: list[int] = numbers[slots].tolist()
+    return found
+
+
+def _same(one: IntArray | None, other: IntArray | None) -> bool:
+    return one is other or (one is not None and other is not None and np.array_equal(one, other))
 
 
 def blocks_below(blocks: Mapping[int, _Block], continued: Iterable[int], lost: Collection[int]) -> set[int]:
@@ -186,3 +235,19 @@ def blocks_below(blocks: Mapping[int, _Block], continued: Iterable[int], lost: C
         if of_block is not None and not below.isdisjoint(of_block.blocks(number)):
             below.add(number)
     return below
+
+
+def blocks_above(blocks: Mapping[int, _Block], numbers: Iterable[int], known: dict[int, list[int]]) -> set[int]:
+    """These blocks, and all that their values continue. `known`: what each refers to, as found by earlier calls."""
+    every: set[int] = set()
+    left = [*numbers]
+    while left:
+        number = left.pop()
+        if number in every or number not in blocks:
+            continue
+        every.add(number)
+        if number not in known:
+            continued = blocks[number].continued
+            known[number] = [] if continued is None else continued.blocks(number)
+        left += known[number]
+    return every

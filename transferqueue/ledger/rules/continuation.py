@@ -9,12 +9,13 @@ from __future__ import annotations
 import numpy as np
 
 from transferqueue.errors import ColumnFreed, NotFound, SchemaError, UsageError
+from transferqueue.errors.text import counted
 from transferqueue.ledger.arrays import IntArray, agreed, decode, numbered
 from transferqueue.ledger.rows import TOKENS_MAX, Continued, StagedCommit, depths_of, keys_of
 from transferqueue.ledger.rules.column_ends import why_freed
 from transferqueue.ledger.table_state import TableState
-from transferqueue.limits import CONTINUED_MAX
-from transferqueue.schema import Field
+from transferqueue.limits import CONTINUED_MAX, CONTINUED_NS, check_work
+from transferqueue.schema import COUNTED, Field, counted_fields
 from transferqueue.wire.messages import ContinueRequest
 
 
@@ -22,12 +23,19 @@ def continue_rows(table: TableState, staged: StagedCommit, request: ContinueRequ
     """Add to a checked put what its values continue. Raises without a change to the table."""
     parents = decode("parents", request.parents, "<i8", request.rows)
     children = np.flatnonzero(parents != -1)
+    names = list(dict.fromkeys(request.fields))
+    check_work(
+        f"a put of {counted(children.size, 'row')} that {agreed(children, 'continues', 'continue')} others in "
+        f"{counted(len(names), 'field')}",
+        children.size,
+        CONTINUED_NS * len(names) * children.size,
+    )
     if not children.size or not request.fields:
         raise UsageError("a put that continues no row, or none of their fields, is a plain put; leave out parent=")
     rows = parents[children]
     at = table.rows.places(rows)
     blocks = table.core.blocks.blocks
-    for name in dict.fromkeys(request.fields):
+    for name in names:
         place = _place_of(table, staged, name)
         _check_complete(table, name, rows, at, now)
         (places,) = table.column_groups.locate([name], at)
@@ -41,10 +49,10 @@ def continue_rows(table: TableState, staged: StagedCommit, request: ContinueRequ
                 f"{deepest - 1} rows come before, and a row continues at most {CONTINUED_MAX}; put the row whole"
             )
         continued = staged.continued.setdefault(place, Continued({}, depths))
-        continued.before[name] = keys
+        continued.add(name, keys)
         continued.depths = np.maximum(continued.depths, depths)
     if request.adds_tokens and "tokens" in staged.facts.numbers:
-        _add_tokens(table, staged, children, at)
+        _add_tokens(table, staged, request.fields, parents, at)
 
 
 def _place_of(table: TableState, staged: StagedCommit, name: str) -> int:
@@ -82,8 +90,18 @@ def _check_complete(table: TableState, name: str, rows: IntArray, at: IntArray, 
     )
 
 
-def _add_tokens(table: TableState, staged: StagedCommit, children: IntArray, at: IntArray) -> None:
-    """Count the parents' tokens too."""
+def _add_tokens(table: TableState, staged: StagedCommit, continued: list[str], parents: IntArray, at: IntArray) -> None:
+    """Count the parents' tokens too. Raise `UsageError` if those are of fields that these rows do not have."""
+    ours, children = counted_fields(continued), parents != -1
+    for name in [] if "input_ids" in ours else COUNTED:
+        if name in ours or name not in table.rows.fields:
+            continue
+        had = table.rows.has_all(at, table.rows.mask((name,))) | table.rows.were_freed(at, name)
+        if had.any():
+            raise UsageError(
+                f'of {numbered(np.unique(parents[children][had]))} of table "{table.name}" "{name}" was counted too, '
+                "which the put does not continue, so the tokens of its rows cannot be counted; give tokens="
+            )
     tokens = staged.facts.numbers["tokens"].copy()
     tokens[children] = np.minimum(tokens[children] + table.rows.facts["tokens"].a[at], TOKENS_MAX)
     staged.facts.numbers["tokens"] = tokens

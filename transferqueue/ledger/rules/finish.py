@@ -15,7 +15,7 @@ import numpy as np
 
 from transferqueue.ledger.arrays import BoolArray, Index, IntArray, by_value
 from transferqueue.ledger.effects import LeaseEnded
-from transferqueue.ledger.rows import DONE, DROPPED, LIVE, EndedRows, RowRecord, SpentRow, discard, retire
+from transferqueue.ledger.rows import DONE, DROPPED, LIVE, EndedRows, RowRecord, SpentRow, blocks_above, discard, retire
 from transferqueue.ledger.rules.column_ends import end_columns
 from transferqueue.ledger.rules.retry import ATTEMPTS, trial_ended
 from transferqueue.ledger.table_state import TableState
@@ -109,14 +109,15 @@ def _keep_dropped(table: TableState, rows: IntArray, at: IntArray, reason: str) 
     states = {name: task.state.a[at].tolist() for name, task in table.tasks.items()}
     names = [name for name in table.rows.fields if name not in table.rows.inline]
     blocks = [places.blocks.tolist() for places in table.column_groups.locate(names, at)]
+    known: dict[int, list[int]] = {}
     for position, row in enumerate(rows.tolist()):
         failure = table.dropped.expected.pop(row, None)
         if failure is not None and reason == ATTEMPTS and table.record is None:
-            mine = {column[position] for column in blocks} - {0}
-            live = [block for number in mine if (block := table.core.blocks.blocks.get(number)) is not None]
-            extents = {extent.id: extent.nbytes for block in live for extent in block.extents}
-            known = {name: values[position] for name, values in states.items()}
-            table.dropped.keep(row, SpentRow(failure, known, extents))
+            there = table.core.blocks.blocks
+            mine = blocks_above(there, {column[position] for column in blocks}, known)
+            extents = {extent.id: extent.nbytes for number in mine for extent in there[number].extents}
+            mine_in = {name: values[position] for name, values in states.items()}
+            table.dropped.keep(row, SpentRow(failure, mine_in, extents))
 
 
 def _let_go(table: TableState, rows: IntArray) -> None:

@@ -47,6 +47,23 @@ class Tree(NamedTuple):
     parents: I64
     node_of_row: I64
 
+    def lengths(self) -> I64:
+        """The lengths of the rows, int64 ``[rows]``, without a join.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect("embedded") as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["ids"])])
+            ...     prompt = table.put(ids=[[1, 2, 3]])
+            ...     answers = table.put(ids=[[4], [5, 6]], parent=prompt[0])
+            ...     table.read(answers).tree("ids").lengths()
+            array([4, 5])
+        """
+        lengths: I64 = self.nodes.lengths.copy()
+        for node in np.flatnonzero(self.parents >= 0).tolist():
+            lengths[node] += lengths[self.parents[node]]
+        return lengths[self.node_of_row]
+
 
 class _Block(NamedTuple):
     block: int

@@ -9,14 +9,14 @@ response together, perhaps without the first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from transferqueue.errors import SchemaError, TransferQueueError
 from transferqueue.errors.text import SHOWN_CHARS, counted, shortened
-from transferqueue.schema import Field
+from transferqueue.schema import Field, counted_fields
 from transferqueue.storage.elements.dtypes import I64
 from transferqueue.storage.inputs.prepare import Prepared, Repeat, prepare
 
@@ -71,7 +71,11 @@ def _unreadable(name: str, value: object, error: Exception) -> SchemaError:
 
 
 def prepare_columns(
-    columns: Mapping[str, Any], fields: Mapping[str, Field], rows: int, before: Lengths = unknown
+    columns: Mapping[str, Any],
+    fields: Mapping[str, Field],
+    rows: int,
+    before: Lengths = unknown,
+    continued: Collection[str] | None = (),
 ) -> list[Prepared]:
     """Check the columns of a commit of `rows` rows against the fields that the table has; others are inferred.
 
@@ -80,6 +84,7 @@ def prepare_columns(
         fields: of the table.
         rows: of the call.
         before: the lengths that the rows have already, for columns that are not in the call.
+        continued: names of columns that have only what the rows have beyond others; None: all ragged ones.
 
     Raises:
         SchemaError: a column does not fit, or has other lengths than its field says.
@@ -95,7 +100,7 @@ def prepare_columns(
         column.finite = column.field.is_finite
     for column in prepared.values():
         if column.field.has_lengths_of:
-            _check_lengths(column, prepared, before)
+            _check_lengths(column, prepared, before, continued)
     return list(prepared.values())
 
 
@@ -110,16 +115,27 @@ def count_tokens(columns: Sequence[Prepared]) -> I64 | None:
     return summed
 
 
-def counted_fields(names: Container[str]) -> list[str]:
-    """Those of the columns of a call whose lengths are its rows' tokens."""
-    return ["input_ids"] if "input_ids" in names else [name for name in ("prompt_ids", "response_ids") if name in names]
+def _check_lengths(
+    column: Prepared, columns: Mapping[str, Prepared], before: Lengths, continued: Collection[str] | None
+) -> None:
+    def continues(column: Prepared) -> bool:
+        return column.field.ragged if continued is None else column.field.name in continued
 
-
-def _check_lengths(column: Prepared, columns: Mapping[str, Prepared], before: Lengths) -> None:
     def lengths(name: str) -> I64 | None:
-        return columns[name].row_lengths() if name in columns else before(name)
+        other = columns.get(name)
+        if other is None:
+            return before(name)
+        return other.row_lengths() if continues(other) == continues(column) else None  # None: whole, and only its end
 
     field, own = column.field, column.row_lengths()
+    like = columns.get(field.like or "")
+    if like is not None and continues(like) != continues(column):
+        both = (field.name, like.field.name)
+        one, other = both if continues(column) else both[::-1]
+        raise SchemaError(
+            f'field "{field.name}" is declared like "{field.like}", and "{one}" continues the parent\'s while '
+            f'"{other}" does not, so their lengths cannot be compared; name both or neither in continued='
+        )
     wanted = lengths(field.has_lengths_of)
     if wanted is None or np.array_equal(own, wanted):
         return

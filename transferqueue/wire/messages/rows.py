@@ -108,8 +108,9 @@ class ReplyColumns(Message, tag="Part"):
 
 
 class ReplyTree(ReplyColumns, tag="Tree"):
-    """A field of which some rows continue others (`ContinueRequest`). `block_of_row` and `slot_of_row` place the nodes
-    of a forest, each stored value once; a row's value is that of its node after those of the nodes above it.
+    """Fields of which some rows continue others (`ContinueRequest`), the same ones in each. `block_of_row` and
+    `slot_of_row` place the nodes of a forest, each stored value once; a row's value is that of its node after those of
+    the nodes above it.
 
     Args:
         parents: the node above each node, as int32, which is before it; -1: none.
