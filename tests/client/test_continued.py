@@ -400,6 +400,25 @@ def test_what_rows_continue_comes_back_from_a_disk(tmp_path: Path) -> None:
         assert np.array_equal(found["ids"][5], np.concatenate([noise[0], noise[6]]))
 
 
+@pytest.mark.slow
+def test_a_row_that_could_never_be_read_back_is_refused(tmp_path: Path) -> None:
+    with spilling(tmp_path / "server") as server, tq.connect(server.address) as queue:
+        table = queue.create_table("rows", tasks=[tq.Task("train", needs=["ids"])])
+        part = np.zeros(queue.stats().server.capacity_bytes // 8 // 6, np.int64)
+        row = table.put(ids=[part])
+        turns = 0
+        while turns < 8:
+            try:
+                after = table.put(ids=[part], parent=row, timeout_s=30)
+            except tq.Impossible:
+                break
+            table.drop(row, reason="continued")
+            row, turns = after, turns + 1
+        assert 2 < turns < 7
+        with table.lease("train", rows=1, timeout_s=30) as batch:
+            assert batch["ids"].lengths[0] >= 3 * len(part)
+
+
 def test_recorded_rows_are_whole(tmp_path: Path) -> None:
     with tq.connect("embedded") as queue:
         kept = tq.Recorded(str(tmp_path / "run"))

@@ -192,6 +192,9 @@ class Cold(Protocol):
     def want(self, numbers: Collection[int], core: Writes) -> Blocked | None:
         """The condition that a request naming these blocks waits for."""
 
+    def check_fits(self, numbers: Iterable[int], nbytes: int) -> None:
+        """`Impossible` if these blocks, and so many bytes that are being put, never can be in memory together."""
+
     def is_wanted(self, numbers: Collection[int]) -> bool:
         """Whether a request waits for one of these blocks, which is on a disk."""
 

@@ -6,12 +6,23 @@ it, into the same table. Nothing else is asked of them: they may end at once (`r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
-from transferqueue.errors import ColumnFreed, NotFound, SchemaError, UsageError
+from transferqueue.errors import ColumnFreed, Impossible, NotFound, SchemaError, UsageError
 from transferqueue.errors.text import counted
 from transferqueue.ledger.arrays import IntArray, agreed, decode, numbered
-from transferqueue.ledger.rows import TOKENS_MAX, Continued, StagedCommit, depths_of, keys_of
+from transferqueue.ledger.rows import (
+    TOKENS_MAX,
+    BlockSlots,
+    Continued,
+    StagedCommit,
+    depths_of,
+    keys_of,
+    nodes_of_fields,
+)
+from transferqueue.ledger.rows.blocks import BlockRegistry, Cold
 from transferqueue.ledger.rules.column_ends import why_freed
 from transferqueue.ledger.table_state import TableState
 from transferqueue.limits import CONTINUED_MAX, CONTINUED_NS, check_work
@@ -35,10 +46,12 @@ def continue_rows(table: TableState, staged: StagedCommit, request: ContinueRequ
     rows = parents[children]
     at = table.rows.places(rows)
     blocks = table.core.blocks.blocks
+    parts: dict[str, BlockSlots] = {}
     for name in names:
         place = _place_of(table, staged, name)
         _check_complete(table, name, rows, at, now)
         (places,) = table.column_groups.locate([name], at)
+        parts[name] = places
         keys = np.zeros(request.rows, np.int64)
         keys[children] = keys_of(places.blocks, places.slots)
         depths = np.zeros(request.rows, np.int64)
@@ -51,6 +64,8 @@ def continue_rows(table: TableState, staged: StagedCommit, request: ContinueRequ
         continued = staged.continued.setdefault(place, Continued({}, depths))
         continued.add(name, keys)
         continued.depths = np.maximum(continued.depths, depths)
+    if (cold := table.core.blocks.cold) is not None:
+        _check_fits(table.core.blocks, cold, parts, staged.nbytes)
     if request.adds_tokens and "tokens" in staged.facts.numbers:
         _add_tokens(table, staged, request.fields, parents, at)
 
@@ -88,6 +103,23 @@ def _check_complete(table: TableState, name: str, rows: IntArray, at: IntArray, 
         f'{numbered(lacking)} of table "{table.name}" {agreed(lacking, "does", "do")} not have "{name}", so no row '
         "continues it there; name the columns that are continued (continued=)"
     )
+
+
+def _check_fits(registry: BlockRegistry, cold: Cold, places: Mapping[str, BlockSlots], nbytes: int) -> None:
+    """`Impossible` if what a row continues could never be read with it, since its blocks do not fit into memory
+    together. `places`: of its parent's values."""
+
+    def check(some: slice) -> None:
+        at = {name: (of_field.blocks[some], of_field.slots[some]) for name, of_field in places.items()}
+        found = [blocks for blocks, _ in at.values()]
+        found += [nodes.blocks for nodes in nodes_of_fields(registry, at).values()]
+        cold.check_fits(np.unique(np.concatenate(found)).tolist(), nbytes)
+
+    try:
+        check(slice(None))
+    except Impossible:  # all together, which need not be read at once
+        for row in range(next(iter(places.values())).blocks.size):
+            check(slice(row, row + 1))
 
 
 def _add_tokens(table: TableState, staged: StagedCommit, continued: list[str], parents: IntArray, at: IntArray) -> None:
