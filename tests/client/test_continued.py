@@ -24,6 +24,7 @@ from tests.scale import examples, only_long
 from tests.server.test_foreign_snapshots import patch, seal
 from tests.server.test_spill_served import served as spilling
 from transferqueue.adapters.snapshots import read_table
+from transferqueue.client.operations import column_source
 from transferqueue.errors import Corruption
 from transferqueue.limits import CONTINUED_MAX
 from transferqueue.server.durability.snapshots import SNAPSHOTS_VARIABLE
@@ -318,7 +319,12 @@ def test_fields_that_continue_the_same_rows_are_one_tree(embedded: tq.Queue, mon
     ]  # fmt: skip
     assert [found[name].list() for name in "abc"] == [[[1, 2], [1, 2, 3]], [[1, 2], [1, 2, 3]], [[2], [2, 3]]]
     assert found.tree("b").lengths().tolist() == [2, 3]
-    assert "[1 2 3]" in found._repr_html_() or "1, 2, 3" in found._repr_html_()
+    shown = table.read([*second, *third])
+    assert "[1, 2, 3]" in shown._repr_html_()
+    assert not shown._source._columns.keys() & {"a", "b", "c"}, "a notebook joined whole columns"
+    monkeypatch.setattr(column_source, "join", lambda *_: np.empty(1 << 60, np.uint8))
+    with pytest.raises(tq.OutOfMemory, match=r"no memory for 3 whole rows .* use tree\(.a.\)"):
+        _ = table.read([*first, *second, *third])["a"]
 
 
 def test_a_reply_with_too_many_values_is_refused_before_rows_are_leased(embedded: tq.Queue) -> None:

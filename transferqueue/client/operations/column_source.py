@@ -19,7 +19,7 @@ from transferqueue.errors.on_failure import OnFailure
 from transferqueue.errors.text import SHOWN_CHARS, counted, shortened
 from transferqueue.schema import NO_SLICES, Field, Slice, sliced_fields
 from transferqueue.storage.columns.column import Column
-from transferqueue.storage.columns.joined import Tree, join
+from transferqueue.storage.columns.joined import Tree, check_forest, join
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.elements.dtypes import I64
 from transferqueue.wire import messages as m
@@ -103,7 +103,9 @@ class ColumnSource:
                 f'field "{name}" was leased or read in part, and the nodes of its tree are whole; name it without a '
                 "Slice in fields="
             )
-        return Tree(self._node_column(name), *_edges(part))
+        nodes, edges = self._node_column(name), _edges(part)
+        check_forest(self._known[name], len(nodes), *edges)
+        return Tree(nodes, *edges)
 
     def _check(self, name: str) -> None:
         if name not in self.fields:

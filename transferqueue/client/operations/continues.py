@@ -26,7 +26,7 @@ class Continues(NamedTuple):
     @property
     def among(self) -> list[str] | None:
         """Names of the columns that continue others; None: all ragged ones."""
-        return [] if (self.parents == -1).all() else self.names
+        return [] if self is WHOLE or (self.parents == -1).all() else self.names
 
     def check_names(self, terms: TableInfo) -> None:
         """Raise `UsageError` if the table has a column whose values these arguments may have been meant to be."""

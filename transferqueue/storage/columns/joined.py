@@ -103,6 +103,17 @@ def join(field: Field, nodes: RowPlacement, parents: I64, node_of_row: I64) -> R
 
 def chains(field: Field, nodes: int, parents: I64, node_of_row: I64) -> tuple[I64, I64]:
     """The nodes of each row from its root on, of all rows in order; and where the rows begin and end there."""
+    check_forest(field, nodes, parents, node_of_row)
+    levels = [node_of_row]
+    while (above := np.where(levels[-1] >= 0, parents[levels[-1]], -1)).max() >= 0:
+        levels.append(above)
+    chains = np.stack(levels[::-1], axis=1)
+    there = chains >= 0
+    return chains[there], row_offsets(there.sum(axis=1))
+
+
+def check_forest(field: Field, nodes: int, parents: I64, node_of_row: I64) -> None:
+    """Raise `Corruption` unless parents come before their children, and each row has a node."""
     if (
         len(parents) != nodes
         or (parents < -1).any()
@@ -111,12 +122,6 @@ def chains(field: Field, nodes: int, parents: I64, node_of_row: I64) -> tuple[I6
         or (node_of_row >= nodes).any()
     ):
         raise Corruption(f'field "{field.name}": the rows of a reply continue values that are not there')
-    levels = [node_of_row]
-    while (above := np.where(levels[-1] >= 0, parents[levels[-1]], -1)).max() >= 0:
-        levels.append(above)
-    chains = np.stack(levels[::-1], axis=1)
-    there = chains >= 0
-    return chains[there], row_offsets(there.sum(axis=1))
 
 
 def _aligned(nbytes: int) -> U8:
