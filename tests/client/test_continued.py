@@ -373,7 +373,9 @@ def test_forests_outlive_kills(level: str, tmp_path: Path) -> None:
             live = [row for row in live if row not in gone]
             if number % 6 == 5:
                 server.kill()
-            forest.check(forest.table.read(live), live)
+            found = forest.table.read(live)
+            forest.check(found, live)
+            assert [part.fields for part in found._content.parts] == [["ids", "logprobs"]]
         while live:
             with forest.table.lease("train", rows=min(5, len(live))) as batch:
                 forest.check(batch, batch.rows.tolist())
