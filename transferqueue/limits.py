@@ -93,6 +93,7 @@ event."""
 TURN_S_MAX: Final = 0.02
 """The most processor time that one request may take of the server, since all others wait for it: the bounds of requests
 below follow from it. A turn above it counts as late."""
+TURN_NS: Final = TURN_S_MAX * 1e9
 ROW_NS: Final = 30
 """Estimated costs of a request, in nanoseconds of an AMD EPYC of a cloud; `check_work` bounds their sum. This: a row
 that is put, changed, leased, read or dropped."""
@@ -131,10 +132,13 @@ RANK_NS: Final = 6_000
 """A rank's share of such a batch."""
 CONTINUED_NS: Final = 500
 """A field of a row that is put and continues another."""
-NODE_NS: Final = 1_000
-"""A stored value, of all fields that continue the same ones, that a reply names since rows continue it or others."""
-NAMED_NS: Final = 100
-"""A field of a block of such values: replies name blocks with their fields."""
+NODE_NS: Final = 400
+"""A stored value, of all fields that continue the same ones, that a reply names since rows continue it or others. So a
+reply names at most 50,000, fewer than the rows of a bulk head (`BULK_HEAD_BYTES_MAX`)."""
+CHAIN_NS: Final = 1_900
+"""A block of such values: mostly each turn of an agent has its own."""
+NAMED_NS: Final = 50
+"""A field of such a block: replies name blocks with their fields."""
 FEW_ROWS: Final = 1 << 8
 """The cost of so few rows, each in `TASKS_MAX` tasks, is not estimated."""
 ROWS_PER_REQUEST_MAX: Final = 1 << 16
@@ -149,8 +153,11 @@ LEASES_PER_REQUEST_MAX: Final = 256
 BLOCK_ROWS_MAX: Final = 1 << 20
 """Rows of one block. Stored blocks of earlier versions have more rows than a request may have now."""
 CONTINUED_MAX: Final = 256
-"""Rows that one row continues, one after another: more turns than an episode has. A reply names each of them, at up to
-2 microseconds of the server's time."""
+"""Rows that one row continues, one after another: more turns than an episode has."""
+ENDS_MAX: Final = 1 << 11
+"""Values before others that one turn lets go of, each at 3.5 microseconds; the rest follow in later turns."""
+END_INTERVAL_S: Final = 0.001
+"""Between such turns."""
 SPANS_AWAITED_MAX: Final = 1 << 16
 """Spans of ordinals that one waiting lease names, 16 bytes each: more than the prompts of a step and of those generated
 ahead."""
@@ -323,6 +330,8 @@ ERROR_TEXT_CHARS_MAX: Final = 300
 DROPPED_ROWS_MAX: Final = 4096
 """Rows of a table that were dropped for failing and can be taken again: more than a person looks at. The oldest are
 freed first."""
+SPENT_BLOCKS_MAX: Final = 1 << 15
+"""Blocks with what such rows continue, that one request may look at."""
 DROPPED_PAGES_MAX: Final = 64
 """Pages of row state that they keep in memory, each of `PAGE_ROWS` rows and about half a MiB."""
 DROPPED_BYTES_MAX: Final = 64 * MIB
@@ -474,11 +483,10 @@ def check_rows(rows: int, *, described: bool = False) -> None:
 def check_work(what: str, rows: int, ns: float, remedy: str = "send at most {rows} rows at a time") -> None:
     """`UsageError` if a request, which has so many rows and is expected to cost so many nanoseconds, would take more
     than `TURN_S_MAX`."""
-    most_ns = TURN_S_MAX * 1e9
-    if ns > most_ns:
+    if ns > TURN_NS:
         raise UsageError(
-            f"{what} takes the server about {ns / 1e6:,.0f} ms; one request may take {most_ns / 1e6:.0f}, since all "
-            "other clients wait meanwhile: " + remedy.format(rows=f"{int(rows * most_ns / ns):,}")
+            f"{what} takes the server about {ns / 1e6:,.0f} ms; one request may take {TURN_NS / 1e6:.0f}, since all "
+            "other clients wait meanwhile: " + remedy.format(rows=f"{int(rows * TURN_NS / ns):,}")
         )
 
 

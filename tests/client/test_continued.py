@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,14 +22,19 @@ from tests.client.test_recorded import wait_until_recorded
 from tests.client.test_remote import Between
 from tests.client.test_restart import Supervised
 from tests.damage.restoring import Restorer
+from tests.ledger.driver import World, i64
 from tests.scale import examples, only_long
 from tests.server.test_foreign_snapshots import patch, seal
 from tests.server.test_spill_served import served as spilling
 from transferqueue.adapters.snapshots import read_table
 from transferqueue.client.operations import column_source
 from transferqueue.errors import Corruption
-from transferqueue.limits import CONTINUED_MAX
+from transferqueue.ledger import Ledger
+from transferqueue.ledger.rows import blocks
+from transferqueue.limits import CONTINUED_MAX, END_INTERVAL_S
+from transferqueue.policies import Task
 from transferqueue.server.durability.snapshots import SNAPSHOTS_VARIABLE
+from transferqueue.wire import messages as m
 
 FIELDS = [tq.Field("ids", "int64", (None,)), tq.Field("logprobs", "float32", (None,))]
 TASKS = [tq.Task("train", needs=["ids", "logprobs"])]
@@ -327,19 +334,80 @@ def test_fields_that_continue_the_same_rows_are_one_tree(embedded: tq.Queue, mon
         _ = table.read([*first, *second, *third])["a"]
 
 
-def test_a_reply_with_too_many_values_is_refused_before_rows_are_leased(embedded: tq.Queue) -> None:
-    table = embedded.create_table("large", tasks=[tq.Task("train", needs=["ids"])])
-    last = table.put(ids=[[0]] * 2000)
-    for number in range(1, 12):
-        parents, last = last, table.put(ids=[[number]] * 2000, parent=last)
+DEPTH = 12
+
+
+def deep(table: tq.Table, rows: int, **facts: Any) -> list[int]:
+    """Rows of `DEPTH` values, of which only the last ones are left."""
+    last = table.put(ids=[[0]] * rows, **facts)
+    for number in range(1, DEPTH):
+        parents, last = last, table.put(ids=[[number]] * rows, parent=last, **facts)
         table.drop(parents, reason="continued")
-    for rows in (table.read, lambda rows: table.lease("train", rows=len(rows), timeout_s=0).__enter__()):
-        with pytest.raises(tq.UsageError, match=r"2,?000 rows, which continue others, .* fewer rows at a time"):
-            rows(last)
-    assert table.stats().tasks["train"].leased == 0
-    with table.lease("train", rows=1000) as batch:
-        assert batch["ids"].list() == [list(range(12))] * 1000
-    assert table.lease("train", rows=1000).__enter__().tree("ids").lengths().tolist() == [12] * 1000
+    return last.tolist()
+
+
+def test_a_reply_names_as_many_values_as_it_may(embedded: tq.Queue) -> None:
+    """A read of more is refused, with the number that it may have; a lease gets the first of its rows."""
+    table = embedded.create_table("large", tasks=[tq.Task("train", needs=["ids"])])
+    rows = deep(table, 6000)
+    with pytest.raises(tq.UsageError, match=r"6000 rows, which continue others, .* at most [\d,]+ of them") as refused:
+        table.read(rows)
+    most = int(re.search(r"at most ([\d,]+)", str(refused.value))[1].replace(",", ""))  # type: ignore[index]
+    assert 100 < most < len(rows)
+    assert len(table.read(rows[:most])) == most
+    seen: list[int] = []
+    while len(seen) < len(rows):
+        with table.lease("train", rows=len(rows), at_least=1) as batch:
+            assert len(batch) == min(most, len(rows) - len(seen))
+            assert batch["ids"].list() == [list(range(DEPTH))] * len(batch)
+            seen += batch.rows.tolist()
+    assert seen == rows
+
+
+def test_a_batch_of_ranks_is_cut_for_each_alike(embedded: tq.Queue) -> None:
+    selector = tq.TokenBalanced(equal_counts=True)
+    table = embedded.create_table("ranks", tasks=[tq.Task("train", needs=["ids"], selector=selector)])
+    deep(table, 6003)
+    shares = [table.lease("train", rows=6003, rank=rank, world=3).__enter__() for rank in range(3)]
+    assert 100 < len(shares[0]) < 6003 // 3
+    assert {len(share) for share in shares} == {len(shares[0])}
+    assert all(share["ids"].list() == [list(range(DEPTH))] * len(share) for share in shares)
+
+
+def test_a_unit_that_no_reply_may_name_is_refused(embedded: tq.Queue) -> None:
+    task = tq.Task("train", needs=["ids"], groups=tq.Complete())
+    table = embedded.create_table("group", tasks=[task])
+    rows = deep(table, 6000)
+    table.put(ids=[[1]] * 6000, parent=rows, group_id=1, group_size=6000)
+    table.drop(rows, reason="continued")
+    with pytest.raises(tq.UsageError, match=r"6000 rows in 1 unit, the fewest of this lease.* lease fewer fields"):
+        table.lease("train", groups=1, timeout_s=0).__enter__()
+    with table.lease("train", groups=1, fields=[]) as batch:
+        assert len(batch) == 6000
+
+
+def test_long_chains_end_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only ended rows continued is let go of in later turns, of itself."""
+    monkeypatch.setattr(blocks, "ENDS_MAX", 8)
+    client = World().client()
+    client.create(tasks=[Task("train", ["ids"])])
+    rows = [client.put(1, ["ids"])[0]]
+    for _ in range(19):
+        columns = client.columns(1, ["ids"])
+        rows += [client.apply(m.ContinueRequest("t", 1, columns, 0, 0.0, i64(rows[-1:]), ["ids"])).first]
+    nbytes = client.world.table().usage.bytes // 20
+    client.apply(m.Drop("t", i64(rows), "done"))
+    assert client.world.table().usage.bytes == 11 * nbytes
+    client.world.ledger = Ledger.from_image(client.world.ledger.image())
+    for left in (3, 0):
+        client.world.woken.clear()
+        assert client.world.ledger.next_deadline() == client.world.now + (END_INTERVAL_S if left == 0 else -math.inf)
+        client.world.pass_time(0.001)
+        client.world.pass_time(0.0)
+        assert client.world.table().usage.bytes == left * nbytes
+        assert ("room", "t") in client.world.woken
+    assert client.world.ledger.next_deadline() is None
+    assert not client.world.taken
 
 
 def test_a_chain_is_bounded(embedded: tq.Queue) -> None:

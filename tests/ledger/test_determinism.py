@@ -287,9 +287,11 @@ class Fuzz:
             for number in part.block.a[at].tolist():
                 if number:
                     refs[number] = refs.get(number, 0) + 1
-        for number, one in blocks.blocks.items():
-            for above in one.continued.blocks(number) if one.continued is not None and one.refs else ():
+        for one in blocks.blocks.values():
+            for above in one.continued.above if one.continued is not None else ():
                 refs[above] = refs.get(above, 0) + 1
+        for above in blocks.ending:
+            refs[above] = refs.get(above, 0) + 1
         assert blocks.continued == {number for number, one in blocks.blocks.items() if one.continued}
         mine = {number: one.refs for number, one in blocks.blocks.items() if one.usage is table.usage and one.refs}
         for lease in self.ledger.state.core.leases.by_id.values():

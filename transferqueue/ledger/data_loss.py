@@ -18,7 +18,7 @@ import numpy as np
 from transferqueue.ledger.arrays import BoolArray, IntArray
 from transferqueue.ledger.requests import weight_channels
 from transferqueue.ledger.requests.ack import expire_lease
-from transferqueue.ledger.rows import LIVE, nodes_of_fields
+from transferqueue.ledger.rows import LIVE, forests
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules
 from transferqueue.ledger.rules.requeue import LOST, regenerate_field
 from transferqueue.ledger.state import LedgerState
@@ -101,7 +101,7 @@ def _reads_from(table: TableState, name: str, at: IntArray, blocks: IntArray) ->
     (places,) = table.column_groups.locate([name], at)
     has_field = table.rows.has_all(at, table.rows.mask((name,)))
     of_rows = np.where(has_field, places.blocks, 0)
-    if nodes := nodes_of_fields(table.core.blocks, {name: (of_rows, places.slots)}):
+    if nodes := forests(table.core.blocks, {name: (of_rows, places.slots)}).nodes:
         return nodes[name].rows_below(np.isin(nodes[name].blocks, blocks))
     return np.isin(of_rows, blocks)
 

@@ -53,7 +53,7 @@ from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.retries import RetryQueue
 from transferqueue.ledger.tasks.selectors import PluginFactory
 from transferqueue.ledger.tasks.task_state import LEASED
-from transferqueue.limits import COPY_ORDER_S, SESSIONS_MAX
+from transferqueue.limits import COPY_ORDER_S, END_INTERVAL_S, SESSIONS_MAX
 from transferqueue.policies import Recorded
 from transferqueue.wire import messages as m
 from transferqueue.wire.answers.events import EventsAnswer
@@ -105,6 +105,7 @@ class Ledger:
         core.writing = True
         try:
             yield
+            core.blocks.end_some()
         except GeneratorExit:  # interrupted before the block began
             raise
         except BaseException as error:  # noqa: BLE001  (raised with its cause)
@@ -268,10 +269,14 @@ class Ledger:
         if now > state.now:
             state.now = now
         now = state.now
-        if (at := state.core.deadlines.next()) is None or at > now:
+        if (at := self.next_deadline()) is None or at > now:
             return 0
         due = 0
         with self._changes("an event that was due"):
+            if state.core.blocks.ending:
+                state.core.blocks.ended_at = now
+                for table in state.tables.values():
+                    table.wake_room()
             for subject in state.core.deadlines.due(now):
                 self._apply_due(subject, now)
                 due += 1
@@ -314,7 +319,10 @@ class Ledger:
 
     def next_deadline(self) -> float | None:
         """The earliest time at which `tick` would change something."""
-        return self.state.core.deadlines.next()
+        at, blocks = self.state.core.deadlines.next(), self.state.core.blocks
+        if blocks.ending and (at is None or at > blocks.ended_at + END_INTERVAL_S):
+            return blocks.ended_at + END_INTERVAL_S
+        return at
 
     def take_effects(self) -> list[Effect]:
         """Effects since the last call, for the caller to apply. A torn ledger has none."""
@@ -547,7 +555,7 @@ class Ledger:
             self._raise_torn(m.tag_of(request))
         if now > state.now:
             state.now = now
-        if (due := core.deadlines.next()) is not None and due <= state.now:
+        if (due := self.next_deadline()) is not None and due <= state.now:
             self.tick(now)
         holder = state.sessions.get(session)
         if holder is None or not holder.open:
@@ -566,6 +574,7 @@ class Ledger:
             reply = handler(state, request, holder, call)
             if repeat != "again" and not isinstance(reply, Blocked):
                 core.writing = True
+                core.blocks.end_some()
                 holder.replies.keep(call, reply)
                 self._note_applied(request, session, call, reply)
         except BaseException as error:

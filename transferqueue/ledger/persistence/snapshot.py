@@ -25,7 +25,7 @@ from transferqueue.ledger.arrays import AnyArray, BoolArray, IntArray
 from transferqueue.ledger.attributes import COUNT_MAX, SECONDS_MAX, Columns, Count
 from transferqueue.ledger.requests.flow_control import VERSION_MAX
 from transferqueue.ledger.requests.weight_channels import WeightChannelState
-from transferqueue.ledger.rows import LIVE, Nodes, nodes_of_fields
+from transferqueue.ledger.rows import LIVE, Nodes, forests
 from transferqueue.ledger.state import LedgerState
 from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.task_state import TaskCounters
@@ -166,7 +166,7 @@ def _table(table: TableState, now: float) -> TableSnapshot:
     for group, count in table.flow.promised.items():
         snapshot.counts.refills[group] = snapshot.counts.refills.get(group, 0) + count
     snapshot.places = {name: _places(table, name, at) for name in table.rows.fields if name not in table.rows.inline}
-    snapshot.nodes = nodes_of_fields(table.core.blocks, snapshot.places)
+    snapshot.nodes = forests(table.core.blocks, snapshot.places).nodes
     return snapshot
 
 

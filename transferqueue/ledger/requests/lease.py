@@ -13,11 +13,12 @@ from transferqueue.ledger.arrays import NO_ROWS, Index, IntArray, decode_int64s,
 from transferqueue.ledger.effects import Blocked
 from transferqueue.ledger.requests.registry import HasTables, carries_out
 from transferqueue.ledger.requests.reply_rows import (
+    ReplyPlaces,
     are_awaited,
     await_bytes,
-    check_nodes,
     complete_fields,
     describe_rows,
+    places_of,
 )
 from transferqueue.ledger.rules.explain import explain_lease, explain_stranded
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, can_be_requeued, return_rows
@@ -31,7 +32,7 @@ from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.predicates import check_where
 from transferqueue.ledger.tasks.shared_batches import SharedBatches, shares
 from transferqueue.ledger.tasks.task_state import LEASED, READY, RETRYING, TaskState
-from transferqueue.limits import REPLICAS_MAX, ROWS_PER_REQUEST_MAX, SPANS_AWAITED_MAX
+from transferqueue.limits import REPLICAS_MAX, ROWS_PER_REQUEST_MAX, SPANS_AWAITED_MAX, TURN_NS
 from transferqueue.policies import AckedColumns
 from transferqueue.wire.messages import Leased, LeaseRequest, OrdinalsEnded
 
@@ -202,24 +203,39 @@ def _lease_units(
     choice = choose(table, task, request)
     if choice is None:
         return None
-    at = table.rows.pages.where(choice.rows)
-    _check_nodes(table, task, choice.rows, request)
-    if table.core.blocks.cold is not None:
-        waits = await_bytes(table, at, _reply_fields(table, task.task.needs, at, request))
-        if waits is not None:
-            return waits
+    choice, at, places = _cut(table, task, choice, request)
+    if table.core.blocks.cold is not None and (waits := await_bytes(table, places)) is not None:
+        return waits
     table.begin(choice.rows.size)
     choice.queue.taken(choice.count)
     lease = _open_lease(table, task, choice.rows, request, now)
     task.lease(lease.rows, at, lease.id)
     table.core.leases.hold(lease, session, 0)
-    return _lease_reply(table, lease, at, request, session, now)
+    return _lease_reply(table, lease, at, request, session, now, places)
 
 
-def _check_nodes(table: TableState, task: TaskState, rows: IntArray, request: LeaseRequest) -> None:
-    at = table.rows.pages.where(rows)
-    fields = _reply_fields(table, task.task.needs, at, request)
-    check_nodes(table, at, fields, f"a lease of {counted(rows.size, 'row')}", ranks=request.world)
+def _cut(
+    table: TableState, task: TaskState, choice: ChosenUnits, request: LeaseRequest
+) -> tuple[ChosenUnits, Index, ReplyPlaces]:
+    """As many of the chosen units, from the first on, as one reply may name with all that their rows continue; of a
+    batch that ranks share, as many for each. Their positions and places."""
+    while True:
+        at = table.rows.pages.where(choice.rows)
+        fields = _reply_fields(table, task.task.needs, at, request)
+        places = places_of(table, at, fields, TURN_NS)
+        if (fit := places.fit) is None:
+            return choice, at, places
+        units = fit if choice.sizes is None else int(np.cumsum(choice.sizes).searchsorted(fit, "right"))
+        units = units or choice.count // 2
+        if request.world > 1 and task.ranker.equal_counts:
+            units -= units % request.world
+        if units < request.world:
+            raise UsageError(
+                f"{counted(choice.rows.size, 'row')} in {counted(choice.count, 'unit')}, the fewest of this lease, "
+                f"continue others, and name so many stored values that it takes the server more than "
+                f"{TURN_NS / 1e6:.0f} ms, and all other clients wait meanwhile; lease fewer fields (fields=)"
+            )
+        choice = choice.first(units)
 
 
 def _open_lease(table: TableState, task: TaskState, rows: IntArray, request: LeaseRequest, now: float) -> LeaseState:
@@ -233,12 +249,16 @@ def _open_lease(table: TableState, task: TaskState, rows: IntArray, request: Lea
 
 
 def _lease_reply(
-    table: TableState, lease: LeaseState, at: Index, request: LeaseRequest, session: int, now: float
+    table: TableState,
+    lease: LeaseState,
+    at: Index,
+    request: LeaseRequest,
+    session: int,
+    now: float,
+    places: ReplyPlaces | None = None,
 ) -> Leased:
-    needs = table.tasks[lease.task].task.needs  # which every ready row has
-    whole = request.fields is None or tuple(request.fields) == needs
-    fields = needs if whole else _reply_fields(table, needs, at, request)
-    content, blocks = describe_rows(table, lease.rows, at, fields)
+    fields = _reply_fields(table, table.tasks[lease.task].task.needs, at, request)
+    content, blocks = describe_rows(table, lease.rows, at, fields, places)
     table.core.blocks.pin(session, blocks)
     table.history.add(now, "leased", lease.rows, lease.task, session, f"lease {lease.id}")
     if table.pacing and table.pacing.task == lease.task:
@@ -248,8 +268,9 @@ def _lease_reply(
 
 
 def _reply_fields(table: TableState, needs: Sequence[str], at: Index, request: LeaseRequest) -> Sequence[str]:
-    """The fields of a reply to the request. `needs`: those of the task."""
-    return needs if request.fields is None else complete_fields(table, at, request.fields)
+    """The fields of a reply to the request. `needs`: those of the task, which every ready row has."""
+    whole = request.fields is None or tuple(request.fields) == needs
+    return needs if whole else complete_fields(table, at, request.fields or ())
 
 
 def _count_staleness(table: TableState, at: Index) -> None:
@@ -284,7 +305,7 @@ def _claim_share(
         choice = choose(table, task, request)
         if choice is None:
             return None
-        _check_nodes(table, task, choice.rows, request)
+        choice, _, _ = _cut(table, task, choice, request)
         table.begin(choice.rows.size)
         table.shared_batches[key] = shared
         claim = shared.make(request, _make_shares(table, task, choice, request, now))
@@ -294,8 +315,8 @@ def _claim_share(
     lease = table.core.leases.by_id[batch.shares[request.rank]]
     if table.core.blocks.cold is not None and lease.reply is None:
         at = table.rows.pages.index(lease.rows[lease.held])
-        waits = await_bytes(table, at, _reply_fields(table, task.task.needs, at, request))
-        if waits is not None:
+        fields = _reply_fields(table, task.task.needs, at, request)
+        if (waits := await_bytes(table, places_of(table, at, fields))) is not None:
             return waits
     reply = _join_share(table, lease, request, session, now)
     shared.claim(number, request.rank, request.replica)
@@ -307,7 +328,7 @@ def is_loading(table: TableState, lease: LeaseState) -> bool:
     if table.core.blocks.cold is None or lease.share is None or lease.holders:
         return False
     at = table.rows.pages.index(lease.rows[lease.held])
-    return are_awaited(table, at, table.tasks[lease.task].task.needs)
+    return are_awaited(table, places_of(table, at, table.tasks[lease.task].task.needs))
 
 
 def _make_shares(

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from transferqueue.errors import ColumnFreed, NotFound
+from transferqueue.errors import ColumnFreed, NotFound, UsageError
 from transferqueue.errors.text import counted
 from transferqueue.ledger.arrays import IntArray, agreed, decode_rows, numbered, run_of
 from transferqueue.ledger.effects import Blocked
 from transferqueue.ledger.requests.registry import in_table
-from transferqueue.ledger.requests.reply_rows import await_bytes, check_nodes, complete_fields, describe_rows
+from transferqueue.ledger.requests.reply_rows import await_bytes, complete_fields, describe_rows, places_of
 from transferqueue.ledger.rows import DROPPED
 from transferqueue.ledger.rules.column_ends import why_freed
 from transferqueue.ledger.rules.work import read_ns
 from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.predicates import check_where, matches
-from transferqueue.limits import check_work
+from transferqueue.limits import TURN_NS, check_work
 from transferqueue.policies import Predicate
 from transferqueue.wire.messages import Cursor, CursorValue, Find, Found, ReadRequest, ReadRows
 
@@ -49,10 +49,16 @@ def read(table: TableState, request: ReadRequest, session: int, now: float) -> R
         read_ns(table, len(fields)) * rows.size,
         "read at most {rows} at a time: by their ids, or with a limit, and fewer fields",
     )
-    check_nodes(table, at, fields, f"a read of {counted(rows.size, 'row')}")
-    if table.core.blocks.cold is not None and (waits := await_bytes(table, at, fields)) is not None:
+    places = places_of(table, at, fields, TURN_NS)
+    if places.fit is not None:
+        raise UsageError(
+            f"a read of {counted(rows.size, 'row')}, which continue others, names so many stored values that it takes "
+            f"the server more than {TURN_NS / 1e6:.0f} ms, and all other clients wait meanwhile; read at most "
+            f"{max(places.fit, 1):,} of them at a time, or fewer fields"
+        )
+    if table.core.blocks.cold is not None and (waits := await_bytes(table, places)) is not None:
         return waits
-    content, blocks = describe_rows(table, rows, run_of(at), fields)
+    content, blocks = describe_rows(table, rows, run_of(at), fields, places)
     table.begin(len(blocks))
     table.core.blocks.pin(session, blocks)
     return ReadRows(content)

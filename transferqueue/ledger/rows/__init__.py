@@ -26,12 +26,11 @@ from transferqueue.ledger.rows.commit import (
 from transferqueue.ledger.rows.continued import (
     Continued,
     Nodes,
-    TooManyNodes,
     blocks_above,
     depths_in,
     depths_of,
+    forests,
     keys_of,
-    nodes_of_fields,
 )
 from transferqueue.ledger.rows.dropped import LastFailure, SpentRow, SpentRows
 from transferqueue.ledger.rows.groups import GroupIndex

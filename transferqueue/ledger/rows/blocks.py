@@ -20,14 +20,15 @@ columns of one commit inside an extent. Invariants:
 - A row reads a field in the block of the highest number. So rows that exist already refer to a content only if none of
   them has the field in a newer block that the reference does not replace (`may_refer`). Otherwise the bytes are
   written, and the new block has the content from then on.
-- Values of a block may continue values of other blocks, to each of which it has one reference until its own last one
-  ends (`continued`).
+- Values of a block may continue values of other blocks, to each of which it has one reference, which it gives back
+  when its own last one ends (`continued`): at most `ENDS_MAX` of them in one turn.
 - A block whose bytes were spilled to a disk has no extent until they are loaded (`cold_blocks`). It still counts, and
   is not pinned.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -40,7 +41,7 @@ from transferqueue.errors.text import counted
 from transferqueue.ledger.effects import Blocked, Effects, FreeExtent, WakeKey, Writes
 from transferqueue.ledger.rows.continued import Continued, blocks_below
 from transferqueue.ledger.rows.missing_copies import MissingCopies, Shards
-from transferqueue.limits import ALIGNMENT, PAGE_BYTES
+from transferqueue.limits import ALIGNMENT, ENDS_MAX, PAGE_BYTES
 from transferqueue.wire.messages import BlockLocation, CopyLocation, WrittenBlock
 
 _NO_COPIES: Final[list[CopyLocation]] = []
@@ -153,6 +154,8 @@ class StoredBlocks(msgspec.Struct):
     missing: MissingCopies
     granted: int
     committed: int
+    ending: list[int]
+    ended_at: float
 
 
 class BlockPart:
@@ -213,6 +216,10 @@ class BlockRegistry:
         self.blocks: dict[int, CommittedBlock] = {}
         self.continued: set[int] = set()
         """Blocks with values that continue others."""
+        self.ending: list[int] = []
+        """References that ended blocks had to others, one by one, which are still to be given back."""
+        self.ended_at = -math.inf
+        """When a turn began with some of these."""
         self.pins: dict[int, dict[int, int]] = {}
         """Holder (a session, or minus a lease) -> block -> number of pins."""
         self.last_shard = 0
@@ -241,7 +248,15 @@ class BlockRegistry:
             for one in self.blocks.values()
         ]
         return StoredBlocks(
-            [*self.extents.values()], blocks, self.pins, self.last_shard, self.missing, self.granted, self.committed
+            [*self.extents.values()],
+            blocks,
+            self.pins,
+            self.last_shard,
+            self.missing,
+            self.granted,
+            self.committed,
+            self.ending,
+            self.ended_at,
         )
 
     def restore(self, stored: StoredBlocks, owners: Sequence[OwnerBytes]) -> None:
@@ -256,9 +271,11 @@ class BlockRegistry:
                 block.continued = Continued({}, continued.depths)
                 for name, keys in continued.before.items():
                     block.continued.add(name, keys)
+                block.continued.refer(at.block)
                 self.continued.add(at.block)
         self.pins, self.last_shard, self.missing = stored.pins, stored.last_shard, stored.missing
         self._next_extent, self._next_block = stored.granted + 1, stored.committed + 1
+        self.ending, self.ended_at = stored.ending, stored.ended_at
 
     def attach(self, part: BlockPart) -> None:
         """Have this part follow the registry, instead of an earlier one of its class."""
@@ -441,14 +458,15 @@ class BlockRegistry:
         """The values of a live block continue these, whose blocks live as long as it does."""
         self.blocks[number].continued = continued
         self.continued.add(number)
-        self.refer(continued.blocks(number))
+        continued.refer(number)
+        self.refer(continued.above)
 
     def sever(self, lost: Collection[int]) -> None:
         """These blocks are lost, and no row reads a value that continues one of theirs: nothing keeps them for that."""
         for number in [*self.continued]:
             block = self.blocks.get(number)
             if block is not None and block.continued is not None:
-                for above in block.continued.sever(number, lost):
+                for above in block.continued.sever(lost):
                     self.retire(above, 1)
 
     def below(self, lost: Iterable[int]) -> list[int]:
@@ -465,26 +483,23 @@ class BlockRegistry:
         block = self.blocks[number]
         block.refs -= refs
         if not block.refs:
-            self._end([block])
-
-    def _end(self, ended: list[CommittedBlock]) -> None:
-        """These blocks have no reference left, and neither have those that only their values continue."""
-        while ended:
-            block = ended.pop()
-            number, continued = block.at.block, block.continued
-            if continued is not None:
+            if block.continued is not None:
+                self.ending += block.continued.above
                 block.continued = None
                 self.continued.discard(number)
-                for above in map(self.blocks.__getitem__, continued.blocks(number)):
-                    above.refs -= 1
-                    if not above.refs:
-                        ended.append(above)
             block.usage.bytes -= block.nbytes
             if block.at.content and block.usage.contents.get(key := _content_key(block.at)) == number:
                 del block.usage.contents[key]
             for part in self.parts:
                 part.retired(block)
             self._forget_if_unused(block)
+
+    def end_some(self) -> None:
+        """Give back references of `ending`, as many as one turn may."""
+        for _ in range(ENDS_MAX):
+            if not self.ending:
+                return
+            self.retire(self.ending.pop(), 1)
 
     def _forget_if_unused(self, block: CommittedBlock) -> None:
         if block.refs or block.pins:

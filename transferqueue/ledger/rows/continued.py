@@ -3,28 +3,30 @@
 1. That a value continues another one is a fact of the stored value, not of a row: a block says for each of its slots
    which value, by block and slot, comes before it (`Continued`). So rows, their fates and their columns know nothing of
    it. A row that others continue may end, or get another value: theirs stays what it was.
-2. A block has one reference to each other block that its values continue, until its own last reference ends
-   (`BlockRegistry.retire`).
+2. A block has one reference to each other block that its values continue. When its own last reference ends, it gives
+   these back; of long chains, some at a time (`BlockRegistry.end_some`).
 3. What a value continues was there before it: in a block of a lower number, or in a lower slot of the same block, as
    snapshots restore them. So there is no cycle, and ascending order is an order from roots to leaves.
 4. A chain has at most `CONTINUED_MAX` values before its last one. Each block knows the depth of its values, so a put
    that would exceed this is refused without a walk.
-5. Readers get each value of a forest once (`Nodes`), and join them.
+5. Readers get each value of a forest once (`Nodes`), and join them. A reply names as many as the server may take the
+   time for (`forests`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import groupby
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
-from transferqueue.ledger.arrays import AnyArray, BoolArray, IntArray
+from transferqueue.ledger.arrays import AnyArray, BoolArray, IntArray, by_value
 from transferqueue.ledger.rows.column_places import Slots
-from transferqueue.limits import BLOCK_ROWS_MAX
+from transferqueue.limits import BLOCK_ROWS_MAX, CHAIN_NS, NAMED_NS, NODE_NS
+from transferqueue.wire.messages import BlockLocation
 
 _SLOT_BITS: Final = (BLOCK_ROWS_MAX - 1).bit_length()
 _SLOTS: Final = (1 << _SLOT_BITS) - 1
@@ -38,33 +40,41 @@ class Continued(msgspec.Struct):
     Args:
         before: by field, the key of the value before each slot (`keys_of`); 0: none.
         depths: the number of values before each slot, the most of all fields.
+        above: the other blocks to which these values need references.
+        alike: the fields that continue others, each with a number that those of the same keys share.
     """
 
     before: dict[str, IntArray]
     depths: IntArray
+    above: list[int] = []
+    alike: frozenset[tuple[str, int]] = frozenset()
 
     def add(self, field: str, keys: IntArray) -> None:
         """Note what the values of a field continue. Fields of the same keys share them."""
         self.before[field] = next((one for one in self.before.values() if np.array_equal(one, keys)), keys)
 
-    def blocks(self, own: int) -> list[int]:
-        """The other blocks to which these values need references. `own`: the number of their block."""
-        keys = np.concatenate([*self.before.values()])
-        return [number for number in np.unique(keys >> _SLOT_BITS).tolist() if number and number != own]
+    def refer(self, own: int) -> None:
+        """Set `above` and `alike`, as these are all values of block `own`."""
+        arrays = {id(keys): keys for keys in self.before.values()}
+        numbers = np.unique(np.concatenate([*arrays.values()]) >> _SLOT_BITS).tolist()
+        self.above = [number for number in numbers if number and number != own]
+        order = [*arrays]
+        self.alike = frozenset((name, order.index(id(keys))) for name, keys in self.before.items())
 
-    def sever(self, own: int, lost: Collection[int]) -> list[int]:
+    def sever(self, lost: Collection[int]) -> list[int]:
         """Forget that values, which no row reads, continue values in these lost blocks. Returns those that it needed
         references to."""
-        severed = [number for number in self.blocks(own) if number in lost]
+        severed = [number for number in self.above if number in lost]
         for keys in self.before.values() if severed else ():
             keys[np.isin(keys >> _SLOT_BITS, severed)] = 0
+        self.above = [number for number in self.above if number not in lost]
         return severed
 
 
 class _Block(Protocol):
-    @property
-    def continued(self) -> Continued | None:
-        """What its values continue; None: all are whole."""
+    at: BlockLocation
+    continued: Continued | None
+    """What its values continue; None: all are whole."""
 
 
 class _Registry(Protocol):
@@ -138,66 +148,104 @@ def keys_of(blocks: IntArray, slots: Slots) -> IntArray:
 
 def depths_of(blocks: Mapping[int, _Block], keys: IntArray) -> IntArray:
     """The number of values before each of these values."""
-    known, of_key = np.unique(keys, return_inverse=True)
-    depths: list[int] = []
-    for number, slots in _runs(known.tolist()):
-        continued = blocks[number].continued
-        depths += _at(None if continued is None else continued.depths, slots)
-    found: IntArray = np.array(depths, np.int64)[of_key]
-    return found
+    depths = np.zeros(keys.size, np.int64)
+    for number, at in by_value(keys >> _SLOT_BITS):
+        if (continued := blocks[number].continued) is not None:
+            depths[at] = continued.depths[keys[at] & _SLOTS]
+    return depths
 
 
-def nodes_of_fields(
-    registry: _Registry, places: Mapping[str, tuple[IntArray, Slots]], most: int | None = None
-) -> dict[str, Nodes]:
-    """The forests of those fields of which some of these values continue others. Rows without a value have block 0.
-    Fields at the same places, of which the values continue the same ones, have the same forest. `most`: the nodes of
-    all forests; beyond, `TooManyNodes`."""
-    if not registry.continued:
-        return {}
+class Forests(NamedTuple):
+    """The forests of those fields of which some values continue others.
+
+    Args:
+        nodes: by field. Fields at the same places, of which the values continue the same ones, have the same one.
+        fit: how many of the rows may be named, at most, since all take too long, and then `nodes` is empty; None: all.
+        ns: the estimated time of a reply that names these nodes.
+    """
+
+    nodes: dict[str, Nodes]
+    fit: int | None
+    ns: float
+
+    def groups(self) -> list[tuple[Nodes, list[str]]]:
+        """Each forest, with its fields."""
+        fields: dict[int, tuple[Nodes, list[str]]] = {}
+        for name, nodes in self.nodes.items():
+            fields.setdefault(id(nodes), (nodes, []))[1].append(name)
+        return [*fields.values()]
+
+
+def forests(registry: _Registry, places: Mapping[str, tuple[IntArray, Slots]], ns_max: float = math.inf) -> Forests:
+    """The stored values of which these are made. Rows without a value have block 0.
+
+    Args:
+        registry: of the blocks.
+        places: block and slot of each row, by field.
+        ns_max: the most that a reply may take that names the nodes; default: no bound.
+    """
     fields_at: dict[tuple[int, int], list[str]] = {}
-    for name, (numbers, slots) in places.items():
+    for name, (numbers, slots) in places.items() if registry.continued else ():
         fields_at.setdefault((id(numbers), id(slots)), []).append(name)
-    found: dict[str, Nodes] = {}
+    nodes: dict[str, Nodes] = {}
+    ns = 0.0
     for left in fields_at.values():
         keys = keys_of(*places[left[0]])
-        roots = np.unique(keys[keys >= _NOTHING])
-        if registry.continued.isdisjoint(np.unique(roots >> _SLOT_BITS).tolist()):
+        keys[keys < _NOTHING] = 0
+        if registry.continued.isdisjoint(np.unique(keys >> _SLOT_BITS).tolist()):
             continue
         while left:
-            before, alike = _chains(registry.blocks, left, roots.tolist(), most)
-            if any(before.values()):
-                nodes = _nodes(keys, before)
-                found |= dict.fromkeys(alike, nodes)
-                most = None if most is None else most - len(before)
-            left = [name for name in left if name not in alike]
-    return found
+            walk = _Walk(registry.blocks, left, ns_max - ns)
+            if (fit := walk.rows(keys.tolist())) is not None:
+                return Forests({}, fit, ns)
+            if any(walk.before.values()):
+                nodes |= dict.fromkeys(walk.fields, _nodes(keys, walk.before))
+                ns += walk.ns
+            left = [name for name in left if name not in walk.fields]
+    return Forests(nodes, None, ns)
 
 
-class TooManyNodes(Exception):
-    """Rows have more stored values in their chains than a request may name."""
+class _Walk:
+    """From some values of the first of these fields to all that come before them."""
 
+    def __init__(self, blocks: Mapping[int, _Block], fields: Sequence[str], ns_max: float) -> None:
+        self._blocks, self._fields, self._ns_max = blocks, fields, ns_max
+        self._numbers: set[int] = set()
+        self._alike: set[frozenset[tuple[str, int]]] = set()
+        self.before: dict[int, int] = {}
+        """Which value each value continues; 0: none."""
+        self.ns = 0.0
 
-def _chains(
-    blocks: Mapping[int, _Block], fields: Sequence[str], keys: list[int], most: int | None
-) -> tuple[dict[int, int], list[str]]:
-    """Which value each of these values, which ascend, and each that comes before them continues in the first of the
-    fields (0: none), and those of the fields in which it is the same for all."""
-    first, alike = fields[0], [*fields[1:]]
-    before: dict[int, int] = {}
-    while keys:
-        if most is not None and len(before) + len(keys) > most:
-            raise TooManyNodes
-        above: list[int] = []
-        for number, slots in _runs(keys):
-            continued = blocks[number].continued
-            of_field = None if continued is None else continued.before.get(first)
-            if alike and continued is not None:
-                alike = [name for name in alike if _same(of_field, continued.before.get(name))]
-            above += _at(of_field, slots)
-        before.update(zip(keys, above, strict=True))
-        keys = sorted({key for key in above if key and key not in before})
-    return before, [first, *alike]
+    def rows(self, keys: Sequence[int]) -> int | None:
+        """Walk from these values. Returns for how many, from the first on, the time suffices; None: for all."""
+        blocks, numbers, alike, before = self._blocks, self._numbers, self._alike, self.before
+        first, ns, ns_max = self._fields[0], self.ns, self._ns_max
+        for row, key in enumerate(keys):
+            while key and key not in before:
+                number = key >> _SLOT_BITS
+                block = blocks[number]
+                continued = block.continued
+                if number not in numbers:
+                    numbers.add(number)
+                    ns += CHAIN_NS + NAMED_NS * len(block.at.fields)
+                    if continued is not None:
+                        alike.add(continued.alike)
+                ns += NODE_NS
+                if ns > ns_max:
+                    return row
+                keys_before = None if continued is None else continued.before.get(first)
+                above = 0 if keys_before is None else keys_before.item(key & _SLOTS)
+                before[key] = above
+                key = above
+        self.ns = ns
+        return None
+
+    @property
+    def fields(self) -> list[str]:
+        """Those of the fields of which the values continue the same ones."""
+        alike = [dict(one) for one in self._alike]
+        first = self._fields[0]
+        return [name for name in self._fields if all(one.get(name) == one.get(first) for one in alike)]
 
 
 def _nodes(keys: IntArray, before: dict[int, int]) -> Nodes:
@@ -208,37 +256,18 @@ def _nodes(keys: IntArray, before: dict[int, int]) -> Nodes:
     return Nodes(every >> _SLOT_BITS, (every & _SLOTS).astype(np.int32), parents, of_row)
 
 
-def _runs(keys: list[int]) -> Iterator[tuple[int, list[int]]]:
-    """The blocks of values that ascend, each with its slots."""
-    for number, run in groupby(keys, _SLOT_BITS.__rrshift__):
-        yield number, [key & _SLOTS for key in run]
-
-
-def _at(numbers: IntArray | None, slots: list[int]) -> list[int]:
-    if numbers is None:
-        return [0] * len(slots)
-    if len(slots) == 1:  # mostly: a turn of an agent is a put
-        return [int(numbers[slots[0]])]
-    found: list[int] = numbers[slots].tolist()
-    return found
-
-
-def _same(one: IntArray | None, other: IntArray | None) -> bool:
-    return one is other or (one is not None and other is not None and np.array_equal(one, other))
-
-
 def blocks_below(blocks: Mapping[int, _Block], continued: Iterable[int], lost: Collection[int]) -> set[int]:
     """Those of the blocks `lost`, and of `continued`, in which a value may contain one of `lost`."""
     below = set(lost)
     for number in sorted(continued):
         of_block = blocks[number].continued
-        if of_block is not None and not below.isdisjoint(of_block.blocks(number)):
+        if of_block is not None and not below.isdisjoint(of_block.above):
             below.add(number)
     return below
 
 
-def blocks_above(blocks: Mapping[int, _Block], numbers: Iterable[int], known: dict[int, list[int]]) -> set[int]:
-    """These blocks, and all that their values continue. `known`: what each refers to, as found by earlier calls."""
+def blocks_above(blocks: Mapping[int, _Block], numbers: Iterable[int], most: int) -> set[int] | None:
+    """These blocks, and all that their values continue. None: they are more than `most`."""
     every: set[int] = set()
     left = [*numbers]
     while left:
@@ -246,8 +275,8 @@ def blocks_above(blocks: Mapping[int, _Block], numbers: Iterable[int], known: di
         if number in every or number not in blocks:
             continue
         every.add(number)
-        if number not in known:
-            continued = blocks[number].continued
-            known[number] = [] if continued is None else continued.blocks(number)
-        left += known[number]
+        if len(every) > most:
+            return None
+        continued = blocks[number].continued
+        left += () if continued is None else continued.above
     return every

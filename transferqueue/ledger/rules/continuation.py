@@ -19,13 +19,13 @@ from transferqueue.ledger.rows import (
     Continued,
     StagedCommit,
     depths_of,
+    forests,
     keys_of,
-    nodes_of_fields,
 )
 from transferqueue.ledger.rows.blocks import BlockRegistry, Cold
 from transferqueue.ledger.rules.column_ends import why_freed
 from transferqueue.ledger.table_state import TableState
-from transferqueue.limits import CONTINUED_MAX, CONTINUED_NS, check_work
+from transferqueue.limits import CHAIN_NS, CONTINUED_MAX, CONTINUED_NS, NODE_NS, check_work
 from transferqueue.schema import COUNTED, Field, counted_fields
 from transferqueue.wire.messages import ContinueRequest
 
@@ -47,6 +47,7 @@ def continue_rows(table: TableState, staged: StagedCommit, request: ContinueRequ
     at = table.rows.places(rows)
     blocks = table.core.blocks.blocks
     parts: dict[str, BlockSlots] = {}
+    nodes = 0
     for name in names:
         place = _place_of(table, staged, name)
         _check_complete(table, name, rows, at, now)
@@ -64,7 +65,10 @@ def continue_rows(table: TableState, staged: StagedCommit, request: ContinueRequ
         continued = staged.continued.setdefault(place, Continued({}, depths))
         continued.add(name, keys)
         continued.depths = np.maximum(continued.depths, depths)
+        nodes += int(depths.sum())
     if (cold := table.core.blocks.cold) is not None:
+        what = f"a put of {counted(children.size, 'row')} that continue {nodes:,} values, of which each is looked at,"
+        check_work(what, children.size, 2 * (NODE_NS + CHAIN_NS) * nodes)
         _check_fits(table.core.blocks, cold, parts, staged.nbytes)
     if request.adds_tokens and "tokens" in staged.facts.numbers:
         _add_tokens(table, staged, request.fields, parents, at)
@@ -112,7 +116,7 @@ def _check_fits(registry: BlockRegistry, cold: Cold, places: Mapping[str, BlockS
     def check(some: slice) -> None:
         at = {name: (of_field.blocks[some], of_field.slots[some]) for name, of_field in places.items()}
         found = [blocks for blocks, _ in at.values()]
-        found += [nodes.blocks for nodes in nodes_of_fields(registry, at).values()]
+        found += [nodes.blocks for nodes in forests(registry, at).nodes.values()]
         cold.check_fits(np.unique(np.concatenate(found)).tolist(), nbytes)
 
     try:

@@ -22,6 +22,7 @@ from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.task_state import DONE as FINISHED
 from transferqueue.ledger.tasks.task_state import LEASED, TaskState
+from transferqueue.limits import SPENT_BLOCKS_MAX
 
 
 def drop_rows(table: TableState, rows: IntArray, reason: str, now: float) -> None:
@@ -105,19 +106,24 @@ def _record(
 
 
 def _keep_dropped(table: TableState, rows: IntArray, at: IntArray, reason: str) -> None:
-    """Keep those of the rows, which are about to be dropped, that failed too often."""
+    """Keep those of the rows, which are about to be dropped, that failed too often; not those that continue so many
+    that it takes too long."""
     states = {name: task.state.a[at].tolist() for name, task in table.tasks.items()}
     names = [name for name in table.rows.fields if name not in table.rows.inline]
     blocks = [places.blocks.tolist() for places in table.column_groups.locate(names, at)]
-    known: dict[int, list[int]] = {}
+    left = SPENT_BLOCKS_MAX
     for position, row in enumerate(rows.tolist()):
         failure = table.dropped.expected.pop(row, None)
         if failure is not None and reason == ATTEMPTS and table.record is None:
             there = table.core.blocks.blocks
-            mine = blocks_above(there, {column[position] for column in blocks}, known)
+            own = {column[position] for column in blocks}
+            mine = blocks_above(there, own, len(own) + left)
+            if mine is None:
+                continue
+            left -= max(0, len(mine) - len(own))
             extents = {extent.id: extent.nbytes for number in mine for extent in there[number].extents}
-            mine_in = {name: values[position] for name, values in states.items()}
-            table.dropped.keep(row, SpentRow(failure, mine_in, extents))
+            known = {name: values[position] for name, values in states.items()}
+            table.dropped.keep(row, SpentRow(failure, known, extents))
 
 
 def _let_go(table: TableState, rows: IntArray) -> None:

@@ -42,6 +42,12 @@ class ChosenUnits(msgspec.Struct):
     queue: ReadyQueue
     """The queue of the units; the caller removes them with `taken`."""
 
+    def first(self, units: int) -> ChosenUnits:
+        """The first of them."""
+        sizes = None if self.sizes is None else self.sizes[:units]
+        rows = units if sizes is None else int(sizes.sum())
+        return ChosenUnits(self.rows[:rows].copy(), units, sizes, self.queue)
+
 
 def choose(table: TableState, task: TaskState, request: LeaseRequest) -> ChosenUnits | None:
     """The rows that this request would get now; None if it has to wait. Changes nothing."""

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -16,9 +17,10 @@ import numpy as np
 from transferqueue.errors import InternalError
 from transferqueue.ledger.arrays import AnyArray, BoolArray, IntArray
 from transferqueue.ledger.attributes import Columns
-from transferqueue.ledger.rows import LIVE, EndedRows, Nodes, RowRecord, TableEvent, nodes_of_fields
+from transferqueue.ledger.rows import LIVE, EndedRows, Nodes, RowRecord, TableEvent, forests
 from transferqueue.ledger.rules.finish import free_rows
 from transferqueue.ledger.table_state import TableState
+from transferqueue.limits import TURN_NS
 from transferqueue.policies import Recorded, Tags
 from transferqueue.schema import Field
 from transferqueue.wire.messages import BlockLocation
@@ -74,7 +76,7 @@ def records_at_once(table: TableState) -> bool:
 
 
 def next_batch(table: TableState, most: int, now: float) -> EndedBatch | None:
-    """The rows that ended first, about `most`; None if there are none. Changes nothing."""
+    """The rows that ended first, about `most`, fewer if they continue many; None if there are none. Changes nothing."""
     record = _record_of(table)
     ended = record.next_rows(most)
     if not ended:
@@ -84,9 +86,11 @@ def next_batch(table: TableState, most: int, now: float) -> EndedBatch | None:
     put_at = store.put_at.a[at]
     has = {name: store.has_all(at, store.mask((name,))) for name in store.fields}
     places = {name: _places(table, name, at, has[name]) for name in store.fields if name not in store.inline}
-    nodes, known = nodes_of_fields(table.core.blocks, places), table.core.blocks.blocks
+    nodes, known = forests(table.core.blocks, places, TURN_NS if len(ended) > 1 else math.inf), table.core.blocks.blocks
+    if nodes.fit is not None:
+        return next_batch(table, max(nodes.fit, 1), now)
     numbers = {number for blocks, _ in places.values() for number in np.unique(blocks).tolist()}
-    numbers.update(number for of_field in nodes.values() for number in np.unique(of_field.blocks).tolist())
+    numbers.update(number for of_field in nodes.nodes.values() for number in np.unique(of_field.blocks).tolist())
     return EndedBatch(
         table=table.name,
         terms=terms_of(table),
@@ -103,7 +107,7 @@ def next_batch(table: TableState, most: int, now: float) -> EndedBatch | None:
         has=has,
         inline={name: column.a[at] for name, column in store.inline.items()},
         places=places,
-        nodes=nodes,
+        nodes=nodes.nodes,
         blocks={number: known[number].at for number in sorted(numbers - {0})},
         events=table.history.after(float(put_at.min())),
         workers=record.workers | table.core.labels,
