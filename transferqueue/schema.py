@@ -84,9 +84,6 @@ _PER_TOKEN: Final = frozenset(
 )
 """Fields that have one value a token where their rows have lengths, in the workflows and adapters of this package."""
 
-COUNTED: Final = ("input_ids", "prompt_ids", "response_ids")
-"""Fields whose lengths are the tokens of a row (`counted_fields`)."""
-
 _FINITE: Final = (_PER_TOKEN | {"rewards"}) - {"loss_mask", "response_mask", "token_versions"}
 """Fields where one NaN or infinity would become the loss of a whole step."""
 
@@ -96,7 +93,7 @@ RAGGED_RANK_MAX: Final = 8
 
 def counted_fields(names: Container[str]) -> list[str]:
     """Those of the columns of a call whose lengths are its rows' tokens."""
-    return ["input_ids"] if "input_ids" in names else [name for name in COUNTED if name in names]
+    return ["input_ids"] if "input_ids" in names else [one for one in ("prompt_ids", "response_ids") if one in names]
 
 
 @lru_cache(maxsize=4096)

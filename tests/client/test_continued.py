@@ -288,14 +288,13 @@ def test_lengths_are_compared_only_with_those_of_the_same_part(embedded: tq.Queu
         table.put(response_ids=[[4, 5]], logprobs=[[0.0]], parent=first, continued=["response_ids", "logprobs"])
 
 
-def test_tokens_are_those_of_fields_that_the_row_has(embedded: tq.Queue) -> None:
+def test_tokens_of_the_parent_are_added(embedded: tq.Queue) -> None:
     table = embedded.create_table("counted", tasks=[tq.Task("train", needs=["response_ids"])])
     first = table.put(prompt_ids=[[1] * 9], response_ids=[[2] * 5])
-    with pytest.raises(tq.UsageError, match=r'of row 0 .* "prompt_ids" was counted too'):
-        table.put(response_ids=[[3]], parent=first)
     rows = [table.put(response_ids=[[3]], parent=first, tokens=6)[0]]
+    rows += [table.put(response_ids=[[3]], parent=first)[0]]
     rows += [table.put(prompt_ids=[np.zeros(0, np.int64)], response_ids=[[3]], parent=first)[0]]
-    assert table.read(rows, fields=["response_ids"]).tokens.tolist() == [6, 15]
+    assert table.read(rows, fields=["response_ids"]).tokens.tolist() == [6, 15, 15]
 
 
 def test_failed_rows_keep_no_more_bytes_than_they_may(embedded: tq.Queue) -> None:
@@ -514,6 +513,41 @@ def test_recorded_rows_are_whole(tmp_path: Path) -> None:
     found = recorded.arrow(["_row", "ids", "logprobs"]).sort_by("_row")
     assert found["ids"].to_pylist() == [forest.whole[row] for row in rows]
     assert found["logprobs"].to_pylist() == [forest.whole[row] for row in rows]
+
+
+def test_each_field_has_its_own_chains_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a snapshot, after its restore, and in the record of ended rows."""
+    monkeypatch.setenv(SNAPSHOTS_VARIABLE, str(tmp_path / "snapshots"))
+    want = {"a": [[1, 2], [1, 2, 3], [1, 2, 3, 4]], "b": [[8], [6], [6, 7]], "c": [[1], [1, 2], [1, 2, 3]]}
+
+    def check(rows: Any) -> None:
+        assert {name: rows[name].list() for name in want} == want
+
+    with tq.connect("embedded") as queue:
+        kept = tq.Recorded(str(tmp_path / "run"))
+        table = queue.create_table("t", tasks=[tq.Task("train", needs=[*want])], retention=kept)
+        first = table.put(a=[[1, 2]], b=[[5]], c=[[1]])
+        table.update(first, b=[[8]], overwrite=True)
+        second = table.put(a=[[3]], b=[[6]], c=[[2]], parent=first, continued=["a", "c"])
+        third = table.put(a=[[4]], b=[[7]], c=[[3]], parent=second)
+        fourth = table.put(a=[[5]], b=[[9]], c=[[4]], parent=first)
+        check(table.read([*first, *second, *third]))
+        queue.snapshot("s")
+        table.seal()
+        with table.lease("train", rows=4) as batch:
+            assert batch["b"].list()[3] == [8, 9]
+        wait_until_recorded(table, 4)
+    found = tq.open_run(tmp_path / "run").table("t").arrow(["_row", *want]).sort_by("_row")
+    assert {name: found[name].to_pylist()[:3] for name in want} == want
+    snapshot = read_table(tmp_path / "snapshots" / "s", "t")
+    assert {name: snapshot[name].to_pylist()[:3] for name in want} == want
+    with tq.connect("embedded") as queue:
+        queue.restore("s")
+        table = queue.table("t")
+        check(table.read([*first, *second, *third]))
+        assert table.read(fourth)["b"].list() == [[8, 9]]
+        last = table.put(a=[[6]], b=[[6]], c=[[6]], parent=third)
+        assert table.read(last)["b"].list() == [[6, 7, 6]]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.ledger.driver import Driver, World
+from tests.ledger.driver import Driver, World, i64
 from tests.ledger.model import ROW_ORDERS
 from tests.scale import sizes
 from transferqueue.limits import Limits
@@ -100,3 +100,35 @@ def test_puts_and_acks_cost_the_same_in_a_full_table(rows: int) -> None:
         return took
 
     assert_flat(lambda: tuple(put_lease_ack(client) for client in clients), rows)
+
+
+@pytest.mark.parametrize("rows", MANY)
+def test_rows_that_continue_rows_cost_the_same_beside_many(rows: int) -> None:
+    def chained(size: int) -> tuple[Driver, list[int]]:
+        client = World().client()
+        client.create(tasks=[Task("x", ["ids"])], limits=Limits(rows=2 * size + 1024))
+        last = client.put(500, ["ids"])
+        for number in range(size // 500):
+            columns = client.columns(500, ["ids"])
+            parents = i64(last if number % 2 else [-1] * 499 + last[:1])
+            first = client.apply(m.ContinueRequest("t", 500, columns, 0, 0.0, parents, ["ids"])).first
+            last = list(range(first, first + 500))
+        return client, last[:64]
+
+    def continue_read_drop(client: Driver, parents: list[int]) -> float:
+        columns = client.columns(64, ["ids"])
+        ledger = client.world.ledger
+        client.call += 3
+        start = time.perf_counter()
+        request = m.ContinueRequest("t", 64, columns, 0, 0.0, i64(parents), ["ids"])
+        put = ledger.apply(request, session=1, call=client.call - 2, now=0.0)
+        new = i64(range(put.first, put.first + 64))
+        read = ledger.apply(m.ReadRequest("t", new), session=1, call=client.call - 1, now=0.0)
+        ledger.apply(m.Drop("t", new, "measured"), session=1, call=client.call, now=0.0)
+        took = time.perf_counter() - start
+        client.unpin([at.block for part in read.content.parts for at in part.blocks])
+        ledger.forget_replies(1, client.call)
+        return took
+
+    clients = [chained(size) for size in (FEW, rows)]
+    assert_flat(lambda: tuple(continue_read_drop(client, parents) for client, parents in clients), rows)

@@ -192,7 +192,8 @@ class Table(TableBase):
             rows: the number of rows, at most 65536; default None.
             tokens: the most tokens; default None. A row that alone has more comes alone.
             groups: the number of whole groups, at most 4096, of a task that takes groups; default None.
-            at_least: the fewest rows, tokens or groups to return; default None: as many as were asked for.
+            at_least: the fewest rows, tokens or groups to return; default None: as many as were asked for. Rows that
+                continue others (``put(parent=)``) may be fewer: one reply names about 8,000 stored values.
             timeout_s: seconds to wait; default None: no limit; 0: not at all.
             where: a predicate, or up to 16 of them, that every row must satisfy; default: none.
             lease_s: seconds after which a process that is dead, stopped or cut off loses the rows, if the server does

@@ -51,20 +51,9 @@ from transferqueue.wire.messages import (
 
 
 @carries_out(PutRequest)
+@carries_out(ContinueRequest)
 def put(state: HasTables, request: PutRequest, session: SessionState, call: int) -> PutRows | Blocked:
     """Add rows. A late retry is recognised by its client and call, while the pages of its rows exist."""
-    return _put(state, request, session, call)
-
-
-@carries_out(ContinueRequest)
-def put_continued(state: HasTables, request: ContinueRequest, session: SessionState, call: int) -> PutRows | Blocked:
-    """Add rows that continue others, as `put`."""
-    return _put(state, request, session, call, continues=request)
-
-
-def _put(
-    state: HasTables, request: PutRequest, session: SessionState, call: int, continues: ContinueRequest | None = None
-) -> PutRows | Blocked:
     table = state.table(request.table)
     before = table.known_puts.find(session.client, call)
     if before is not None:
@@ -74,8 +63,8 @@ def _put(
             f'table "{table.name}" is sealed; it takes no further rows; put before the seal, or into another table'
         )
     staged = _check_put(table, request, session.id)
-    if continues is not None:
-        continue_rows(table, staged, continues, state.now)
+    if type(request) is ContinueRequest:
+        continue_rows(table, staged, request, state.now)
     reservation = _check_reservation(table, request, session.id) if request.reservation else None
     if reservation is None and (why := no_room(table, request.rows, staged.nbytes)):
         if request.wait_s > 0:

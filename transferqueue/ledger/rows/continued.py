@@ -41,13 +41,13 @@ class Continued(msgspec.Struct):
         before: by field, the key of the value before each slot (`keys_of`); 0: none.
         depths: the number of values before each slot, the most of all fields.
         above: the other blocks to which these values need references.
-        alike: the fields that continue others, each with a number that those of the same keys share.
+        alike: says which fields share keys: the same text for blocks whose fields do so alike.
     """
 
     before: dict[str, IntArray]
     depths: IntArray
     above: list[int] = []
-    alike: frozenset[tuple[str, int]] = frozenset()
+    alike: str = ""
 
     def add(self, field: str, keys: IntArray) -> None:
         """Note what the values of a field continue. Fields of the same keys share them."""
@@ -59,7 +59,7 @@ class Continued(msgspec.Struct):
         numbers = np.unique(np.concatenate([*arrays.values()]) >> _SLOT_BITS).tolist()
         self.above = [number for number in numbers if number and number != own]
         order = [*arrays]
-        self.alike = frozenset((name, order.index(id(keys))) for name, keys in self.before.items())
+        self.alike = repr({name: order.index(id(keys)) for name, keys in self.before.items()})
 
     def sever(self, lost: Collection[int]) -> list[int]:
         """Forget that values, which no row reads, continue values in these lost blocks. Returns those that it needed
@@ -211,7 +211,7 @@ class _Walk:
     def __init__(self, blocks: Mapping[int, _Block], fields: Sequence[str], ns_max: float) -> None:
         self._blocks, self._fields, self._ns_max = blocks, fields, ns_max
         self._numbers: set[int] = set()
-        self._alike: set[frozenset[tuple[str, int]]] = set()
+        self._alike: dict[str, Continued] = {}
         self.before: dict[int, int] = {}
         """Which value each value continues; 0: none."""
         self.ns = 0.0
@@ -229,7 +229,7 @@ class _Walk:
                     numbers.add(number)
                     ns += CHAIN_NS + NAMED_NS * len(block.at.fields)
                     if continued is not None:
-                        alike.add(continued.alike)
+                        alike.setdefault(continued.alike, continued)
                 ns += NODE_NS
                 if ns > ns_max:
                     return row
@@ -243,9 +243,8 @@ class _Walk:
     @property
     def fields(self) -> list[str]:
         """Those of the fields of which the values continue the same ones."""
-        alike = [dict(one) for one in self._alike]
-        first = self._fields[0]
-        return [name for name in self._fields if all(one.get(name) == one.get(first) for one in alike)]
+        befores, first = [one.before for one in self._alike.values()], self._fields[0]
+        return [name for name in self._fields if all(one.get(name) is one.get(first) for one in befores)]
 
 
 def _nodes(keys: IntArray, before: dict[int, int]) -> Nodes:

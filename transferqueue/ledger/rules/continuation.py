@@ -26,7 +26,7 @@ from transferqueue.ledger.rows.blocks import BlockRegistry, Cold
 from transferqueue.ledger.rules.column_ends import why_freed
 from transferqueue.ledger.table_state import TableState
 from transferqueue.limits import CHAIN_NS, CONTINUED_MAX, CONTINUED_NS, NODE_NS, check_work
-from transferqueue.schema import COUNTED, Field, counted_fields
+from transferqueue.schema import Field
 from transferqueue.wire.messages import ContinueRequest
 
 
@@ -71,7 +71,9 @@ def continue_rows(table: TableState, staged: StagedCommit, request: ContinueRequ
         check_work(what, children.size, 2 * (NODE_NS + CHAIN_NS) * nodes)
         _check_fits(table.core.blocks, cold, parts, staged.nbytes)
     if request.adds_tokens and "tokens" in staged.facts.numbers:
-        _add_tokens(table, staged, request.fields, parents, at)
+        tokens = staged.facts.numbers["tokens"].copy()
+        tokens[children] = np.minimum(tokens[children] + table.rows.facts["tokens"].a[at], TOKENS_MAX)
+        staged.facts.numbers["tokens"] = tokens
 
 
 def _place_of(table: TableState, staged: StagedCommit, name: str) -> int:
@@ -124,20 +126,3 @@ def _check_fits(registry: BlockRegistry, cold: Cold, places: Mapping[str, BlockS
     except Impossible:  # all together, which need not be read at once
         for row in range(next(iter(places.values())).blocks.size):
             check(slice(row, row + 1))
-
-
-def _add_tokens(table: TableState, staged: StagedCommit, continued: list[str], parents: IntArray, at: IntArray) -> None:
-    """Count the parents' tokens too. Raise `UsageError` if those are of fields that these rows do not have."""
-    ours, children = counted_fields(continued), parents != -1
-    for name in [] if "input_ids" in ours else COUNTED:
-        if name in ours or name not in table.rows.fields:
-            continue
-        had = table.rows.has_all(at, table.rows.mask((name,))) | table.rows.were_freed(at, name)
-        if had.any():
-            raise UsageError(
-                f'of {numbered(np.unique(parents[children][had]))} of table "{table.name}" "{name}" was counted too, '
-                "which the put does not continue, so the tokens of its rows cannot be counted; give tokens="
-            )
-    tokens = staged.facts.numbers["tokens"].copy()
-    tokens[children] = np.minimum(tokens[children] + table.rows.facts["tokens"].a[at], TOKENS_MAX)
-    staged.facts.numbers["tokens"] = tokens
