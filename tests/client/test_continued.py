@@ -363,6 +363,17 @@ def test_a_reply_names_as_many_values_as_it_may(embedded: tq.Queue) -> None:
     assert seen == rows
 
 
+def test_as_many_values_as_a_reply_may_name_come_from_another_host(server: Served, name: str) -> None:
+    """The head of the bulk message names each of them."""
+    with tq.connect(server.tcp, data="remote") as queue:
+        table = queue.create_table(name, tasks=[tq.Task("train", needs=["ids"])])
+        rows = deep(table, 6000)
+        with table.lease("train", rows=len(rows), at_least=1) as batch:
+            assert 3000 < len(batch) < len(rows)
+            assert len(batch.tree("ids").nodes) == DEPTH * len(batch)
+            assert batch["ids"].list() == [list(range(DEPTH))] * len(batch)
+
+
 def test_a_batch_of_ranks_is_cut_for_each_alike(embedded: tq.Queue) -> None:
     selector = tq.TokenBalanced(equal_counts=True)
     table = embedded.create_table("ranks", tasks=[tq.Task("train", needs=["ids"], selector=selector)])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
@@ -33,11 +34,12 @@ PUTS: Final = 12
 ROWS: Final = 2
 FIRST_STAMP: Final = 11_000_000
 BODY: Final = Field("body", "int64", (None,))
-ATTEMPTS: Final = 3
+ATTEMPTS: Final = 2
 """After which a row is dropped, and kept for a while with all that it continues."""
 WORDS: Final = 8
 """Of each stored value; the offsets of so few rows take as many bytes."""
-LIMITS: Final = Limits(rows=6 * ROWS, bytes=1 << 14)
+BYTES: Final = (1 << 14, 1 << 17)
+"""Of the table: with the first, puts wait for room; with the second, rows that were dropped are kept."""
 
 
 class ContinuedJob(SimJob):
@@ -45,7 +47,8 @@ class ContinuedJob(SimJob):
 
     table = "continued"
 
-    def __init__(self) -> None:
+    def __init__(self, chance: Random) -> None:
+        self._limits = Limits(rows=6 * ROWS, bytes=chance.choice(BYTES))
         self._put = 0
         self._sent: dict[int, set[tuple[int, ...]]] = {}
         """By number of a row: the chains of numbers with which it was sent."""
@@ -68,7 +71,7 @@ class ContinuedJob(SimJob):
 
     def _open(self) -> Steps:
         tasks = [Task("learn", needs=["body"], lease_s=2.0, retry=Retry(first_s=0.1, attempts=ATTEMPTS))]
-        yield m.CreateTable(self.table, [job.NUMBER, BODY], tasks, LIMITS, exist_ok=True)
+        yield m.CreateTable(self.table, [job.NUMBER, BODY], tasks, self._limits, exist_ok=True)
 
     # ------------------------------------------------------------ writers
 
@@ -133,7 +136,10 @@ class ContinuedJob(SimJob):
             self._check(process, lease.content)
             yield process.world.random.uniform(0.01, 0.5)
             self._check(process, lease.content)
-            yield m.Ack(self.table, lease.lease, lease.token)
+            if process.world.random.random() < 0.2:
+                yield m.ReleaseRequest(self.table, lease.lease, lease.token, failed=True, reason="a reader failed")
+            else:
+                yield m.Ack(self.table, lease.lease, lease.token)
         finally:
             job.let_go(process, job.blocks_of(lease.content))
 

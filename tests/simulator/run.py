@@ -156,7 +156,7 @@ class SimRun:
         if self.kind.interns:
             self.jobs: list[SimJob] = [Rollouts(chance, roomy=self.roomy), InternedJob()]
         elif self.kind.continues:
-            self.jobs = [Rollouts(chance, roomy=self.roomy), ContinuedJob()]
+            self.jobs = [Rollouts(chance, roomy=self.roomy), ContinuedJob(chance)]
         elif self.kind.backlog is not None:
             self.jobs = [self.kind.backlog(chance)]
         elif chance.random() < SHARDED:
