@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from transferqueue.client.operations import column_source
 from transferqueue.errors import Corruption
 from transferqueue.ledger import Ledger
 from transferqueue.ledger.rows import blocks
-from transferqueue.limits import CONTINUED_MAX, END_INTERVAL_S
+from transferqueue.limits import CONTINUED_MAX, END_INTERVAL_S, ENDS_MAX
 from transferqueue.policies import Task
 from transferqueue.server.durability.snapshots import SNAPSHOTS_VARIABLE
 from transferqueue.wire import messages as m
@@ -411,7 +411,7 @@ def test_long_chains_end_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None
     client.world.ledger = Ledger.from_image(client.world.ledger.image())
     for left in (3, 0):
         client.world.woken.clear()
-        assert client.world.ledger.next_deadline() == client.world.now + (END_INTERVAL_S if left == 0 else -math.inf)
+        assert client.world.ledger.next_deadline() == client.world.now + END_INTERVAL_S
         client.world.pass_time(0.001)
         client.world.pass_time(0.0)
         assert client.world.table().usage.bytes == left * nbytes
@@ -432,6 +432,23 @@ def test_a_chain_is_bounded(embedded: tq.Queue) -> None:
     assert table.read(row)["ids"].list() == [list(range(CONTINUED_MAX + 1))]
     table.drop(row, reason="old")
     assert table.stats().bytes == 0
+
+
+@pytest.mark.slow
+def test_a_server_ends_long_chains_of_itself(embedded: tq.Queue) -> None:
+    """More values than one turn lets go of."""
+    chains = ENDS_MAX // CONTINUED_MAX + 1
+    table = embedded.create_table("ending", tasks=[tq.Task("train", needs=["ids"])])
+    rows = [table.put(ids=[[0]])[0] for _ in range(chains)]
+    for _ in range(CONTINUED_MAX):
+        parents, rows = rows, [table.put(ids=[[1]], parent=row)[0] for row in rows]
+        table.drop(parents, reason="continued")
+    assert table.read(rows)["ids"].lengths.tolist() == [CONTINUED_MAX + 1] * chains
+    table.drop(rows, reason="done")
+    deadline = time.monotonic() + 30
+    while table.stats().bytes:
+        assert time.monotonic() < deadline
+    assert embedded.audit().balanced
 
 
 @pytest.mark.slow

@@ -28,7 +28,6 @@ columns of one commit inside an extent. Invariants:
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -218,7 +217,7 @@ class BlockRegistry:
         """Blocks with values that continue others."""
         self.ending: list[int] = []
         """References that ended blocks had to others, one by one, which are still to be given back."""
-        self.ended_at = -math.inf
+        self.ended_at = 0.0
         """When a turn began with some of these."""
         self.pins: dict[int, dict[int, int]] = {}
         """Holder (a session, or minus a lease) -> block -> number of pins."""
