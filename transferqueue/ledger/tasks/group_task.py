@@ -150,6 +150,7 @@ class GroupTaskState(TaskState):
         self.move(at, rows.size, before, WAITING_FOR_GROUP)
         for unit, count in self.groups.counts(self.groups.units(rows, at)):
             group = self.forming[unit]
+            self._unqueue([group])  # it was queued again without these, which it lost for a while
             group.state = FORMING
             group.ready += count
             self.changed[unit] = None
@@ -158,6 +159,7 @@ class GroupTaskState(TaskState):
         """Make leased members wait. Their groups form again."""
         super().postpone(rows, at, until)
         for unit, _ in self.groups.counts(self.groups.units(rows, at)):
+            self._unqueue([self.forming[unit]])
             self.forming[unit].state = FORMING
             self.changed[unit] = None
 
