@@ -93,7 +93,6 @@ event."""
 TURN_S_MAX: Final = 0.02
 """The most processor time that one request may take of the server, since all others wait for it: the bounds of requests
 below follow from it. A turn above it counts as late."""
-TURN_NS: Final = TURN_S_MAX * 1e9
 ROW_NS: Final = 30
 """Estimated costs of a request, in nanoseconds of an AMD EPYC of a cloud; `check_work` bounds their sum. This: a row
 that is put, changed, leased, read or dropped."""
@@ -132,13 +131,8 @@ RANK_NS: Final = 6_000
 """A rank's share of such a batch."""
 CONTINUED_NS: Final = 500
 """A field of a row that is put and continues another."""
-NODE_NS: Final = 400
-"""A stored value, of all fields that continue the same ones, that a reply names since rows continue it or others. So a
-reply names at most 50,000, fewer than the rows of a bulk head (`BULK_HEAD_BYTES_MAX`)."""
-CHAIN_NS: Final = 1_900
-"""A block of such values: mostly each turn of an agent has its own."""
-NAMED_NS: Final = 50
-"""A field of such a block: replies name blocks with their fields."""
+CONTINUED_ROWS: Final = 64
+"""As many more rows is the cost of each such field: its parents' values may lie in a block of their own."""
 FEW_ROWS: Final = 1 << 8
 """The cost of so few rows, each in `TASKS_MAX` tasks, is not estimated."""
 ROWS_PER_REQUEST_MAX: Final = 1 << 16
@@ -154,6 +148,9 @@ BLOCK_ROWS_MAX: Final = 1 << 20
 """Rows of one block. Stored blocks of earlier versions have more rows than a request may have now."""
 CONTINUED_MAX: Final = 256
 """Rows that one row continues, one after another: more turns than an episode has."""
+NODES_MAX: Final = 1 << 15
+"""Stored values that a reply names since rows continue others: 256 rows of 128 turns. It takes 13 milliseconds if they
+were put together, and up to 80 if each has a block of its own, more than `TURN_S_MAX`, so that groups come whole."""
 ENDS_MAX: Final = 1 << 11
 """Values before others that one turn lets go of, each at 3.5 microseconds; the rest follow in later turns."""
 END_INTERVAL_S: Final = 0.001
@@ -483,10 +480,11 @@ def check_rows(rows: int, *, described: bool = False) -> None:
 def check_work(what: str, rows: int, ns: float, remedy: str = "send at most {rows} rows at a time") -> None:
     """`UsageError` if a request, which has so many rows and is expected to cost so many nanoseconds, would take more
     than `TURN_S_MAX`."""
-    if ns > TURN_NS:
+    most_ns = TURN_S_MAX * 1e9
+    if ns > most_ns:
         raise UsageError(
-            f"{what} takes the server about {ns / 1e6:,.0f} ms; one request may take {TURN_NS / 1e6:.0f}, since all "
-            "other clients wait meanwhile: " + remedy.format(rows=f"{int(rows * TURN_NS / ns):,}")
+            f"{what} takes the server about {ns / 1e6:,.0f} ms; one request may take {most_ns / 1e6:.0f}, since all "
+            "other clients wait meanwhile: " + remedy.format(rows=f"{int(rows * most_ns / ns):,}")
         )
 
 

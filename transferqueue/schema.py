@@ -23,7 +23,7 @@ can check that they fit the bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Final
 
@@ -89,11 +89,6 @@ _FINITE: Final = (_PER_TOKEN | {"rewards"}) - {"loss_mask", "response_mask", "to
 
 RAGGED_RANK_MAX: Final = 8
 """The most dimensions of one row's value."""
-
-
-def counted_fields(names: Container[str]) -> list[str]:
-    """Those of the columns of a call whose lengths are its rows' tokens."""
-    return ["input_ids"] if "input_ids" in names else [one for one in ("prompt_ids", "response_ids") if one in names]
 
 
 @lru_cache(maxsize=4096)

@@ -159,8 +159,8 @@ class Fuzz:
         if self.dice.random() < 0.4:
             next_row = self.ledger.state.tables["t"].rows.pages.next_row
             parents = np.array([self.dice.randint(max(-1, next_row - 20), next_row) for _ in range(count)], "<i8")
-            adds = self.dice.random() < 0.5
-            return m.ContinueRequest("t", count, columns, held, self.wait(), parents.tobytes(), names[:1], adds)
+            continued = [name for name in names if name != "score"]
+            return m.ContinueRequest("t", count, columns, held, self.wait(), parents.tobytes(), continued)
         return m.PutRequest("t", count, columns, held, self.wait())
 
     def update(self) -> m.Request:
@@ -287,12 +287,12 @@ class Fuzz:
             for number in part.block.a[at].tolist():
                 if number:
                     refs[number] = refs.get(number, 0) + 1
-        for one in blocks.blocks.values():
-            for above in one.continued.above if one.continued is not None else ():
+        for continued in table.usage.continued.values():
+            for above in continued.above:
                 refs[above] = refs.get(above, 0) + 1
         for above in blocks.ending:
             refs[above] = refs.get(above, 0) + 1
-        assert blocks.continued == {number for number, one in blocks.blocks.items() if one.continued}
+        assert all(blocks.blocks[number].refs for number in table.usage.continued)
         mine = {number: one.refs for number, one in blocks.blocks.items() if one.usage is table.usage and one.refs}
         for lease in self.ledger.state.core.leases.by_id.values():
             if lease.staged is not None:

@@ -175,7 +175,7 @@ FOLLOWS: Final = {
         "groups",
     },
     "SharedState": {"plugins", "absence", "deadlines", "recorded_block_max"},
-    "BlockRegistry": {"parts", "_effects", "_latest", "continued"},
+    "BlockRegistry": {"parts", "_effects", "_latest"},
     "LeaseState": {"_sorter"},
 }
 """By class, the attributes that an image lacks: they follow from others, or are compared elsewhere."""

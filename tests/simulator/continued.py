@@ -61,7 +61,7 @@ class ContinuedJob(SimJob):
     def judge(self, state: LedgerState) -> None:
         """See `SimJob`. A put that is repeated after its rows have ended, whose keys are free then, makes others."""
         table = state.tables[self.table]
-        continued = [one for one in state.core.blocks.continued if state.core.blocks.blocks[one].usage is table.usage]
+        continued = [*table.usage.continued]
         kept = (table.limits.bytes_max or 0) // 8 if len(table.dropped) else 0
         if table.rows_put < PUTS * ROWS or table.rows_live or table.usage.bytes > kept or (continued and not kept):
             raise PromiseBroken(

@@ -111,7 +111,7 @@ REQUESTS: Final[list[m.Request]] = [
     m.ListEvents("t", 3, 64),
     m.ExplainWait(7),
     m.CreateTable("r", retention=p.Recorded("run", bytes="1GiB", age_s=60.0, required=False)),
-    m.ContinueRequest("t", 2, COLUMNS, 5, 1.5, TWO, ["x"], True),
+    m.ContinueRequest("t", 2, COLUMNS, 5, 1.5, TWO, ["x"]),
 ]
 REPLIES: Final[list[m.Reply]] = [
     m.Welcome(5, 7, "0.1.0", "/run", {0: "/dev/shm/a"}, 1 << 30, 7071, True, "9f" * 32, CoordinatorIndex(1, 2, "d")),

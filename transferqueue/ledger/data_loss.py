@@ -18,7 +18,7 @@ import numpy as np
 from transferqueue.ledger.arrays import BoolArray, IntArray
 from transferqueue.ledger.requests import weight_channels
 from transferqueue.ledger.requests.ack import expire_lease
-from transferqueue.ledger.rows import LIVE, forests
+from transferqueue.ledger.rows import LIVE, blocks_below, forests
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules
 from transferqueue.ledger.rules.requeue import LOST, regenerate_field
 from transferqueue.ledger.state import LedgerState
@@ -36,7 +36,8 @@ def lose_blocks(state: LedgerState, blocks: Collection[int], why: str) -> dict[s
         weight_channels.lose_blocks(channel, state.core.blocks, gone, why)
     numbers = np.array(sorted(gone), np.int64)
     lost = {name: _lose_values(table, numbers, why, state.now) for name, table in state.tables.items()}
-    state.core.blocks.sever(gone)
+    for table in state.tables.values():
+        state.core.blocks.sever(table.usage, gone)
     return {name: rows for name, rows in lost.items() if rows}
 
 
@@ -64,7 +65,8 @@ def _expire_leases_with_results_in(state: LedgerState, blocks: frozenset[int]) -
 def _lose_values(table: TableState, blocks: IntArray, why: str, now: float) -> list[int]:
     """Clear the lost values of a table. Returns the rows that ended as lost."""
     rows = table.rows.pages.resident_rows()
-    rows = rows[_may_read(table, table.rows.pages.index(rows), blocks)]
+    below = blocks_below(table.usage.continued, blocks.tolist())
+    rows = rows[table.column_groups.lies_in(table.rows.pages.index(rows), below)]
     if not rows.size:
         return []
     live = rows[table.rows.pages.fate.a[table.rows.pages.index(rows)] == LIVE]
@@ -99,16 +101,10 @@ def _fields_in(table: TableState, at: IntArray, blocks: IntArray) -> dict[str, B
 def _reads_from(table: TableState, name: str, at: IntArray, blocks: IntArray) -> BoolArray:
     """Which rows read the field from one of the blocks."""
     (places,) = table.column_groups.locate([name], at)
-    has_field = table.rows.has_all(at, table.rows.mask((name,)))
-    of_rows = np.where(has_field, places.blocks, 0)
-    if nodes := forests(table.core.blocks, {name: (of_rows, places.slots)}).nodes:
-        return nodes[name].rows_below(np.isin(nodes[name].blocks, blocks))
+    of_rows = np.where(table.rows.has_all(at, table.rows.mask((name,))), places.blocks, 0)
+    if nodes := forests(table.usage.continued, {name: (of_rows, places.slots)}).nodes:
+        return nodes[name].rows_in(blocks)
     return np.isin(of_rows, blocks)
-
-
-def _may_read(table: TableState, at: IntArray, blocks: IntArray) -> BoolArray:
-    """Which rows have an entry in one of the blocks, or in one with values that continue values there."""
-    return table.column_groups.lies_in(at, np.array(table.core.blocks.below(blocks.tolist()), np.int64))
 
 
 def _waited_for(table: TableState, name: str, rows: IntArray) -> BoolArray:

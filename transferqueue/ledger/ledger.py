@@ -275,8 +275,6 @@ class Ledger:
         with self._changes("an event that was due"):
             if state.core.blocks.ending:
                 state.core.blocks.ended_at = now
-                for table in state.tables.values():
-                    table.wake_room()
             for subject in state.core.deadlines.due(now):
                 self._apply_due(subject, now)
                 due += 1

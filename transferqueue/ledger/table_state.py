@@ -158,7 +158,7 @@ class TableState:
         self.ordinals = FinishedOrdinals(self.rows)
         bounds = () if self.record is None else (RECORDED_EVENTS_MAX, RECORDED_EVENT_ROWS_MAX)
         self.history = TableHistory(*bounds)
-        self.usage = OwnerBytes(replicas)
+        self.usage = OwnerBytes(replicas, table=name)
         self.shared_batches: dict[tuple[str, int, int], SharedBatches] = {}
         """(task, world, replicas) -> the batches that its ranks share."""
         self.rows_put = 0

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from transferqueue.client.session.operation_runner import BlockingWork, Operation
 from transferqueue.errors import Corruption, listing
 from transferqueue.storage.columns.column import Column
+from transferqueue.storage.columns.joined import along_chains
 from transferqueue.storage.columns.placement import MappedBlocks
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.checksum import UNCHECKED, checksum
@@ -70,14 +70,6 @@ def _placed(held: Iterable[MappedBlocks]) -> Iterator[tuple[m.BlockLocation, U8]
                 yield at, memory
 
 
-def _rows_below(nodes: NDArray[np.bool_], tree: m.ReplyTree) -> NDArray[np.bool_]:
-    """The rows with one of these nodes in their chain."""
-    for node, above in enumerate(np.frombuffer(tree.parents, "<i4").tolist()):
-        nodes[node] |= above >= 0 and nodes[above]
-    below: NDArray[np.bool_] = nodes[np.frombuffer(tree.node_of_row, "<i4")]
-    return below
-
-
 def _damaged(
     content: m.ReplyRows,
     columns: Mapping[str, Column],
@@ -92,7 +84,8 @@ def _damaged(
         there = [isinstance(at, m.BlockLocation) and at.block in bad for at in blocks.shapes]
         hit = np.array(there, np.bool_)[columns[part.fields[0]].placement.block_of_row]
         if (tree := part.tree) is not None:
-            hit = _rows_below(hit, tree)
+            parents, node_of_row = (np.frombuffer(of, "<i4") for of in (tree.parents, tree.node_of_row))
+            hit = along_chains(hit, parents.astype(np.int64), np.logical_or)[node_of_row]
         if hit.any():
             rows.update(ids[hit].tolist())
             fields.update(part.fields)

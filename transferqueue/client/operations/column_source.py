@@ -138,7 +138,7 @@ class ColumnSource:
                 self._columns.setdefault(name, Column.of_inline(self.fields[name], value.data))
                 return
         if (tree := self._trees.get(name)) is not None:
-            self._columns.setdefault(name, self._joined(name, tree, self.rows))
+            self._columns.setdefault(name, self._joined(name, tree))
             return
         for part in self._content.parts:
             if name in part.fields:
@@ -164,23 +164,16 @@ class ColumnSource:
                 self._nodes.setdefault(field, Column(self._known[field], placement))
         return self._nodes[name]
 
-    def first(self, name: str, rows: int) -> Column:
-        """The column of a field, of which only so many rows need be there."""
-        tree = self._trees.get(name)
-        if tree is None or name in self._columns:
-            return self.column(name)
-        return self._joined(name, tree, rows)
-
-    def _joined(self, name: str, tree: m.ReplyTree, rows: int) -> Column:
-        """A column of the first rows, each with all that it continues."""
+    def _joined(self, name: str, tree: m.ReplyTree) -> Column:
+        """A column of the rows, each with all that it continues."""
         parents, node_of_row = _edges(tree)
         try:
-            joined = join(self._known[name], self._node_column(name).placement, parents, node_of_row[:rows])
+            joined = join(self._known[name], self._node_column(name).placement, parents, node_of_row)
         except MemoryError as error:
             raise OutOfMemory(
                 f'field "{name}" of {self.subject}: rows continue others, and this process has no memory for '
-                f"{counted(rows, 'whole row')} ({error}); use tree({name!r}), which has each stored value once, or "
-                "take fewer rows"
+                f"{counted(self.rows, 'whole row')} ({error}); use tree({name!r}), which has each stored value "
+                "once, or take fewer rows"
             ) from error
         self._blocks.append(joined.blocks)
         return Column(self._known[name], joined, self._slices.get(name))

@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -101,10 +101,10 @@ def _put(
 ) -> Operation[NDArray[np.int64]]:
     def request(rows: int, carried: m.Columns) -> m.PutRequest:
         put = m.PutRequest(terms.name, rows, carried, reservation, deadline.left())
-        return put if continues is WHOLE else continues.request(put, counts=facts.tokens is None)
+        return put if continues is WHOLE else continues.request(put)
 
     continues.check_names(terms)
-    commit = Commit(client, terms, "put", facts, columns, None, deadline, refers=refers, continued=continues.among)
+    commit = Commit(client, terms, "put", facts, columns, None, deadline, refers=refers, continues=continues)
     put_rows = yield from commit.send(request, m.PutRows)
     if not columns.keys() >= terms.of_puts:
         terms.tell_missing(columns)
@@ -157,7 +157,7 @@ class Commit:
         deadline: of the wait for memory.
         refers: whether the first attempt refers to values by content; a pipeline writes them at once.
         before: the lengths of columns that the rows have already, as far as the caller knows them.
-        continued: as of `prepare_columns`.
+        continues: rows that a put continues.
     """
 
     def __init__(
@@ -172,11 +172,11 @@ class Commit:
         *,
         refers: bool = True,
         before: Lengths = unknown,
-        continued: Collection[str] | None = (),
+        continues: Continues = WHOLE,
     ) -> None:
         self._client, self._terms, self._call = client, terms, call
         self._columns, self._facts = import_columns(columns), facts.readable()
-        self._rows, self._deadline, self._before, self._continued = rows, deadline, before, continued
+        self._rows, self._deadline, self._before, self._continues = rows, deadline, before, continues
         repeats = any(isinstance(value, Repeat) for value in self._columns.values())
         self._contents = CallContents(terms.contents, refers=refers) if repeats else None
 
@@ -221,7 +221,7 @@ class Commit:
         has_new_fields = not terms.fields.keys() >= self._columns.keys()
         if has_new_fields:
             terms.check_added(self._columns)
-        out = outgoing(self._columns, self._facts, terms.fields, self._rows, self._before, self._continued)
+        out = outgoing(self._columns, self._facts, terms.fields, self._rows, self._before, self._continues)
         fields: list[Field] = []
         placed: list[Prepared] = []
         inline: list[m.Inline] = []
@@ -238,12 +238,10 @@ class Commit:
         written = None
         if placed or given:
             written = yield from write_columns(client, terms.last, placed, given, self._deadline, use)
-
-        def commit() -> m.Request:
-            blocks = [*(written.blocks() if written else ()), *map(reference, referred)]
-            return request(out.rows, m.Columns(fields, blocks, inline, out.facts))
-
-        reply = yield from finish_commit(written, commit, kind)
+        blocks = written.blocks() if written else []
+        blocks += map(reference, referred)
+        carried = m.Columns(fields, blocks, inline, out.facts)
+        reply = yield from finish_commit(written, request(out.rows, carried), kind)
         if has_new_fields:
             terms.learn(fields)
         if contents:
@@ -267,22 +265,22 @@ def outgoing(
     fields: Mapping[str, Field],
     rows: int | None,
     before: Lengths = unknown,
-    continued: Collection[str] | None = (),
+    continues: Continues = WHOLE,
 ) -> PreparedCommit:
     """Check columns and facts against each other and against the fields. `SchemaError` if they do not fit,
     `UsageError`, before any value is read, for more rows than one request may have."""
     count = _rows_of(columns, facts) if rows is None else rows
     check_rows(count, described=facts.key is not None or facts.tags is not None)
-    prepared = prepare_columns(columns, fields, count, before, continued)
-    tokens = count_tokens(prepared) if rows is None else None  # an update does not count again
+    prepared = prepare_columns(columns, fields, count, before, continues.among)
+    continues.check_columns(prepared, count)
+    tokens = count_tokens(prepared) if rows is None and facts.tokens is None else None  # an update does not count again
     return PreparedCommit(count, prepared, facts.message(count, tokens))
 
 
-def finish_commit(written: WrittenBlocks | None, make: Callable[[], m.Request], kind: type[R]) -> Operation[R]:
-    """Make and send the commit of written blocks, and end their regions with its outcome."""
+def finish_commit(written: WrittenBlocks | None, request: m.Request, kind: type[R]) -> Operation[R]:
+    """Send the commit of written blocks, and end their regions with its outcome."""
     outcome = CommitOutcome.UNKNOWN
     try:
-        request = make()
         reply = yield request
         if not isinstance(reply, kind):
             raise unexpected(request, reply, kind)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from transferqueue.client.operations.name_suggestions import CONTINUING
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import UsageError
 from transferqueue.errors.text import counted, shown
-from transferqueue.schema import counted_fields
+from transferqueue.storage.inputs.prepare import Prepared
 from transferqueue.wire import messages as m
 
 
@@ -26,7 +26,7 @@ class Continues(NamedTuple):
     @property
     def among(self) -> list[str] | None:
         """Names of the columns that continue others; None: all ragged ones."""
-        return [] if self is WHOLE or (self.parents == -1).all() else self.names
+        return [] if (self.parents == -1).all() else self.names
 
     def check_names(self, terms: TableInfo) -> None:
         """Raise `UsageError` if the table has a column whose values these arguments may have been meant to be."""
@@ -37,52 +37,37 @@ class Continues(NamedTuple):
                     "so it cannot tell which is meant; make the table with another name of the field"
                 )
 
-    def request(self, put: m.PutRequest, *, counts: bool) -> m.PutRequest:
-        """The put as one that continues these rows, if there are any. `counts`: the client has counted the tokens of
-        its columns."""
-        if self.parents.ndim and len(self.parents) != put.rows:
+    def check_columns(self, columns: Sequence[Prepared], rows: int) -> None:
+        """Raise `UsageError` if these are not the parents of so many rows, or nothing of the columns continues them."""
+        if self.parents.ndim and len(self.parents) != rows:
             raise UsageError(
-                f"parent names {counted(len(self.parents), 'row')}, and the put has {put.rows}; give one for each row, "
-                "or one for all"
+                f"parent names {counted(len(self.parents), 'row')}, and the put has {rows}; give one for each row, or "
+                "a number: one for all"
             )
-        if (self.parents == -1).all():
-            return put
-        carried = put.columns
-        names = [field.name for field in carried.fields if field.ragged] if self.names is None else self.names
-        if not names:
+        if self.among is None and not any(column.continued for column in columns):
             raise UsageError(
                 "a put with parent= has no ragged column, so nothing of it continues the parent; give a list of arrays "
                 "or of lists, or leave out parent="
             )
-        whole = counted_fields([field.name for field in carried.fields if field.shape]) if counts else []
-        if {*whole} - {*names} and {*whole} & {*names}:
-            raise UsageError(
-                f"of {' and '.join(whole)} only some continue the parent's, so the tokens of the rows cannot be "
-                "counted; give tokens="
-            )
-        return m.ContinueRequest(
-            put.table,
-            put.rows,
-            carried,
-            put.reservation,
-            put.wait_s,
-            np.broadcast_to(self.parents, put.rows).astype("<i8").tobytes(),
-            names,
-            adds_tokens=bool(whole) and {*whole} <= {*names},
-        )
+
+    def request(self, put: m.PutRequest) -> m.PutRequest:
+        """The put as one that continues these rows, if there are any."""
+        if (self.parents == -1).all():
+            return put
+        names = [field.name for field in put.columns.fields if field.ragged] if self.names is None else self.names
+        parents = np.broadcast_to(self.parents, put.rows).astype("<i8").tobytes()
+        return m.ContinueRequest(put.table, put.rows, put.columns, put.reservation, put.wait_s, parents, names)
 
 
 WHOLE: Final = Continues(np.full((), -1, np.int64), [])
 """The rows continue no others."""
 
 
-def continues_of(parent: object, continued: Iterable[str] | None) -> Continues:
+def continues_of(parent: Any, continued: Iterable[str] | None) -> Continues:
     """Check the arguments of a put."""
     if parent is None:
         if continued is not None:
             raise UsageError(f"continued={shown(continued)} is given without parent=; say which row it continues")
         return WHOLE
     ids = np.frombuffer(checks.row_ids(parent), "<i8")
-    if ids.size == 1:
-        ids = ids.reshape(())
-    return Continues(ids, checks.names("continued column", continued))
+    return Continues(ids if np.ndim(parent) else ids.reshape(()), checks.names("continued column", continued))

@@ -218,7 +218,7 @@ def commit_updates(
         pending=terms.pending,
         part=terms.part,
     )
-    return (yield from finish_commit(region, lambda: request, m.DoneReply))
+    return (yield from finish_commit(region, request, m.DoneReply))
 
 
 def _written(

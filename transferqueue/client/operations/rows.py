@@ -331,7 +331,7 @@ class RowsBase(ProcessBound):
         names, count = self.fields[:HTML_COLUMNS], min(len(self), HTML_ROWS)
         columns = [["row_id", *map(str, self.rows[:count].tolist())]]
         for name in names:
-            shown = self._source.first(name, count).shown(count)
+            shown = self[name].shown(count)
             columns.append([name, *([shown] * count if isinstance(shown, str) else shown)])
         lines = "".join(
             f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in zip(*columns, strict=True)

@@ -19,7 +19,7 @@ from transferqueue.ledger.persistence.snapshot import ChannelSnapshot, LedgerSna
 from transferqueue.ledger.reports.statistics import table_audit
 from transferqueue.ledger.requests.tables import check_create, create_table
 from transferqueue.ledger.requests.weight_channels import PublishedVersion, WeightChannelState
-from transferqueue.ledger.rows import Continued, Nodes, depths_in, keys_of, life_of
+from transferqueue.ledger.rows import life_of
 from transferqueue.ledger.rows.blocks import OwnerBytes
 from transferqueue.ledger.rows.row_metadata import CheckedFacts
 from transferqueue.ledger.rows.row_pages import LIVE
@@ -118,30 +118,12 @@ class _SnapshotRestore:
         for blocks, _ in snapshot.places.values():
             for number, count in tally(blocks[blocks > 0]):
                 refs[number] = refs.get(number, 0) + count
-        held = [number for nodes in snapshot.nodes.values() for number in np.unique(nodes.blocks).tolist()]
-        for number in held:
-            refs[number] = refs.get(number, 0) + 1
-        new = {number: self._commit(number, table.usage, refs[number]) for number in sorted(refs)}
-        for name, nodes in snapshot.nodes.items():
-            self._continue(name, nodes, np.array([new[number] for number in nodes.blocks.tolist()], np.int64))
-        for number in held:
-            self._state.core.blocks.retire(new[number], 1)
+        new = {number: self._commit(number, table.usage, count) for number, count in refs.items()}
         for name, (blocks, slots) in snapshot.places.items():
             parts = table.column_groups.parts_of((name,))
             for number, count in tally(blocks[blocks > 0]):
                 chosen = blocks == number
                 table.column_groups.write(at[chosen], count, parts, new[number], slots[chosen])
-
-    def _continue(self, name: str, nodes: Nodes, blocks: IntArray) -> None:
-        """Restore what the values of a field continue, which lie in `blocks`, each of this field alone."""
-        registry, keys, depths = self._state.core.blocks, keys_of(blocks, nodes.slots), depths_in(nodes.parents)
-        above = np.where(nodes.parents >= 0, keys[nodes.parents], 0)
-        for number in np.unique(blocks[above > 0]).tolist():
-            there, rows = blocks == number, registry.blocks[number].at.rows
-            continued = Continued({name: np.zeros(rows, np.int64)}, np.zeros(rows, np.int64))
-            continued.before[name][nodes.slots[there]] = above[there]
-            continued.depths[nodes.slots[there]] = depths[there]
-            registry.continue_values(number, continued)
 
     def _commit(self, number: int, usage: OwnerBytes, refs: int) -> int:
         blocks, at = self._state.core.blocks, self._snapshot.blocks[number]

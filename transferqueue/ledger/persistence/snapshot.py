@@ -25,7 +25,7 @@ from transferqueue.ledger.arrays import AnyArray, BoolArray, IntArray
 from transferqueue.ledger.attributes import COUNT_MAX, SECONDS_MAX, Columns, Count
 from transferqueue.ledger.requests.flow_control import VERSION_MAX
 from transferqueue.ledger.requests.weight_channels import WeightChannelState
-from transferqueue.ledger.rows import LIVE, Nodes, forests
+from transferqueue.ledger.rows import LIVE, Continued, blocks_above
 from transferqueue.ledger.state import LedgerState
 from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.task_state import TaskCounters
@@ -74,7 +74,7 @@ class TableSnapshot:
         has: which rows have a field.
         inline: values, where rows have the field.
         places: block number (0: none) and slot of fields in blocks.
-        nodes: of fields of which rows continue others.
+        continued: blocks of which values continue others.
         tasks: `task_state.STORED`.
         groups: `groups.ATTRIBUTES`.
         forming: `group_task.ATTRIBUTES`, for tasks that take groups.
@@ -95,7 +95,7 @@ class TableSnapshot:
     """Spans of ordinals that have ended: ``[spans, 2]``."""
     freed: dict[str, BoolArray] = field(default_factory=dict)
     """Which rows had a field until it was freed; only fields of which a row did."""
-    nodes: dict[str, Nodes] = field(default_factory=dict)
+    continued: dict[int, Continued] = field(default_factory=dict)
 
 
 class VersionSnapshot(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -145,9 +145,11 @@ def take_snapshot(state: LedgerState) -> LedgerSnapshot:
     numbers: set[int] = {
         block for channel in snapshot.channels for version in channel.versions for block in version.blocks
     }
-    for table in snapshot.tables:
-        for blocks in (*(blocks for blocks, _ in table.places.values()), *(one.blocks for one in table.nodes.values())):
-            numbers.update(np.unique(blocks).tolist())
+    for table, taken in zip(state.tables.values(), snapshot.tables, strict=True):
+        own = {number for blocks, _ in taken.places.values() for number in np.unique(blocks).tolist()}
+        every = blocks_above(table.usage.continued, own) or own
+        taken.continued = {one: table.usage.continued[one] for one in every & table.usage.continued.keys()}
+        numbers |= every
     snapshot.blocks = {number: state.core.blocks.blocks[number].at for number in sorted(numbers - {0})}
     return snapshot
 
@@ -165,8 +167,8 @@ def _table(table: TableState, now: float) -> TableSnapshot:
                 del texts[row]
     for group, count in table.flow.promised.items():
         snapshot.counts.refills[group] = snapshot.counts.refills.get(group, 0) + count
-    snapshot.places = {name: _places(table, name, at) for name in table.rows.fields if name not in table.rows.inline}
-    snapshot.nodes = forests(table.core.blocks, snapshot.places).nodes
+    placed = {name: has for name, has in snapshot.has.items() if name not in table.rows.inline}
+    snapshot.places = table.column_groups.places(at, placed)
     return snapshot
 
 
@@ -207,12 +209,6 @@ def _counts(table: TableState) -> TableCounts:
     counters = TableCounters(*(copy(getattr(table, name)) for name in TableCounters.__struct_fields__))
     tasks = {name: copy(task.counters) for name, task in table.tasks.items()}
     return TableCounts(table.rows.pages.next_row, table.ordinals.cursor(), dict(table.flow.refills), counters, tasks)
-
-
-def _places(table: TableState, name: str, at: IntArray) -> tuple[IntArray, AnyArray]:
-    (places,) = table.column_groups.locate([name], at)
-    has_field = table.rows.has_all(at, table.rows.mask((name,)))
-    return np.where(has_field, places.blocks, 0), places.slots
 
 
 def _channel(channel: WeightChannelState, now: float) -> ChannelSnapshot:

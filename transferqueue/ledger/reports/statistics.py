@@ -20,7 +20,7 @@ from transferqueue.ledger.reports.pipelines import pipeline
 from transferqueue.ledger.requests.flow_control import why_clock_is_held
 from transferqueue.ledger.requests.pending_versions import deltas_by_field
 from transferqueue.ledger.requests.weight_channels import WeightChannelState
-from transferqueue.ledger.rows import DONE, DROPPED, LIVE, TableEvent
+from transferqueue.ledger.rows import DONE, DROPPED, LIVE, TableEvent, blocks_below
 from transferqueue.ledger.rows.blocks import BlockRegistry
 from transferqueue.ledger.rules.explain import (
     absence,
@@ -108,7 +108,7 @@ def rows_with_one_copy(table: TableState) -> int:
     if not numbers:
         return 0
     at = table.rows.pages.index(table.rows.pages.resident_rows())
-    return int(table.column_groups.lies_in(at, np.array(blocks.below(numbers), np.int64)).sum())
+    return int(table.column_groups.lies_in(at, blocks_below(table.usage.continued, numbers)).sum())
 
 
 def _by_lag(counts: Mapping[int, int]) -> dict[str, int]:

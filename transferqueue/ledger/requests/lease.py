@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -19,6 +20,7 @@ from transferqueue.ledger.requests.reply_rows import (
     complete_fields,
     describe_rows,
     places_of,
+    values_named,
 )
 from transferqueue.ledger.rules.explain import explain_lease, explain_stranded
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, can_be_requeued, return_rows
@@ -32,7 +34,7 @@ from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.predicates import check_where
 from transferqueue.ledger.tasks.shared_batches import SharedBatches, shares
 from transferqueue.ledger.tasks.task_state import LEASED, READY, RETRYING, TaskState
-from transferqueue.limits import REPLICAS_MAX, ROWS_PER_REQUEST_MAX, SPANS_AWAITED_MAX, TURN_NS
+from transferqueue.limits import NODES_MAX, REPLICAS_MAX, ROWS_PER_REQUEST_MAX, SPANS_AWAITED_MAX
 from transferqueue.policies import AckedColumns
 from transferqueue.wire.messages import Leased, LeaseRequest, OrdinalsEnded
 
@@ -217,25 +219,32 @@ def _lease_units(
 def _cut(
     table: TableState, task: TaskState, choice: ChosenUnits, request: LeaseRequest
 ) -> tuple[ChosenUnits, Index, ReplyPlaces]:
-    """As many of the chosen units, from the first on, as one reply may name with all that their rows continue; of a
-    batch that ranks share, as many for each. Their positions and places."""
-    while True:
-        at = table.rows.pages.where(choice.rows)
-        fields = _reply_fields(table, task.task.needs, at, request)
-        places = places_of(table, at, fields, TURN_NS)
-        if (fit := places.fit) is None:
-            return choice, at, places
-        units = fit if choice.sizes is None else int(np.cumsum(choice.sizes).searchsorted(fit, "right"))
-        units = units or choice.count // 2
-        if request.world > 1 and task.ranker.equal_counts:
-            units -= units % request.world
-        if units < request.world:
-            raise UsageError(
-                f"{counted(choice.rows.size, 'row')} in {counted(choice.count, 'unit')}, the fewest of this lease, "
-                f"continue others, and name so many stored values that it takes the server more than "
-                f"{TURN_NS / 1e6:.0f} ms, and all other clients wait meanwhile; lease fewer fields (fields=)"
-            )
-        choice = choice.first(units)
+    """As many of the chosen units, from the first on, as one reply may name with all that their rows continue; the
+    first alone, whatever it needs. Their positions and places."""
+    at = table.rows.pages.where(choice.rows)
+    fields = _reply_fields(table, task.task.needs, at, request)
+    places = places_of(table, at, fields, NODES_MAX if choice.count > 1 else math.inf)
+    if (fit := places.fit) is None:
+        return choice, at, places
+    units = fit if choice.sizes is None else int(np.cumsum(choice.sizes).searchsorted(fit, "right"))
+    choice = _first_units(table, choice, max(units, 1), request)
+    at = table.rows.pages.where(choice.rows)
+    return choice, at, places_of(table, at, fields)
+
+
+def _first_units(table: TableState, choice: ChosenUnits, units: int, request: LeaseRequest) -> ChosenUnits:
+    """The first of the units, since a reply may name no more. `UsageError` if these are fewer than was asked for."""
+    choice = choice.first(units)
+    sizes = np.ones(units, np.int64) if choice.sizes is None else choice.sizes
+    unit, amount = ("rows", choice.rows.size) if request.rows else ("groups", units)
+    if request.tokens:
+        unit, amount = "tokens", int(tokens_of(table, choice.rows, sizes).sum())
+    if not choice.final and not 0 < request.at_least <= amount:
+        raise UsageError(
+            f"the rows of this lease continue others, and one reply names at most {NODES_MAX:,} stored values: "
+            f"{amount} {unit} fit; ask for {unit}={amount}, for at_least={amount} or less, or for fewer fields"
+        )
+    return choice
 
 
 def _open_lease(table: TableState, task: TaskState, rows: IntArray, request: LeaseRequest, now: float) -> LeaseState:
@@ -305,10 +314,10 @@ def _claim_share(
         choice = choose(table, task, request)
         if choice is None:
             return None
-        choice, _, _ = _cut(table, task, choice, request)
+        choice, units_of_rank = _share_out(table, task, choice, request)
         table.begin(choice.rows.size)
         table.shared_batches[key] = shared
-        claim = shared.make(request, _make_shares(table, task, choice, request, now))
+        claim = shared.make(request, _make_shares(table, task, choice, units_of_rank, request, now))
         table.wake_task(task.task.name)
         table.core.writing = False  # the batch is there, whether or not this rank can have its share now
     number, batch = claim
@@ -331,13 +340,42 @@ def is_loading(table: TableState, lease: LeaseState) -> bool:
     return are_awaited(table, places_of(table, at, table.tasks[lease.task].task.needs))
 
 
+def _share_out(
+    table: TableState, task: TaskState, choice: ChosenUnits, request: LeaseRequest
+) -> tuple[ChosenUnits, list[IntArray]]:
+    """The units of each rank, by position; fewer of the first if one rank's reply would name too much. A single unit of
+    a rank may need whatever it does."""
+    chosen = choice
+    while True:
+        sizes = np.ones(chosen.count, np.int64) if chosen.sizes is None else chosen.sizes
+        units_of_rank = shares(
+            tokens_of(table, chosen.rows, sizes), request.world, equal_counts=task.ranker.equal_counts
+        )
+        if not table.usage.continued:
+            return chosen, units_of_rank
+        at = table.rows.pages.where(chosen.rows)
+        named = values_named(table, at, _reply_fields(table, task.task.needs, at, request))
+        named = np.add.reduceat(named, np.cumsum(sizes) - sizes)
+        most = max(int(named[units].sum()) if units.size > 1 else 0 for units in units_of_rank)
+        if most <= NODES_MAX:
+            break
+        count = min(chosen.count - 1, chosen.count * NODES_MAX // most)
+        chosen = chosen.first(max(count - count % request.world, request.world))
+    if chosen is not choice:
+        _first_units(table, choice, chosen.count, request)
+    return chosen, units_of_rank
+
+
 def _make_shares(
-    table: TableState, task: TaskState, choice: ChosenUnits, request: LeaseRequest, now: float
+    table: TableState,
+    task: TaskState,
+    choice: ChosenUnits,
+    units_of_rank: list[IntArray],
+    request: LeaseRequest,
+    now: float,
 ) -> list[int]:
     choice.queue.taken(choice.count)
     sizes = np.ones(choice.count, np.int64) if choice.sizes is None else choice.sizes
-    weights = tokens_of(table, choice.rows, sizes)
-    units_of_rank = shares(weights, request.world, equal_counts=task.ranker.equal_counts)
     rows, counts = _rows_of(choice, sizes, np.concatenate(units_of_rank))
     ends = np.cumsum([0, *map(len, units_of_rank)])
     ends = np.concatenate([[0], np.cumsum(counts)])[ends]

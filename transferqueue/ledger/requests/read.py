@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,7 +18,7 @@ from transferqueue.ledger.rules.column_ends import why_freed
 from transferqueue.ledger.rules.work import read_ns
 from transferqueue.ledger.table_state import TableState
 from transferqueue.ledger.tasks.predicates import check_where, matches
-from transferqueue.limits import TURN_NS, check_work
+from transferqueue.limits import NODES_MAX, check_work
 from transferqueue.policies import Predicate
 from transferqueue.wire.messages import Cursor, CursorValue, Find, Found, ReadRequest, ReadRows
 
@@ -49,12 +50,11 @@ def read(table: TableState, request: ReadRequest, session: int, now: float) -> R
         read_ns(table, len(fields)) * rows.size,
         "read at most {rows} at a time: by their ids, or with a limit, and fewer fields",
     )
-    places = places_of(table, at, fields, TURN_NS)
+    places = places_of(table, at, fields, NODES_MAX if rows.size > 1 else math.inf)
     if places.fit is not None:
         raise UsageError(
-            f"a read of {counted(rows.size, 'row')}, which continue others, names so many stored values that it takes "
-            f"the server more than {TURN_NS / 1e6:.0f} ms, and all other clients wait meanwhile; read at most "
-            f"{max(places.fit, 1):,} of them at a time, or fewer fields"
+            f"a read of {counted(rows.size, 'row')}, which continue others, names more than {NODES_MAX:,} stored "
+            f"values, the most at once; read at most {max(places.fit, 1):,} of them at a time, or fewer fields"
         )
     if table.core.blocks.cold is not None and (waits := await_bytes(table, places)) is not None:
         return waits

@@ -14,7 +14,7 @@ import numpy as np
 
 from transferqueue.ledger.arrays import Index, IntArray, are_equal
 from transferqueue.ledger.effects import Blocked
-from transferqueue.ledger.rows import BlockSlots, Nodes, forests
+from transferqueue.ledger.rows import BlockSlots, Nodes, forests, keys_of, values_of
 from transferqueue.ledger.rows.blocks import BlockRegistry
 from transferqueue.ledger.table_state import TableState
 from transferqueue.wire import codec
@@ -31,8 +31,7 @@ class ReplyPlaces(NamedTuple):
 
     Args:
         columns: places of each row; or, with a forest, of its nodes, since some rows continue others.
-        fit: how many of the rows a reply may have, at most, since all take too long, and then `columns` is empty;
-            None: all.
+        fit: how many of the rows, from the first on, a reply may name, and then `columns` is empty; None: all.
     """
 
     columns: list[tuple[BlockSlots, Nodes | None]]
@@ -43,24 +42,32 @@ class ReplyPlaces(NamedTuple):
         return {number for places, _ in self.columns for number in np.unique(places.blocks).tolist()} - {0}
 
 
-def places_of(table: TableState, at: Index, names: Sequence[str], ns_max: float = math.inf) -> ReplyPlaces:
-    """Where these rows have the fields `names`, which all of them have (`complete_fields`). `ns_max` bounds the time to
-    name what they continue; default: no bound."""
-    registry = table.core.blocks
-    _, placed, _ = table.rows.reply_fields(names)
-    located = table.column_groups.locate(placed, at)
-    if not registry.continued:
+def places_of(table: TableState, at: Index, names: Sequence[str], most: float = math.inf) -> ReplyPlaces:
+    """Where these rows have the fields `names`, which all of them have (`complete_fields`). `most` bounds the stored
+    values to name, if rows continue others; default: no bound."""
+    located = table.column_groups.locate(table.rows.reply_fields(names)[1], at)
+    if not table.usage.continued:
         return ReplyPlaces([(places, None) for places in located])
-    columns: list[tuple[BlockSlots, Nodes | None]] = []
-    for places in located:
-        found = forests(registry, dict.fromkeys(places.fields, (places.blocks, places.slots)), ns_max)
-        if found.fit is not None:
-            return ReplyPlaces([], found.fit)
-        ns_max -= found.ns
-        if whole := [name for name in places.fields if name not in found.nodes]:
-            columns.append((BlockSlots(whole, places.blocks, places.slots), None))
-        columns += [(BlockSlots(names, nodes.blocks, nodes.slots), nodes) for nodes, names in found.groups()]
-    return ReplyPlaces(columns)
+    found = forests(
+        table.usage.continued, {name: (one.blocks, one.slots) for one in located for name in one.fields}, most
+    )
+    columns: dict[tuple[int, int], tuple[BlockSlots, Nodes | None]] = {}
+    for places in located if found.fit is None else ():
+        for name in places.fields:
+            nodes = found.nodes.get(name)
+            lie = places if nodes is None else nodes
+            column, _ = columns.setdefault((id(places), id(nodes)), (BlockSlots([], lie.blocks, lie.slots), nodes))
+            column.fields.append(name)
+    return ReplyPlaces([*columns.values()], found.fit)
+
+
+def values_named(table: TableState, at: Index, names: Sequence[str]) -> IntArray:
+    """How many stored values a reply names for each of these rows, if they have nothing in common."""
+    values = np.zeros(table.rows.pages.fate.a[at].size, np.int64)
+    for places in table.column_groups.locate(table.rows.reply_fields(names)[1], at):
+        each = values_of(table.usage.continued, keys_of(places.blocks, places.slots))
+        values += each if (each > 1).any() else 0
+    return values
 
 
 def describe_rows(

@@ -5,7 +5,7 @@ goes through `check_columns`, which changes nothing, and then through `append_ro
 `write_columns` (rows that exist).
 """
 
-from transferqueue.ledger.rows.column_places import BlockSlots, ColumnGroups
+from transferqueue.ledger.rows.column_places import BlockSlots, ColumnGroups, Slots
 from transferqueue.ledger.rows.commit import (
     CommitFields,
     StagedCommit,
@@ -25,18 +25,18 @@ from transferqueue.ledger.rows.commit import (
 )
 from transferqueue.ledger.rows.continued import (
     Continued,
+    Forests,
     Nodes,
     blocks_above,
-    depths_in,
-    depths_of,
+    blocks_below,
     forests,
     keys_of,
+    values_of,
 )
 from transferqueue.ledger.rows.dropped import LastFailure, SpentRow, SpentRows
 from transferqueue.ledger.rows.groups import GroupIndex
 from transferqueue.ledger.rows.indexes import FinishedOrdinals, StepIndex, VersionIndex
 from transferqueue.ledger.rows.put_dedup import KnownPuts
-from transferqueue.ledger.rows.row_metadata import TOKENS_MAX
 from transferqueue.ledger.rows.row_pages import DONE, DROPPED, LIVE
 from transferqueue.ledger.rows.row_record import EndedRows, RowRecord, life_of
 from transferqueue.ledger.rows.row_state import FieldMask, RowStore

@@ -38,7 +38,7 @@ import msgspec
 from transferqueue.errors import NotFound, ProtocolError, ShardLost, UsageError, listing
 from transferqueue.errors.text import counted
 from transferqueue.ledger.effects import Blocked, Effects, FreeExtent, WakeKey, Writes
-from transferqueue.ledger.rows.continued import Continued, blocks_below
+from transferqueue.ledger.rows.continued import Continued
 from transferqueue.ledger.rows.missing_copies import MissingCopies, Shards
 from transferqueue.limits import ALIGNMENT, ENDS_MAX, PAGE_BYTES
 from transferqueue.wire.messages import BlockLocation, CopyLocation, WrittenBlock
@@ -52,11 +52,14 @@ Written = dict[int, tuple[int, int]]
 
 class OwnerBytes(msgspec.Struct, eq=False):
     """Bytes of the live blocks of one owner, each of which lies in `replicas` shards. `contents`: the number of the
-    newest live block of each field and content (`_content_key`) to which commits may refer."""
+    newest live block of each field and content (`_content_key`) to which commits may refer. `table`: its name, if the
+    owner is one. `continued`: live blocks with values that continue others."""
 
     replicas: int = 1
     bytes: int = 0
     contents: dict[_Bytes, int] = {}
+    table: str = ""
+    continued: dict[int, Continued] = {}
 
 
 class ExtentState(msgspec.Struct, eq=False, array_like=True):
@@ -99,10 +102,9 @@ class CommittedBlock:
         extents: the places of the bytes, `at` first, then its copies.
         refs: the number of rows (counted once per part) and of blocks that need them.
         pins: the number of views that may exist.
-        continued: what its values continue; None: all are whole.
     """
 
-    __slots__ = ("at", "continued", "extents", "pins", "refs", "usage")
+    __slots__ = ("at", "extents", "pins", "refs", "usage")
 
     def __init__(self, at: BlockLocation, extents: tuple[ExtentState, ...], usage: OwnerBytes) -> None:
         self.at = at
@@ -110,7 +112,6 @@ class CommittedBlock:
         self.usage = usage
         self.refs = 0
         self.pins = 0
-        self.continued: Continued | None = None
 
     @property
     def extent(self) -> ExtentState:
@@ -140,7 +141,6 @@ class StoredBlock(NamedTuple):
     refs: int
     pins: int
     owner: int
-    continued: Continued | None
 
 
 class StoredBlocks(msgspec.Struct):
@@ -194,9 +194,6 @@ class Cold(Protocol):
     def want(self, numbers: Collection[int], core: Writes) -> Blocked | None:
         """The condition that a request naming these blocks waits for."""
 
-    def check_fits(self, numbers: Iterable[int], nbytes: int) -> None:
-        """`Impossible` if these blocks, and so many bytes that are being put, never can be in memory together."""
-
     def is_wanted(self, numbers: Collection[int]) -> bool:
         """Whether a request waits for one of these blocks, which is on a disk."""
 
@@ -213,8 +210,6 @@ class BlockRegistry:
     def __init__(self, effects: Effects) -> None:
         self.extents: dict[int, ExtentState] = {}
         self.blocks: dict[int, CommittedBlock] = {}
-        self.continued: set[int] = set()
-        """Blocks with values that continue others."""
         self.ending: list[int] = []
         """References that ended blocks had to others, one by one, which are still to be given back."""
         self.ended_at = 0.0
@@ -243,8 +238,7 @@ class BlockRegistry:
         """The registry as an image has it. `owners`: the accounts that exist."""
         number = {id(usage): at for at, usage in enumerate(owners)}
         blocks = [
-            StoredBlock(one.at, one.refs, one.pins, number.get(id(one.usage), -1), one.continued)
-            for one in self.blocks.values()
+            StoredBlock(one.at, one.refs, one.pins, number.get(id(one.usage), -1)) for one in self.blocks.values()
         ]
         return StoredBlocks(
             [*self.extents.values()],
@@ -261,17 +255,11 @@ class BlockRegistry:
     def restore(self, stored: StoredBlocks, owners: Sequence[OwnerBytes]) -> None:
         """Continue as the registry of an image. `owners`: as for `stored`."""
         self.extents = {extent.id: extent for extent in stored.extents}
-        for at, refs, pins, owner, continued in stored.blocks:
+        for at, refs, pins, owner in stored.blocks:
             extents = tuple([self.extents[number] for number in (at.extent, *(copy.extent for copy in at.copies))])
             usage = owners[owner] if owner >= 0 else OwnerBytes()
             block = self.blocks[at.block] = CommittedBlock(at, extents, usage)
             block.refs, block.pins = refs, pins
-            if continued is not None:
-                block.continued = Continued({}, continued.depths)
-                for name, keys in continued.before.items():
-                    block.continued.add(name, keys)
-                block.continued.refer(at.block)
-                self.continued.add(at.block)
         self.pins, self.last_shard, self.missing = stored.pins, stored.last_shard, stored.missing
         self._next_extent, self._next_block = stored.granted + 1, stored.committed + 1
         self.ending, self.ended_at = stored.ending, stored.ended_at
@@ -403,7 +391,8 @@ class BlockRegistry:
             known = self._same_content(block, usage) if block.content and len(numbers) not in anew else None
             numbers.append(self._commit(block, usage, count, written, known))
         for place, values in continued.items():
-            self.continue_values(numbers[place], values)
+            usage.continued[numbers[place]] = values
+            self.refer(values.above)
         for number, (start, end) in written.items():
             extent = self.extents[number]
             if start == extent.offset and end > extent.offset + extent.nbytes - PAGE_BYTES:  # it is full
@@ -453,24 +442,14 @@ class BlockRegistry:
         written[number] = (start, end) if before is None else (min(before[0], start), max(before[1], end))
         return extent
 
-    def continue_values(self, number: int, continued: Continued) -> None:
-        """The values of a live block continue these, whose blocks live as long as it does."""
-        self.blocks[number].continued = continued
-        self.continued.add(number)
-        continued.refer(number)
-        self.refer(continued.above)
-
-    def sever(self, lost: Collection[int]) -> None:
+    def sever(self, usage: OwnerBytes, lost: Collection[int]) -> None:
         """These blocks are lost, and no row reads a value that continues one of theirs: nothing keeps them for that."""
-        for number in [*self.continued]:
-            block = self.blocks.get(number)
-            if block is not None and block.continued is not None:
-                for above in block.continued.sever(lost):
+        for number, continued in [*usage.continued.items()]:
+            severed = [above for above in continued.above if above in lost]
+            if severed and number in usage.continued:
+                usage.continued[number] = continued.without(severed)
+                for above in severed:
                     self.retire(above, 1)
-
-    def below(self, lost: Iterable[int]) -> list[int]:
-        """These blocks, and all with values that continue values of one of them, ascending."""
-        return sorted(blocks_below(self.blocks, self.continued, set(lost)))
 
     def refer(self, numbers: Iterable[int], times: int = 1) -> None:
         """Add so many references to each of these live blocks."""
@@ -482,10 +461,8 @@ class BlockRegistry:
         block = self.blocks[number]
         block.refs -= refs
         if not block.refs:
-            if block.continued is not None:
-                self.ending += block.continued.above
-                block.continued = None
-                self.continued.discard(number)
+            if block.usage.continued and (continued := block.usage.continued.pop(number, None)) is not None:
+                self.ending += continued.above
             block.usage.bytes -= block.nbytes
             if block.at.content and block.usage.contents.get(key := _content_key(block.at)) == number:
                 del block.usage.contents[key]
@@ -494,11 +471,17 @@ class BlockRegistry:
             self._forget_if_unused(block)
 
     def end_some(self) -> None:
-        """Give back references of `ending`, as many as one turn may."""
+        """Give back references of `ending`, as many as one turn may. Wakes those who wait for the room."""
+        tables: set[str] = set()
         for _ in range(ENDS_MAX):
             if not self.ending:
-                return
-            self.retire(self.ending.pop(), 1)
+                break
+            number = self.ending.pop()
+            tables.add(self.blocks[number].usage.table)
+            self.retire(number, 1)
+        for name in sorted(tables):
+            self._effects.wake("room", name)
+            self._effects.wake("clock", name)
 
     def _forget_if_unused(self, block: CommittedBlock) -> None:
         if block.refs or block.pins:

@@ -181,10 +181,9 @@ class ColdArena:
             self._missing = self._grouped((self._needed - loading) & self.on_disk.keys())
         return self._missing
 
-    def check_fits(self, numbers: Iterable[int], more: int) -> tuple[int, int] | None:
-        """The bytes that these blocks take side by side with so many more, and the room for them, if they do not
-        fit."""
-        nbytes, room = self._pages_of(numbers) + more, self.room()
+    def check_fits(self, numbers: Iterable[int]) -> tuple[int, int] | None:
+        """The bytes that these blocks take side by side, and the room for them, if they do not fit."""
+        nbytes, room = self._pages_of(numbers), self.room()
         return (nbytes, room) if nbytes > room else None
 
     def _grouped(self, numbers: Iterable[int]) -> list[tuple[list[int], int]]:

@@ -98,21 +98,15 @@ class ColdBlocks(BlockPart):
             core.writing = False  # the order is there; the request has changed nothing else
         return Blocked((_loaded(order),))
 
-    def check_fits(self, numbers: Iterable[int], nbytes: int) -> None:
-        """`Impossible` if these blocks, and so many bytes that are being put, never can be in memory together."""
-        lacking = self.arena.check_fits(
-            (one for one in numbers if self.arena.belongs(self._blocks.blocks[one])), nbytes
-        )
-        if lacking is not None:
-            raise _never_fits(*lacking)
-
     def is_wanted(self, numbers: Collection[int]) -> bool:
         """Whether a request waits for one of these blocks, which is on the disk."""
         lacking = self.on_disk.keys() & numbers
         return bool(lacking) and any(not order.blocks.isdisjoint(lacking) for order in self.orders.values())
 
     def _begin(self, needed: frozenset[int], core: Writes) -> LoadOrder:
-        self.check_fits(needed, 0)
+        lacking = self.arena.check_fits(number for number in needed if self.arena.belongs(self._blocks.blocks[number]))
+        if lacking is not None:
+            raise _never_fits(*lacking)
         if len(self.orders) >= LOAD_ORDERS_MAX:
             raise Full(f"{LOAD_ORDERS_MAX} requests wait for blocks on the disk already, which is the most; ask again")
         core.begin()

@@ -15,7 +15,7 @@ A table with more than `PARTS_MAX` sets of fields stores further sets as one par
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -232,6 +232,19 @@ class ColumnGroups:
                 self._together.clear()
             together = self._together[key] = self._grouped(key)
         return [self._places(names, at) for names in together]
+
+    def places(self, at: IntArray, has: Mapping[str, BoolArray]) -> dict[str, tuple[IntArray, Slots]]:
+        """The block (0: none) and slot of rows, of fields that these rows have. Fields with the same places share
+        them."""
+        found: dict[str, tuple[IntArray, Slots]] = {}
+        for where in self.locate(has, at):
+            shared: dict[bytes, tuple[IntArray, Slots]] = {}
+            for name in where.fields:
+                places = shared.get(key := has[name].tobytes())
+                if places is None:
+                    places = shared[key] = np.where(has[name], where.blocks, 0), where.slots
+                found[name] = places
+        return {name: found[name] for name in has}
 
     def _grouped(self, fields: Iterable[str]) -> list[list[str]]:
         together: dict[tuple[int, ...], list[str]] = {}

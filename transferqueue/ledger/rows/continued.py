@@ -5,86 +5,61 @@
    it. A row that others continue may end, or get another value: theirs stays what it was.
 2. A block has one reference to each other block that its values continue. When its own last reference ends, it gives
    these back; of long chains, some at a time (`BlockRegistry.end_some`).
-3. What a value continues was there before it: in a block of a lower number, or in a lower slot of the same block, as
-   snapshots restore them. So there is no cycle, and ascending order is an order from roots to leaves.
+3. What a value continues was there before it, in a block of a lower number. So there is no cycle, and ascending order
+   is an order from roots to leaves.
 4. A chain has at most `CONTINUED_MAX` values before its last one. Each block knows the depth of its values, so a put
    that would exceed this is refused without a walk.
-5. Readers get each value of a forest once (`Nodes`), and join them. A reply names as many as the server may take the
-   time for (`forests`).
+5. Readers get each value of a forest once (`Nodes`), and join them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Collection, Iterable, Mapping
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
 
-from transferqueue.ledger.arrays import AnyArray, BoolArray, IntArray, by_value
+from transferqueue.ledger.arrays import BoolArray, IntArray, by_value
 from transferqueue.ledger.rows.column_places import Slots
-from transferqueue.limits import BLOCK_ROWS_MAX, CHAIN_NS, NAMED_NS, NODE_NS
-from transferqueue.wire.messages import BlockLocation
+from transferqueue.limits import BLOCK_ROWS_MAX
 
 _SLOT_BITS: Final = (BLOCK_ROWS_MAX - 1).bit_length()
 _SLOTS: Final = (1 << _SLOT_BITS) - 1
-_NOTHING: Final = 1 << _SLOT_BITS
-"""Keys below this are of block 0, which does not exist."""
 
 
-class Continued(msgspec.Struct):
+class Continued(msgspec.Struct, frozen=True, eq=False):
     """What the values of a block continue.
 
     Args:
-        before: by field, the key of the value before each slot (`keys_of`); 0: none.
+        before: arrays of the key of the value before each slot (`keys_of`); 0: none.
+        of_field: which of them a field has; others of the block continue nothing.
+        alike: all fields of the block have the same.
         depths: the number of values before each slot, the most of all fields.
         above: the other blocks to which these values need references.
-        alike: says which fields share keys: the same text for blocks whose fields do so alike.
     """
 
-    before: dict[str, IntArray]
+    before: list[IntArray]
+    of_field: dict[str, int]
+    alike: bool
     depths: IntArray
-    above: list[int] = []
-    alike: str = ""
+    above: list[int]
 
-    def add(self, field: str, keys: IntArray) -> None:
-        """Note what the values of a field continue. Fields of the same keys share them."""
-        self.before[field] = next((one for one in self.before.values() if np.array_equal(one, keys)), keys)
+    @classmethod
+    def of(cls, before: list[IntArray], of_field: dict[str, int], depths: IntArray, *, alike: bool) -> Continued:
+        """That of these keys."""
+        numbers = np.unique(np.concatenate(before) >> _SLOT_BITS).tolist()
+        return cls(before, of_field, alike, depths, [number for number in numbers if number])
 
-    def refer(self, own: int) -> None:
-        """Set `above` and `alike`, as these are all values of block `own`."""
-        arrays = {id(keys): keys for keys in self.before.values()}
-        numbers = np.unique(np.concatenate([*arrays.values()]) >> _SLOT_BITS).tolist()
-        self.above = [number for number in numbers if number and number != own]
-        order = [*arrays]
-        self.alike = repr({name: order.index(id(keys)) for name, keys in self.before.items()})
-
-    def sever(self, lost: Collection[int]) -> list[int]:
-        """Forget that values, which no row reads, continue values in these lost blocks. Returns those that it needed
-        references to."""
-        severed = [number for number in self.above if number in lost]
-        for keys in self.before.values() if severed else ():
-            keys[np.isin(keys >> _SLOT_BITS, severed)] = 0
-        self.above = [number for number in self.above if number not in lost]
-        return severed
+    def without(self, lost: Collection[int]) -> Continued:
+        """Forget that values, which no row reads, continue values in these blocks."""
+        before = [np.where(np.isin(keys >> _SLOT_BITS, [*lost]), 0, keys) for keys in self.before]
+        return self.of(before, self.of_field, self.depths, alike=self.alike)
 
 
-class _Block(Protocol):
-    at: BlockLocation
-    continued: Continued | None
-    """What its values continue; None: all are whole."""
-
-
-class _Registry(Protocol):
-    @property
-    def blocks(self) -> Mapping[int, _Block]:
-        """All blocks."""
-
-    @property
-    def continued(self) -> AbstractSet[int]:
-        """Those with values that continue others."""
+ContinuedBlocks = Mapping[int, Continued]
+"""Those blocks of a table with values that continue others, by number."""
 
 
 class Nodes(NamedTuple):
@@ -102,13 +77,6 @@ class Nodes(NamedTuple):
     parents: IntArray
     of_row: IntArray
 
-    def sums(self, of_node: AnyArray) -> AnyArray:
-        """The sum of these numbers over the nodes of each row."""
-        sums = of_node.copy()
-        for node in np.flatnonzero(self.parents >= 0).tolist():
-            sums[node] += sums[self.parents[node]]
-        return np.where(self.of_row >= 0, sums[self.of_row], 0)
-
     def of_rows(self, at: IntArray) -> Nodes:
         """The nodes of the rows at these positions, which have values, and all before them."""
         needed = np.zeros(len(self.parents), np.bool_)
@@ -123,159 +91,118 @@ class Nodes(NamedTuple):
             self.blocks[needed], self.slots[needed], np.where(parents < 0, -1, index[parents]), index[self.of_row[at]]
         )
 
-    def rows_below(self, nodes: BoolArray) -> BoolArray:
-        """The rows whose values contain one of these nodes."""
-        below = nodes.copy()
+    def rows_in(self, blocks: IntArray) -> BoolArray:
+        """The rows of which some value lies in one of these blocks."""
+        below = np.isin(self.blocks, blocks)
         for node in np.flatnonzero(self.parents >= 0).tolist():
             below[node] |= below[self.parents[node]]
         rows: BoolArray = (self.of_row >= 0) & below[self.of_row]
         return rows
 
 
-def depths_in(parents: IntArray) -> IntArray:
-    """The number of nodes before each node of a forest, in which parents come first."""
-    depths = np.zeros(len(parents), np.int64)
-    for node in np.flatnonzero(parents >= 0).tolist():
-        depths[node] = depths[parents[node]] + 1
-    return depths
-
-
 def keys_of(blocks: IntArray, slots: Slots) -> IntArray:
-    """One number for each place; below a bound that no block 0 reaches for rows without a place."""
-    keys: IntArray = blocks << _SLOT_BITS | slots
+    """One number for each place; 0 for rows without one, of which the block is 0."""
+    keys: IntArray = np.where(blocks > 0, blocks << _SLOT_BITS | slots, 0)
     return keys
 
 
-def depths_of(blocks: Mapping[int, _Block], keys: IntArray) -> IntArray:
-    """The number of values before each of these values."""
-    depths = np.zeros(keys.size, np.int64)
+def values_of(continued: ContinuedBlocks, keys: IntArray) -> IntArray:
+    """Of how many stored values each of these consists."""
+    values = np.ones(keys.size, np.int64)
     for number, at in by_value(keys >> _SLOT_BITS):
-        if (continued := blocks[number].continued) is not None:
-            depths[at] = continued.depths[keys[at] & _SLOTS]
-    return depths
+        if (of_block := continued.get(number)) is not None:
+            values[at] += of_block.depths[keys[at] & _SLOTS]
+    return values
 
 
 class Forests(NamedTuple):
     """The forests of those fields of which some values continue others.
 
     Args:
-        nodes: by field. Fields at the same places, of which the values continue the same ones, have the same one.
-        fit: how many of the rows may be named, at most, since all take too long, and then `nodes` is empty; None: all.
-        ns: the estimated time of a reply that names these nodes.
+        nodes: by field. Fields of the same forest have the same one.
+        fit: how many of the rows, from the first on, have as many nodes as there may be, and then `nodes` is empty;
+            None: all.
     """
 
     nodes: dict[str, Nodes]
-    fit: int | None
-    ns: float
-
-    def groups(self) -> list[tuple[Nodes, list[str]]]:
-        """Each forest, with its fields."""
-        fields: dict[int, tuple[Nodes, list[str]]] = {}
-        for name, nodes in self.nodes.items():
-            fields.setdefault(id(nodes), (nodes, []))[1].append(name)
-        return [*fields.values()]
+    fit: int | None = None
 
 
-def forests(registry: _Registry, places: Mapping[str, tuple[IntArray, Slots]], ns_max: float = math.inf) -> Forests:
-    """The stored values of which these are made. Rows without a value have block 0.
+def forests(
+    continued: ContinuedBlocks,
+    places: Mapping[str, tuple[IntArray, Slots]],
+    most: float = math.inf,
+    *,
+    apart: bool = False,
+) -> Forests:
+    """The stored values of which rows are made.
 
     Args:
-        registry: of the blocks.
-        places: block and slot of each row, by field.
-        ns_max: the most that a reply may take that names the nodes; default: no bound.
+        continued: of the table.
+        places: block (0: none) and slot of each row, by field. Fields that share these arrays share their forest,
+            unless values of one continue what those of another do not.
+        most: nodes that there may be of all forests; default: no bound.
+        apart: each field has its own forest.
     """
-    fields_at: dict[tuple[int, int], list[str]] = {}
-    for name, (numbers, slots) in places.items() if registry.continued else ():
-        fields_at.setdefault((id(numbers), id(slots)), []).append(name)
-    nodes: dict[str, Nodes] = {}
-    ns = 0.0
-    for left in fields_at.values():
-        keys = keys_of(*places[left[0]])
-        keys[keys < _NOTHING] = 0
-        if registry.continued.isdisjoint(np.unique(keys >> _SLOT_BITS).tolist()):
-            continue
-        while left:
-            walk = _Walk(registry.blocks, left, ns_max - ns)
-            if (fit := walk.rows(keys.tolist())) is not None:
-                return Forests({}, fit, ns)
-            if any(walk.before.values()):
-                nodes |= dict.fromkeys(walk.fields, _nodes(keys, walk.before))
-                ns += walk.ns
-            left = [name for name in left if name not in walk.fields]
-    return Forests(nodes, None, ns)
-
-
-class _Walk:
-    """From some values of the first of these fields to all that come before them."""
-
-    def __init__(self, blocks: Mapping[int, _Block], fields: Sequence[str], ns_max: float) -> None:
-        self._blocks, self._fields, self._ns_max = blocks, fields, ns_max
-        self._numbers: set[int] = set()
-        self._alike: dict[str, Continued] = {}
-        self.before: dict[int, int] = {}
-        """Which value each value continues; 0: none."""
-        self.ns = 0.0
-
-    def rows(self, keys: Sequence[int]) -> int | None:
-        """Walk from these values. Returns for how many, from the first on, the time suffices; None: for all."""
-        blocks, numbers, alike, before = self._blocks, self._numbers, self._alike, self.before
-        first, ns, ns_max = self._fields[0], self.ns, self._ns_max
-        for row, key in enumerate(keys):
+    fields_at: dict[object, list[str]] = {}
+    for name, (blocks, slots) in places.items() if continued else ():
+        fields_at.setdefault(name if apart else (id(blocks), id(slots)), []).append(name)
+    keys_at = [(fields, keys_of(*places[fields[0]])) for fields in fields_at.values()]
+    keys_at = [one for one in keys_at if not continued.keys().isdisjoint(np.unique(one[1] >> _SLOT_BITS).tolist())]
+    limit = most
+    befores: list[dict[int, int]] = [{} for _ in keys_at]
+    """Of each forest, which value each value continues; 0: none."""
+    for row, keys in enumerate(zip(*(keys.tolist() for _, keys in keys_at), strict=True)):
+        for (fields, _), key, before in zip(keys_at, keys, befores, strict=True):
             while key and key not in before:
-                number = key >> _SLOT_BITS
-                block = blocks[number]
-                continued = block.continued
-                if number not in numbers:
-                    numbers.add(number)
-                    ns += CHAIN_NS + NAMED_NS * len(block.at.fields)
-                    if continued is not None:
-                        alike.setdefault(continued.alike, continued)
-                ns += NODE_NS
-                if ns > ns_max:
-                    return row
-                keys_before = None if continued is None else continued.before.get(first)
-                above = 0 if keys_before is None else keys_before.item(key & _SLOTS)
+                if (most := most - 1) < 0:
+                    return Forests({}, row)
+                above = 0
+                if (of_block := continued.get(key >> _SLOT_BITS)) is not None:
+                    if not of_block.alike and len(fields) > 1:
+                        return forests(continued, places, limit, apart=True)
+                    if (at := of_block.of_field.get(fields[0])) is not None:
+                        above = of_block.before[at].item(key & _SLOTS)
                 before[key] = above
                 key = above
-        self.ns = ns
-        return None
+    return Forests(
+        {
+            name: nodes
+            for (fields, keys), before in zip(keys_at, befores, strict=True)
+            for nodes in [_nodes(keys, before)]
+            for name in fields
+        }
+    )
 
-    @property
-    def fields(self) -> list[str]:
-        """Those of the fields of which the values continue the same ones."""
-        befores, first = [one.before for one in self._alike.values()], self._fields[0]
-        return [name for name in self._fields if all(one.get(name) is one.get(first) for one in befores)]
 
-
-def _nodes(keys: IntArray, before: dict[int, int]) -> Nodes:
+def _nodes(keys: IntArray, before: Mapping[int, int]) -> Nodes:
     every = np.array(sorted(before), np.int64)
     above = np.array([before[key] for key in every.tolist()], np.int64)
     parents = np.where(above > 0, np.searchsorted(every, above), -1)
-    of_row = np.where(keys >= _NOTHING, np.searchsorted(every, keys), -1)
+    of_row = np.where(keys > 0, np.searchsorted(every, keys), -1)
     return Nodes(every >> _SLOT_BITS, (every & _SLOTS).astype(np.int32), parents, of_row)
 
 
-def blocks_below(blocks: Mapping[int, _Block], continued: Iterable[int], lost: Collection[int]) -> set[int]:
-    """Those of the blocks `lost`, and of `continued`, in which a value may contain one of `lost`."""
-    below = set(lost)
+def blocks_below(continued: ContinuedBlocks, blocks: Iterable[int]) -> IntArray:
+    """These blocks, and those with values that continue values of one of them."""
+    below = {*blocks}
     for number in sorted(continued):
-        of_block = blocks[number].continued
-        if of_block is not None and not below.isdisjoint(of_block.above):
+        if not below.isdisjoint(continued[number].above):
             below.add(number)
-    return below
+    return np.array(sorted(below), np.int64)
 
 
-def blocks_above(blocks: Mapping[int, _Block], numbers: Iterable[int], most: int) -> set[int] | None:
+def blocks_above(continued: ContinuedBlocks, numbers: Iterable[int], most: float = math.inf) -> set[int] | None:
     """These blocks, and all that their values continue. None: they are more than `most`."""
     every: set[int] = set()
     left = [*numbers]
     while left:
         number = left.pop()
-        if number in every or number not in blocks:
+        if number in every:
             continue
         every.add(number)
         if len(every) > most:
             return None
-        continued = blocks[number].continued
-        left += () if continued is None else continued.above
+        if (of_block := continued.get(number)) is not None:
+            left += of_block.above
     return every

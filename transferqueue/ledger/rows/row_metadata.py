@@ -16,7 +16,7 @@ from transferqueue.limits import ROWS_PER_REQUEST_MAX, TAGS_MAX, check_names, ch
 from transferqueue.policies import Tags
 from transferqueue.wire.messages import RowFacts
 
-TOKENS_MAX: Final = 1 << 40
+_TOKENS_MAX: Final = 1 << 40
 """Tokens are summed in int64 over a lease of up to 2**20 rows."""
 FACTS: Final = (
     Attribute("group_id", "<i8", -1, -1, COUNT_MAX),
@@ -24,7 +24,7 @@ FACTS: Final = (
     Attribute("ordinal", "<i8", -1, -COUNT_MAX, COUNT_MAX),
     Attribute("policy_version", "<i8", -1, -1, COUNT_MAX),
     Attribute("policy_version_max", "<i8", -1, -1, COUNT_MAX),
-    Attribute("tokens", "<i8", 0, 0, TOKENS_MAX),
+    Attribute("tokens", "<i8", 0, 0, _TOKENS_MAX),
     Attribute("priority", "<f8", 0.0),
 )
 """Numeric facts, as messages carry them (`RowFacts`). Selectors negate and compare them as int64, and users read them

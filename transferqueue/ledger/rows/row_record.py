@@ -67,6 +67,15 @@ class RowRecord(msgspec.Struct, eq=False):
         self.ended.append(rows)
         self.waiting += rows.rows.size
 
+    def first_rows(self, most: int) -> list[EndedRows]:
+        """The `most` rows that ended first, of which there are more."""
+        chosen = self.next_rows(most)
+        over = sum(ended.rows.size for ended in chosen) - most
+        if over > 0:
+            size = chosen[-1].rows.size
+            chosen[-1] = chosen[-1].without(np.arange(size) >= size - over)
+        return chosen
+
     def next_rows(self, most: int, first: int = 0) -> list[EndedRows]:
         """The rows that ended first: about `most`, whole requests, from request `first` on."""
         chosen: list[EndedRows] = []

@@ -115,13 +115,13 @@ def _keep_dropped(table: TableState, rows: IntArray, at: IntArray, reason: str) 
     for position, row in enumerate(rows.tolist()):
         failure = table.dropped.expected.pop(row, None)
         if failure is not None and reason == ATTEMPTS and table.record is None:
-            there = table.core.blocks.blocks
-            own = {column[position] for column in blocks}
-            mine = blocks_above(there, own, len(own) + left)
+            own = {column[position] for column in blocks} - {0}
+            mine = blocks_above(table.usage.continued, own, len(own) + left)
             if mine is None:
                 continue
-            left -= max(0, len(mine) - len(own))
-            extents = {extent.id: extent.nbytes for number in mine for extent in there[number].extents}
+            left -= len(mine) - len(own)
+            live = [block for number in mine if (block := table.core.blocks.blocks.get(number)) is not None]
+            extents = {extent.id: extent.nbytes for block in live for extent in block.extents}
             known = {name: values[position] for name, values in states.items()}
             table.dropped.keep(row, SpentRow(failure, known, extents))
 

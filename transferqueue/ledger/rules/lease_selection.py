@@ -33,7 +33,7 @@ BATCH_FIRST = 64
 
 class ChosenUnits(msgspec.Struct):
     """Rows of the chosen units, unit by unit, as an array of their own: a view would keep a chunk of the queue alive.
-    `count`: number of units. `sizes`: rows of each; None: each has one.
+    `count`: number of units. `sizes`: rows of each; None: each has one. `final`: nothing more can become ready.
     """
 
     rows: IntArray
@@ -41,12 +41,13 @@ class ChosenUnits(msgspec.Struct):
     sizes: IntArray | None
     queue: ReadyQueue
     """The queue of the units; the caller removes them with `taken`."""
+    final: bool
 
     def first(self, units: int) -> ChosenUnits:
         """The first of them."""
         sizes = None if self.sizes is None else self.sizes[:units]
         rows = units if sizes is None else int(sizes.sum())
-        return ChosenUnits(self.rows[:rows].copy(), units, sizes, self.queue)
+        return ChosenUnits(self.rows[:rows].copy(), units, sizes, self.queue, self.final)
 
 
 def choose(table: TableState, task: TaskState, request: LeaseRequest) -> ChosenUnits | None:
@@ -67,7 +68,7 @@ def choose(table: TableState, task: TaskState, request: LeaseRequest) -> ChosenU
     enough = count > 0 and (final or full or (request.at_least > 0 and amount >= request.at_least))
     if not enough or (request.world > count and not final):
         return None
-    return _chosen_units(task, units.ids if count == units.ids.size else units.ids[:count], queue)
+    return _chosen_units(task, units.ids if count == units.ids.size else units.ids[:count], queue, final=final)
 
 
 def _may_suffice(task: TaskState, request: LeaseRequest, ready: int, least: int) -> bool:
@@ -170,8 +171,8 @@ def tokens_of(table: TableState, rows: IntArray, sizes: IntArray) -> IntArray:
     return summed
 
 
-def _chosen_units(task: TaskState, ids: IntArray, queue: ReadyQueue) -> ChosenUnits:
+def _chosen_units(task: TaskState, ids: IntArray, queue: ReadyQueue, *, final: bool) -> ChosenUnits:
     if not isinstance(task, GroupTaskState):
-        return ChosenUnits(ids if ids.base is None else ids.copy(), ids.size, None, queue)
+        return ChosenUnits(ids if ids.base is None else ids.copy(), ids.size, None, queue, final)
     rows, sizes = task.members(ids)
-    return ChosenUnits(rows, ids.size, sizes, queue)
+    return ChosenUnits(rows, ids.size, sizes, queue, final)

@@ -17,10 +17,10 @@ import numpy as np
 from transferqueue.errors import InternalError
 from transferqueue.ledger.arrays import AnyArray, BoolArray, IntArray
 from transferqueue.ledger.attributes import Columns
-from transferqueue.ledger.rows import LIVE, EndedRows, Nodes, RowRecord, TableEvent, forests
+from transferqueue.ledger.rows import LIVE, EndedRows, Forests, Nodes, RowRecord, Slots, TableEvent, forests
 from transferqueue.ledger.rules.finish import free_rows
 from transferqueue.ledger.table_state import TableState
-from transferqueue.limits import TURN_NS
+from transferqueue.limits import NODES_MAX
 from transferqueue.policies import Recorded, Tags
 from transferqueue.schema import Field
 from transferqueue.wire.messages import BlockLocation
@@ -81,16 +81,14 @@ def next_batch(table: TableState, most: int, now: float) -> EndedBatch | None:
     ended = record.next_rows(most)
     if not ended:
         return None
-    rows = np.concatenate([one.rows for one in ended])
-    at, store = table.rows.pages.index(rows), table.rows
+    rows, has, places, found = _values_of(table, ended, NODES_MAX)
+    if found.fit is not None:
+        ended = record.first_rows(max(found.fit, 1))
+        rows, has, places, found = _values_of(table, ended)
+    at, store, known = table.rows.pages.index(rows), table.rows, table.core.blocks.blocks
     put_at = store.put_at.a[at]
-    has = {name: store.has_all(at, store.mask((name,))) for name in store.fields}
-    places = {name: _places(table, name, at, has[name]) for name in store.fields if name not in store.inline}
-    nodes, known = forests(table.core.blocks, places, TURN_NS if len(ended) > 1 else math.inf), table.core.blocks.blocks
-    if nodes.fit is not None:
-        return next_batch(table, max(nodes.fit, 1), now)
     numbers = {number for blocks, _ in places.values() for number in np.unique(blocks).tolist()}
-    numbers.update(number for of_field in nodes.nodes.values() for number in np.unique(of_field.blocks).tolist())
+    numbers.update(number for nodes in found.nodes.values() for number in np.unique(nodes.blocks).tolist())
     return EndedBatch(
         table=table.name,
         terms=terms_of(table),
@@ -107,16 +105,22 @@ def next_batch(table: TableState, most: int, now: float) -> EndedBatch | None:
         has=has,
         inline={name: column.a[at] for name, column in store.inline.items()},
         places=places,
-        nodes=nodes.nodes,
+        nodes=found.nodes,
         blocks={number: known[number].at for number in sorted(numbers - {0})},
         events=table.history.after(float(put_at.min())),
         workers=record.workers | table.core.labels,
     )
 
 
-def _places(table: TableState, name: str, at: IntArray, has: BoolArray) -> tuple[IntArray, AnyArray]:
-    (places,) = table.column_groups.locate([name], at)
-    return np.where(has, places.blocks, 0), places.slots
+def _values_of(
+    table: TableState, ended: list[EndedRows], most: float = math.inf
+) -> tuple[IntArray, dict[str, BoolArray], dict[str, tuple[IntArray, Slots]], Forests]:
+    """The rows, which fields they have, the places of these, and what they continue, as of `forests`."""
+    rows = np.concatenate([one.rows for one in ended])
+    at, store = table.rows.pages.index(rows), table.rows
+    has = {name: store.has_all(at, store.mask((name,))) for name in store.fields}
+    places = table.column_groups.places(at, {name: mask for name, mask in has.items() if name not in store.inline})
+    return rows, has, places, forests(table.usage.continued, places, most)
 
 
 def rows_recorded(table: TableState, number: int, rows: IntArray) -> int:

@@ -200,14 +200,6 @@ class SnapshotReader:
         """The number of rows of a file, from the manifest."""
         return self._entry(name).rows
 
-    def columns(self, name: str) -> list[str]:
-        """Names of the columns of a file. Reads no values."""
-        import pyarrow as pa
-
-        self._entry(name)
-        with self.reading(name), pa.memory_map(str(self.path / name)) as source:
-            return [*pa.ipc.open_file(source).schema.names]
-
     def batches(self, name: str, types: Mapping[str, Any], optional: Container[str] = ()) -> Iterator[Any]:
         """The record batches of a file, mapped and checked.
 

@@ -3,8 +3,8 @@
 
 Each table has ``tables/N/rows.arrow`` with one row for each resident row, and its groups in ``tables/N/groups.arrow``
 and ``tables/N/forming-M.arrow``. ``tables/N/field-M.arrow`` has the values of a field; a value that several rows share
-is stored once. The column ``at/<field>`` of the rows file says which value a row has. Of a field of which rows continue
-others (``put(parent=...)``) it has each stored value, and a column ``before/<field>``: the value that it continues.
+is stored once. The column ``at/<field>`` of the rows file says which value a row has. Values that continue others are
+written whole.
 ``weights/N/V.arrow`` is a version of weights: one row, with a column for each tensor, or each slice of one.
 """
 
@@ -30,15 +30,15 @@ from transferqueue.ledger.persistence.snapshot import (
     VersionSnapshot,
 )
 from transferqueue.ledger.persistence.snapshot_checks import check
-from transferqueue.ledger.rows import Nodes, depths_in, groups, row_state
+from transferqueue.ledger.rows import Nodes, forests, groups, row_state
 from transferqueue.ledger.tasks import group_task
 from transferqueue.ledger.tasks.task_state import STORED
-from transferqueue.limits import CONTINUED_MAX, MIB
+from transferqueue.limits import MIB
 from transferqueue.schema import Field
 from transferqueue.server.durability.snapshot_directory import SnapshotReader, SnapshotWriter
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.export import arrow_type
-from transferqueue.storage.columns.joined import chains
+from transferqueue.storage.columns.joined import along_chains, join
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.wire.messages import BlockLocation, TableTerms
@@ -100,7 +100,8 @@ def write_contents(
 def _write_table(
     writer: SnapshotWriter, contents: LedgerSnapshot, table: TableSnapshot, directory: str, memory: Memory
 ) -> TableManifest:
-    values = {name: _Values(*place, table.nodes.get(name)) for name, place in table.places.items()}
+    nodes = forests(table.continued, table.places).nodes
+    values = {name: _Values(*place, nodes.get(name), contents) for name, place in table.places.items()}
     fields = {field.name: field for field in table.terms.fields}
     _write_columns(writer, f"{directory}/rows.arrow", _row_columns(table, values))
     _write_columns(writer, f"{directory}/groups.arrow", table.groups)
@@ -115,23 +116,26 @@ def _write_table(
 
 
 class _Values:
-    """The distinct values of a field: the block and slot of each, the index of the value that it continues (-1: none;
-    None: none does), and for each row the index of its value (-1: none)."""
+    """The distinct values of a field: the block and slot of each, its estimated size, and for each row the index of its
+    value (-1: none). `nodes`: what they are made of, if some rows continue others; `rows`: a row that has each."""
 
-    def __init__(self, blocks: IntArray, slots: AnyArray, nodes: Nodes | None) -> None:
-        self.before: IntArray | None = None
-        if nodes is not None:
-            self.blocks, self.slots = nodes.blocks, nodes.slots.astype(np.int64)
-            self.before, self.of_row = nodes.parents, nodes.of_row
-            return
-        present = blocks > 0
+    def __init__(self, blocks: IntArray, slots: AnyArray, nodes: Nodes | None, contents: LedgerSnapshot) -> None:
+        present = np.flatnonzero(blocks > 0)
         pairs = np.stack([blocks[present], slots[present].astype(np.int64)], axis=1)
-        distinct, index = (
-            np.unique(pairs, axis=0, return_inverse=True) if len(pairs) else (pairs, np.empty(0, np.int64))
+        nothing = np.empty(0, np.int64)
+        distinct, first, index = (
+            np.unique(pairs, axis=0, return_index=True, return_inverse=True)
+            if len(pairs)
+            else (pairs, nothing, nothing)
         )
         self.blocks, self.slots = distinct[:, 0], distinct[:, 1]
         self.of_row = np.full(len(blocks), -1, np.int64)
         self.of_row[present] = index.reshape(-1)
+        self.nodes, self.rows = nodes, present[first]
+        if nodes is None:
+            self.sizes = _sizes_in(self.blocks, contents)
+        else:
+            self.sizes = along_chains(_sizes_in(nodes.blocks, contents), nodes.parents)[nodes.of_row[self.rows]]
 
 
 def _row_columns(table: TableSnapshot, values: dict[str, _Values]) -> dict[str, Any]:
@@ -199,32 +203,34 @@ def _write_field(
 ) -> None:
     import pyarrow as pa
 
-    columns = [(name, arrow_type(fields[name]))] + [(_before(name), pa.int64())] * (values.before is not None)
-    schema = pa.schema(columns)
+    schema = pa.schema([(name, arrow_type(fields[name]))])
 
     def batches() -> Iterator[Any]:
-        for chunk in _chunks(values.blocks, contents):
-            placement = _placement(fields, values.blocks[chunk], values.slots[chunk], contents, memory)
-            arrays = [Column(fields[name], placement).arrow()]
-            if values.before is not None:
-                arrays.append(pa.array(values.before[chunk], mask=values.before[chunk] < 0))
-            yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+        for chunk in _chunks(values.sizes):
+            if values.nodes is None:
+                placement = _placement(fields, values.blocks[chunk], values.slots[chunk], contents, memory)
+            else:
+                nodes = values.nodes.of_rows(values.rows[chunk])
+                placement = _placement(fields, nodes.blocks, nodes.slots.astype(np.int64), contents, memory)
+                placement = join(fields[name], placement, nodes.parents, nodes.of_row)
+            yield pa.RecordBatch.from_arrays([Column(fields[name], placement).arrow()], schema=schema)
 
     writer.write(file, schema, batches())
 
 
-def _before(field: str) -> str:
-    """The column of a field's file that says which value each value continues."""
-    return f"before/{field}"
-
-
-def _chunks(blocks: IntArray, contents: LedgerSnapshot) -> Iterator[slice]:
-    """Ranges of values of bounded size. The size of a value is estimated by the mean of its block."""
+def _sizes_in(blocks: IntArray, contents: LedgerSnapshot) -> AnyArray:
+    """The estimated size of a value in each of these blocks: the mean of the block."""
     numbers, index = np.unique(blocks, return_inverse=True)
-    means = np.array([contents.blocks[block].nbytes / contents.blocks[block].rows for block in numbers.tolist()])
-    reach = np.cumsum(means[index]) if len(numbers) else np.empty(0)
+    means = [contents.blocks[block].nbytes / contents.blocks[block].rows for block in numbers.tolist()]
+    sizes: AnyArray = np.array(means, np.float64)[index.reshape(-1)]
+    return sizes
+
+
+def _chunks(sizes: AnyArray) -> Iterator[slice]:
+    """Ranges of values of bounded size."""
+    reach = np.cumsum(sizes)
     start = 0
-    while start < len(blocks):
+    while start < len(sizes):
         before = float(reach[start - 1]) if start else 0.0
         end = int(np.searchsorted(reach, before + CHUNK_BYTES, "right"))
         end = max(start + 1, min(end, start + CHUNK_ROWS))
@@ -321,9 +327,9 @@ def chunks(snapshot: SnapshotReader, manifest: LedgerManifest) -> Iterator[Value
         fields = {field.name: field for field in table.terms.fields}
         for at, name in enumerate(table.placed):
             file = f"{table.directory}/field-{at}.arrow"
-            for batch in snapshot.batches(file, *_field_types(snapshot, file, fields[name])):
+            for batch in snapshot.batches(file, {name: _type_of(snapshot, file, fields[name])}):
                 number += 1
-                yield ValueChunk(number, file, [fields[name]], batch.select([name]))
+                yield ValueChunk(number, file, [fields[name]], batch)
     for at, channel in enumerate(manifest.channels):
         for version in channel.versions:
             file = _version_file(f"weights/{at}", version)
@@ -341,14 +347,6 @@ def _type_of(snapshot: SnapshotReader, file: str, field: Field) -> Any:
         return arrow_type(field)
 
 
-def _field_types(snapshot: SnapshotReader, file: str, field: Field) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The columns of a field's file, and those that it may lack."""
-    import pyarrow as pa
-
-    optional = (_before(field.name),) if field.ragged else ()
-    return {field.name: _type_of(snapshot, file, field)} | dict.fromkeys(optional, pa.int64()), optional
-
-
 def read_tables(snapshot: SnapshotReader, manifest: LedgerManifest) -> list[TableSnapshot]:
     """Read the tables, without the locations of their values: `read_contents` adds those."""
     return [_read_table(snapshot, table) for table in manifest.tables]
@@ -364,9 +362,6 @@ def read_contents(
         for at, name in enumerate(listed.placed):
             file_blocks = _blocks_of_file(blocks, numbers, snapshot.rows(f"{listed.directory}/field-{at}.arrow"))
             table.places[name] = _locate(table.places[name][0], file_blocks)
-            if (nodes := table.nodes.get(name)) is not None:
-                of_nodes, slots = _locate(np.arange(len(nodes.parents)), file_blocks)
-                table.nodes[name] = Nodes(of_nodes, slots, nodes.parents, nodes.of_row)
     for channel in manifest.channels:
         versions = [replace(version, blocks=[next(numbers) for _ in version.fields]) for version in channel.versions]
         contents.channels.append(replace(channel, versions=versions))
@@ -413,15 +408,11 @@ def _read_table(snapshot: SnapshotReader, manifest: TableManifest) -> TableSnaps
         rows = _Rows(snapshot, file, _rows_file(snapshot, manifest, file))
         inline = {field.name: field for field in manifest.terms.fields if field.inline}
         has = {name: rows.given(f"field/{name}") for name in inline}
-        places, nodes = {}, {}
+        places = {}
         for at, name in enumerate(manifest.placed):
             has[name] = rows.given(f"at/{name}")
             index = np.where(has[name], rows.numbers(f"at/{name}", np.int64, nulls=True), -1)
-            before = _read_before(snapshot, manifest, name)
-            nowhere = np.empty(0, np.int32)
-            places[name] = _check_index(snapshot, file, manifest, at, name, has[name], index, before), nowhere
-            if before is not None:
-                nodes[name] = Nodes(np.empty(0, np.int64), nowhere, before, index)
+            places[name] = _check_index(snapshot, file, manifest, at, name, has[name], index), np.empty(0, np.int32)
         tags = rows.texts("tags")
         return TableSnapshot(
             terms=manifest.terms,
@@ -444,7 +435,6 @@ def _read_table(snapshot: SnapshotReader, manifest: TableManifest) -> TableSnaps
             },
             ordinals=np.array(manifest.ordinals, np.int64).reshape(-1, 2),
             freed=_read_freed(rows, manifest),
-            nodes=nodes,
         )
 
 
@@ -454,47 +444,16 @@ def _read_freed(rows: _Rows, manifest: TableManifest) -> dict[str, AnyArray]:
 
 
 def _check_index(
-    snapshot: SnapshotReader,
-    file: str,
-    manifest: TableManifest,
-    at: int,
-    name: str,
-    present: AnyArray,
-    index: IntArray,
-    before: IntArray | None,
+    snapshot: SnapshotReader, file: str, manifest: TableManifest, at: int, name: str, present: AnyArray, index: IntArray
 ) -> IntArray:
-    """Check the index of each row's value in the field's file: all values exist, and each belongs to some row, or comes
-    `before` the value of one."""
+    """Check the index of each row's value in the field's file: all values exist, and each belongs to some row."""
     count = snapshot.rows(f"{manifest.directory}/field-{at}.arrow")
     wrong = present & ((index < 0) | (index >= count))
     if wrong.any():
         raise snapshot.wrong(file, f"a row has value {index[wrong][0]} of field {name!r}, of {count}")
-    used = np.zeros(count, np.bool_)
-    used[index[present]] = True
-    if before is not None:
-        for value in np.flatnonzero(before >= 0)[::-1].tolist():
-            used[before[value]] |= used[value]
-    if not used.all():
+    if np.unique(index[present]).size != count:
         raise snapshot.wrong(file, f"no row has some of the {count} values of field {name!r}")
     return index
-
-
-def _read_before(snapshot: SnapshotReader, manifest: TableManifest, name: str) -> IntArray | None:
-    """The index of the value that each value of a field continues, a lower one; -1: none. None: the file has no such
-    column."""
-    file = f"{manifest.directory}/field-{manifest.placed.index(name)}.arrow"
-    (field,) = (field for field in manifest.terms.fields if field.name == name)
-    if not field.ragged or _before(name) not in snapshot.columns(file):
-        return None
-    table = _whole(snapshot, file, *_field_types(snapshot, file, field))
-    if table is None:
-        return None
-    before: IntArray = table[_before(name)].fill_null(-1).to_numpy().astype(np.int64)
-    if (before < -1).any() or (before >= np.arange(len(before))).any():
-        raise snapshot.wrong(file, "a value continues one that does not come before it")
-    if depths_in(before).max() > CONTINUED_MAX:
-        raise snapshot.wrong(file, f"a value continues more than {CONTINUED_MAX} others")
-    return before
 
 
 def _blocks_of_file(blocks: dict[int, BlockLocation], numbers: Iterator[int], rows: int) -> list[BlockLocation]:
@@ -528,27 +487,19 @@ def read_rows(snapshot: SnapshotReader, manifest: TableManifest) -> Any:
     rows = _Rows(snapshot, file, table)
     for at, name in enumerate(manifest.placed):
         present = rows.given(f"at/{name}")
-        index = rows.numbers(f"at/{name}", np.int64, nulls=True)
-        _check_index(snapshot, file, manifest, at, name, present, index, _read_before(snapshot, manifest, name))
+        _check_index(snapshot, file, manifest, at, name, present, rows.numbers(f"at/{name}", np.int64, nulls=True))
     return table
 
 
 def read_values(snapshot: SnapshotReader, manifest: TableManifest, name: str) -> Any:
-    """Read the values of a field that has a file, mapped and checked. Values that continue others are whole."""
+    """Read the values of a field that has a file, mapped and checked."""
     import pyarrow as pa
 
     file = f"{manifest.directory}/field-{manifest.placed.index(name)}.arrow"
     (field,) = (field for field in manifest.terms.fields if field.name == name)
-    table = _whole(snapshot, file, *_field_types(snapshot, file, field))
-    if table is None:
-        return pa.chunked_array([], _type_of(snapshot, file, field))
-    before = _read_before(snapshot, manifest, name)
-    if before is None:
-        return table[name]
-    order, ends = chains(field, len(before), before, np.arange(len(before)))
-    pieces = table[name].combine_chunks().take(pa.array(order))
-    offsets = pieces.offsets.to_numpy()[ends]
-    return pa.chunked_array([pa.LargeListArray.from_arrays(pa.array(offsets), pieces.values)])
+    kind = _type_of(snapshot, file, field)
+    table = _whole(snapshot, file, {name: kind})
+    return pa.chunked_array([], kind) if table is None else table[name]
 
 
 _TAGS: Final = msgspec.json.Decoder(dict[str, bool | int | float | str])

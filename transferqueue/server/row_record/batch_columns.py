@@ -19,7 +19,7 @@ from transferqueue.ledger.rules.recording import EndedBatch
 from transferqueue.schema import Field
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.export import arrow_type
-from transferqueue.storage.columns.joined import join
+from transferqueue.storage.columns.joined import along_chains, join
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.wire.messages import BlockLocation
@@ -82,7 +82,11 @@ class BatchColumns:
         batch, sizes = self._batch, 256.0 + self._events.sizes
         for name, (blocks, _) in batch.places.items():
             nodes = batch.nodes.get(name)
-            sizes += self._sizes_in(blocks) if nodes is None else nodes.sums(self._sizes_in(nodes.blocks))
+            if nodes is None:
+                sizes += self._sizes_in(blocks)
+            else:
+                whole = along_chains(self._sizes_in(nodes.blocks), nodes.parents)
+                sizes += np.where(nodes.of_row >= 0, whole[nodes.of_row], 0.0)
         return sizes
 
     def _sizes_in(self, blocks: IntArray) -> AnyArray:

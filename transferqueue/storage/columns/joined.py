@@ -6,9 +6,10 @@ a block as a put would have written it. So all that reads columns reads these as
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from transferqueue.errors import Corruption
 from transferqueue.limits import ALIGNMENT
@@ -59,10 +60,8 @@ class Tree(NamedTuple):
             ...     table.read(answers).tree("ids").lengths()
             array([4, 5])
         """
-        lengths: I64 = self.nodes.lengths.copy()
-        for node in np.flatnonzero(self.parents >= 0).tolist():
-            lengths[node] += lengths[self.parents[node]]
-        return lengths[self.node_of_row]
+        lengths: I64 = along_chains(self.nodes.lengths, self.parents)[self.node_of_row]
+        return lengths
 
 
 class _Block(NamedTuple):
@@ -99,6 +98,16 @@ def join(field: Field, nodes: RowPlacement, parents: I64, node_of_row: I64) -> R
         place[:] = values
     block = _Block(0, nbytes, len(node_of_row), [field.name], [int(offsets[-1])])
     return RowPlacement.of_run(MappedBlocks([block], [memory], {field.name: field}), 0, 0, len(node_of_row))
+
+
+def along_chains(of_node: NDArray[Any], parents: I64, combine: np.ufunc = np.add) -> NDArray[Any]:
+    """Combine these numbers of the nodes of a forest from each root down to each node, in as many steps as the longest
+    chain has binary digits."""
+    combined, above = of_node.copy(), parents.copy()
+    while (at := np.flatnonzero(above >= 0)).size:
+        combined[at] = combine(combined[at], combined[above[at]])
+        above[at] = above[above[at]]
+    return combined
 
 
 def chains(field: Field, nodes: int, parents: I64, node_of_row: I64) -> tuple[I64, I64]:

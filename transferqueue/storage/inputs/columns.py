@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from transferqueue.errors import SchemaError, TransferQueueError
+from transferqueue.errors import SchemaError, TransferQueueError, UsageError
 from transferqueue.errors.text import SHOWN_CHARS, counted, shortened
-from transferqueue.schema import Field, counted_fields
+from transferqueue.schema import Field
 from transferqueue.storage.elements.dtypes import I64
 from transferqueue.storage.inputs.prepare import Prepared, Repeat, prepare
 
@@ -98,43 +98,47 @@ def prepare_columns(
         except Exception as error:
             raise _unreadable(name, value, error) from error
         column.finite = column.field.is_finite
+        column.continued = column.field.ragged if continued is None else name in continued
     for column in prepared.values():
         if column.field.has_lengths_of:
-            _check_lengths(column, prepared, before, continued)
+            _check_lengths(column, prepared, before)
     return list(prepared.values())
 
 
 def count_tokens(columns: Sequence[Prepared]) -> I64 | None:
     """Tokens of each row if the caller did not say: the length of its `input_ids`, else of its `prompt_ids` and
-    `response_ids`, as far as this call has them."""
+    `response_ids`, as far as this call has them. `UsageError` if they continue others, of unknown lengths."""
     found = {column.field.name: column for column in columns if column.field.shape}
-    parts = [found[name].row_lengths() for name in counted_fields(found)]
-    if len(parts) < 2:
-        return parts[0] if parts else None
-    summed: I64 = np.sum(parts, axis=0)
+    if "input_ids" in found:
+        parts = [found["input_ids"]]
+    else:
+        parts = [found[name] for name in ("prompt_ids", "response_ids") if name in found]
+    for part in parts:
+        if part.continued:
+            raise UsageError(
+                f'field "{part.field.name}" continues the parent\'s, so the tokens of the rows cannot be counted; give '
+                "tokens=, of the whole rows"
+            )
+    if not parts:
+        return None
+    summed: I64 = np.sum([part.row_lengths() for part in parts], axis=0)
     return summed
 
 
-def _check_lengths(
-    column: Prepared, columns: Mapping[str, Prepared], before: Lengths, continued: Collection[str] | None
-) -> None:
-    def continues(column: Prepared) -> bool:
-        return column.field.ragged if continued is None else column.field.name in continued
-
+def _check_lengths(column: Prepared, columns: Mapping[str, Prepared], before: Lengths) -> None:
     def lengths(name: str) -> I64 | None:
-        other = columns.get(name)
-        if other is None:
+        if (other := columns.get(name)) is None:
             return before(name)
-        return other.row_lengths() if continues(other) == continues(column) else None  # None: whole, and only its end
+        return other.row_lengths() if other.continued == column.continued else None  # None: whole, and only its end
 
     field, own = column.field, column.row_lengths()
     like = columns.get(field.like or "")
-    if like is not None and continues(like) != continues(column):
-        both = (field.name, like.field.name)
-        one, other = both if continues(column) else both[::-1]
+    if like is not None and like.continued != column.continued:
+        one, other = (column, like) if column.continued else (like, column)
         raise SchemaError(
-            f'field "{field.name}" is declared like "{field.like}", and "{one}" continues the parent\'s while '
-            f'"{other}" does not, so their lengths cannot be compared; name both or neither in continued='
+            f'field "{field.name}" is declared like "{field.like}", and "{one.field.name}" continues the parent\'s '
+            f'while "{other.field.name}" does not, so their lengths cannot be compared; name both or neither in '
+            "continued="
         )
     wanted = lengths(field.has_lengths_of)
     if wanted is None or np.array_equal(own, wanted):

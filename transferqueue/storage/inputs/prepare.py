@@ -186,10 +186,12 @@ class Prepared:
         by_content: its values are compared by their content (`Repeat`).
         finite: NaN and infinity are refused when the values are written. False here, since a snapshot's columns were
             checked when they were put.
+        continued: its values are what the rows have beyond others.
     """
 
     __slots__ = (
         "by_content",
+        "continued",
         "count",
         "field",
         "finite",
@@ -211,7 +213,7 @@ class Prepared:
         self.nbytes = (stored_rows if offsets is None else self.count) * field.step_elements * field.item_bytes
         self.rows = stored_rows
         self.slots: I32 | None = None
-        self.by_content = self.finite = False
+        self.by_content = self.finite = self.continued = False
 
     def write_lengths(self, block: U8, span: Span) -> None:
         """Write the shapes and offsets of the rows into the block (``uint8``, all of it), where `schema.layout` placed

@@ -207,12 +207,10 @@ class ContinueRequest(PutRequest, tag="Continue"):
     Args:
         parents: the row that each row continues; -1: none.
         fields: those whose values continue the parent's. Others are whole.
-        adds_tokens: the fact `tokens` counts only the new values; that of the parent is added.
     """
 
     parents: I64 = b""
     fields: TableNames = []
-    adds_tokens: bool = False
 
 
 @request(reply=DoneReply, roles=WORKERS, verb="Table.update", bytes_max=REQUEST_BYTES_MAX)
