@@ -19,7 +19,7 @@ from transferqueue.errors.on_failure import OnFailure
 from transferqueue.errors.text import SHOWN_CHARS, counted, shortened
 from transferqueue.schema import NO_SLICES, Field, Slice, sliced_fields
 from transferqueue.storage.columns.column import Column
-from transferqueue.storage.columns.joined import Tree, check_forest, join
+from transferqueue.storage.columns.joined import Tree, along_chains, check_forest, join
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.elements.dtypes import I64
 from transferqueue.wire import messages as m
@@ -123,7 +123,8 @@ class ColumnSource:
         the source has ended."""
         if name not in self.fields or name in self._slices or self.ended:
             return None
-        lengths = self.tree(name).lengths() if name in self._trees else self.column(name).lengths
+        tree = self.tree(name)
+        lengths: I64 = along_chains(tree.nodes.lengths, tree.parents)[tree.node_of_row]
         if rows is None:
             return lengths
         ids = np.frombuffer(self._content.rows, "<i8")

@@ -89,8 +89,8 @@ class Table(TableBase):
             policy_version: oldest version of the weights that made the row; default None: none, and it is never stale.
             policy_version_max: newest version of the weights that made a part of the row; default None.
             tokens: length of the row in tokens; default None: the lengths of `input_ids`, else of `prompt_ids` and
-                `response_ids` together, as far as this put has them; later columns add nothing. Of a row that
-                continues another, the parent's are added.
+                `response_ids` together, as far as this put has them; later columns add nothing. Needed if these
+                continue a parent's, and then of the whole row.
             priority: a number, for the selector `Priority`; default None.
             key: a name of the row, unique in the table: text of up to 512 characters; default None: none.
             tags: a dict of name to text, number or bool, for `TagIs`; default None: none.
@@ -192,8 +192,8 @@ class Table(TableBase):
             rows: the number of rows, at most 65536; default None.
             tokens: the most tokens; default None. A row that alone has more comes alone.
             groups: the number of whole groups, at most 4096, of a task that takes groups; default None.
-            at_least: the fewest rows, tokens or groups to return; default None: as many as were asked for. Rows that
-                continue others (``put(parent=)``) may be fewer: one reply names about 8,000 stored values.
+            at_least: the fewest rows, tokens or groups to return; default None: as many as were asked for. Of rows
+                that continue others (``put(parent=)``), one reply names at most 32,768 stored values.
             timeout_s: seconds to wait; default None: no limit; 0: not at all.
             where: a predicate, or up to 16 of them, that every row must satisfy; default: none.
             lease_s: seconds after which a process that is dead, stopped or cut off loses the rows, if the server does

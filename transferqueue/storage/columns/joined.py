@@ -48,21 +48,6 @@ class Tree(NamedTuple):
     parents: I64
     node_of_row: I64
 
-    def lengths(self) -> I64:
-        """The lengths of the rows, int64 ``[rows]``, without a join.
-
-        Example:
-            >>> import transferqueue as tq
-            >>> with tq.connect("embedded") as queue:
-            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["ids"])])
-            ...     prompt = table.put(ids=[[1, 2, 3]])
-            ...     answers = table.put(ids=[[4], [5, 6]], parent=prompt[0])
-            ...     table.read(answers).tree("ids").lengths()
-            array([4, 5])
-        """
-        lengths: I64 = along_chains(self.nodes.lengths, self.parents)[self.node_of_row]
-        return lengths
-
 
 class _Block(NamedTuple):
     block: int
@@ -85,7 +70,12 @@ def join(field: Field, nodes: RowPlacement, parents: I64, node_of_row: I64) -> R
         Corruption: another process wrote a forest that is none, or offsets that point outside their block.
         BatchEnded: the memory of the nodes was released.
     """
-    order, ends = chains(field, nodes.rows, parents, node_of_row)
+    check_forest(field, nodes.rows, parents, node_of_row)
+    levels = [node_of_row]
+    while (above := np.where(levels[-1] >= 0, parents[levels[-1]], -1)).max() >= 0:
+        levels.append(above)
+    chains = np.stack(levels[::-1], axis=1)
+    order, ends = chains[chains >= 0], row_offsets((chains >= 0).sum(axis=1))
     chosen = nodes.select(order)
     edges = row_edges(field, chosen)
     offsets = row_offsets(edges.last - edges.first)[ends]
@@ -101,24 +91,14 @@ def join(field: Field, nodes: RowPlacement, parents: I64, node_of_row: I64) -> R
 
 
 def along_chains(of_node: NDArray[Any], parents: I64, combine: np.ufunc = np.add) -> NDArray[Any]:
-    """Combine these numbers of the nodes of a forest from each root down to each node, in as many steps as the longest
-    chain has binary digits."""
+    """Combine these numbers of the nodes of a forest from each root down to each node, in as many steps as their number
+    has binary digits."""
     combined, above = of_node.copy(), parents.copy()
-    while (at := np.flatnonzero(above >= 0)).size:
+    for _ in range(len(parents).bit_length()):
+        at = np.flatnonzero(above >= 0)
         combined[at] = combine(combined[at], combined[above[at]])
         above[at] = above[above[at]]
     return combined
-
-
-def chains(field: Field, nodes: int, parents: I64, node_of_row: I64) -> tuple[I64, I64]:
-    """The nodes of each row from its root on, of all rows in order; and where the rows begin and end there."""
-    check_forest(field, nodes, parents, node_of_row)
-    levels = [node_of_row]
-    while (above := np.where(levels[-1] >= 0, parents[levels[-1]], -1)).max() >= 0:
-        levels.append(above)
-    chains = np.stack(levels[::-1], axis=1)
-    there = chains >= 0
-    return chains[there], row_offsets(there.sum(axis=1))
 
 
 def check_forest(field: Field, nodes: int, parents: I64, node_of_row: I64) -> None:
