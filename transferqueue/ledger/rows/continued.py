@@ -165,14 +165,11 @@ def forests(
                         above = of_block.before[at].item(key & _SLOTS)
                 before[key] = above
                 key = above
-    return Forests(
-        {
-            name: nodes
-            for (fields, keys), before in zip(keys_at, befores, strict=True)
-            for nodes in [_nodes(keys, before)]
-            for name in fields
-        }
-    )
+    found: dict[str, Nodes] = {}
+    for (fields, of_rows), before in zip(keys_at, befores, strict=True):
+        if any(before.values()):
+            found |= dict.fromkeys(fields, _nodes(of_rows, before))
+    return Forests(found)
 
 
 def _nodes(keys: IntArray, before: Mapping[int, int]) -> Nodes:
