@@ -316,18 +316,21 @@ def test_failed_rows_keep_no_more_bytes_than_they_may(embedded: tq.Queue) -> Non
     table.put(ids=[np.zeros(16 << 17, np.int64)], timeout_s=0)
 
 
-def test_whole_columns_beside_continued_ones_stay_as_they_are(embedded: tq.Queue) -> None:
-    """In the same block, dense or ragged."""
+def test_whole_columns_beside_continued_ones_stay_as_they_are(
+    embedded: tq.Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same block, dense or ragged; a reply names them beyond its values that continue others."""
+    monkeypatch.setattr(read, "NODES_MAX", 5)
     table = embedded.create_table("beside", tasks=[tq.Task("train", needs=["ids", "image", "note"])])
     parent = table.put(ids=[[1]], image=np.zeros((1, 3)), note=[[1]])
     for number in range(1, 4):
         parent = table.put(
             ids=[[number + 1]], image=np.full((1, 3), float(number)), note=[[number]], parent=parent, continued=["ids"]
         )
-    found = table.read(parent)
+    found = table.read([*parent, *(parent - 1)])
     kinds = {name: type(part).__name__ for part in found._content.parts for name in part.fields}
     assert kinds == {"ids": "ReplyTree", "image": "ReplyColumns", "note": "ReplyColumns"}
-    assert (found["ids"].list(), found["note"].list()) == ([[1, 2, 3, 4]], [[3]])
+    assert (found["ids"].list(), found["note"].list()) == ([[1, 2, 3, 4], [1, 2, 3]], [[3], [2]])
     assert found["image"][0].tolist() == [3.0] * 3
 
 

@@ -148,7 +148,7 @@ def forests(
     for name, (blocks, slots) in places.items() if continued else ():
         fields_at.setdefault(name if apart else (id(blocks), id(slots)), []).append(name)
     keys_at = [(fields, keys_of(*places[fields[0]])) for fields in fields_at.values()]
-    keys_at = [one for one in keys_at if not continued.keys().isdisjoint(np.unique(one[1] >> _SLOT_BITS).tolist())]
+    keys_at = [one for one in keys_at if _may_continue(continued, *one)]
     limit = most
     befores: list[dict[int, int]] = [{} for _ in keys_at]
     """Of each forest, which value each value continues; 0: none."""
@@ -170,6 +170,11 @@ def forests(
         if any(before.values()):
             found |= dict.fromkeys(fields, _nodes(of_rows, before))
     return Forests(found)
+
+
+def _may_continue(continued: ContinuedBlocks, fields: list[str], keys: IntArray) -> bool:
+    blocks = map(continued.get, np.unique(keys >> _SLOT_BITS).tolist())
+    return any(block is not None and not block.of_field.keys().isdisjoint(fields) for block in blocks)
 
 
 def _nodes(keys: IntArray, before: Mapping[int, int]) -> Nodes:
