@@ -100,11 +100,11 @@ class ReplyColumns(Message, tag="Part"):
     @property
     def tree(self) -> ReplyTree | None:
         """This part, if some of its rows continue others."""
-        return None
+        return self if isinstance(self, ReplyTree) else None
 
     def values(self, rows: int) -> int:
-        """The number of values that this part of a reply of `rows` rows places."""
-        return rows
+        """The number of values that this part of a reply of `rows` rows places: of its nodes, if it has any."""
+        return rows if self.tree is None else len(self.tree.parents) // 4
 
 
 class ReplyTree(ReplyColumns, tag="Tree"):
@@ -119,15 +119,6 @@ class ReplyTree(ReplyColumns, tag="Tree"):
 
     parents: I32
     node_of_row: I32
-
-    @property
-    def tree(self) -> ReplyTree:
-        """This part."""
-        return self
-
-    def values(self, rows: int) -> int:
-        """The number of its nodes."""
-        return len(self.parents) // 4
 
 
 class ReplyRows(Message, tag="Content"):
